@@ -1,0 +1,90 @@
+"""The one interface between generation and whatever makes it cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from ..cache import Branches, CacheSpec, DenseLayerCache, Env, LayerCache, Workspace
+from ..stage import Schedule, Stage, Tokens
+
+if TYPE_CHECKING:
+    from ..canvas import Canvas
+    from ..models.base import NextScaleModel
+    from ..models.blocks import Block
+
+
+class Span(Protocol):
+    """Runs consecutive blocks more cheaply than one after the other on all tokens."""
+
+    layers: range
+    key: Hashable
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a stage will do, as a hashable value that fixes all shapes."""
+
+    skip: bool = False
+    branches: Branches = "both"
+    width: int | None = None  # padded token count when the whole stage is reduced
+    spans: tuple[Span, ...] = ()
+    taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.spans, key=lambda span: span.layers.start)
+        for first, second in zip(ordered, ordered[1:], strict=False):
+            if second.layers.start < first.layers.stop:
+                raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
+        for span in self.spans:
+            inside = [layer for layer in self.taps if layer in span.layers]
+            if inside:
+                raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
+
+    def merge(self, other: StagePlan) -> StagePlan:
+        """Both plans at once; ValueError names the conflict."""
+        if None not in (self.width, other.width) and self.width != other.width:
+            raise ValueError(f"two methods reduce the whole stage, to {self.width} and to {other.width} tokens")
+        dropped = {self.branches, other.branches} - {"both"}
+        if len(dropped) > 1:
+            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones")
+        return StagePlan(
+            skip=self.skip or other.skip,
+            branches=next(iter(dropped), "both"),
+            width=self.width if other.width is None else other.width,
+            spans=self.spans + other.spans,
+            taps=tuple(sorted({*self.taps, *other.taps})),
+        )
+
+
+DENSE = StagePlan()
+
+
+class Method:
+    """Dense generation. Subclasses override what they change; see the architecture notes for how each paper fits."""
+
+    def start(self, model: NextScaleModel, schedule: Schedule, batch: int) -> Method:
+        """A run of this method for one request; state belongs to the run. Conflicts with the model or schedule raise here."""
+        return self
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return DENSE
+
+    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """Before the first block: may keep some of the tokens only."""
+        return x, tokens
+
+    def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
+        """Input and output of a tapped block."""
+
+    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """After guidance: may speak for tokens that were left out."""
+        return out, tokens
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        return DenseLayerCache(spec, workspace)

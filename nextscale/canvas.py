@@ -1,0 +1,126 @@
+"""The image while it is drawn: how a stage's codes change the latent, and what the next stage sees of it.
+
+Residual canvases (VAR, Infinity) keep a sum at the final size to which every stage adds; the replaced canvas (FlexVAR) keeps the
+latest map only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .stage import Schedule, Stage, Tokens
+
+if TYPE_CHECKING:
+    from .tokenizers.flexvar import FlexVarTokenizer
+    from .tokenizers.infinity import InfinityTokenizer
+    from .tokenizers.var import VarTokenizer
+
+
+class Canvas(Protocol):
+    latent: Tensor  # [B, Z, H, W], float32: what the tokenizer decodes
+
+    def input(self, stage: Stage) -> Tensor | None:
+        """What the transformer reads at `stage`: [B, cells, Z], or None at the first stage, which starts from the condition."""
+        ...
+
+    def add(self, codes: Tensor, tokens: Tokens) -> None:
+        """Draws a stage's codes; tokens that are absent contribute nothing."""
+        ...
+
+    def skip(self, stage: Stage) -> None:
+        """The stage is not drawn."""
+        ...
+
+
+def to_map(rows: Tensor, stage: Stage) -> Tensor:
+    """[B, cells, Z] to [B, Z, h, w]."""
+    return rows.transpose(1, 2).unflatten(2, stage.size)
+
+
+def to_rows(grid: Tensor) -> Tensor:
+    """[B, Z, h, w] to [B, h * w, Z]."""
+    return grid.flatten(2).transpose(1, 2)
+
+
+def on_grid(rows: Tensor, tokens: Tokens) -> Tensor:
+    """Values [B, N, Z] of some tokens as the stage's map [B, Z, h, w], zero where a token is absent."""
+    return to_map(tokens.scatter(rows, rows.new_zeros(rows.shape[0], tokens.stage.cells, rows.shape[2])), tokens.stage)
+
+
+class ResidualCanvas:
+    """VAR: each stage's code vectors are upsampled, convolved and added."""
+
+    def __init__(self, tokenizer: VarTokenizer, schedule: Schedule, batch: int) -> None:
+        self.tokenizer = tokenizer
+        self.schedule = schedule
+        codebook = tokenizer.codebook
+        self.latent = torch.zeros(batch, codebook.shape[1], *schedule.grid, device=codebook.device)
+
+    def input(self, stage: Stage) -> Tensor | None:
+        return None if stage.index == 0 else to_rows(F.interpolate(self.latent, size=stage.size, mode="area"))
+
+    def add(self, codes: Tensor, tokens: Tokens) -> None:
+        """Code numbers [B, N], or mixtures over the codebook [B, N, V]."""
+        vectors = codes @ self.tokenizer.codebook if codes.is_floating_point() else self.tokenizer.codebook[codes]
+        grid = on_grid(vectors, tokens)
+        if not tokens.stage.last:
+            grid = F.interpolate(grid, size=self.schedule.grid, mode="bicubic")
+        self.latent = self.latent + self.tokenizer.blend(grid, tokens.stage.index, len(self.schedule))
+
+    def skip(self, stage: Stage) -> None:
+        """What earlier stages drew stays as it is."""
+
+
+class BitCanvas:
+    """Infinity: each stage's bits are signs of equal size, upsampled and added; no codebook."""
+
+    def __init__(self, tokenizer: InfinityTokenizer, schedule: Schedule, batch: int) -> None:
+        self.tokenizer = tokenizer
+        height, width = schedule.grid
+        self.latent = torch.zeros(
+            batch, tokenizer.config.bits, tokenizer.cells * height, tokenizer.cells * width, device=tokenizer.device
+        )
+
+    def input(self, stage: Stage) -> Tensor | None:
+        if stage.index == 0:
+            return None
+        size = (self.tokenizer.cells * stage.height, self.tokenizer.cells * stage.width)
+        return to_rows(self.tokenizer.gather_cells(F.interpolate(self.latent, size=size, mode="bilinear")))
+
+    def add(self, codes: Tensor, tokens: Tokens) -> None:
+        """Bits [B, N, bits per token], 0 or 1."""
+        signs = self.tokenizer.spread_cells(on_grid(self.tokenizer.signs(codes), tokens))
+        if not tokens.stage.last:
+            signs = F.interpolate(signs, size=self.latent.shape[2:], mode="bilinear")
+        self.latent = self.latent + signs
+
+    def skip(self, stage: Stage) -> None:
+        """What earlier stages drew stays as it is."""
+
+
+class ReplacedCanvas:
+    """FlexVAR: each stage draws the whole image anew, so only the latest map counts."""
+
+    def __init__(self, tokenizer: FlexVarTokenizer, schedule: Schedule, batch: int) -> None:
+        self.codebook = F.normalize(tokenizer.codebook, dim=-1)
+        self.latent = torch.zeros(batch, self.codebook.shape[1], *schedule[0].size, device=self.codebook.device)
+
+    def input(self, stage: Stage) -> Tensor | None:
+        return None if stage.index == 0 else to_rows(self._resized(stage))
+
+    def add(self, codes: Tensor, tokens: Tokens) -> None:
+        """Code numbers [B, N]; absent tokens keep the previous estimate."""
+        previous = to_rows(self._resized(tokens.stage)) if tokens.index is not None else self.latent
+        self.latent = to_map(tokens.scatter(self.codebook[codes], previous), tokens.stage)
+
+    def skip(self, stage: Stage) -> None:
+        self.latent = self._resized(stage)
+
+    def _resized(self, stage: Stage) -> Tensor:
+        if self.latent.shape[2:] == stage.size:
+            return self.latent
+        return F.interpolate(self.latent, size=stage.size, mode="bicubic")

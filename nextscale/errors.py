@@ -1,0 +1,41 @@
+"""Every error a user can cause or meet. Each message says what was given, what was expected and what to do."""
+
+
+class NextscaleError(Exception):
+    """Base of all errors that nextscale raises on purpose."""
+
+
+class UnknownModel(NextscaleError):
+    """The model name is not in the table of presets."""
+
+
+class CheckpointError(NextscaleError):
+    """A weights file is missing, damaged, refused, or belongs to another model."""
+
+
+class PromptError(NextscaleError):
+    """A prompt or class label that the model cannot take."""
+
+
+class SizeError(NextscaleError):
+    """No schedule offers the requested size or aspect ratio."""
+
+
+class SettingError(NextscaleError):
+    """A generation setting is out of range or does not apply to this model."""
+
+
+class MissingExtra(NextscaleError):
+    """An optional package is needed for this call and is not installed."""
+
+
+class TextEncoderUnavailable(NextscaleError):
+    """The text encoder's files are neither on disk nor reachable."""
+
+
+class NonFiniteLogits(NextscaleError):
+    """The network produced NaN or infinity."""
+
+
+class OutOfMemory(NextscaleError):
+    """The request does not fit on the device."""

@@ -1,0 +1,123 @@
+"""The stage loop: next-scale generation, coarse to fine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .accel.method import Method, StagePlan
+from .cache import Env, StageMemory, Workspace
+from .canvas import Canvas
+from .errors import NonFiniteLogits
+from .guidance import GuidedRows
+from .models.base import Conditioning, NextScaleModel
+from .sampling import Draws, Sampling, choose
+from .stage import Schedule, Stage, Tokens
+
+Revise = Callable[[Stage, Tensor], Tensor]
+"""Sees a stage's codes before they are drawn and returns those to draw instead: forced prefixes, in-painting."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call asks for, with everything resolved."""
+
+    batch: int
+    schedule: Schedule
+    guidance: GuidedRows
+    sampling: Sampling
+    draws: Draws
+    revise: Revise = lambda stage, codes: codes
+
+
+@dataclass(frozen=True)
+class StageDone:
+    """Shown after every stage. Skipped stages have no logits and no codes."""
+
+    stage: Stage
+    canvas: Canvas
+    rows: int = 0
+    tokens: Tokens | None = None
+    logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
+    ids: Tensor | None = None  # as drawn
+    codes: Tensor | None = None  # as put on the canvas
+
+    @property
+    def skipped(self) -> bool:
+        return self.tokens is None
+
+    def without_logits(self) -> StageDone:
+        """For keeping: logits are large."""
+        return replace(self, logits=None)
+
+
+@torch.inference_mode()
+def generate(
+    model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Request, method: Method, watch: Callable[[StageDone], None]
+) -> None:
+    """Draws a batch of images on `canvas`."""
+    schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
+    run = method.start(model, schedule, batch)
+    env = new_env(model, cond, schedule, batch, run)
+    finite = []
+    for stage in schedule:
+        plan = run.plan(stage, canvas)
+        if plan.skip:
+            canvas.skip(stage)
+            watch(StageDone(stage, canvas))
+            continue
+        env.keep(plan.branches)
+        x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
+        x = run_blocks(model, x, tokens, env, plan, guidance, run)
+        out = guidance.on_logits(model.logits(x, env), stage, batch)
+        out, tokens = run.leave(sampling.prepare(out, stage), tokens.rows(slice(0, batch)))
+        ids, codes = choose(out, stage, len(schedule), sampling, request.draws)
+        codes = request.revise(stage, codes)
+        canvas.add(codes, tokens)
+        finite.append(out.isfinite().all())
+        watch(StageDone(stage, canvas, x.shape[0], tokens, out, ids, codes))
+    require_finite(finite)
+
+
+def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method) -> Env:
+    rows = cond.start.shape[0]
+    spec = model.cache_spec(schedule, rows)
+    workspace = Workspace(spec)
+    caches = [run.layer_cache(spec, workspace) for _ in model.blocks]
+    return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond")
+
+
+def run_blocks(
+    model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: Method
+) -> Tensor:
+    """All blocks in order; a plan's spans run groups of them their own way."""
+    blocks = tuple(model.blocks)
+    spans = {span.layers.start: span for span in plan.spans}
+    layer = 0
+    while layer < len(blocks):
+        if layer in spans:
+            span = spans[layer]
+            x = span(blocks[span.layers.start : span.layers.stop], x, tokens, env)
+            layer = span.layers.stop
+        else:
+            before = x
+            x = blocks[layer](x, tokens, env)
+            if layer in plan.taps:
+                run.observe(layer, before, x, tokens)
+            layer += 1
+        if layer - 1 in guidance.layers:
+            x = guidance.on_hidden(x, tokens.stage, env.batch)
+    return x
+
+
+def require_finite(finite: list[Tensor]) -> None:
+    """One read from the device for all stages, after the last one."""
+    checks = torch.stack(finite).tolist()
+    if not all(checks):
+        raise NonFiniteLogits(
+            f"the network's logits were NaN or infinite at stage {checks.index(False)} of {len(checks)}. In float16 this is overflow:"
+            " load the model with dtype=torch.bfloat16 or float32. Otherwise the weights file is damaged or belongs to another model."
+        )

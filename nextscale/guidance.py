@@ -1,0 +1,123 @@
+"""Classifier-free guidance: how strongly each stage follows the condition.
+
+All published forms are one formula, guided = s * cond + (1 - s) * uncond, with a scale s per stage; they differ in how s follows from
+the stage. A scale of 1 is the conditional branch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from .errors import SettingError
+from .stage import Schedule, Stage
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Base of the forms. `logits` guides the output; `layers` guides hidden states after those blocks (negative: from the end)."""
+
+    logits: bool = True
+    layers: tuple[int, ...] = ()
+
+    def scales(self, schedule: Schedule) -> tuple[float, ...]:
+        """One scale per stage; a longer tuple is allowed, its tail only decides whether the second branch runs at all."""
+        raise NotImplementedError
+
+    def with_strength(self, strength: float) -> Guidance:
+        return replace(self, strength=strength)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class ConstantGuidance(Guidance):
+    """The same scale at every stage (Infinity; FlexVAR's demo). 1 is no guidance."""
+
+    strength: float = 1.0
+
+    def scales(self, schedule: Schedule) -> tuple[float, ...]:
+        return (self.strength,) * len(schedule)
+
+
+@dataclass(frozen=True)
+class RampGuidance(Guidance):
+    """Guidance that grows with the stage (VAR; FlexVAR's evaluation): scale 1 + strength * i / span. 0 is no guidance.
+
+    `span` is the last stage's index, at most `longest_span`. Stages wider than `full_above` take the full strength at once.
+    """
+
+    strength: float = 0.0
+    longest_span: int | None = None
+    full_above: int | None = None
+
+    def scales(self, schedule: Schedule) -> tuple[float, ...]:
+        span = len(schedule) - 1
+        if self.longest_span is not None:
+            span = min(span, self.longest_span)
+        return tuple(1 + self.strength * self._share(stage, max(span, 1)) for stage in schedule)
+
+    def _share(self, stage: Stage, span: int) -> float:
+        if self.full_above is not None and max(stage.size) > self.full_above:
+            return 1.0
+        return stage.index / span
+
+
+@dataclass(frozen=True)
+class StageGuidance(Guidance):
+    """One scale per stage, written out."""
+
+    values: tuple[float, ...] = ()
+
+    def scales(self, schedule: Schedule) -> tuple[float, ...]:
+        if len(self.values) < len(schedule):
+            raise SettingError(f"{len(self.values)} guidance scales for {len(schedule)} stages: give one per stage, or a single number")
+        return self.values
+
+    def with_strength(self, strength: float) -> Guidance:
+        return ConstantGuidance(self.logits, self.layers, strength)
+
+
+GuidanceLike = Guidance | float | Sequence[float] | None
+
+
+def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
+    """A number keeps the model's published form at that strength; a list is one scale per stage; None is the published setting."""
+    if value is None:
+        return default
+    if isinstance(value, Guidance):
+        return value
+    if isinstance(value, int | float):
+        return default.with_strength(float(value))
+    return StageGuidance(default.logits, default.layers, tuple(float(scale) for scale in value))
+
+
+class GuidedRows:
+    """Guidance fixed for one schedule: which rows run, and how the two branches become one."""
+
+    def __init__(self, guidance: Guidance, schedule: Schedule, depth: int) -> None:
+        for layer in guidance.layers:
+            if not -depth < layer < depth:
+                raise SettingError(f"guidance after block {layer}: this model has blocks 0 to {depth - 1} (negative counts from the end)")
+        self.scales = guidance.scales(schedule)
+        self.needs_both = any(scale != 1 for scale in self.scales)
+        self.layers = frozenset(layer % depth for layer in guidance.layers)
+        self._logits = guidance.logits
+
+    def on_logits(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
+        """[R, ...] to [B, ...]; with only the conditional rows left, or scale 1, that branch as it is."""
+        if out.shape[0] == batch or not self._logits:
+            return out[:batch]
+        return self._mix(out, self.scales[stage.index])
+
+    def on_hidden(self, x: Tensor, stage: Stage, batch: int) -> Tensor:
+        """Both halves replaced by the mixture."""
+        scale = self.scales[stage.index]
+        if x.shape[0] == batch or scale == 1:
+            return x
+        return self._mix(x, scale).repeat(2, 1, 1)
+
+    @staticmethod
+    def _mix(rows: Tensor, scale: float) -> Tensor:
+        cond, uncond = rows.chunk(2)
+        return cond if scale == 1 else scale * cond + (1 - scale) * uncond

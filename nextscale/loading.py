@@ -1,0 +1,102 @@
+"""`load`: from a model's name and its published files to a pipeline."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .checkpoints import Layout, check, fits, load_weights, open_checkpoint, published_slots
+from .errors import CheckpointError, SettingError
+from .models.base import NextScaleModel
+from .pipeline import Pipeline
+from .presets import MODELS, ModelSpec, Source, build_model, build_tokenizer, model_spec
+from .prompts import ClassReader, PromptReader, TextReader
+from .text import T5Encoder
+from .tokenizers.base import Tokenizer
+
+PathLike = str | Path
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load(
+    name: str,
+    *,
+    weights: PathLike | None = None,
+    tokenizer: PathLike | None = None,
+    text_encoder: T5Encoder | PathLike | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Pipeline:
+    """A pipeline for one of `nextscale models`.
+
+    weights, tokenizer: the published files or folders (.pth, shards, safetensors); by default they are looked for under their
+        published names in the folder that NEXTSCALE_HOME names, ~/.cache/nextscale if it is not set.
+    text_encoder: folder or hub name for text models; by default the published one. It is opened at the first text prompt.
+    device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
+    """
+    spec = model_spec(name)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if dtype not in DTYPES:
+        raise SettingError(f"dtype {dtype}: choose one of {', '.join(str(known) for known in DTYPES)}")
+    with torch.device("meta"):
+        model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
+    load_module(model, find(weights, spec.weights, f"the weights of {name}"), f"the model {name}", device, dtype)
+    load_module(images, find(tokenizer, spec.tokenizer_weights, f"the tokenizer of {name}"), f"the tokenizer of {name}", device, dtype)
+    return Pipeline(model, images, prompt_reader(spec, text_encoder, device), spec.settings, name)
+
+
+def prompt_reader(spec: ModelSpec, text_encoder: T5Encoder | PathLike | None, device: torch.device) -> PromptReader:
+    if spec.text_encoder is None:
+        if text_encoder is not None:
+            raise SettingError(f"{spec.name} draws classes, not texts: leave out text_encoder")
+        return ClassReader(spec.model.classes)
+    return TextReader(text_encoder or spec.text_encoder, device)
+
+
+def home() -> Path:
+    return Path(os.environ.get("NEXTSCALE_HOME") or Path.home() / ".cache" / "nextscale")
+
+
+def find(given: PathLike | None, source: Source | None, what: str) -> Path:
+    if given is not None:
+        return Path(given).expanduser()
+    if source is None:
+        raise CheckpointError(f"{what} have not been released by their authors: pass weights=... with your own file")
+    path = home() / source.file
+    if not path.exists():
+        raise CheckpointError(f"{what} are not at {path}. Fetch {source.url} and put it there, or pass its path")
+    return path
+
+
+def load_module(module: NextScaleModel | Tokenizer, path: Path, what: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Fills a module built on the meta device; a file that fits another model of ours is named."""
+    mismatch = check(published_slots(module, module.layout), open_checkpoint(path, module.layout).shapes, module.layout)
+    if mismatch:
+        others = [name for name in identify(path) if name != what]
+        guess = f" The file looks like {' or '.join(others)}." if others else ""
+        raise CheckpointError(f"{path} does not hold {what}.{guess}\n" + "\n".join(mismatch.lines()))
+    load_weights(module, path, module.layout, device=device, dtype=dtype, float32=module.float32)
+
+
+def identify(path: Path) -> list[str]:
+    """Which of our models and tokenizers a file could be."""
+    found: dict[str, None] = {}
+    for spec in MODELS.values():
+        for what, build, config in (("model", build_model, spec.model), ("tokenizer", build_tokenizer, spec.tokenizer)):
+            with torch.device("meta"):
+                module = build(config)
+            if _holds(path, module, module.layout):
+                found[f"the {what} {'of ' if what == 'tokenizer' else ''}{spec.name}"] = None
+    return list(found)
+
+
+def _holds(path: Path, module: nn.Module, layout: Layout) -> bool:
+    try:
+        shapes = open_checkpoint(path, layout).shapes
+    except CheckpointError:
+        return False
+    return fits(published_slots(module, layout), shapes, layout)

@@ -1,0 +1,136 @@
+"""What generation asks of a backbone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import CacheSpec, Env
+from ..checkpoints import Layout, Rule, Shape
+from ..stage import Schedule, Stage
+from .blocks import BlockConfig, Modulation, modulated_norm
+from .rope import RopeTable
+
+
+@dataclass(slots=True)
+class TextContext:
+    """Text keys and values of every layer, [R, T, H, D] each, and which of the T entries are real."""
+
+    keys_values: list[tuple[Tensor, Tensor]]
+    mask: Tensor | None  # [R, 1, 1, T]; None when all rows are equally long
+
+    def rows(self, rows: slice) -> TextContext:
+        return TextContext([(k[rows], v[rows]) for k, v in self.keys_values], None if self.mask is None else self.mask[rows])
+
+
+@dataclass(slots=True)
+class Conditioning:
+    """Everything that follows from the prompt or class, computed once per request."""
+
+    start: Tensor  # [R, C], the first token before positions
+    modulation: list[Modulation]  # per layer
+    head_scale: Tensor  # [R, 1, C], with the 1 added
+    head_shift: Tensor  # [R, 1, C]
+    text: TextContext | None = None
+    rope: RopeTable | None = None
+
+    def keep_rows(self, rows: slice) -> None:
+        self.start = self.start[rows]
+        self.modulation = [modulation.rows(rows) for modulation in self.modulation]
+        self.head_scale, self.head_shift = self.head_scale[rows], self.head_shift[rows]
+        self.text = None if self.text is None else self.text.rows(rows)
+
+
+class NextScaleModel(nn.Module):
+    """A backbone: turns a canvas into tokens, runs its blocks, turns hidden states into logits."""
+
+    layout: Layout
+    float32: ClassVar[tuple[str, ...]] = ()  # parameters that keep full precision whatever the dtype
+    prompts: ClassVar[Literal["class", "text"]]
+    block_config: BlockConfig
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.blocks[0].attention.qkv.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks[0].attention.qkv.weight.device
+
+    def cache_spec(self, schedule: Schedule, rows: int) -> CacheSpec:
+        config = self.block_config
+        return CacheSpec(len(self.blocks), rows, config.heads, config.head_dim, schedule, self.dtype, self.device)
+
+    def condition(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Conditioning:
+        """Rows for the prompts, then, if guided, as many for what to steer away from."""
+        raise NotImplementedError
+
+    def request_bytes(self, schedule: Schedule, prompts: Any, negative: Any, guided: bool) -> int:
+        """What a request keeps until it ends, besides the weights; known before it starts."""
+        return self.cache_spec(schedule, len(prompts) * (2 if guided else 1)).bytes
+
+    def embed(self, seen: Tensor | None, stage: Stage, env: Env) -> Tensor:
+        """The tokens of `stage` [R, cells, C] from what the canvas shows of it; both branches read the same canvas."""
+        x = self.first_token(env) if seen is None else self.word_embed(seen.to(self.dtype))
+        x = x + self.positions(stage)
+        rows = env.cond.start.shape[0]
+        return x if x.shape[0] == rows else x.repeat(rows // x.shape[0], 1, 1)
+
+    def first_token(self, env: Env) -> Tensor:
+        """The condition as a token, [R, 1, C]."""
+        return env.cond.start[:, None].to(self.dtype) + self.pos_start
+
+    def positions(self, stage: Stage) -> Tensor:
+        """What tells the cells of `stage` apart, [cells or 1, C]."""
+        raise NotImplementedError
+
+    def logits(self, x: Tensor, env: Env) -> Tensor:
+        """Hidden states [R, N, C] to float32 logits over codes, [R, N, V]."""
+        weight = self.head.weight
+        y = modulated_norm(x.to(weight.dtype), env.cond.head_scale.to(weight.dtype), env.cond.head_shift.to(weight.dtype))
+        return self.head(y).float()
+
+    def head_modulation(self, condition: Tensor) -> tuple[Tensor, Tensor]:
+        scale, shift = self.head_ada(F.silu(condition.to(self.head_ada.weight.dtype)))[:, None].chunk(2, dim=-1)
+        return 1 + scale, shift
+
+
+SHARED_RULES = (
+    Rule(r"pos_start", ("pos_start",), shape=lambda s: (1, 1, *s)),
+    Rule(r"head_ada\.(.*)", (r"head_nm.ada_lin.1.\1",)),
+    Rule(r"shared_modulation\.(.*)", (r"shared_ada_lin.1.\1",)),
+)
+
+
+def block_rules(prefix: Callable[[int], str], attention: str) -> tuple[Rule, ...]:
+    """Names of the parameters of `blocks.i`; `prefix(i)` is where published files keep that block."""
+
+    def named(suffix: str) -> Callable[[re.Match[str]], str]:
+        return lambda match: prefix(int(match[1])) + match.expand(suffix)
+
+    def part(ours: str, *suffixes: str, shape: Callable[[Shape], Shape] | None = None) -> Rule:
+        return Rule(r"blocks\.(\d+)\." + ours, tuple(named(suffix) for suffix in suffixes), shape)
+
+    return (
+        part(r"attention\.qkv\.weight", f".{attention}.mat_qkv.weight"),
+        part(r"attention\.qkv\.bias", *(f".{attention}.{bias}" for bias in ("q_bias", "zero_k_bias", "v_bias"))),
+        part(r"attention\.log_temperature", f".{attention}.scale_mul_1H11", shape=lambda s: (1, *s, 1, 1)),
+        part(r"attention\.proj\.(\w+)", rf".{attention}.proj.\2"),
+        part(r"text_norm\.(\w+)", r".ca_norm.\2"),
+        part(r"text_attention\.kv\.bias", ".ca.zero_k_bias", ".ca.v_bias"),
+        part(r"text_attention\.(q|kv)\.(\w+)", r".ca.mat_\2.\3"),
+        part(r"text_attention\.proj\.(\w+)", r".ca.proj.\2"),
+        part(r"feed_forward\.(.*)", r".ffn.\2"),
+        part(r"modulation_table", ".ada_gss", shape=lambda s: (1, 1, *s)),
+        part(r"modulation\.(\w+)", r".ada_lin.1.\2"),
+    )

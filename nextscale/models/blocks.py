@@ -1,0 +1,158 @@
+"""The transformer block that all backbones share: modulated self-attention, text cross-attention where there is text, feed-forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import Env
+from ..stage import Tokens
+from .rope import rotate
+
+NORM_EPS = 1e-6
+LARGEST_LOG_TEMPERATURE = math.log(100)
+
+Part = Callable[[Tensor, Tokens, Env], Tensor]
+"""A residual branch: returns what the block adds to its input."""
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    width: int
+    heads: int
+    hidden: int
+    cosine: bool = True  # queries and keys of unit length with a learned temperature per head
+    shared_modulation: bool = False  # one modulation for all blocks plus a table per block
+    text: bool = False  # with cross-attention
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+class Modulation(NamedTuple):
+    """Condition-dependent gains, scales and shifts, [R, 1, C] each; scales are stored with the 1 added."""
+
+    attention_gain: Tensor
+    feed_forward_gain: Tensor
+    attention_scale: Tensor
+    feed_forward_scale: Tensor
+    attention_shift: Tensor
+    feed_forward_shift: Tensor
+
+    @classmethod
+    def of(cls, six: Tensor, dtype: torch.dtype) -> Modulation:
+        """From [R, 6, C] in the published order: two gains, two scales, two shifts."""
+        gain1, gain2, scale1, scale2, shift1, shift2 = six.unsqueeze(2).unbind(1)
+        return cls(*(part.to(dtype).contiguous() for part in (gain1, gain2, 1 + scale1, 1 + scale2, shift1, shift2)))
+
+    def rows(self, rows: slice) -> Modulation:
+        return Modulation(*(part[rows] for part in self))
+
+
+def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=NORM_EPS), scale)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [R, N, H, D] over k, v [R, T, H, D] to [R, N, H * D]."""
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).flatten(2)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, layer: int, config: BlockConfig) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
+        self.scale = 1.0 if config.cosine else 0.25 / math.sqrt(config.head_dim)
+
+    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # [R, N, 3, H, D]
+        qk = qkv[:, :, :2]
+        # Normalisation and rotation in float32, for queries and keys at once.
+        if self.log_temperature is not None:
+            temperature = self.log_temperature.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()
+            length = torch.linalg.vector_norm(qk, dim=-1, keepdim=True, dtype=torch.float32).clamp_min(1e-12)
+            qk = qk * (torch.stack([temperature, torch.ones_like(temperature)])[..., None] / length)
+        if env.cond.rope is not None:
+            qk = rotate(qk.float(), env.cond.rope.at(tokens))
+        q, k = qk.unbind(2)
+        q = q.to(x.dtype)
+        keys, values, mask = env.cache[self.layer].append(q, k, qkv[:, :, 2], tokens)
+        return self.proj(attend(q, keys, values, mask, self.scale))
+
+
+class CrossAttention(nn.Module):
+    """Attention to the text, whose keys and values do not depend on the stage and are computed once per request."""
+
+    def __init__(self, layer: int, config: BlockConfig) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.heads
+        self.scale = 1 / math.sqrt(config.head_dim)
+        self.q = nn.Linear(config.width, config.width)
+        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+
+    def text_keys_values(self, text: Tensor) -> Tensor:
+        """Text rows [rows, C] to [rows, 2, H, D]."""
+        return self.kv(text).unflatten(-1, (2, self.heads, -1))
+
+    def forward(self, x: Tensor, env: Env) -> Tensor:
+        assert env.cond.text is not None
+        keys, values = env.cond.text.keys_values[self.layer]
+        return self.proj(attend(self.q(x).unflatten(-1, (self.heads, -1)), keys, values, env.cond.text.mask, self.scale))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, layer: int, config: BlockConfig) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention = SelfAttention(layer, config)
+        self.feed_forward = FeedForward(config.width, config.hidden)
+        if config.shared_modulation:
+            self.modulation_table = nn.Parameter(torch.empty(6, config.width))
+        else:
+            self.modulation = nn.Linear(config.width, 6 * config.width)
+        if config.text:
+            self.text_norm = nn.LayerNorm(config.width, eps=NORM_EPS)
+            self.text_attention = CrossAttention(layer, config)
+            self.parts: tuple[Part, ...] = (self.attention_part, self.text_part, self.feed_forward_part)
+        else:
+            self.parts = (self.attention_part, self.feed_forward_part)
+
+    def attention_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        m = env.cond.modulation[self.layer]
+        return m.attention_gain * self.attention(modulated_norm(x, m.attention_scale, m.attention_shift), tokens, env)
+
+    def text_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return self.text_attention(self.text_norm(x), env)
+
+    def feed_forward_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        m = env.cond.modulation[self.layer]
+        return m.feed_forward_gain * self.feed_forward(modulated_norm(x, m.feed_forward_scale, m.feed_forward_shift))
+
+    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        for part in self.parts:
+            x = x + part(x, tokens, env)
+        return x

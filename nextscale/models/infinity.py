@@ -1,0 +1,197 @@
+"""Infinity: text-conditional, predicts the bits of a code instead of its number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import Env
+from ..checkpoints import Layout, Rule
+from ..errors import PromptError
+from ..stage import Schedule, Stage, Tokens
+from ..text.features import TextFeatures
+from .base import SHARED_RULES, Conditioning, NextScaleModel, TextContext, block_rules
+from .blocks import NORM_EPS, Block, BlockConfig, Modulation, attend
+from .rope import RopeMode, RopeTable
+
+MASK_MULTIPLE = 8  # key counts that fused attention with a mask wants
+
+
+@dataclass(frozen=True)
+class InfinityConfig:
+    depth: int
+    width: int
+    heads: int
+    chunks: int  # published files group the blocks
+    bits_per_token: int = 32
+    text_channels: int = 2048
+    longest_text: int = 512
+    levels: int = 15
+    rope: RopeMode = "normalized"
+    level_every_chunk: bool = False
+
+    @property
+    def block(self) -> BlockConfig:
+        # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192.
+        hidden = round(4 * self.width / 256) * 256
+        return BlockConfig(self.width, self.heads, hidden, cosine=True, shared_modulation=True, text=True)
+
+    @property
+    def pool_heads(self) -> int:
+        return self.text_channels // (128 if self.width <= 4096 else 64)
+
+
+class TextPool(nn.Module):
+    """One learned query per head summarises a prompt in a single vector."""
+
+    def __init__(self, text_channels: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.scale = 1 / math.sqrt(width // heads)
+        self.query = nn.Parameter(torch.empty(heads, width // heads))
+        self.kv = nn.Linear(text_channels, 2 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, text: Tensor, padding: Padding) -> Tensor:
+        """Text rows [rows, Ct] of all samples to [R, C]."""
+        keys, values = padding.pad(self.kv(text).unflatten(-1, (2, *self.query.shape))).unbind(2)
+        query = self.query.expand(keys.shape[0], 1, -1, -1)
+        return self.proj(attend(query, keys, values, padding.mask, self.scale).squeeze(1))
+
+
+class Padding:
+    """Rows of prompts of different length, from one after another to side by side."""
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        self.lengths = lengths
+        self.mask: Tensor | None = None  # [R, 1, 1, T]
+        if len(set(lengths)) > 1:
+            width = math.ceil(max(lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
+            self.mask = (torch.arange(width) < torch.tensor(lengths)[:, None])[:, None, None].to(device)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
+        if self.mask is None:
+            return rows.unflatten(0, (len(self.lengths), -1))
+        padded = rows.new_zeros(len(self.lengths), self.mask.shape[-1], *rows.shape[1:])
+        padded[self.mask[:, 0, 0]] = rows
+        return padded
+
+
+class ChunkStart(Block):
+    """A block that adds the level embedding again, as one training option did; no released model uses it."""
+
+    def __init__(self, layer: int, config: BlockConfig, level_embed: nn.Embedding) -> None:
+        super().__init__(layer, config)
+        self._level_embed = [level_embed]  # in a list: the model owns the parameter
+
+    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return super().forward(x + self._level_embed[0].weight[tokens.stage.index], tokens, env)
+
+
+class Infinity(NextScaleModel):
+    prompts = "text"
+    float32 = ("text_norm.", "shared_modulation.", "head_ada.", "head.")
+
+    def __init__(self, config: InfinityConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.block_config = config.block
+        self.no_text = nn.Parameter(torch.empty(config.longest_text, config.text_channels))  # stands for an absent prompt
+        self.text_norm = nn.RMSNorm(config.text_channels, eps=NORM_EPS)
+        self.text_pool = TextPool(config.text_channels, config.width, config.pool_heads)
+        self.text_proj = nn.Sequential(
+            nn.Linear(config.text_channels, config.width), nn.GELU(approximate="tanh"), nn.Linear(config.width, config.width)
+        )
+        self.pos_start = nn.Parameter(torch.empty(config.width))
+        self.level_embed = nn.Embedding(config.levels, config.width)
+        self.word_embed = nn.Linear(config.bits_per_token, config.width)
+        self.shared_modulation = nn.Linear(config.width, 6 * config.width)
+        self.blocks = nn.ModuleList(self._block(layer) for layer in range(config.depth))
+        self.head_ada = nn.Linear(config.width, 2 * config.width)
+        self.head = nn.Linear(config.width, 2 * config.bits_per_token)
+
+    def _block(self, layer: int) -> Block:
+        starts_chunk = layer > 0 and layer % (self.config.depth // self.config.chunks) == 0
+        if self.config.level_every_chunk and starts_chunk:
+            return ChunkStart(layer, self.config.block, self.level_embed)
+        return Block(layer, self.config.block)
+
+    @property
+    def layout(self) -> Layout:
+        per_chunk = self.config.depth // self.config.chunks
+        return Layout(
+            rules=(
+                Rule(r"no_text", ("cfg_uncond",)),
+                Rule(r"text_pool\.query", ("text_proj_for_sos.ca.mat_q",), shape=lambda s: (1, *s)),
+                Rule(r"text_pool\.kv\.weight", ("text_proj_for_sos.ca.mat_kv.weight",)),
+                Rule(r"text_pool\.kv\.bias", ("text_proj_for_sos.ca.zero_k_bias", "text_proj_for_sos.ca.v_bias")),
+                Rule(r"text_pool\.(.*)", (r"text_proj_for_sos.ca.\1",)),
+                Rule(r"text_proj\.(.*)", (r"text_proj_for_ca.\1",)),
+                Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
+                *SHARED_RULES,
+                *block_rules(lambda i: f"block_chunks.{i // per_chunk}.module.{i % per_chunk}", "sa"),
+            ),
+            wrappers=(("trainer", "gpt_fsdp"),),
+            ignored=(r"lvl_1L", r"attn_bias_for_masking", r"Infinity_visible_kvlen", r"Infinity_invisible_qlen"),
+            zero_if_absent=(r".*\.zero_k_bias",),
+            cut_rows=(r"cfg_uncond",),
+        )
+
+    def condition(
+        self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None
+    ) -> Conditioning:
+        """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
+        self._check(prompts)
+        rows, lengths = prompts.to(self.device).compact()
+        if guided:
+            rest, rest_lengths = self._unconditional(prompts, negative)
+            rows, lengths = torch.cat([rows, rest.to(rows.dtype)]), lengths + rest_lengths
+        text = self.text_norm(rows.float()).to(self.dtype)
+        padding = Padding(lengths, self.device)
+        condition = self.text_pool(text, padding)
+        six = self.shared_modulation(F.silu(condition.float())).unflatten(-1, (6, -1))
+        head_scale, head_shift = self.head_modulation(condition)
+        return Conditioning(
+            condition,
+            [Modulation.of(six + block.modulation_table, self.dtype) for block in self.blocks],
+            head_scale,
+            head_shift,
+            self._text_context(self.text_proj(text), padding),
+            RopeTable(schedule, self.block_config.head_dim, self.config.rope, self.device),
+        )
+
+    def request_bytes(self, schedule: Schedule, prompts: TextFeatures, negative: TextFeatures | None, guided: bool) -> int:
+        longest = max(prompts.lengths + (negative.lengths if negative is not None else ()))
+        rows = len(prompts) * (2 if guided else 1)
+        padded = math.ceil(longest / MASK_MULTIPLE) * MASK_MULTIPLE
+        text = 2 * len(self.blocks) * rows * padded * self.config.width * self.dtype.itemsize
+        return super().request_bytes(schedule, prompts, negative, guided) + text
+
+    def _unconditional(self, prompts: TextFeatures, negative: TextFeatures | None) -> tuple[Tensor, tuple[int, ...]]:
+        if negative is None:
+            return torch.cat([self.no_text[:length] for length in prompts.lengths]).float(), prompts.lengths
+        self._check(negative)
+        return negative.to(self.device).compact()
+
+    def _text_context(self, text: Tensor, padding: Padding) -> TextContext:
+        padded = [padding.pad(block.text_attention.text_keys_values(text)) for block in self.blocks]
+        return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], padding.mask)
+
+    def _check(self, features: TextFeatures) -> None:
+        if features.channels != self.config.text_channels:
+            raise PromptError(f"text features have {features.channels} channels; this model was trained with {self.config.text_channels}")
+        if max(features.lengths) > self.config.longest_text:
+            raise PromptError(
+                f"a prompt has {max(features.lengths)} tokens; this model takes at most {self.config.longest_text}: shorten the prompt"
+            )
+
+    def positions(self, stage: Stage) -> Tensor:
+        return self.level_embed.weight[stage.index]
+
+    def logits(self, x: Tensor, env: Env) -> Tensor:
+        """[R, N, bits, 2]: for every bit the logit of 0 and of 1."""
+        return super().logits(x, env).unflatten(-1, (-1, 2))

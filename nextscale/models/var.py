@@ -1,0 +1,101 @@
+"""VAR: class-conditional, learned positions per stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checkpoints import Layout, Rule
+from ..errors import SizeError
+from ..prompts import Labels
+from ..stage import Schedule, Stage
+from .base import SHARED_RULES, Conditioning, NextScaleModel, block_rules
+from .blocks import Block, BlockConfig, Modulation
+
+
+@dataclass(frozen=True)
+class VarConfig:
+    depth: int
+    width: int
+    heads: int
+    sides: tuple[int, ...]
+    shared_modulation: bool = False
+    cosine: bool = True
+    classes: int = 1000
+    codes: int = 4096
+    latent_channels: int = 32
+    mlp_ratio: float = 4.0
+
+    @property
+    def block(self) -> BlockConfig:
+        return BlockConfig(self.width, self.heads, round(self.width * self.mlp_ratio), self.cosine, self.shared_modulation)
+
+
+class ClassConditioned(NextScaleModel):
+    """The parts that VAR and FlexVAR share: the class embedding is the first token and the condition of every modulation."""
+
+    prompts = "class"
+
+    def __init__(self, config: VarConfig) -> None:  # FlexVarConfig has the same fields as far as they are read here
+        super().__init__()
+        self.config = config
+        self.block_config = config.block
+        self.class_embed = nn.Embedding(config.classes + 1, config.width)  # the last row stands for "no class"
+        self.pos_start = nn.Parameter(torch.empty(config.width))
+        self.word_embed = nn.Linear(config.latent_channels, config.width)
+        self.blocks = nn.ModuleList(Block(layer, config.block) for layer in range(config.depth))
+        self.head_ada = nn.Linear(config.width, 2 * config.width)
+        self.head = nn.Linear(config.width, config.codes)
+
+    def condition(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> Conditioning:
+        labels = prompts.numbers.to(self.device)
+        if guided:
+            against = torch.full_like(labels, self.config.classes) if negative is None else negative.numbers.to(self.device)
+            labels = torch.cat([labels, against])
+        condition = self.class_embed(labels)
+        activated = F.silu(condition)
+        head_scale, head_shift = self.head_modulation(condition)
+        return Conditioning(condition, self._modulations(activated), head_scale, head_shift)
+
+    def _modulations(self, activated: Tensor) -> list[Modulation]:
+        return [Modulation.of(block.modulation(activated).unflatten(-1, (6, -1)), self.dtype) for block in self.blocks]
+
+
+CLASS_RULES = (*SHARED_RULES, Rule(r"class_embed\.weight", ("class_emb.weight",)), *block_rules(lambda i: f"blocks.{i}", "attn"))
+
+
+class Var(ClassConditioned):
+    layout = Layout(
+        rules=(
+            Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
+            Rule(r"pos_embed", ("pos_1LC",), shape=lambda s: (1, *s)),
+            *CLASS_RULES,
+        ),
+        ignored=(r"lvl_1L", r"attn_bias_for_masking"),
+        zero_if_absent=(r".*\.zero_k_bias",),
+    )
+
+    def __init__(self, config: VarConfig) -> None:
+        super().__init__(config)
+        self.schedule = Schedule(config.sides)
+        self.level_embed = nn.Embedding(len(config.sides), config.width)
+        self.pos_embed = nn.Parameter(torch.empty(self.schedule.tokens, config.width))
+        if config.shared_modulation:
+            self.shared_modulation = nn.Linear(config.width, 6 * config.width)
+
+    def condition(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> Conditioning:
+        if schedule != self.schedule:
+            raise SizeError(f"VAR has learned positions for {self.schedule} only; got {schedule}")
+        return super().condition(prompts, guided, schedule, negative)
+
+    def positions(self, stage: Stage) -> Tensor:
+        return self.level_embed.weight[stage.index] + self.pos_embed[stage.start : stage.start + stage.cells]
+
+    def _modulations(self, activated: Tensor) -> list[Modulation]:
+        if not self.config.shared_modulation:
+            return super()._modulations(activated)
+        shared = self.shared_modulation(activated).unflatten(-1, (6, -1))
+        return [Modulation.of(shared + block.modulation_table, self.dtype) for block in self.blocks]

@@ -1,0 +1,200 @@
+"""From a prompt to images: the part of the library that most users meet."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .accel.method import Method
+from .canvas import Canvas
+from .errors import OutOfMemory, SettingError
+from .generate import Request, Revise, StageDone, generate
+from .guidance import GuidanceLike, GuidedRows, resolve_guidance
+from .images import to_pil
+from .models.base import NextScaleModel
+from .presets import Settings
+from .prompts import PromptReader, Prompts
+from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
+from .sampling import Draws, ImageDraws, Sampling, SharedDraws
+from .schedules import AspectLike, SizeLike
+from .stage import Schedule
+from .tokenizers.base import Tokenizer
+
+SeedLike = int | Sequence[int] | torch.Generator | Draws | None
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """What a call returns."""
+
+    pixels: Tensor  # [B, 3, H, W], the decoder's output, nominally in [-1, 1]
+    latent: Tensor  # what was decoded
+    codes: tuple[Tensor, ...]  # per stage that was run, as drawn on the canvas
+    report: Report
+
+    @property
+    def images(self) -> list[Image.Image]:
+        return to_pil(self.pixels)
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """Given to `on_stage` after each stage."""
+
+    done: StageDone
+    tokenizer: Tokenizer
+
+    @property
+    def canvas(self) -> Canvas:
+        return self.done.canvas
+
+    def images(self) -> list[Image.Image]:
+        """The images as they would be if generation stopped here. FlexVAR's grow with the stage."""
+        return to_pil(self.tokenizer.decode(self.done.canvas.latent))
+
+
+class Pipeline:
+    """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files."""
+
+    def __init__(self, model: NextScaleModel, tokenizer: Tokenizer, reader: PromptReader, settings: Settings, name: str = "custom") -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer.eval()
+        self.reader = reader
+        self.settings = settings
+        self.name = name
+
+    def __call__(
+        self,
+        prompt: Any,
+        *,
+        seed: SeedLike = None,
+        size: SizeLike = None,
+        aspect: AspectLike = None,
+        guidance: GuidanceLike = None,
+        negative: Any = None,
+        method: Method | None = None,
+        on_stage: Callable[[Preview], None] | None = None,
+        revise: Revise | None = None,
+        **sampling: Any,
+    ) -> Output:
+        """Draws one image per prompt, or per seed if there is one prompt and several seeds.
+
+        prompt: a text, a list of texts, or precomputed text features; for class models class numbers, -1 meaning "no class".
+        seed: image i uses seed + i, or the i-th of a list, and is the same image alone or in any batch. None draws a fresh seed
+            (the report tells which). A torch.Generator is one stream for the whole batch, as in the authors' programs.
+        size, aspect: (height, width) in pixels, a pixel budget such as "0.25M", or a Schedule; "16:9" or height / width.
+        guidance: a number keeps the model's published form; a list is one scale per stage; or a Guidance.
+        negative: like prompt, what to steer away from.
+        on_stage: called after every stage with a Preview. revise: may replace a stage's codes. method: an acceleration method.
+        sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
+        """
+        schedule = self.settings.schedules.choose(size, aspect)
+        chosen = self._sampling(schedule, sampling)
+        guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
+        prompts = self.reader.read(prompt)
+        if len(prompts) == 1 and isinstance(seed, Sequence):
+            prompts = prompts.repeat(len(seed))
+        draws, seeds = self._draws(seed, len(prompts))
+        against = None if negative is None else self.reader.read(negative)
+        if against is not None and len(against) == 1:
+            against = against.repeat(len(prompts))
+        if against is not None and len(against) != len(prompts):
+            raise SettingError(f"{len(against)} negative prompts for {len(prompts)} images: give one, or one per image")
+        request = Request(len(prompts), schedule, guided, chosen, draws)
+        if revise is not None:
+            request = Request(len(prompts), schedule, guided, chosen, draws, revise)
+        return self._run(request, prompts, against, seeds, method or Method(), on_stage)
+
+    def _run(
+        self,
+        request: Request,
+        prompts: Prompts,
+        negative: Prompts | None,
+        seeds: tuple[int, ...] | None,
+        method: Method,
+        on_stage: Callable[[Preview], None] | None,
+    ) -> Output:
+        device, schedule, batch = self.model.device, request.schedule, request.batch
+        done_stages: list[StageDone] = []
+        watch = Stopwatch(device)
+
+        def stage_done(done: StageDone) -> None:
+            watch.stop()
+            done_stages.append(done.without_logits())
+            if on_stage is not None:
+                on_stage(Preview(done, self.tokenizer))
+            watch.start()
+
+        planned = self.model.request_bytes(schedule, prompts, negative, request.guidance.needs_both)
+        with memory_errors(self, planned, request), torch.inference_mode():
+            reset_peak(device)
+            watch.start()
+            cond = self.model.condition(prompts, request.guidance.needs_both, schedule, negative)
+            watch.stop()
+            watch.start()
+            canvas = self.tokenizer.canvas(schedule, batch)
+            generate(self.model, cond, canvas, request, method, stage_done)
+            pixels = self.tokenizer.decode(canvas.latent)
+            watch.stop()
+        condition, *per_stage, decode = watch.seconds()
+        report = Report(
+            model=self.name,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            size=(pixels.shape[2], pixels.shape[3]),
+            seeds=seeds,
+            stages=tuple(
+                StageReport(done.stage.index, *done.stage.size, 0 if done.tokens is None else done.tokens.width, done.rows, seconds)
+                for done, seconds in zip(done_stages, per_stage, strict=True)
+            ),
+            condition_seconds=condition,
+            decode_seconds=decode,
+            peak_memory=peak_memory(device),
+            planned_memory=planned,
+        )
+        return Output(pixels, canvas.latent, tuple(done.codes for done in done_stages if done.codes is not None), report)
+
+    def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
+        sampling = self.settings.sampling.changed(**changes)
+        sampling.check(schedule)
+        if sampling.smooth and not self.tokenizer.mixes_codes:
+            raise SettingError(f"smooth mixes entries of a codebook; {self.name} does not support it")
+        return sampling
+
+    def _draws(self, seed: SeedLike, images: int) -> tuple[Draws, tuple[int, ...] | None]:
+        if isinstance(seed, torch.Generator):
+            return SharedDraws(seed), None
+        if hasattr(seed, "exponential"):
+            return seed, None
+        if seed is None:
+            seed = secrets.randbits(32)
+        seeds = tuple(range(seed, seed + images)) if isinstance(seed, int) else tuple(seed)
+        if len(seeds) != images:
+            raise SettingError(f"{len(seeds)} seeds for {images} images: give one number, or one per image")
+        return ImageDraws(seeds, self.model.device), seeds
+
+
+@contextmanager
+def memory_errors(pipeline: Pipeline, planned: int, request: Request) -> Iterator[None]:
+    """Refuses a request whose known need is larger than what is free, and explains running out on the way."""
+    device = pipeline.model.device
+    advice = (
+        f"{request.batch} image(s) of {request.schedule} on {device} need {planned / 2**30:.2f} GiB for keys and values"
+        " besides weights and activations: draw fewer images at a time, a smaller size, or in a smaller dtype"
+    )
+    free = free_memory(device)
+    if free is not None and planned > free:
+        raise OutOfMemory(f"{free / 2**30:.2f} GiB are free. {advice}")
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+            raise OutOfMemory(f"memory ran out. {advice}") from error
+        raise

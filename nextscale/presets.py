@@ -1,0 +1,175 @@
+"""The table of models: sizes, published files and published settings."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from .errors import UnknownModel
+from .guidance import ConstantGuidance, Guidance, RampGuidance
+from .models import FlexVar, FlexVarConfig, Infinity, InfinityConfig, NextScaleModel, Var, VarConfig
+from .sampling import Sampling
+from .schedules import FLEXVAR_512, VAR_256, VAR_512, InfinityBook, ScheduleBook, SquareBook
+from .tokenizers import (
+    FlexVarTokenizer,
+    FlexVarTokenizerConfig,
+    InfinityTokenizer,
+    InfinityTokenizerConfig,
+    VarTokenizer,
+    VarTokenizerConfig,
+)
+from .tokenizers.base import Tokenizer
+
+ModelConfig = VarConfig | FlexVarConfig | InfinityConfig
+TokenizerConfig = VarTokenizerConfig | FlexVarTokenizerConfig | InfinityTokenizerConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the authors publish a file or folder."""
+
+    repository: str
+    file: str
+
+    @property
+    def url(self) -> str:
+        kind = "resolve" if "." in self.file else "tree"
+        return f"https://huggingface.co/{self.repository}/{kind}/main/{self.file}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model draws when the caller does not say otherwise."""
+
+    schedules: ScheduleBook
+    guidance: Guidance
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    name: str
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    settings: Settings
+    weights: Source | None  # None: the layout is known, but its authors have released no weights
+    tokenizer_weights: Source
+    text_encoder: str | None = None
+
+
+def build_model(config: ModelConfig) -> NextScaleModel:
+    classes = {VarConfig: Var, FlexVarConfig: FlexVar, InfinityConfig: Infinity}
+    return classes[type(config)](config)
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    classes = {
+        VarTokenizerConfig: VarTokenizer,
+        FlexVarTokenizerConfig: FlexVarTokenizer,
+        InfinityTokenizerConfig: InfinityTokenizer,
+    }
+    return classes[type(config)](config)
+
+
+def _var(depth: int, sides: tuple[int, ...], shared: bool = False) -> ModelSpec:
+    return ModelSpec(
+        f"var-d{depth}",
+        VarConfig(depth, 64 * depth, depth, sides, shared_modulation=shared),
+        VarTokenizerConfig(),
+        Settings(SquareBook((sides,)), RampGuidance(strength=4.0), Sampling(top_k=900, top_p=0.95)),
+        Source("FoundationVision/var", f"var_d{depth}.pth"),
+        Source("FoundationVision/var", "vae_ch160v4096z32.pth"),
+    )
+
+
+FLEXVAR_WIDEST_DRAWN = 16
+FLEXVAR_DRAWN_SIDES = frozenset({1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 23, 24, 32})
+FLEXVAR_SETTINGS = Settings(
+    SquareBook((VAR_256, FLEXVAR_512)),
+    RampGuidance(strength=2.5, longest_span=9, full_above=FLEXVAR_WIDEST_DRAWN),
+    Sampling(top_k=900, top_p=0.95, drawn_sides=FLEXVAR_DRAWN_SIDES, widest_drawn=FLEXVAR_WIDEST_DRAWN),
+)
+
+
+def _flexvar(depth: int, epochs: int) -> ModelSpec:
+    return ModelSpec(
+        f"flexvar-d{depth}",
+        FlexVarConfig(depth, 64 * depth, depth),
+        FlexVarTokenizerConfig(),
+        FLEXVAR_SETTINGS,
+        Source("jiaosiyu1999/FlexVAR", f"FlexVARd{depth}-epo{epochs}.pth"),
+        Source("jiaosiyu1999/FlexVAR", "FlexVAE.pth"),
+    )
+
+
+INFINITY_REPOSITORY = "FoundationVision/Infinity"
+STRIDE_16 = InfinityTokenizerConfig(bits=32)
+STRIDE_8 = InfinityTokenizerConfig(bits=14, multipliers=(1, 2, 4, 4), patchify=True)
+INFINITY_TOKENIZERS = {
+    "infinity_vae_d16.pth": InfinityTokenizerConfig(bits=16),
+    "infinity_vae_d24.pth": InfinityTokenizerConfig(bits=24),
+    "infinity_vae_d32.pth": STRIDE_16,
+    "infinity_vae_d32reg.pth": STRIDE_16,
+    "infinity_vae_d64.pth": InfinityTokenizerConfig(bits=64),
+    "infinity_vae_d56_f8_14_patchify.pth": STRIDE_8,
+}
+
+
+def infinity_settings(strength: float, temperature: float, budget: str = "1M") -> Settings:
+    sampling = Sampling(top_k=900, top_p=0.97, temperature=temperature)
+    return Settings(InfinityBook(budget), ConstantGuidance(strength=strength), sampling)
+
+
+def _infinity(name: str, config: InfinityConfig, weights: str | None, tokenizer: str, settings: Settings) -> ModelSpec:
+    return ModelSpec(
+        name,
+        config,
+        INFINITY_TOKENIZERS[tokenizer],
+        settings,
+        Source(INFINITY_REPOSITORY, weights) if weights else None,
+        Source(INFINITY_REPOSITORY, tokenizer),
+        text_encoder="google/flan-t5-xl",
+    )
+
+
+def _infinity_layout(name: str, depth: int, width: int, heads: int, chunks: int = 4) -> ModelSpec:
+    """A configuration of the training script for which no weights are released."""
+    return _infinity(name, InfinityConfig(depth, width, heads, chunks), None, "infinity_vae_d32.pth", infinity_settings(4.0, 0.5))
+
+
+INFINITY_8B = InfinityConfig(40, 3584, 28, 8, bits_per_token=STRIDE_8.bits_per_token)
+PATCHIFY_FILE = "infinity_vae_d56_f8_14_patchify.pth"
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        _var(16, VAR_256),
+        _var(20, VAR_256),
+        _var(24, VAR_256),
+        _var(30, VAR_256),
+        _var(36, VAR_512, shared=True),
+        _flexvar(16, 179),
+        _flexvar(20, 249),
+        _flexvar(24, 349),
+        _infinity(
+            "infinity-2b", InfinityConfig(32, 2048, 16, 8), "infinity_2b_reg.pth", "infinity_vae_d32reg.pth", infinity_settings(4.0, 0.5)
+        ),
+        _infinity("infinity-8b", INFINITY_8B, "infinity_8b_weights", PATCHIFY_FILE, infinity_settings(3.0, 1.0)),
+        _infinity("infinity-8b-512", INFINITY_8B, "infinity_8b_512x512_weights", PATCHIFY_FILE, infinity_settings(3.0, 1.0, "0.25M")),
+        _infinity_layout("infinity-125m", 12, 768, 8),
+        _infinity_layout("infinity-layer16", 16, 1152, 12),
+        _infinity_layout("infinity-1b", 24, 1536, 16),
+        _infinity_layout("infinity-layer32", 32, 2080, 20),
+        _infinity_layout("infinity-layer40", 40, 2688, 24),
+        _infinity_layout("infinity-layer48", 48, 3360, 28),
+        _infinity_layout("infinity-20b", 58, 4608, 36, chunks=2),
+    )
+}
+
+
+def model_spec(name: str) -> ModelSpec:
+    if name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise UnknownModel(f"unknown model {name!r}{hint} Known models: {', '.join(MODELS)}")
+    return MODELS[name]

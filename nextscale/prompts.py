@@ -1,0 +1,81 @@
+"""What a user may give as a prompt, turned into what the model's condition is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import PromptError
+from .text import T5Encoder, TextFeatures
+
+
+class Prompts(Protocol):
+    """One entry per image."""
+
+    def __len__(self) -> int: ...
+
+    def repeat(self, images: int) -> Prompts:
+        """A single prompt for several images."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Class numbers [B]; the number of classes itself stands for "no class"."""
+
+    numbers: Tensor
+
+    def __len__(self) -> int:
+        return self.numbers.shape[0]
+
+    def repeat(self, images: int) -> Labels:
+        return Labels(self.numbers.expand(images))
+
+
+class PromptReader(Protocol):
+    def read(self, prompt: Any) -> Prompts: ...
+
+
+@dataclass(frozen=True)
+class ClassReader:
+    """Class numbers; negative ones mean "no class"."""
+
+    classes: int
+
+    def read(self, prompt: Any) -> Labels:
+        if isinstance(prompt, Tensor):
+            prompt = prompt.tolist()
+        numbers = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [prompt]
+        if not numbers:
+            raise PromptError("no class given: pass one class number per image")
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int) or number > self.classes:
+                raise PromptError(f"class {number!r}: this model takes whole numbers from 0 to {self.classes - 1}, or -1 for no class")
+        return Labels(torch.tensor([number if number >= 0 else self.classes for number in numbers]))
+
+
+class TextReader:
+    """Text through an encoder that is opened at the first text prompt, or features as they are."""
+
+    def __init__(self, encoder: T5Encoder | str | Path, device: torch.device) -> None:
+        self._encoder = encoder
+        self._device = device
+
+    @property
+    def encoder(self) -> T5Encoder:
+        if not isinstance(self._encoder, T5Encoder):
+            self._encoder = T5Encoder(self._encoder, device=self._device)
+        return self._encoder
+
+    def read(self, prompt: Any) -> TextFeatures:
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+            return self.encoder(texts)
+        if isinstance(texts, TextFeatures | Tensor) or (isinstance(texts, Sequence) and texts):
+            return TextFeatures.of(texts)
+        raise PromptError(f"prompt {prompt!r}: give a text, a non-empty list of texts, or text features [tokens, channels]")

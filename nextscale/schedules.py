@@ -1,0 +1,170 @@
+"""Which schedules a model offers, and how a size or an aspect ratio picks one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import SizeError
+from .stage import Schedule
+
+PIXELS_PER_TOKEN = 16  # of every published model
+
+SizeLike = Schedule | tuple[int, int] | int | str | None
+"""A schedule, (height, width) in pixels, the side of a square, or the name of a pixel budget."""
+
+AspectLike = float | str | None
+"""Height divided by width, or "width:height" such as "16:9"."""
+
+
+class ScheduleBook(Protocol):
+    def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule: ...
+
+    def offers(self) -> list[tuple[int, int]]:
+        """Image sizes (height, width) that can be asked for."""
+        ...
+
+
+def parse_aspect(aspect: float | str) -> float:
+    """Height divided by width."""
+    try:
+        if isinstance(aspect, str) and ":" in aspect:
+            width, height = (float(part) for part in aspect.split(":"))
+            ratio = height / width
+        else:
+            ratio = float(aspect)
+    except (ValueError, ZeroDivisionError):
+        ratio = 0.0
+    if not 0 < ratio < float("inf"):
+        raise SizeError(f'aspect {aspect!r}: give "width:height" such as "16:9", or height / width as a number')
+    return ratio
+
+
+def parse_size(size: tuple[int, int] | int) -> tuple[int, int]:
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+        raise SizeError(f"size {size!r}: give (height, width) in pixels, both positive whole numbers")
+    return pair
+
+
+def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeError:
+    nearest = sorted(offers, key=lambda offer: abs(offer[0] - size[0]) + abs(offer[1] - size[1]))[:4]
+    named = ", ".join(f"{height}x{width}" for height, width in nearest)
+    return SizeError(f"no schedule draws {size[0]}x{size[1]} (height x width); nearest: {named}")
+
+
+@dataclass(frozen=True)
+class SquareBook:
+    """Square schedules by image side; the first is the default (VAR, FlexVAR)."""
+
+    sides: tuple[tuple[int, ...], ...]
+
+    def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule:
+        if isinstance(size, Schedule):
+            return size
+        if isinstance(size, str):
+            raise SizeError(f"size {size!r}: this model takes (height, width) in pixels or a Schedule, not a pixel budget")
+        if aspect is not None and parse_aspect(aspect) != 1:
+            raise SizeError(f"aspect {aspect!r}: this model's schedules are square; nearest: 1:1")
+        if size is None:
+            return Schedule(self.sides[0])
+        wanted = parse_size(size)
+        for sides in self.sides:
+            if wanted == (sides[-1] * PIXELS_PER_TOKEN,) * 2:
+                return Schedule(sides)
+        raise no_such_size(wanted, self.offers())
+
+    def offers(self) -> list[tuple[int, int]]:
+        return [(sides[-1] * PIXELS_PER_TOKEN,) * 2 for sides in self.sides]
+
+
+VAR_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+VAR_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
+
+FLEXVAR_STEPS = {
+    6: (1, 2, 4, 6, 10, 16),
+    8: (1, 2, 3, 5, 7, 10, 13, 16),
+    9: (1, 2, 3, 4, 5, 7, 10, 13, 16),
+    10: VAR_256,
+    11: (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 16),
+    12: (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
+    13: (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16),
+    14: (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16),
+}
+"""FlexVAR's schedules at 256 px by number of steps; any other list of sides works too."""
+FLEXVAR_512 = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 23, 32)
+
+BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
+"""Infinity's pixel budgets: how many stages of the aspect ratio's list they run."""
+
+_TALL = {
+    1.0: "1x1 2x2 4x4 6x6 8x8 12x12 16x16 20x20 24x24 32x32 40x40 48x48 64x64",
+    1.25: "1x1 2x2 3x3 5x4 10x8 15x12 20x16 25x20 30x24 35x28 45x36 55x44 70x56",
+    1.333: "1x1 2x2 4x3 8x6 12x9 16x12 20x15 24x18 28x21 36x27 48x36 60x45 72x54",
+    1.5: "1x1 2x2 3x2 6x4 9x6 15x10 21x14 27x18 33x22 39x26 48x32 63x42 78x52",
+    1.75: "1x1 2x2 3x3 7x4 11x6 14x8 21x12 28x16 35x20 42x24 56x32 70x40 84x48",
+    2.0: "1x1 2x2 4x2 6x3 10x5 16x8 22x11 30x15 38x19 46x23 60x30 74x37 90x45",
+    2.5: "1x1 2x2 5x2 10x4 15x6 20x8 25x10 30x12 40x16 50x20 65x26 80x32 100x40",
+    3.0: "1x1 2x2 6x2 9x3 15x5 21x7 27x9 36x12 45x15 54x18 72x24 90x30 111x37",
+}
+_WIDE = {1.25: 0.8, 1.333: 0.75, 1.5: 0.666, 1.75: 0.571, 2.0: 0.5, 2.5: 0.4, 3.0: 0.333}  # named by truncation
+
+
+def _infinity_table() -> dict[float, tuple[tuple[int, int], ...]]:
+    """Template (height / width) to its 13 sizes, in the published order: ties go to the first."""
+    table = {}
+    for ratio, text in _TALL.items():
+        sizes = tuple(tuple(int(side) for side in pair.split("x")) for pair in text.split())
+        table[ratio] = sizes
+        if ratio in _WIDE:
+            table[_WIDE[ratio]] = tuple((width, height) for height, width in sizes)
+    return table
+
+
+INFINITY_SIZES = _infinity_table()
+FARTHEST_ASPECT = 0.125  # relative; every ratio from 1:3 to 3:1 is nearer to a template
+
+
+def infinity_schedule(template: float, budget: str) -> Schedule:
+    """Positions always refer to the one-megapixel grid of the template, whatever the budget."""
+    sizes = INFINITY_SIZES[template]
+    return Schedule(sizes[: BUDGETS[budget]], extent=sizes[-1])
+
+
+@dataclass(frozen=True)
+class InfinityBook:
+    """Fifteen aspect ratios times four pixel budgets."""
+
+    budget: str = "1M"
+
+    def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule:
+        if isinstance(size, Schedule):
+            return size
+        if isinstance(size, str) or size is None:
+            budget = self.budget if size is None else size
+            if budget not in BUDGETS:
+                raise SizeError(f"unknown pixel budget {budget!r}; choose one of {', '.join(BUDGETS)}, or (height, width)")
+            return infinity_schedule(self._template(1.0 if aspect is None else parse_aspect(aspect)), budget)
+        wanted = parse_size(size)
+        if aspect is not None:
+            raise SizeError(f"size {wanted} already fixes the aspect ratio; leave out aspect={aspect!r}")
+        for template, sizes in INFINITY_SIZES.items():
+            for budget, stages in BUDGETS.items():
+                if wanted == tuple(side * PIXELS_PER_TOKEN for side in sizes[stages - 1]):
+                    return infinity_schedule(template, budget)
+        raise no_such_size(wanted, self.offers())
+
+    def offers(self) -> list[tuple[int, int]]:
+        return [
+            (sizes[stages - 1][0] * PIXELS_PER_TOKEN, sizes[stages - 1][1] * PIXELS_PER_TOKEN)
+            for sizes in INFINITY_SIZES.values()
+            for stages in BUDGETS.values()
+        ]
+
+    @staticmethod
+    def _template(ratio: float) -> float:
+        nearest = sorted(INFINITY_SIZES, key=lambda template: abs(template - ratio))
+        if abs(nearest[0] - ratio) / ratio > FARTHEST_ASPECT:
+            named = ", ".join(str(template) for template in nearest[:3])
+            raise SizeError(f"no schedule for height / width = {ratio:.3g}; nearest: {named} (all: {sorted(INFINITY_SIZES)})")
+        return nearest[0]

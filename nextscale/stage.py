@@ -1,0 +1,131 @@
+"""Stages of a schedule, and which grid cells a token tensor stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import SizeError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One token map of the pyramid."""
+
+    index: int
+    height: int
+    width: int
+    start: int  # tokens of all earlier stages together
+    last: bool
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.height, self.width
+
+    @property
+    def cells(self) -> int:
+        return self.height * self.width
+
+
+class Schedule:
+    """The stages of one image, coarse to fine.
+
+    `extent` is the grid on which normalised positions are measured. It is the last stage, except for Infinity's small budgets,
+    which keep the positions of the one-megapixel grid of the same aspect ratio.
+    """
+
+    def __init__(self, sizes: Sequence[int | tuple[int, int]], extent: tuple[int, int] | None = None) -> None:
+        pairs = [(size, size) if isinstance(size, int) else (int(size[0]), int(size[1])) for size in sizes]
+        if not pairs or any(side < 1 for pair in pairs for side in pair):
+            raise SizeError(f"a schedule is a non-empty list of sides or (height, width) pairs, all at least 1; got {list(sizes)!r}")
+        if pairs[0] != (1, 1):
+            raise SizeError(f"the first stage is the single start token (1, 1); got {pairs[0]}")
+        stages, start = [], 0
+        for index, (height, width) in enumerate(pairs):
+            stages.append(Stage(index, height, width, start, index == len(pairs) - 1))
+            start += height * width
+        self.stages = tuple(stages)
+        self.tokens = start
+        self.extent = extent or pairs[-1]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width of the last token map."""
+        return self.stages[-1].size
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        return tuple(stage.size for stage in self.stages)
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, index: int) -> Stage:
+        return self.stages[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and (self.sizes, self.extent) == (other.sizes, other.extent)
+
+    def __hash__(self) -> int:
+        return hash((self.sizes, self.extent))
+
+    def __repr__(self) -> str:
+        return f"Schedule({' '.join(f'{h}x{w}' for h, w in self.sizes)})"
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Which grid cells an [R, N, C] tensor stands for.
+
+    `index` is None for the dense case: every cell in raster order. With rows of different length, `count` says how many of the N
+    entries of a row are real; the tail repeats the row's last real token, so that writing it twice changes nothing.
+    """
+
+    stage: Stage
+    index: Tensor | None = None  # [R, N] cell numbers
+    count: Tensor | None = None  # [R]
+
+    @property
+    def width(self) -> int:
+        return self.stage.cells if self.index is None else self.index.shape[1]
+
+    def take(self, selection: Tensor, count: Tensor | None = None) -> Tokens:
+        """The tokens at `selection` [R, K], positions within this set."""
+        return Tokens(self.stage, selection if self.index is None else self.index.gather(1, selection), count)
+
+    def top(self, score: Tensor, keep: Tensor, width: int) -> tuple[Tensor, Tokens]:
+        """The `keep` [R] best of each row by `score` [R, N], in raster order, padded to `width` with the last one kept."""
+        valid = torch.arange(score.shape[1], device=score.device) < (score.shape[1] if self.count is None else self.count[:, None])
+        best = score.masked_fill(~valid, float("-inf")).topk(width, dim=1).indices  # [R, width], best first
+        slot = torch.arange(width, device=score.device)
+        beyond = slot >= keep[:, None]
+        # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
+        kept = best.masked_fill(beyond, score.shape[1]).sort(dim=1).values
+        selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
+        ragged = bool((keep != width).any())
+        return selection, self.take(selection, keep if ragged else None)
+
+    def gather(self, grid: Tensor) -> Tensor:
+        """Entries of `grid` [R or 1, cells, C] at these tokens: [R, N, C]."""
+        if self.index is None:
+            return grid
+        rows = grid.expand(self.index.shape[0], -1, -1)
+        return rows.gather(1, self.index[..., None].expand(-1, -1, grid.shape[-1]))
+
+    def scatter(self, values: Tensor, grid: Tensor) -> Tensor:
+        """A copy of `grid` [R, cells, C] with `values` [R, N, C] written at these tokens."""
+        if self.index is None:
+            return values
+        return grid.scatter(1, self.index[..., None].expand(-1, -1, values.shape[-1]), values)
+
+    def rows(self, rows: slice) -> Tokens:
+        """These tokens for some of the rows only."""
+        if self.index is None:
+            return self
+        return Tokens(self.stage, self.index[rows], None if self.count is None else self.count[rows])

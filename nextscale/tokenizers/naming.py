@@ -1,0 +1,61 @@
+"""The names that published files give to the parts of the autoencoder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ..checkpoints import Rule
+
+
+def renamed(*replacements: tuple[str, str | Callable[[re.Match[str]], str]]) -> Callable[[re.Match[str]], str]:
+    """A template that applies regex replacements one after the other to the whole of our name."""
+
+    def rename(match: re.Match[str]) -> str:
+        name = match[0]
+        for pattern, replacement in replacements:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    return rename
+
+
+WRAPPED = (
+    (r"\.(\w*conv\w*|nin_shortcut)\.(weight|bias)$", r".\1.conv.\2"),
+    (r"\.(norm\w*)\.(weight|bias)$", r".\1.norm.\2"),
+)
+
+
+def by_resolution(levels: int, attention: bool, wrapped: bool = False) -> tuple[Rule, ...]:
+    """VAR's and Infinity's files: `down.i` and `up.i` count from the finest level; Infinity wraps each conv and norm once more."""
+    last = 2 if attention else 1
+    middle = {"0": "block_1", str(last): "block_2"} | ({"1": "attn_1"} if attention else {})
+    names = renamed(
+        (r"^decoder\.levels\.(\d+)", lambda m: f"decoder.up.{levels - 1 - int(m[1])}"),
+        (r"^encoder\.levels\.", "encoder.down."),
+        (r"\.blocks\.", ".block."),
+        (r"\.attention\.", ".attn."),
+        (r"^(encoder.*)\.resize\.", r"\1.downsample."),
+        (r"^(decoder.*)\.resize\.", r"\1.upsample."),
+        (r"\.middle\.(\d)", lambda m: f".mid.{middle[m[1]]}"),
+        (r"\.shortcut\.", ".nin_shortcut."),
+        (r"\.proj\.", ".proj_out."),
+        *(WRAPPED if wrapped else ()),
+    )
+    return (Rule(r"(encoder|decoder)\..*", (names,)),)
+
+
+def by_execution() -> tuple[Rule, ...]:
+    """FlexVAR's file: `conv_blocks.i` in the order in which they run; separate query, key and value convolutions."""
+    common = (
+        (r"\.levels\.", ".conv_blocks."),
+        (r"\.blocks\.", ".res."),
+        (r"\.attention\.", ".attn."),
+        (r"^(encoder.*)\.resize\.", r"\1.downsample."),
+        (r"^(decoder.*)\.resize\.", r"\1.upsample."),
+        (r"\.middle\.", ".mid."),
+        (r"\.shortcut\.", ".nin_shortcut."),
+        (r"\.proj\.", ".proj_out."),
+    )
+    split = tuple(renamed(*common, (r"\.qkv\.", f".{letter}.")) for letter in "qkv")
+    return (Rule(r"(encoder|decoder)\..*\.qkv\..*", split), Rule(r"(encoder|decoder)\..*", (renamed(*common),)))

@@ -1,0 +1,85 @@
+"""VAR's tokenizer: a residual quantizer with one codebook, whose upsampled maps pass a small convolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..canvas import ResidualCanvas, to_rows
+from ..checkpoints import Layout, Rule
+from ..stage import Schedule, Stage
+from .autoencoder import AutoencoderConfig, Decoder, Encoder
+from .base import Tokenizer
+from .naming import by_resolution
+
+
+@dataclass(frozen=True)
+class VarTokenizerConfig:
+    codes: int = 4096
+    latent_channels: int = 32
+    channels: int = 160
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    blocks_per_level: int = 2
+    blends: int = 4  # convolutions shared out over the stages
+    blend_share: float = 0.5
+
+    @property
+    def autoencoder(self) -> AutoencoderConfig:
+        return AutoencoderConfig(self.channels, self.multipliers, self.latent_channels, self.blocks_per_level)
+
+
+def blend_index(stage: int, stages: int, blends: int) -> int:
+    """Which convolution serves a stage: the tick nearest to its place in the schedule.
+
+    Several places lie exactly between two ticks, and the published models were trained with what double precision makes of them,
+    so the arithmetic below must stay as it is.
+    """
+    margin = 1 / 3 / blends if blends == 4 else 1 / 2 / blends
+    ticks = np.linspace(margin, 1 - margin, blends)
+    return int(np.argmin(np.abs(ticks - stage / max(stages - 1, 1))))
+
+
+class VarTokenizer(Tokenizer):
+    float32 = ("codebook", "blends")
+    mixes_codes = True
+
+    def __init__(self, config: VarTokenizerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.pixels_per_token = config.autoencoder.stride
+        z = config.latent_channels
+        self.encoder = Encoder(config.autoencoder)
+        self.quant_conv = nn.Conv2d(z, z, 3, padding=1)
+        self.codebook = nn.Parameter(torch.empty(config.codes, z))
+        self.blends = nn.ModuleList(nn.Conv2d(z, z, 3, padding=1) for _ in range(config.blends))
+        self.post_quant_conv = nn.Conv2d(z, z, 3, padding=1)
+        self.decoder = Decoder(config.autoencoder)
+        self.layout = Layout(
+            rules=(
+                *by_resolution(len(config.multipliers), attention=True),
+                Rule(r"codebook", ("quantize.embedding.weight",)),
+                Rule(r"blends\.(\d+)\.(.*)", (r"quantize.quant_resi.qresi_ls.\1.\2",)),
+            ),
+            ignored=(r"quantize\.ema_vocab_hit_SV",),
+        )
+
+    def canvas(self, schedule: Schedule, batch: int) -> ResidualCanvas:
+        return ResidualCanvas(self, schedule, batch)
+
+    def blend(self, grid: Tensor, stage: int, stages: int) -> Tensor:
+        share = self.config.blend_share
+        return (1 - share) * grid + share * self.blends[blend_index(stage, stages, self.config.blends)](grid)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(images.to(self.quant_conv.weight.dtype))).float()
+
+    def nearest(self, grid: Tensor, stage: Stage) -> Tensor:
+        z = to_rows(grid)
+        distance = z.square().sum(-1, keepdim=True) + self.codebook.square().sum(-1) - 2 * z @ self.codebook.T
+        return distance.argmin(dim=-1)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        return self.decoder(self.post_quant_conv(latent.to(self.post_quant_conv.weight.dtype))).float()

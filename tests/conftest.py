@@ -1,0 +1,42 @@
+"""Options and the closing table of the parity tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+COMPACT = Path(__file__).parent / "parity" / "golden"
+SHARED = PROJECT.parent / "shared" / "golden"
+FAMILIES = ("var", "flexvar", "infinity")  # folders of SHARED whose models are built
+
+tensors_compared = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden",
+        action="append",
+        type=Path,
+        metavar="DIR",
+        help="replay every case folder below DIR; repeatable (default: the project's own cases and ../shared/golden where it exists)",
+    )
+
+
+def golden_roots(config: pytest.Config) -> list[Path]:
+    given = config.getoption("--golden")
+    return given or [COMPACT, *(SHARED / family for family in FAMILIES if (SHARED / family).is_dir())]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[tensors_compared] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    compared = config.stash[tensors_compared]
+    if compared:
+        terminalreporter.section("stored tensors compared")
+        for name, count in compared.items():
+            terminalreporter.write_line(f"{count:5d}  {name}")
+        terminalreporter.write_line(f"{sum(compared.values()):5d}  in {len(compared)} cases")

@@ -1,0 +1,367 @@
+"""Cases of VAR and FlexVAR."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nextscale import ConstantGuidance, Guidance, Pipeline, RampGuidance, Sampling, Schedule, Stage, Tokens
+from nextscale.checkpoints import load_weights, published_slots
+from nextscale.models import FlexVar, FlexVarConfig, Var, VarConfig
+from nextscale.models.var import ClassConditioned
+from nextscale.presets import FLEXVAR_DRAWN_SIDES, Settings
+from nextscale.prompts import ClassReader
+from nextscale.sampling import filter_logits
+from nextscale.schedules import SquareBook
+from nextscale.tokenizers import FlexVarTokenizer, FlexVarTokenizerConfig, VarTokenizer, VarTokenizerConfig
+from nextscale.tokenizers.base import Tokenizer
+
+from .compare import Expected, Tolerance
+from .recipe import recipe_value
+from .recorder import Recorder, RecordingDraws, Watch, outputs_of
+
+UNGUIDED = ConstantGuidance(strength=1.0)
+
+
+class Tolerances:
+    def __init__(self, stated: dict[str, Any]) -> None:
+        rtol = stated["rtol"]
+        self.other = Tolerance(stated.get("other_float_atol", stated.get("float_atol")), rtol)
+        self.logits = Tolerance(stated.get("logits_atol", self.other.atol), rtol)
+        self.guided = Tolerance(stated.get("logits_cfg_atol", self.other.atol), rtol)
+
+
+def fill(module: ClassConditioned | Tokenizer, path: Path, absent: tuple[str, ...] = ()) -> None:
+    """Loads a case's weights; compact cases leave out the parameters that match `absent`, which nothing they expect depends on."""
+    layout = module.layout
+    if absent:
+        layout = type(layout)(**{**vars(layout), "zero_if_absent": (*layout.zero_if_absent, *absent)})
+    load_weights(module, path, layout)
+
+
+def absent_weights(case: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(re.escape(prefix) + ".*" for prefix in case.get("vae_weights_left_out", ()))
+
+
+def var_tokenizer(config: dict[str, Any]) -> VarTokenizer:
+    assert not config.get("using_znorm"), "no published model searches codes by angle"
+    return VarTokenizer(
+        VarTokenizerConfig(
+            codes=config["vocab_size"],
+            latent_channels=config["z_channels"],
+            channels=config["ch"],
+            multipliers=tuple(config["ch_mult"]),
+            blocks_per_level=config["num_res_blocks"],
+            blends=config["share_quant_resi"],
+            blend_share=config["quant_resi"],
+        )
+    )
+
+
+def flexvar_tokenizer(config: dict[str, Any]) -> FlexVarTokenizer:
+    assert config["codebook_l2_norm"], "no published model has codes of other lengths"
+    return FlexVarTokenizer(
+        FlexVarTokenizerConfig(
+            codes=config["codebook_size"],
+            code_channels=config["codebook_embed_dim"],
+            latent_channels=config["z_channels"],
+            channels=config["ch"],
+            multipliers=tuple(config["ch_mult"]),
+            blocks_per_level=config["num_res_blocks"],
+        )
+    )
+
+
+def split_stages(tokens: Tensor, schedule: Schedule) -> list[Tensor]:
+    return list(tokens.split([stage.cells for stage in schedule], dim=1))
+
+
+def inputs_of(tokenizer: Tokenizer, codes: list[Tensor], schedule: Schedule) -> tuple[Tensor, list[Tensor]]:
+    """The transformer's inputs for given codes, stages after the first joined, and the latent after every stage."""
+    canvas = tokenizer.canvas(schedule, codes[0].shape[0])
+    inputs, latents = [], []
+    for stage, numbers in zip(schedule, codes, strict=True):
+        if stage.index:
+            inputs.append(canvas.input(stage))
+        canvas.add(numbers, Tokens(stage))
+        latents.append(canvas.latent)
+    return torch.cat(inputs, dim=1), latents
+
+
+class Reading(NamedTuple):
+    tensor: Tensor
+    tolerance: Tolerance | None  # None: exact
+
+
+class ClassCase:
+    """Replays one folder."""
+
+    def __init__(self, case: dict[str, Any], expected: Expected, model: ClassConditioned, tokenizer: Tokenizer) -> None:
+        self.case, self.expected = case, expected
+        self.tolerance = Tolerances(case["tolerance"])
+        self.model, self.tokenizer = model, tokenizer
+        settings = Settings(SquareBook(((1,),)), UNGUIDED, Sampling())
+        self.pipe = Pipeline(model, tokenizer, ClassReader(model.config.classes), settings)
+
+    def image(self, pixels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def next_map(self, rows: Tensor, stage: Stage) -> Tensor:
+        raise NotImplementedError
+
+    def labels(self, name: str) -> Tensor:
+        return self.expected.input(name)
+
+    def teacher_forced(self, schedule: Schedule) -> None:
+        """Given codes through the stage loop: the cached pass equals the masked one."""
+        expected, model = self.expected, self.model
+        codes = split_stages(expected.input("tf.tokens"), schedule)
+        recorder, watch = Recorder(taps=(0, len(model.blocks) - 1)), Watch(schedule)
+        out = self.pipe(
+            self.labels("tf.labels"),
+            seed=0,
+            size=schedule,
+            guidance=UNGUIDED,
+            greedy=True,
+            method=recorder,
+            on_stage=watch,
+            revise=lambda stage, _: codes[stage.index],
+        )
+        layer = {"tf.block0_out": 0, "tf.last_block_out": len(model.blocks) - 1}
+        for name, tensor in {
+            "tf.var_input": torch.cat(watch.next_inputs, dim=1),
+            "tf.block0_in": torch.cat(recorder.first_inputs, dim=1),
+            **{key: torch.cat([recorder.outputs[s.index, at] for s in schedule], dim=1) for key, at in layer.items()},
+            "tf.image_from_tokens": out.pixels.clamp(-1, 1),
+        }.items():
+            if name in expected:
+                expected.close(name, tensor, self.tolerance.other)
+        expected.close("tf.logits", torch.cat([done.logits for done in watch.done], dim=1), self.tolerance.logits)
+
+    def run(self, name: str, labels: Tensor, schedule: Schedule, guidance: Guidance, **settings: Any) -> None:
+        """A generation whose stored tensors start with `name`."""
+        run = partial(self.readings, name, labels, schedule, guidance, settings)
+        for key, reading in run().items():
+            if reading.tolerance is None:
+                self.expected.equal(key, reading.tensor)
+                continue
+            tolerance = reading.tolerance
+            if settings.get("smooth") and self.expected.excess(key, reading.tensor, tolerance.rtol) > tolerance.atol:
+                tolerance = Tolerance(tolerance.atol + self.growth(run, key, reading.tensor), tolerance.rtol)
+            self.expected.close(key, reading.tensor, tolerance)
+
+    def growth(self, run: Callable[..., dict[str, Reading]], key: str, tensor: Tensor) -> float:
+        """How far a tensor of a smoothed run moves when the logits differ by as much as the case allows.
+
+        Smoothing divides logits by a temperature down to 0.0135 and feeds the mixture back, so rounding grows from stage to stage:
+        other orders of the same float32 sums move the image of var/shared by 2e-4 to 3e-3.
+        """
+        noisy = (run(noise=self.tolerance.logits.atol, noise_seed=seed)[key].tensor for seed in range(4))
+        return max(float((other - tensor).abs().max()) for other in noisy)
+
+    def readings(
+        self,
+        name: str,
+        labels: Tensor,
+        schedule: Schedule,
+        guidance: Guidance,
+        settings: dict[str, Any],
+        noise: float = 0.0,
+        noise_seed: int = 0,
+    ) -> dict[str, Reading]:
+        """Everything the case stored of this run, computed; `noise` is added to the guided logits."""
+        settings, tolerance = dict(settings), self.tolerance
+        draws = RecordingDraws(torch.Generator().manual_seed(settings.pop("g_seed", 0)))
+        recorder, watch = Recorder(noise=noise, noise_seed=noise_seed), Watch(schedule)
+        with outputs_of({"head": self.model.head}) as seen:
+            out = self.pipe(labels, seed=draws, size=schedule, guidance=guidance, method=recorder, on_stage=watch, **settings)
+        found = {f"{name}.image": Reading(self.image(out.pixels), tolerance.other)}
+        for i, done in enumerate(watch.done):
+            found |= {
+                f"{name}.s{i}.tokens": Reading(done.ids, None),
+                f"{name}.s{i}.logits_cond_uncond": Reading(seen["head"][i], tolerance.logits),
+                f"{name}.s{i}.logits_cfg": Reading(done.logits, tolerance.guided),
+                f"{name}.s{i}.logits_masked": Reading(filter_logits(done.logits, settings["top_k"], settings["top_p"]), tolerance.guided),
+                f"{name}.s{i}.fhat": Reading(watch.latents[i], tolerance.other),
+                f"{name}.s{i}.block0_in": Reading(recorder.first_inputs[i], tolerance.other),
+                f"{name}.s{i}.soft_onehot": Reading(done.codes, tolerance.other),
+            }
+            if not done.stage.last:
+                found[f"{name}.s{i}.next_map"] = Reading(self.next_map(watch.next_inputs[i], schedule[i + 1]), tolerance.other)
+            if settings.get("smooth"):
+                found[f"{name}.s{i}.gumbel_noise"] = Reading(-draws.drawn[2 * i + 1].log(), tolerance.other)
+        return {key: reading for key, reading in found.items() if key in self.expected}
+
+    def filters(self) -> None:
+        for name in [name for name in self.expected.tensors if name.startswith("filter.out.")]:
+            top_k, top_p = re.fullmatch(r"filter\.out\.k(\d+)_p([\d.]+)", name).groups()
+            self.expected.close(name, filter_logits(self.expected.input("filter.in"), int(top_k), float(top_p)), self.tolerance.other)
+
+
+class VarCase(ClassCase):
+    def image(self, pixels: Tensor) -> Tensor:
+        return (pixels.clamp(-1, 1) + 1) / 2
+
+    def next_map(self, rows: Tensor, stage: Stage) -> Tensor:
+        return rows.transpose(1, 2).unflatten(2, stage.size)
+
+
+def replay_var(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    config = case["config"]
+    schedule = Schedule(config["patch_nums"])
+    model = Var(
+        VarConfig(
+            depth=config["depth"],
+            width=config["embed_dim"],
+            heads=config["num_heads"],
+            sides=tuple(config["patch_nums"]),
+            shared_modulation=config["shared_aln"],
+            cosine=config["attn_l2_norm"],
+            classes=config["num_classes"],
+            codes=config["vae"]["vocab_size"],
+            latent_channels=config["vae"]["z_channels"],
+            mlp_ratio=config["mlp_ratio"],
+        )
+    )
+    tokenizer = var_tokenizer(config["vae"])
+    fill(model, folder / "weights_transformer.safetensors")
+    fill(tokenizer, folder / "weights_vae.safetensors", absent_weights(case))
+    replay = VarCase(case, expected, model, tokenizer)
+    if "tf.logits" in expected:
+        replay.teacher_forced(schedule)
+    for name, run in {"greedy": "ar", "stoch": "stoch", "smooth": "smooth"}.items():
+        if f"{run}.s0.tokens" in expected:
+            settings = {key: case["sampling"][name][key] for key in ("top_k", "top_p", "g_seed") if key in case["sampling"][name]}
+            guidance = RampGuidance(strength=case["sampling"][name]["cfg"])
+            replay.run(run, replay.labels("labels"), schedule, guidance, smooth=name == "smooth", **settings)
+    if "enc.image_in" in expected:
+        encode_var(expected, tokenizer, schedule, replay.tolerance.other)
+    replay.filters()
+
+
+def encode_var(expected: Expected, tokenizer: VarTokenizer, schedule: Schedule, tolerance: Tolerance) -> None:
+    images = expected.input("enc.image_in")
+    with torch.inference_mode():
+        expected.close("enc.feature", tokenizer.features(images), tolerance)
+        codes = tokenizer.encode(images, schedule)
+        expected.equal("enc.tokens", torch.cat(codes, dim=1))
+        inputs, latents = inputs_of(tokenizer, codes, schedule)
+        if "enc.var_input" in expected:
+            expected.close("enc.var_input", inputs, tolerance)
+        for i, latent in enumerate(latents):
+            if f"enc.s{i}.fhat" in expected:
+                expected.close(f"enc.s{i}.fhat", latent, tolerance)
+        if "enc.fhat" in expected:
+            expected.close("enc.fhat", latents[-1], tolerance)
+        expected.close("enc.rec_image", tokenizer.decode(latents[-1]).clamp(-1, 1), tolerance)
+
+
+class FlexVarCase(ClassCase):
+    def image(self, pixels: Tensor) -> Tensor:
+        return pixels
+
+    def next_map(self, rows: Tensor, stage: Stage) -> Tensor:
+        return rows
+
+
+def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    config = case["config"]
+    assert not config["shared_aln"], "no published FlexVAR shares its modulation"
+    model = FlexVar(
+        FlexVarConfig(
+            depth=config["depth"],
+            width=config["embed_dim"],
+            heads=config["num_heads"],
+            cosine=config["attn_l2_norm"],
+            classes=config["num_classes"],
+            codes=config["vae"]["codebook_size"],
+            latent_channels=config["vae"]["codebook_embed_dim"],
+            mlp_ratio=config["mlp_ratio"],
+            table=tuple(config["pos_table"]),
+        )
+    )
+    tokenizer = flexvar_tokenizer(config["vae"])
+    fill(model, folder / "weights_transformer.safetensors")
+    fill(tokenizer, folder / "weights_vae.safetensors", absent_weights(case))
+    replay = FlexVarCase(case, expected, model, tokenizer)
+    if "tf.logits" in expected:
+        replay.teacher_forced(Schedule(case["sampling"]["ar"]["pns"]))
+    for name, run in case["sampling"].items():
+        if f"{name}.s0.tokens" not in expected:
+            continue
+        schedule = Schedule(run["pns"])
+        guidance = (
+            ConstantGuidance(strength=run["cfg"])
+            if run["used_llamagen_cfg"]
+            else RampGuidance(strength=run["cfg"], longest_span=9, full_above=run["max_pn"])
+        )
+        settings = {key: run[key] for key in ("top_k", "top_p", "g_seed") if key in run}
+        rules = {"drawn_sides": FLEXVAR_DRAWN_SIDES, "widest_drawn": run["max_pn"], "forbidden": tuple(run.get("invalid_ids", ()))}
+        if "top_k_used_per_stage" in run:
+            sampling = Sampling(top_k=run["top_k"], **rules)
+            assert [sampling.top_k_at(stage) for stage in schedule] == run["top_k_used_per_stage"]
+        labels = replay.labels(f"{name}.labels")
+        assert labels.tolist() == run["labels"]
+        replay.run(name, labels, schedule, guidance, **settings, **rules)
+    for name in [name for name in expected.tensors if name.startswith("pos.hw")]:
+        side = int(name.removeprefix("pos.hw"))
+        expected.close(name, model.positions(Stage(0, side, side, 0, True))[None].detach(), replay.tolerance.other)
+    if "enc.image_in" in expected:
+        encode_flexvar(expected, tokenizer, Schedule(config["enc_patch_nums"]), replay.tolerance.other)
+
+
+def encode_flexvar(expected: Expected, tokenizer: FlexVarTokenizer, schedule: Schedule, tolerance: Tolerance) -> None:
+    images = expected.input("enc.image_in")
+    with torch.inference_mode():
+        expected.close("enc.encoder_out", tokenizer.encoder(images), tolerance)
+        features = tokenizer.features(images)
+        expected.close("enc.feature", features, tolerance)
+        codes = tokenizer.encode(images, schedule)
+        expected.equal("enc.tokens", torch.cat(codes, dim=1))
+        inputs, latents = inputs_of(tokenizer, codes, schedule)
+        if "enc.var_input" in expected:
+            expected.close("enc.var_input", inputs, tolerance)
+        expected.close("enc.rec_image", tokenizer.decode(latents[-1]), tolerance)
+        if "enc.multi_scale_rec_last" in expected:
+            third = F.interpolate(tokenizer.decode(latents[2]), size=(16 * schedule[2].height,) * 2, mode="bicubic")
+            expected.close("enc.multi_scale_rec_last", third, tolerance)
+
+
+def fill_by_recipe(tokenizer: Tokenizer, salt: str, folder: Path) -> None:
+    values = {
+        key: torch.from_numpy(recipe_value(key, slot.shape, salt)) for key, slot in published_slots(tokenizer, tokenizer.layout).items()
+    }
+    path = folder / "weights_vae.safetensors"
+    save_file(values, path)
+    fill(tokenizer, path)
+
+
+def replay_published_tokenizer(scratch: Path, case: dict[str, Any], expected: Expected) -> None:
+    config, tolerance = case["config"], Tolerances(case["tolerance"]).other
+    is_var = "v_patch_nums" in config
+    with torch.device("meta"):
+        tokenizer = var_tokenizer(config) if is_var else flexvar_tokenizer(config)
+    fill_by_recipe(tokenizer, case["salt"], scratch)
+    with torch.inference_mode():
+        if is_var:
+            schedule = Schedule(config["v_patch_nums"])
+            codes = split_stages(expected.input("dec.tokens"), schedule)
+            inputs, latents = inputs_of(tokenizer, codes, schedule)
+            expected.close("dec.var_input", inputs, tolerance)
+            expected.close("dec.fhat", latents[-1], tolerance)
+            expected.close("dec.image", tokenizer.decode(latents[-1]).clamp(-1, 1), tolerance)
+            encode_var(expected, tokenizer, schedule, tolerance)
+        else:
+            schedule = Schedule(config["enc_patch_nums"])
+            canvas = tokenizer.canvas(schedule, 1)
+            canvas.add(expected.input("dec.tokens"), Tokens(schedule[-1]))
+            expected.close("dec.image", tokenizer.decode(canvas.latent), tolerance)
+            encode_flexvar(expected, tokenizer, schedule, tolerance)

@@ -1,0 +1,505 @@
+"""Prompts to features, on a tiny T5 with random weights and a tokenizer built here."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nextscale.errors import MissingExtra, PromptError, SettingError, TextEncoderUnavailable
+from nextscale.text import T5Encoder, TextFeatures, with_positive_prompt
+
+transformers = pytest.importorskip("transformers")
+
+CHANNELS = 32
+WORDS = ("a", "red", "cat", "dog", "sits", "on", "the", "mat", "and", "looks", "at", "Red")
+SHORT = "a cat"
+LONG = "a red dog sits on the mat and looks at the cat"
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Unigram over whole words and single letters, <pad>=0, </s>=1, <unk>=2, end token appended: the layout of T5's."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0)]
+    pieces += [(f"\u2581{word}", -2.0) for word in WORDS]
+    pieces += [(letter, -6.0) for letter in "\u2581abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512
+    )
+    fast.save_pretrained(folder)
+
+
+def tiny_config() -> transformers.T5Config:
+    return transformers.T5Config(
+        vocab_size=128,
+        d_model=CHANNELS,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("t5")
+    torch.manual_seed(0)
+    # The whole model, as published: the decoder and the head are in the file and the encoder leaves them alone.
+    model = transformers.T5ForConditionalGeneration(tiny_config())
+    # The default start values of T5 leave attention scores near zero; wider ones make a leak of padding visible.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved_model: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(saved_model, tmp_path / "t5"))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a test tried to open a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    yield
+
+
+def count_encoded_prompts(encoder: T5Encoder) -> list[int]:
+    """One entry per forward call: how many prompts it encoded."""
+    batches: list[int] = []
+
+    def note(_module: torch.nn.Module, _args: tuple[()], kwargs: dict[str, Tensor]) -> None:
+        batches.append(kwargs["input_ids"].shape[0])
+
+    encoder._model.register_forward_pre_hook(note, with_kwargs=True)
+    return batches
+
+
+# --- features ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_features_of_every_accepted_shape() -> None:
+    one = torch.randn(3, 8)
+    equal = torch.randn(2, 4, 8)
+    assert TextFeatures.of(one).lengths == (3,)
+    assert TextFeatures.of(equal).lengths == (4, 4)
+    torch.testing.assert_close(TextFeatures.of(equal).rows[1], equal[1])
+    ragged = TextFeatures.of([torch.randn(3, 8), torch.randn(5, 8)])
+    assert (ragged.lengths, len(ragged), ragged.channels) == ((3, 5), 2, 8)
+    assert TextFeatures.of(ragged) is ragged
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(3, 8, dtype=torch.int64), "int64"),
+        (torch.zeros(8), r"\[8\]"),
+        (torch.zeros(0, 8), r"\[0, 8\]"),
+        (torch.zeros(0, 4, 8), "no prompt"),
+        (torch.zeros(2, 0, 8), r"\[0, 8\]"),
+        ([], "no prompt"),
+        ([torch.zeros(2, 3, 8)], r"\[2, 3, 8\]"),
+        ([torch.zeros(3, 8), torch.zeros(3, 9)], r"\[8, 9\] channels"),
+        ([torch.zeros(3, 8), torch.full((1, 8), float("nan"))], "prompt 1 contain NaN"),
+        (torch.full((1, 8), float("inf")), "prompt 0 contain NaN or infinity"),
+        ([[0.0, 1.0]], "have type list"),
+        ("a cat", "have type str"),
+        (7, "have type int"),
+    ],
+)
+def test_features_refuse(value: object, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        TextFeatures.of(value)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)  # the first call pays for torch's start
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_compact_splits_back_into_the_prompts(lengths: list[int]) -> None:
+    features = TextFeatures.of([torch.full((length, 3), float(index)) for index, length in enumerate(lengths)])
+    rows, split = features.compact()
+    assert rows.shape == (sum(lengths), 3)
+    assert split == tuple(lengths)
+    for original, part in zip(features.rows, rows.split(split), strict=True):
+        assert torch.equal(original, part)
+
+
+def test_repeat_is_for_one_prompt() -> None:
+    one = TextFeatures.of(torch.randn(3, 8))
+    repeated = one.repeat(4)
+    assert repeated.lengths == (3, 3, 3, 3)
+    assert all(torch.equal(row, one.rows[0]) for row in repeated.rows)
+    with pytest.raises(PromptError, match="repeat 4 prompts"):
+        repeated.repeat(2)
+    with pytest.raises(PromptError, match="0 times"):
+        one.repeat(0)
+
+
+def test_features_move() -> None:
+    moved = TextFeatures.of([torch.zeros(1, 2), torch.zeros(3, 2)]).to("meta")
+    assert {row.device.type for row in moved.rows} == {"meta"}
+
+
+# --- positive prompt --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes"),
+    [("a woman and a man", True), ("the four seasons", True), ("an employee", True), ("a cat", False), ("A BOY", False), ("", False)],
+)
+def test_positive_prompt(prompt: str, changes: bool) -> None:
+    added = ". very smooth faces, good looking faces, face to the camera, perfect facial features"
+    assert with_positive_prompt(prompt) == (prompt + added if changes else prompt)
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_equals_transformers_padded_to_512(saved_model: Path) -> None:
+    prompts = [SHORT, LONG, "Red cat"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved_model)
+    model = transformers.T5EncoderModel.from_pretrained(saved_model).eval()
+    tokens = tokenizer(prompts, max_length=512, padding="max_length", truncation=True, return_tensors="pt")
+    with torch.inference_mode():
+        hidden = model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]).last_hidden_state
+    features = T5Encoder(saved_model)(prompts)
+    assert features.lengths == (3, 13, 3)  # words and the end token
+    for row, states, mask in zip(features.rows, hidden, tokens["attention_mask"], strict=True):
+        torch.testing.assert_close(row, states[mask == 1].clone(), atol=1e-5, rtol=1e-5)
+
+
+def test_batch_equals_single_prompts_in_any_order(saved_model: Path) -> None:
+    prompts = [SHORT, LONG, "the mat"]
+    encoder = T5Encoder(saved_model, cache_size=0)
+    together = encoder(prompts)
+    reversed_order = encoder(prompts[::-1])
+    for index, prompt in enumerate(prompts):
+        torch.testing.assert_close(together.rows[index], encoder([prompt]).rows[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(together.rows[index], reversed_order.rows[-1 - index], atol=1e-5, rtol=1e-5)
+
+
+def test_case_is_kept(saved_model: Path) -> None:
+    lower, upper = T5Encoder(saved_model)(["red cat", "Red cat"]).rows
+    assert lower.shape == upper.shape
+    assert not torch.allclose(lower, upper, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gives_float32_rows_near_float32(saved_model: Path, dtype: torch.dtype) -> None:
+    exact = T5Encoder(saved_model)([SHORT, LONG])
+    half = T5Encoder(saved_model, dtype=dtype)([SHORT, LONG])
+    for row, reference in zip(half.rows, exact.rows, strict=True):
+        assert row.dtype == torch.float32
+        error = (row - reference).norm() / reference.norm()
+        assert 0 < error < 0.05  # zero would mean that dtype was ignored
+
+
+def test_float16_keeps_the_overflowing_layers_in_float32(saved_model: Path) -> None:
+    model = T5Encoder(saved_model, dtype=torch.float16)._model
+    assert {parameter.dtype for name, parameter in model.named_parameters() if ".wo." in name} == {torch.float32}
+    assert model.shared.weight.dtype == torch.float16
+
+
+def test_rows_are_plain_tensors(saved_model: Path) -> None:
+    """Inference tensors could not pass through a layer that records gradients."""
+    row = T5Encoder(saved_model)([SHORT]).rows[0]
+    assert not row.is_inference()
+    assert not row.requires_grad
+    torch.nn.Linear(CHANNELS, 1)(row).sum().backward()
+
+
+def test_channels_and_to(saved_model: Path) -> None:
+    encoder = T5Encoder(saved_model)
+    before = encoder([SHORT])
+    assert encoder.channels == before.channels == CHANNELS
+    assert encoder.to("cpu") is encoder
+    assert torch.equal(encoder([SHORT]).rows[0], before.rows[0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_runs_in_float16_and_moves_its_cache(saved_model: Path) -> None:
+    encoder = T5Encoder(saved_model, device="cuda")
+    row = encoder([SHORT]).rows[0]
+    assert (row.device.type, row.dtype, encoder._model.dtype) == ("cuda", torch.float32, torch.float16)
+    assert encoder.to("cpu")([SHORT]).rows[0].device.type == "cpu"
+
+
+# --- cache ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_only_new_prompts_are_encoded(saved_model: Path) -> None:
+    encoder = T5Encoder(saved_model)
+    batches = count_encoded_prompts(encoder)
+    first = encoder([SHORT, LONG, SHORT])
+    assert batches == [2]
+    second = encoder([LONG, "the mat", SHORT])
+    assert batches == [2, 1]
+    encoder([LONG])
+    assert batches == [2, 1]
+    assert torch.equal(first.rows[0], first.rows[2])
+    assert torch.equal(first.rows[0], second.rows[2])
+    assert torch.equal(first.rows[1], second.rows[0])
+
+
+def test_cache_drops_the_prompt_used_longest_ago(saved_model: Path) -> None:
+    encoder = T5Encoder(saved_model, cache_size=2)
+    batches = count_encoded_prompts(encoder)
+    encoder(["cat"])
+    encoder(["dog"])
+    encoder(["cat"])
+    encoder(["mat"])  # now "dog" is the oldest and leaves
+    assert batches == [1, 1, 1]
+    encoder(["cat"])
+    encoder(["mat"])
+    assert batches == [1, 1, 1]
+    encoder(["dog"])
+    assert batches == [1, 1, 1, 1]
+
+
+def test_batch_larger_than_the_cache(saved_model: Path) -> None:
+    prompts = ["cat", "dog", "mat"]
+    small = T5Encoder(saved_model, cache_size=1)(prompts)
+    whole = T5Encoder(saved_model)(prompts)
+    assert all(torch.equal(a, b) for a, b in zip(small.rows, whole.rows, strict=True))
+
+
+def test_cache_size_zero_encodes_every_time(saved_model: Path) -> None:
+    encoder = T5Encoder(saved_model, cache_size=0)
+    batches = count_encoded_prompts(encoder)
+    encoder([SHORT])
+    encoder([SHORT])
+    assert batches == [1, 1]
+
+
+def test_writing_into_the_result_leaves_the_cache_alone(saved_model: Path) -> None:
+    encoder = T5Encoder(saved_model)
+    row = encoder([SHORT]).rows[0]
+    kept = row.clone()
+    row.zero_()
+    assert torch.equal(encoder([SHORT]).rows[0], kept)
+
+
+# --- prompts and settings that are refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([""], "prompt 0 is ''"),
+        ([SHORT, " \n\t"], "prompt 1 is "),
+        ([SHORT, 3], "prompt 1 has type int"),
+        ([None], "prompt 0 has type NoneType"),
+        ([], "no prompt"),
+        (SHORT, r"write \[prompt\]"),
+    ],
+)
+def test_prompts_refused(saved_model: Path, prompts: object, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        T5Encoder(saved_model)(prompts)  # type: ignore[arg-type]
+
+
+def test_long_prompt_is_refused_and_the_limit_is_exact(saved_model: Path) -> None:
+    encoder = T5Encoder(saved_model, max_length=5)
+    assert encoder(["a red cat sits"]).lengths == (5,)
+    with pytest.raises(PromptError, match=r"6 tokens; expected at most 5 .*'a red cat sits on'"):
+        encoder([SHORT, "a red cat sits on"])
+    with pytest.raises(PromptError, match="601 tokens; expected at most 512"):
+        T5Encoder(saved_model)(["cat " * 600])
+
+
+@pytest.mark.parametrize("setting", [{"max_length": 0}, {"cache_size": -1}, {"dtype": torch.int8}])
+def test_settings_refused(saved_model: Path, setting: dict[str, object]) -> None:
+    with pytest.raises(SettingError, match=next(iter(setting))):
+        T5Encoder(saved_model, **setting)  # type: ignore[arg-type]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------------------
+
+
+def assert_says_what_to_fetch(error: Exception, name: str = "google/flan-t5-xl") -> None:
+    for part in (
+        "config.json",
+        "tokenizer.json or spiece.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "model.safetensors or model.safetensors.index.json (with its shards)",
+        f"https://huggingface.co/{name} ",
+        'text_encoder="<folder>"',
+    ):
+        assert part in str(error)
+
+
+@pytest.mark.parametrize("source", ["./absent", "/absent/t5", "~/absent-t5", "weights/text/t5", Path("absent")])
+def test_missing_folder_is_not_taken_for_a_hub_name(source: str | Path) -> None:
+    with pytest.raises(TextEncoderUnavailable, match="is not a folder") as raised:
+        T5Encoder(source)
+    assert_says_what_to_fetch(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("removed", "reported"),
+    [
+        ("config.json", "absent: config.json"),
+        ("tokenizer.json", "absent: tokenizer.json or spiece.model"),
+        ("model.safetensors", "absent: model.safetensors or model.safetensors.index.json"),
+    ],
+)
+def test_incomplete_folder_names_the_absent_file(folder: Path, removed: str, reported: str) -> None:
+    (folder / removed).unlink()
+    with pytest.raises(TextEncoderUnavailable, match=reported) as raised:
+        T5Encoder(folder)
+    assert_says_what_to_fetch(raised.value)
+
+
+def test_folder_name_as_text_and_relative(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert T5Encoder(folder.name)([SHORT]).lengths == (3,)
+
+
+def test_files_that_help_only_a_little_may_be_absent(folder: Path) -> None:
+    whole = T5Encoder(folder)([SHORT])
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    assert torch.equal(T5Encoder(folder)([SHORT]).rows[0], whole.rows[0])
+
+
+def test_shards(folder: Path) -> None:
+    whole = T5Encoder(folder)([LONG])
+    transformers.T5EncoderModel.from_pretrained(folder).save_pretrained(folder / "sharded", max_shard_size="20KB")
+    (folder / "model.safetensors").unlink()
+    for file in (folder / "sharded").glob("model*"):
+        file.rename(folder / file.name)
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert torch.equal(T5Encoder(folder)([LONG]).rows[0], whole.rows[0])
+
+    shards[1].unlink()
+    with pytest.raises(TextEncoderUnavailable, match=f"absent: {shards[1].name}"):
+        T5Encoder(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(TextEncoderUnavailable, match="not a weights index"):
+        T5Encoder(folder)
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_damaged_file(folder: Path, damaged: str) -> None:
+    (folder / damaged).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(TextEncoderUnavailable, match="could not be read"):
+        T5Encoder(folder)
+
+
+def test_weights_of_a_smaller_encoder_are_refused(folder: Path) -> None:
+    """transformers would fill the absent layer with random numbers."""
+    config = json.loads((folder / "config.json").read_text())
+    config["num_layers"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TextEncoderUnavailable, match=r"not a whole T5 encoder: \d+ weights .* encoder\.block\.2"):
+        T5Encoder(folder)
+
+
+def test_pickled_weights_are_not_taken(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(TextEncoderUnavailable, match=r"absent: model\.safetensors"):
+        T5Encoder(folder)
+
+
+def test_sentencepiece_file_alone_is_enough(folder: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("google.protobuf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([SHORT, LONG, "the dog and the cat"] * 10),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    assert T5Encoder(folder)([SHORT, LONG]).lengths == (len(pieces.encode(SHORT)) + 1, len(pieces.encode(LONG)) + 1)
+
+
+@pytest.mark.parametrize("absent", ["sentencepiece", "google.protobuf"])
+def test_sentencepiece_file_without_its_readers(folder: Path, monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
+    (folder / "tokenizer.json").rename(folder / "spiece.model")
+    for module in ("sentencepiece", "google.protobuf"):
+        monkeypatch.setitem(sys.modules, module, None if module == absent else sys)
+    with pytest.raises(MissingExtra, match=rf"'{absent}'.*pip install 'nextscale\[text\]'"):
+        T5Encoder(folder)
+
+
+def test_missing_extra(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'nextscale\[text\]'"):
+        T5Encoder(saved_model)
+
+
+# --- hub --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(TextEncoderUnavailable, match="'nobody/absent-t5' could not be fetched") as raised:
+        T5Encoder("nobody/absent-t5")
+    assert_says_what_to_fetch(raised.value, name="nobody/absent-t5")
+
+
+@pytest.fixture
+def hub_that_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[tuple[str, list[str]]]]:
+    def install(folder: Path) -> list[tuple[str, list[str]]]:
+        requests: list[tuple[str, list[str]]] = []
+
+        def download(name: str, *, allow_patterns: list[str]) -> str:
+            requests.append((name, allow_patterns))
+            return str(folder)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        return requests
+
+    return install
+
+
+def test_hub_download_asks_for_safetensors_only(saved_model: Path, hub_that_returns: Callable[[Path], list[tuple[str, list[str]]]]) -> None:
+    requests = hub_that_returns(saved_model)
+    assert T5Encoder("google/flan-t5-xl")([SHORT]).lengths == (3,)
+    [(name, patterns)] = requests
+    assert name == "google/flan-t5-xl"
+
+    def wanted(file: str) -> bool:
+        return any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
+
+    assert all(map(wanted, ("config.json", "tokenizer.json", "spiece.model", "model-00001-of-00002.safetensors")))
+    assert not any(map(wanted, ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "tf_model.h5", "modeling_custom.py")))
+
+
+def test_hub_repository_without_safetensors(folder: Path, hub_that_returns: Callable[[Path], list[tuple[str, list[str]]]]) -> None:
+    (folder / "model.safetensors").unlink()
+    hub_that_returns(folder)
+    with pytest.raises(TextEncoderUnavailable, match=r"'some/t5' is incomplete; absent: model\.safetensors") as raised:
+        T5Encoder("some/t5")
+    assert_says_what_to_fetch(raised.value, name="some/t5")
