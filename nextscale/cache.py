@@ -78,18 +78,18 @@ class DenseLayerCache:
         keys, values = self.keys, self.values
         if tokens.stage.last:
             keys, values = self.workspace.keys[:rows], self.workspace.values[:rows]
-            keys[:, : self.width] = self.keys[:, : self.width]
-            values[:, : self.width] = self.values[:, : self.width]
+            keys.narrow(1, 0, self.width).copy_(self.keys.narrow(1, 0, self.width))
+            values.narrow(1, 0, self.width).copy_(self.values.narrow(1, 0, self.width))
         end = self.width + new
         mask = None
         if self.lengths is None and tokens.count is None:
-            keys[:, self.width : end] = k
-            values[:, self.width : end] = v
+            keys.narrow(1, self.width, new).copy_(k)
+            values.narrow(1, self.width, new).copy_(v)
         else:
             mask = self._append_ragged(keys, values, k, v, tokens.count, end)
         if not tokens.stage.last:
             self.width = end
-        return keys[:, :end], values[:, :end], mask
+        return keys.narrow(1, 0, end), values.narrow(1, 0, end), mask
 
     def _append_ragged(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, count: Tensor | None, end: int) -> Tensor:
         """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding."""

@@ -14,6 +14,7 @@ from .canvas import Canvas
 from .errors import NonFiniteLogits
 from .guidance import GuidedRows
 from .models.base import Conditioning, NextScaleModel
+from .models.blocks import attention_backend
 from .sampling import Draws, Sampling, choose
 from .stage import Schedule, Stage, Tokens
 
@@ -71,7 +72,8 @@ def generate(
             continue
         env.keep(plan.branches)
         x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
-        x = run_blocks(model, x, tokens, env, plan, guidance, run)
+        with attention_backend(x.shape[0] * x.shape[1], x.device):
+            x = run_blocks(model, x, tokens, env, plan, guidance, run)
         out = guidance.on_logits(model.logits(x, env), stage, batch)
         out, tokens = run.leave(sampling.prepare(out, stage), tokens.rows(slice(0, batch)))
         ids, codes = choose(out, stage, len(schedule), sampling, request.draws)

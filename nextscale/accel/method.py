@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -38,7 +39,7 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         ordered = sorted(self.spans, key=lambda span: span.layers.start)
-        for first, second in zip(ordered, ordered[1:], strict=False):
+        for first, second in pairwise(ordered):
             if second.layers.start < first.layers.stop:
                 raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
         for span in self.spans:

@@ -35,6 +35,7 @@ class Conditioning:
 
     start: Tensor  # [R, C], the first token before positions
     modulation: list[Modulation]  # per layer
+    temperatures: list[Tensor | None]  # per layer, [H, 1]
     head_scale: Tensor  # [R, 1, C], with the 1 added
     head_shift: Tensor  # [R, 1, C]
     text: TextContext | None = None
@@ -99,6 +100,9 @@ class NextScaleModel(nn.Module):
         weight = self.head.weight
         y = modulated_norm(x.to(weight.dtype), env.cond.head_scale.to(weight.dtype), env.cond.head_shift.to(weight.dtype))
         return self.head(y).float()
+
+    def temperatures(self) -> list[Tensor | None]:
+        return [block.attention.temperature() for block in self.blocks]
 
     def head_modulation(self, condition: Tensor) -> tuple[Tensor, Tensor]:
         scale, shift = self.head_ada(F.silu(condition.to(self.head_ada.weight.dtype)))[:, None].chunk(2, dim=-1)

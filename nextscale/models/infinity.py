@@ -158,6 +158,7 @@ class Infinity(NextScaleModel):
         return Conditioning(
             condition,
             [Modulation.of(six + block.modulation_table, self.dtype) for block in self.blocks],
+            self.temperatures(),
             head_scale,
             head_shift,
             self._text_context(self.text_proj(text), padding),

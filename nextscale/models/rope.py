@@ -48,17 +48,16 @@ class RopeTable:
 
     def __init__(self, schedule: Schedule, head_dim: int, mode: RopeMode, device: torch.device) -> None:
         stages = [stage_rotations(stage, schedule.extent, head_dim, mode) for stage in schedule]
-        self.table = torch.cat(stages).to(device)  # [T, head_dim / 2]
+        table = torch.cat(stages).to(device)[None, :, None, None]  # [1, T, 1, 1, head_dim / 2]
+        self.stages = tuple(table[:, stage.start : stage.start + stage.cells] for stage in schedule)
 
     def at(self, tokens: Tokens) -> Tensor:
         """Rotations of these tokens, [1 or R, N, 1, 1, head_dim / 2]."""
-        stage = tokens.stage
-        rows = self.table[stage.start : stage.start + stage.cells]
-        chosen = rows[None] if tokens.index is None else rows[tokens.index]
-        return chosen[:, :, None, None]
+        rotation = self.stages[tokens.stage.index]
+        return rotation if tokens.index is None else rotation[0, tokens.index]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turns the channel pairs (2i, 2i + 1) of x [..., D], float32."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotation).flatten(-2)

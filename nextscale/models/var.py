@@ -58,7 +58,7 @@ class ClassConditioned(NextScaleModel):
         condition = self.class_embed(labels)
         activated = F.silu(condition)
         head_scale, head_shift = self.head_modulation(condition)
-        return Conditioning(condition, self._modulations(activated), head_scale, head_shift)
+        return Conditioning(condition, self._modulations(activated), self.temperatures(), head_scale, head_shift)
 
     def _modulations(self, activated: Tensor) -> list[Modulation]:
         return [Modulation.of(block.modulation(activated).unflatten(-1, (6, -1)), self.dtype) for block in self.blocks]

@@ -1,0 +1,115 @@
+"""Dense generation, plain eager, random weights: time and peak memory.
+
+    python -m benchmarks.dense [--out FILE] [--repeats N] [NAME ...]
+
+Every row is one model, size and batch with guidance. "generate" is everything from text features to the finished latent, "decode"
+the image decoder; both from device events inside the pipeline's own report. Random weights draw noise, so quality is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nextscale import Output, Pipeline, TextFeatures
+from nextscale.models import Infinity
+from nextscale.random_weights import random_pipeline
+
+from .results import RESULTS, append, measure, spread
+
+TEXT_TOKENS = (50, 20, 77, 33)  # of the prompts in a batch, repeated
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: str
+    size: tuple[int, int]  # height, width
+    batch: int = 1
+
+    def config(self, pipe: Pipeline) -> dict[str, Any]:
+        return {
+            "case": self.name,
+            "model": self.model,
+            "size": list(self.size),
+            "batch": self.batch,
+            "dtype": str(pipe.model.dtype).removeprefix("torch."),
+            "engine": "eager",
+            "method": "dense",
+            "guided": True,
+            "weights": "random",
+            "quality": None,
+        }
+
+
+CASES = (
+    Case("2b-1024", "infinity-2b", (1024, 1024)),
+    Case("2b-1024-batch4", "infinity-2b", (1024, 1024), batch=4),
+    Case("2b-2:1", "infinity-2b", (1440, 720)),
+    Case("8b-1024", "infinity-8b", (1024, 1024)),
+    Case("8b-512", "infinity-8b-512", (512, 512)),
+    Case("var-d30-256", "var-d30", (256, 256), batch=8),
+    Case("var-d36-512", "var-d36", (512, 512)),
+    Case("flexvar-d24-256", "flexvar-d24", (256, 256), batch=8),
+)
+
+
+def draw(pipe: Pipeline, case: Case, seed: int) -> Output:
+    if isinstance(pipe.model, Infinity):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [TEXT_TOKENS[i % len(TEXT_TOKENS)] for i in range(case.batch)]
+        features = [torch.randn(length, pipe.model.config.text_channels, generator=generator) for length in lengths]
+        return pipe(TextFeatures.of(features).to(pipe.model.device), seed=seed, size=case.size)
+    return pipe([(seed + i) % 1000 for i in range(case.batch)], seed=seed, size=case.size)
+
+
+def run(pipe: Pipeline, case: Case, repeats: int) -> dict[str, Any]:
+    for seed in range(3):
+        draw(pipe, case, seed)
+    reports = [draw(pipe, case, seed).report for seed in range(repeats)]
+    generate = spread([report.seconds - report.decode_seconds for report in reports])
+    decode = spread([report.decode_seconds for report in reports])
+    stages = [spread([report.stages[i].seconds for report in reports])["median_ms"] for i in range(len(reports[0].stages))]
+    return {
+        "repeats": repeats,
+        **generate,
+        "decode": decode,
+        "stage_median_ms": stages,
+        "tokens": [stage.tokens for stage in reports[0].stages],
+        "peak_gb": round(max(report.peak_memory for report in reports) / 1e9, 2),
+        "weights_gb": round(weights_bytes(pipe) / 1e9, 2),
+        "planned_gb": round(reports[0].planned_memory / 1e9, 2),
+    }
+
+
+def weights_bytes(pipe: Pipeline) -> int:
+    return sum(p.numel() * p.element_size() for module in (pipe.model, pipe.tokenizer) for p in module.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"cases to run: {', '.join(case.name for case in CASES)}")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    loaded: tuple[str, Pipeline] | None = None
+    for case in CASES:
+        if args.names and case.name not in args.names:
+            continue
+        if loaded is None or loaded[0] != case.model:
+            loaded = None  # frees the previous model first
+            loaded = (case.model, random_pipeline(case.model, device=device, dtype=dtype))
+        pipe = loaded[1]
+        row = measure("dense", case.config(pipe), lambda pipe=pipe, case=case: run(pipe, case, args.repeats))
+        append([row], args.out)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

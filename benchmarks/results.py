@@ -1,0 +1,54 @@
+"""The one results file: a row per measurement, with the machine, the versions and the settings it belongs to."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results.jsonl"
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile in milliseconds."""
+    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
+    median, p20, p80 = (round(1000 * value, 2) for value in (statistics.median(seconds), deciles[1], deciles[7]))
+    return {"median_ms": median, "p20_ms": p20, "p80_ms": p80}
+
+
+def where() -> dict[str, str]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "hardware": gpu or f"CPU {platform.machine()}",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def commit() -> str:
+    """The measured commit; a copy of the tree without history says so."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def measure(benchmark: str, config: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Runs one measurement; what fails becomes a row too."""
+    row: dict[str, Any] = {"benchmark": benchmark, **config, **where()}
+    try:
+        row |= run()
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return row
+
+
+def append(rows: Sequence[dict[str, Any]], path: Path = RESULTS) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

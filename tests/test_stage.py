@@ -1,0 +1,181 @@
+"""Schedules as lists of stages, and which grid cells a token tensor stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nextscale.errors import NextscaleError, SizeError
+from nextscale.stage import Schedule, Stage, Tokens
+
+GRID_2X3 = Stage(index=2, height=2, width=3, start=5, last=False)
+
+
+def row(*numbers: float) -> Tensor:
+    return torch.tensor([numbers], dtype=torch.float32)
+
+
+# --- schedules
+
+
+def test_stages_follow_one_another_without_gaps() -> None:
+    schedule = Schedule((1, (2, 2), (3, 2)))
+    assert schedule.stages == (Stage(0, 1, 1, 0, False), Stage(1, 2, 2, 1, False), Stage(2, 3, 2, 5, True))
+    assert schedule.tokens == 1 + 4 + 6
+    assert schedule.sizes == ((1, 1), (2, 2), (3, 2))
+    assert schedule.grid == (3, 2)
+    assert [stage.index for stage in schedule] == [0, 1, 2]
+    assert len(schedule) == 3
+    assert schedule[-1].cells == 6
+
+
+def test_positions_are_measured_on_the_last_grid_unless_an_extent_is_given() -> None:
+    assert Schedule((1, (3, 2))).extent == (3, 2)
+    assert Schedule((1, (3, 2)), extent=(12, 8)).extent == (12, 8)
+
+
+def test_schedules_are_values() -> None:
+    assert Schedule((1, 2)) == Schedule(((1, 1), [2, 2]))
+    assert len({Schedule((1, 2)), Schedule((1, 2)), Schedule((1, 3)), Schedule((1, 2), extent=(4, 4))}) == 3
+    assert Schedule((1, 2)) != ((1, 1), (2, 2))
+    assert repr(Schedule((1, (3, 2)))) == "Schedule(1x1 3x2)"
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 0), (1, (2, -1))])
+def test_empty_and_non_positive_schedules_are_refused(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(SizeError, match="non-empty list"):
+        Schedule(sizes)
+
+
+@pytest.mark.parametrize("first", [2, (1, 2), (2, 1)])
+def test_a_schedule_starts_with_the_single_start_token(first: int | tuple[int, int]) -> None:
+    with pytest.raises(NextscaleError, match="first stage"):
+        Schedule((first, 4))
+
+
+# --- tokens, by hand
+
+
+def test_dense_tokens_are_the_whole_grid_and_cost_nothing() -> None:
+    tokens, grid = Tokens(GRID_2X3), torch.rand(2, 6, 4)
+    assert tokens.width == 6
+    assert tokens.gather(grid) is grid
+    assert tokens.scatter(grid, torch.zeros(2, 6, 4)) is grid
+    assert tokens.rows(slice(0, 1)) is tokens
+
+
+def test_take_counts_within_the_tokens_at_hand() -> None:
+    corners = Tokens(GRID_2X3).take(torch.tensor([[0, 2, 3, 5], [0, 2, 3, 5]]))
+    assert corners.index.tolist() == [[0, 2, 3, 5]] * 2
+    assert corners.count is None
+    some = corners.take(torch.tensor([[1, 2], [3, 3]]), count=torch.tensor([2, 1]))
+    assert some.index.tolist() == [[2, 3], [5, 5]]
+    assert some.count.tolist() == [2, 1]
+    assert (some.width, some.stage) == (2, GRID_2X3)
+
+
+def test_top_keeps_the_best_in_raster_order_and_repeats_the_last_kept() -> None:
+    score = torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.3, 0.7], [0.6, 0.5, 0.4, 0.3, 0.2, 0.1]])
+    selection, kept = Tokens(GRID_2X3).top(score, keep=torch.tensor([3, 2]), width=4)
+    assert selection.tolist() == [[1, 3, 5, 5], [0, 1, 1, 1]]
+    assert kept.index.tolist() == selection.tolist()
+    assert kept.count.tolist() == [3, 2]
+
+
+def test_rows_of_equal_length_carry_no_count() -> None:
+    _, kept = Tokens(GRID_2X3).top(row(3, 1, 2, 0, 5, 4), keep=torch.tensor([2]), width=2)
+    assert kept.index.tolist() == [[4, 5]]
+    assert kept.count is None
+    _, padded = Tokens(GRID_2X3).top(row(3, 1, 2, 0, 5, 4), keep=torch.tensor([2]), width=3)
+    assert padded.count.tolist() == [2]
+
+
+def test_top_never_chooses_padding() -> None:
+    ragged = Tokens(GRID_2X3, torch.tensor([[1, 4, 4, 4]]), torch.tensor([2]))
+    selection, kept = ragged.top(row(1, 2, 9, 9), keep=torch.tensor([1]), width=2)
+    assert selection.tolist() == [[1, 1]]
+    assert kept.index.tolist() == [[4, 4]]
+
+
+def test_gather_reads_and_scatter_writes_the_cells_named() -> None:
+    grid = torch.arange(12.0).view(1, 6, 2)
+    tokens = Tokens(GRID_2X3, torch.tensor([[4, 0]]))
+    assert tokens.gather(grid).tolist() == [[[8, 9], [0, 1]]]
+    written = tokens.scatter(torch.tensor([[[-1.0, -2], [-3, -4]]]), grid)
+    assert written.tolist() == [[[-3, -4], [2, 3], [4, 5], [6, 7], [-1, -2], [10, 11]]]
+    assert grid.tolist() == torch.arange(12.0).view(1, 6, 2).tolist()
+
+
+def test_one_grid_serves_all_rows() -> None:
+    tokens = Tokens(GRID_2X3, torch.tensor([[0, 1], [5, 4]]))
+    assert tokens.gather(torch.arange(6.0).view(1, 6, 1)).squeeze(-1).tolist() == [[0, 1], [5, 4]]
+
+
+def test_rows_cuts_index_and_count_together() -> None:
+    tokens = Tokens(GRID_2X3, torch.tensor([[0, 1], [5, 5], [2, 3]]), torch.tensor([2, 1, 2]))
+    upper = tokens.rows(slice(1, None))
+    assert upper.index.tolist() == [[5, 5], [2, 3]]
+    assert upper.count.tolist() == [1, 2]
+
+
+# --- tokens, in general
+
+
+@st.composite
+def ragged_choices(draw: st.DrawFn) -> tuple[Stage, Tensor, Tensor, int]:
+    """A stage, scores with ties for some rows, how many to keep in each, and a padded width."""
+    height, width, rows = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    cells = height * width
+    scores = draw(st.lists(st.lists(st.integers(-3, 3), min_size=cells, max_size=cells), min_size=rows, max_size=rows))
+    keep = draw(st.lists(st.integers(1, cells), min_size=rows, max_size=rows))
+    padded = draw(st.integers(max(keep), cells))
+    return Stage(1, height, width, 1, False), torch.tensor(scores).float(), torch.tensor(keep), padded
+
+
+@settings(deadline=None)
+@given(ragged_choices())
+def test_top_keeps_exactly_the_best(choice: tuple[Stage, Tensor, Tensor, int]) -> None:
+    stage, score, keep, width = choice
+    selection, kept = Tokens(stage).top(score, keep, width)
+    assert selection.shape == (len(keep), width)
+    for chosen, scores, count in zip(selection.tolist(), score.tolist(), keep.tolist(), strict=True):
+        real, padding = chosen[:count], chosen[count:]
+        assert real == sorted(set(real))
+        assert set(padding) <= {real[-1]}
+        left_out = [value for cell, value in enumerate(scores) if cell not in real]
+        assert not left_out or min(scores[cell] for cell in real) >= max(left_out)
+    assert (kept.count is None) == all(count == width for count in keep.tolist())
+
+
+@settings(deadline=None)
+@given(ragged_choices(), st.data())
+def test_a_choice_within_a_ragged_choice_is_a_choice_of_cells(choice: tuple[Stage, Tensor, Tensor, int], data: st.DataObject) -> None:
+    stage, score, keep, width = choice
+    _, outer = Tokens(stage).top(score, keep, width)
+    fewer = torch.tensor([data.draw(st.integers(1, count)) for count in keep.tolist()])
+    _, inner = outer.top(outer.gather(score[..., None]).squeeze(-1), fewer, int(fewer.max()))
+    for cells, parents, scores, count, parent_count in zip(
+        inner.index.tolist(), outer.index.tolist(), score.tolist(), fewer.tolist(), keep.tolist(), strict=True
+    ):
+        real = cells[:count]
+        assert real == sorted(set(real))
+        left_out = [scores[cell] for cell in parents[:parent_count] if cell not in real]
+        assert not left_out or min(scores[cell] for cell in real) >= max(left_out)
+
+
+@settings(deadline=None)
+@given(ragged_choices())
+def test_scatter_restores_what_gather_took(choice: tuple[Stage, Tensor, Tensor, int]) -> None:
+    stage, score, keep, width = choice
+    _, kept = Tokens(stage).top(score, keep, width)
+    values = torch.rand(len(keep), stage.cells, 3)
+    background = -torch.ones_like(values)
+    restored = kept.scatter(kept.gather(values), background)
+    present = torch.zeros(len(keep), stage.cells, dtype=torch.bool).scatter(1, kept.index, True)
+    assert present.sum(dim=1).tolist() == keep.tolist()
+    assert torch.equal(restored[present], values[present])
+    assert torch.equal(restored[~present], background[~present])
+    assert torch.equal(kept.scatter(kept.gather(values), values), values)
