@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from PIL import Image
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -80,16 +79,23 @@ class Part(StrEnum):
     tokenizer = "tokenizer"
 
 
+def version() -> str:
+    try:
+        return metadata.version("nextscale")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed as a package)"
+
+
 def show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"nextscale {metadata.version('nextscale')}")
+        typer.echo(f"nextscale {version()}")
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
 def start(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")] = False,
+    asked: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")] = False,
 ) -> None:
     """Draw images with next-scale generators: VAR, FlexVAR and Infinity."""
     if context.invoked_subcommand is None:
@@ -98,17 +104,17 @@ def start(
 
 # --- generate ---------------------------------------------------------------------------------------------------------------------
 
-DRAWING, FILES, OUTPUT = "How to draw", "Model files", "What to write"
+DRAWING, MACHINE, OUTPUT = "How to draw", "Model and machine", "What to write"
 
 
 @app.command()
 def generate(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A name from `nextscale models`.", show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...",
+            metavar="PROMPT",
             show_default=False,
             help="Texts; for class models class numbers. -1 means no class and needs -- before it: generate var-d16 --seed 1 -- 207 -1",
         ),
@@ -156,19 +162,20 @@ def generate(
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", rich_help_panel=DRAWING, help="Always take the most likely code.")] = False,
     smooth: Annotated[bool, typer.Option("--smooth", rich_help_panel=DRAWING, help="VAR: mix codes instead of drawing one.")] = False,
-    weights: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=FILES, help="File or folder of the model.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=FILES, help="File of the tokenizer.")] = None,
+    weights: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")] = None,
     text_encoder: Annotated[
-        str | None, typer.Option(metavar="PATH", rich_help_panel=FILES, help="Folder or hub name of the text encoder.")
+        str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder or hub name of the text encoder.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(rich_help_panel=FILES, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")
+        str | None,
+        typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(rich_help_panel=FILES, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
+        Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, rich_help_panel=FILES, help="Images drawn at a time; fewer need less memory and come out the same.")
+        int, typer.Option(min=1, rich_help_panel=MACHINE, help="Images drawn at a time; fewer need less memory and come out the same.")
     ] = 4,
     out: Annotated[
         Path, typer.Option(metavar="PATH", rich_help_panel=OUTPUT, help="A folder, or for a single image a .png, .jpg or .webp file.")
@@ -190,7 +197,8 @@ def generate(
     resolve_guidance(scales, spec.settings.guidance).scales(schedule)
     texts = all_prompts(prompts or [], prompts_file)
     if positive_prompt:
-        texts = [with_positive_prompt(text) for text in require_texts(texts, spec)]
+        require_text_model(spec)
+        texts = [with_positive_prompt(text) for text in texts]
     pictures = plan_pictures([parse_prompt(text, spec) for text in texts], images, secrets.randbits(32) if seed is None else seed, out)
     against = None if negative is None else parse_prompt(negative, spec)
     require_writable(planned_files(pictures, schedule if previews else (), grid, report), force)
@@ -248,7 +256,7 @@ def all_prompts(given: Sequence[str], file: Path | None) -> list[str]:
 
 def read_prompts(file: Path) -> list[str]:
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"--prompts {file} cannot be read as text: {error}") from error
     prompts = [line for line in lines if line and not line.startswith("#")]
@@ -257,10 +265,9 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def require_texts(texts: list[str], spec: ModelSpec) -> list[str]:
+def require_text_model(spec: ModelSpec) -> None:
     if spec.text_encoder is None:
         raise SettingError(f"--positive-prompt adds words to texts; {spec.name} takes class numbers")
-    return texts
 
 
 def parse_prompt(text: str, spec: ModelSpec) -> str | int:
@@ -436,12 +443,13 @@ def report_json(settings: Mapping[str, Any], calls: Sequence[Sequence[Picture]],
         {"files": [picture.file for picture in call], "prompts": [picture.prompt for picture in call], **report.to_dict()}
         for call, report in zip(calls, reports, strict=True)
     ]
-    content = {"nextscale": metadata.version("nextscale"), "torch": torch.__version__, "settings": settings, "calls": described}
+    content = {"nextscale": version(), "torch": torch.__version__, "settings": settings, "calls": described}
     return json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
 
 
 def show_results(calls: Sequence[Sequence[Picture]], reports: Sequence[Report]) -> None:
-    table = Table("file", box=None)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("file", overflow="fold")
     for heading in ("seed", "size", "seconds"):
         table.add_column(heading, justify="right")
     for call, report in zip(calls, reports, strict=True):
@@ -476,9 +484,9 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         return
     console = Console(highlight=False)
     for family, specs in groupby(MODELS.values(), key=lambda spec: spec.name.partition("-")[0]):
-        console.print(family_table(family, list(specs)), "")
-    console.print(f"Files are looked for in {escape(str(home()))}", soft_wrap=True)
-    console.print("Set NEXTSCALE_HOME to use another folder, or pass --weights and --tokenizer.")
+        show_family(console, family, list(specs))
+    console.print(f"Infinity's --size also takes {', '.join(BUDGETS)}. --json lists all sizes, and the address of every file.")
+    console.print(f"Files are looked for in {escape(str(home()))} (NEXTSCALE_HOME).", soft_wrap=True)
 
 
 def model_facts(spec: ModelSpec) -> dict[str, Any]:
@@ -502,24 +510,23 @@ def parameter_count(spec: ModelSpec) -> int:
         return sum(parameter.numel() for parameter in build_model(spec.model).parameters())
 
 
-def family_table(family: str, specs: Sequence[ModelSpec]) -> Table:
+def show_family(console: Console, family: str, specs: Sequence[ModelSpec]) -> None:
     encoder = specs[0].text_encoder
-    prompts = "class numbers" if encoder is None else f"texts, read by {encoder}"
-    pages = dict.fromkeys(f"https://huggingface.co/{source.repository}" for spec in specs for source in published(spec))
-    table = Table(title=f"{family}: prompts are {prompts}", caption="Published at " + ", ".join(pages), box=SIMPLE)
-    table.title_justify = table.caption_justify = "left"
-    table.add_column("model", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
+    table = Table("model", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("params", justify="right")
     table.add_column("sizes")
     table.add_column("weights and tokenizer", overflow="fold")
     for spec in specs:
         files = [file_link(spec.weights) if spec.weights else "no released weights", file_link(spec.tokenizer_weights)]
         table.add_row(spec.name, short_count(parameter_count(spec)), short_sizes(spec.settings.schedules), "\n".join(files))
-    return table
+    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"texts, read by {encoder}")
+    console.print(table)
+    console.print("published at", *pages(specs), end="\n\n")
 
 
-def published(spec: ModelSpec) -> list[Source]:
-    return [source for source in (spec.weights, spec.tokenizer_weights) if source is not None]
+def pages(specs: Sequence[ModelSpec]) -> list[str]:
+    sources = [source for spec in specs for source in (spec.weights, spec.tokenizer_weights) if source is not None]
+    return list(dict.fromkeys(f"https://huggingface.co/{source.repository}" for source in sources))
 
 
 def file_link(source: Source) -> str:
@@ -532,8 +539,8 @@ def short_count(parameters: int) -> str:
 
 def short_sizes(book: ScheduleBook) -> str:
     if isinstance(book, InfinityBook):
-        return f"{len(INFINITY_SIZES)} aspect ratios at {', '.join(BUDGETS)} pixels; default {book.budget}"
-    return ", ".join(f"{height}x{width}" for height, width in book.offers())
+        return f"{len(INFINITY_SIZES)} aspect ratios\nof {book.budget} pixels"
+    return "\n".join(f"{height}x{width}" for height, width in book.offers())
 
 
 # --- convert ----------------------------------------------------------------------------------------------------------------------
@@ -541,9 +548,9 @@ def short_sizes(book: ScheduleBook) -> str:
 
 @app.command()
 def convert(
-    model: Annotated[str, typer.Argument(help="A name from `nextscale models`.", show_default=False)],
-    source: Annotated[Path, typer.Argument(help="An official file, or a folder of shards.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.", show_default=False)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An official file, or a folder of shards.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.", show_default=False)],
     part: Annotated[Part, typer.Option(help="What SOURCE holds.")] = Part.model,
     dtype: Annotated[Dtype | None, typer.Option(show_default="as in SOURCE", help="Type of the written weights.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite TARGET.")] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,16 +40,16 @@ class Tolerances:
         self.guided = Tolerance(stated.get("logits_cfg_atol", self.other.atol), rtol)
 
 
-def fill(module: ClassConditioned | Tokenizer, path: Path, absent: tuple[str, ...] = ()) -> None:
-    """Loads a case's weights; compact cases leave out the parameters that match `absent`, which nothing they expect depends on."""
-    layout = module.layout
-    if absent:
-        layout = type(layout)(**{**vars(layout), "zero_if_absent": (*layout.zero_if_absent, *absent)})
-    load_weights(module, path, layout)
-
-
-def absent_weights(case: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(re.escape(prefix) + ".*" for prefix in case.get("vae_weights_left_out", ()))
+def fill(module: ClassConditioned | Tokenizer, folder: Path, file: str, salt: str | None = None) -> None:
+    """Loads a case's weights under their published names, computed by recipe where the case gives a salt instead of a file."""
+    if salt is None:
+        load_weights(module, folder / file, module.layout)
+        return
+    slots = published_slots(module, module.layout)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / file
+        save_file({key: torch.from_numpy(recipe_value(key, slot.shape, salt)) for key, slot in slots.items()}, path)
+        load_weights(module, path, module.layout)
 
 
 def var_tokenizer(config: dict[str, Any]) -> VarTokenizer:
@@ -232,8 +233,8 @@ def replay_var(folder: Path, case: dict[str, Any], expected: Expected) -> None:
         )
     )
     tokenizer = var_tokenizer(config["vae"])
-    fill(model, folder / "weights_transformer.safetensors")
-    fill(tokenizer, folder / "weights_vae.safetensors", absent_weights(case))
+    fill(model, folder, "weights_transformer.safetensors", case.get("salt"))
+    fill(tokenizer, folder, "weights_vae.safetensors", case.get("salt"))
     replay = VarCase(case, expected, model, tokenizer)
     if "tf.logits" in expected:
         replay.teacher_forced(schedule)
@@ -289,8 +290,8 @@ def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
         )
     )
     tokenizer = flexvar_tokenizer(config["vae"])
-    fill(model, folder / "weights_transformer.safetensors")
-    fill(tokenizer, folder / "weights_vae.safetensors", absent_weights(case))
+    fill(model, folder, "weights_transformer.safetensors", case.get("salt"))
+    fill(tokenizer, folder, "weights_vae.safetensors", case.get("salt"))
     replay = FlexVarCase(case, expected, model, tokenizer)
     if "tf.logits" in expected:
         replay.teacher_forced(Schedule(case["sampling"]["ar"]["pns"]))
@@ -335,21 +336,12 @@ def encode_flexvar(expected: Expected, tokenizer: FlexVarTokenizer, schedule: Sc
             expected.close("enc.multi_scale_rec_last", third, tolerance)
 
 
-def fill_by_recipe(tokenizer: Tokenizer, salt: str, folder: Path) -> None:
-    values = {
-        key: torch.from_numpy(recipe_value(key, slot.shape, salt)) for key, slot in published_slots(tokenizer, tokenizer.layout).items()
-    }
-    path = folder / "weights_vae.safetensors"
-    save_file(values, path)
-    fill(tokenizer, path)
-
-
-def replay_published_tokenizer(scratch: Path, case: dict[str, Any], expected: Expected) -> None:
+def replay_published_tokenizer(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     config, tolerance = case["config"], Tolerances(case["tolerance"]).other
     is_var = "v_patch_nums" in config
     with torch.device("meta"):
         tokenizer = var_tokenizer(config) if is_var else flexvar_tokenizer(config)
-    fill_by_recipe(tokenizer, case["salt"], scratch)
+    fill(tokenizer, folder, "weights_vae.safetensors", case["salt"])
     with torch.inference_mode():
         if is_var:
             schedule = Schedule(config["v_patch_nums"])

@@ -22,7 +22,7 @@ from nextscale.sampling import filter_logits
 from nextscale.schedules import INFINITY_SIZES, InfinityBook
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 
-from .class_cases import absent_weights, fill
+from .class_cases import fill
 from .compare import Expected, Tolerance
 from .recorder import Recorder, RecordingDraws, Watch, outputs_of
 
@@ -48,9 +48,9 @@ def tokenizer_of(config: dict[str, Any], patchify: bool) -> InfinityTokenizer:
     )
 
 
-def weights_path(folder: Path, case: dict[str, Any], part: str) -> Path:
+def weights_file(case: dict[str, Any], part: str) -> str:
     """Beside the case, or where it says, e.g. "../dense/weights_*.safetensors"."""
-    return folder / case.get("weights", "weights_*.safetensors").replace("*", part)
+    return case.get("weights", "weights_*.safetensors").replace("*", part)
 
 
 def to_cells(tokenizer: InfinityTokenizer, codes: Tensor, stage: Stage) -> Tensor:
@@ -87,8 +87,12 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
             level_every_chunk=not config["add_lvl_embeding_only_first_block"],
         )
     )
-    fill(model, weights_path(folder, case, "transformer"))
-    fill(tokenizer, weights_path(folder, case, "vae"), absent_weights(case))
+    fill(model, folder, weights_file(case, "transformer"))
+    if case.get("vae_weights_left_out"):
+        for parameter in tokenizer.parameters():
+            torch.nn.init.zeros_(parameter)
+    else:
+        fill(tokenizer, folder, weights_file(case, "vae"))
     settings = Settings(InfinityBook(), StageGuidance(), Sampling())
     return Pipeline(model, tokenizer, FeatureReader(), settings)
 
@@ -193,7 +197,7 @@ def replay_roundtrip(folder: Path, case: dict[str, Any], expected: Expected) -> 
     patchify = scales[0][1:] == [2, 2]
     cells = 2 if patchify else 1
     tokenizer = tokenizer_of(case["vae"], patchify)
-    fill(tokenizer, folder / case["weights"])
+    fill(tokenizer, folder, case["weights"])
     schedule = Schedule([(height // cells, width // cells) for _, height, width in scales])
     images = expected.input("in.image")
     with torch.inference_mode():
@@ -208,10 +212,12 @@ def replay_roundtrip(folder: Path, case: dict[str, Any], expected: Expected) -> 
                 expected.close(f"var_input{stage.index}", F.interpolate(canvas.latent, size=size, mode="area"), TOLERANCE)
         decoded = tokenizer.decode(canvas.latent)
     for name in ("quantized", "summed_from_bits"):
-        expected.close(name, canvas.latent, TOLERANCE)
+        if name in expected:
+            expected.close(name, canvas.latent, TOLERANCE)
     for name in ("recon", "recon_from_bits"):
-        step = int(re.search(r"\[:, :, ::(\d+), ::\1\]", case["legend"][name]).group(1))
-        expected.close(name, decoded.clamp(-1, 1)[:, :, ::step, ::step], TOLERANCE)
+        if name in expected:
+            step = int(re.search(r"\[:, :, ::(\d+), ::\1\]", case["legend"][name]).group(1))
+            expected.close(name, decoded.clamp(-1, 1)[:, :, ::step, ::step], TOLERANCE)
 
 
 def replay_rope(case: dict[str, Any], expected: Expected) -> None:
