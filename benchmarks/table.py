@@ -1,0 +1,101 @@
+"""Writes the README's tables and picture from the results file.
+
+    python -m benchmarks.table
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .results import RESULTS
+
+PROJECT = Path(__file__).parent.parent
+README = PROJECT / "README.md"
+PICTURE = PROJECT / "docs" / "stages.svg"
+
+# The authors' program on the same kind of GPU, same sizes, random weights: generation in ms, peak memory in GB, decoding in ms.
+AUTHORS = {"2b-1024": (790, 13.0, 99), "2b-1024-batch4": (1684, 38.0, None), "8b-1024": (1367, 34.3, None)}
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path = RESULTS) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def newest(rows: list[Row], benchmark: str) -> dict[str, Row]:
+    """The last row of every case on a GPU; absolute times on other machines mean nothing."""
+    return {row["case"]: row for row in rows if row["benchmark"] == benchmark and not row["hardware"].startswith("CPU")}
+
+
+def dense_table(rows: dict[str, Row]) -> str:
+    lines = [
+        "| model | image | batch | generate, ms | authors' program | decode, ms | peak memory | authors' program |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in rows.items():
+        image = f"{row['size'][0]}x{row['size'][1]}"
+        start = f"| {row['model']} | {image} | {row['batch']} |"
+        if "error" in row:
+            lines.append(f"{start} {row['error']} | | | | |")
+            continue
+        time, memory, decode = AUTHORS.get(name, (None, None, None))
+        cells = (
+            f"**{row['median_ms']:.0f}** ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})",
+            f"{time} ms" if time else "",
+            f"{row['decode']['median_ms']:.0f}" + (f" (authors {decode})" if decode else ""),
+            f"{row['peak_gb']:.1f} GB",
+            f"{memory:.1f} GB" if memory else "",
+        )
+        lines.append(f"{start} {' | '.join(cells)} |")
+    any_row = next(iter(rows.values()))
+    machines = sorted({f"{row['hardware']}, torch {row['torch']}, {row['dtype']}" for row in rows.values()})
+    lines.append("")
+    lines.append(
+        f"Median of {any_row['repeats']} runs (20th–80th percentile); {'; '.join(machines)}; dense, guided, plain eager, random weights, so"
+        " no quality column: images are exact by the parity tests, and speed-ups that change them come with their quality."
+    )
+    return "\n".join(lines)
+
+
+def picture(row: Row) -> str:
+    """Bars: time of every stage of one image."""
+    times, tokens = row["stage_median_ms"], row["tokens"]
+    width, height, left, top = 760, 240, 16, 44
+    step, tallest = (width - 2 * left) / len(times), max(times)
+    bars = []
+    for i, (time, count) in enumerate(zip(times, tokens, strict=True)):
+        size = max(time / tallest * (height - top - 46), 1)
+        x, y = left + i * step, height - 36 - size
+        bars.append(f'<rect x="{x + 4:.1f}" y="{y:.1f}" width="{step - 8:.1f}" height="{size:.1f}" rx="2" fill="#3b6fb6"/>')
+        bars.append(f'<text x="{x + step / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{time:.0f} ms</text>')
+        bars.append(f'<text x="{x + step / 2:.1f}" y="{height - 20}" text-anchor="middle">{count}</text>')
+    share = sum(times[-3:]) / sum(times)
+    title = f"{row['model']}, {row['size'][0]}x{row['size'][1]}, one image: the last three of {len(times)} stages take {share:.0%} of the time"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" fill="#333">'
+        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="22" font-size="14">{title}</text>'
+        f'{"".join(bars)}<text x="{left}" y="{height - 4}">tokens per stage; {row["hardware"]}, eager, dense</text></svg>\n'
+    )
+
+
+def with_tables(readme: str, rows: list[Row]) -> str:
+    tables = {"dense": dense_table(newest(rows, "dense"))}
+    for name, table in tables.items():
+        block = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+        assert block.search(readme), f"README.md has no place for the table {name!r}"
+        readme = block.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", readme)
+    return readme
+
+
+def main() -> None:
+    rows = read_rows()
+    README.write_text(with_tables(README.read_text(), rows))
+    PICTURE.write_text(picture(newest(rows, "dense")["2b-1024"]))
+
+
+if __name__ == "__main__":
+    main()

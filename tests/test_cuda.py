@@ -1,0 +1,81 @@
+"""The same results on a GPU. Skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from nextscale import Pipeline, Schedule
+from nextscale.errors import OutOfMemory
+from nextscale.random_weights import random_pipeline
+
+from .tiny import FAMILIES, SPECS, one_prompt, prompts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(pipe: Pipeline, dtype: torch.dtype = torch.float32) -> Pipeline:
+    """A copy with the same weights; those that always stay in float32 do so here too."""
+    moved = Pipeline(copy.deepcopy(pipe.model), copy.deepcopy(pipe.tokenizer), pipe.reader, pipe.settings, pipe.name)
+    for module in (moved.model, moved.tokenizer):
+        for name, parameter in module.named_parameters():
+            parameter.data = parameter.data.to("cuda", torch.float32 if name.startswith(module.float32) else dtype)
+    return moved
+
+
+def logits_of_given_codes(pipe: Pipeline, prompt: Any, codes: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Logits of all stages when the same codes are drawn on every device."""
+    seen = []
+    device = pipe.model.device
+    pipe(
+        prompt,
+        seed=0,
+        revise=lambda stage, _: codes[stage.index].to(device),
+        on_stage=lambda preview: seen.append(preview.done.logits.cpu()),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 0.2), (torch.float16, 0.05)])
+def test_gpu_logits_equal_cpu_logits(family: str, dtype: torch.dtype, bound: float) -> None:
+    cpu = random_pipeline(SPECS[family])
+    prompt = prompts(family, 2)
+    codes = cpu(prompt, seed=0).codes
+    expected = logits_of_given_codes(cpu, prompt, codes)
+    actual = logits_of_given_codes(on_gpu(cpu, dtype), prompt, codes)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < bound
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_seeds_reproduce_and_a_batch_equals_its_images_alone(family: str) -> None:
+    pipe = random_pipeline(SPECS[family], device="cuda")
+    prompt = prompts(family, 2)
+    both, again = pipe(prompt, seed=[3, 7]), pipe(prompt, seed=[3, 7])
+    assert torch.equal(both.pixels, again.pixels)
+    for image, seed in enumerate((3, 7)):
+        alone = pipe(one_prompt(family, image), seed=seed)
+        for batched, single in zip(both.codes, alone.codes, strict=True):
+            assert torch.equal(batched[image], single[0])
+
+
+def test_report_counts_gpu_memory() -> None:
+    pipe = random_pipeline(SPECS["var"], device="cuda")
+    report = pipe(1, seed=0).report
+    weights = sum(p.numel() * p.element_size() for module in (pipe.model, pipe.tokenizer) for p in module.parameters())
+    assert report.peak_memory > weights + report.planned_memory
+    assert all(stage.seconds > 0 for stage in report.stages)
+
+
+def test_running_out_of_memory_on_the_way_is_explained() -> None:
+    pipe = random_pipeline(SPECS["flexvar"], device="cuda")
+    filler = torch.empty(torch.cuda.mem_get_info()[0] - (300 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(OutOfMemory, match="memory ran out.*draw fewer images"):
+        pipe(1, seed=0, size=Schedule([1, 320]))
+    del filler
+    torch.cuda.empty_cache()
+    assert pipe(1, seed=0).pixels.isfinite().all()
