@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -34,7 +35,9 @@ def where() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The measured commit; a copy of the tree without history says so."""
+    """The measured commit; for a copy of the tree without history NEXTSCALE_COMMIT says it."""
+    if "NEXTSCALE_COMMIT" in os.environ:
+        return os.environ["NEXTSCALE_COMMIT"]
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 

@@ -74,7 +74,8 @@ def picture(row: Row) -> str:
         bars.append(f'<text x="{x + step / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{time:.0f} ms</text>')
         bars.append(f'<text x="{x + step / 2:.1f}" y="{height - 20}" text-anchor="middle">{count}</text>')
     share = sum(times[-3:]) / sum(times)
-    title = f"{row['model']}, {row['size'][0]}x{row['size'][1]}, one image: the last three of {len(times)} stages take {share:.0%} of the time"
+    image = f"{row['model']}, {row['size'][0]}x{row['size'][1]}"
+    title = f"{image}, one image: the last three of {len(times)} stages take {share:.0%} of the time"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" fill="#333">'
         f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="22" font-size="14">{title}</text>'
