@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +99,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
+    chosen = [case for case in CASES if not args.names or case.name in args.names]
+    for model, cases in groupby(chosen, key=lambda case: case.model):
+        run_model(model, list(cases), args.repeats, args.out)
+
+
+def run_model(model: str, cases: list[Case], repeats: int, out: Path) -> None:
+    """Its own function, so that the weights are freed before the next model's are made."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    loaded: tuple[str, Pipeline] | None = None
-    for case in CASES:
-        if args.names and case.name not in args.names:
-            continue
-        if loaded is None or loaded[0] != case.model:
-            loaded = None  # frees the previous model first
-            loaded = (case.model, random_pipeline(case.model, device=device, dtype=dtype))
-        pipe = loaded[1]
-        row = measure("dense", case.config(pipe), lambda pipe=pipe, case=case: run(pipe, case, args.repeats))
-        append([row], args.out)
+    pipe = random_pipeline(model, device=device, dtype=dtype)
+    for case in cases:
+        row = measure("dense", case.config(pipe), partial(run, pipe, case, repeats))
+        append([row], out)
         print(json.dumps(row), flush=True)
 
 

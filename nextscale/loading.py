@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -38,15 +39,30 @@ def load(
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
     """
     spec = model_spec(name)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = choose_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if dtype not in DTYPES:
         raise SettingError(f"dtype {dtype}: choose one of {', '.join(str(known) for known in DTYPES)}")
+    reader = prompt_reader(spec, text_encoder, device)
+    weights_path = find(weights, spec.weights, f"weights of {name}")
+    tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     with torch.device("meta"):
         model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
-    load_module(model, find(weights, spec.weights, f"the weights of {name}"), f"the model {name}", device, dtype)
-    load_module(images, find(tokenizer, spec.tokenizer_weights, f"the tokenizer of {name}"), f"the tokenizer of {name}", device, dtype)
-    return Pipeline(model, images, prompt_reader(spec, text_encoder, device), spec.settings, name)
+    load_module(model, weights_path, f"the model {name}", device, dtype)
+    load_module(images, tokenizer_path, f"the tokenizer of {name}", device, dtype)
+    return Pipeline(model, images, reader, spec.settings, name)
+
+
+def choose_device(wanted: str | torch.device | None) -> torch.device:
+    """The one asked for if it is there; by default the GPU if there is one."""
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(wanted)):
+        raise SettingError(f"device {str(wanted)!r}: choose cpu, cuda or cuda:N")
+    device, gpus = torch.device(wanted), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise SettingError(f"device {wanted}: torch {torch.__version__} finds {gpus} GPU(s) here; cpu always works")
+    return device
 
 
 def prompt_reader(spec: ModelSpec, text_encoder: T5Encoder | PathLike | None, device: torch.device) -> PromptReader:
@@ -65,10 +81,10 @@ def find(given: PathLike | None, source: Source | None, what: str) -> Path:
     if given is not None:
         return Path(given).expanduser()
     if source is None:
-        raise CheckpointError(f"{what} have not been released by their authors: pass weights=... with your own file")
+        raise CheckpointError(f"the authors have not released the {what}: pass weights=... with your own file")
     path = home() / source.file
     if not path.exists():
-        raise CheckpointError(f"{what} are not at {path}. Fetch {source.url} and put it there, or pass its path")
+        raise CheckpointError(f"{what}: nothing at {path}. Fetch {source.url} and put it there, or pass its path")
     return path
 
 

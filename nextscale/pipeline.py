@@ -178,6 +178,8 @@ class Pipeline:
         seeds = tuple(range(seed, seed + images)) if isinstance(seed, int) else tuple(seed)
         if len(seeds) != images:
             raise SettingError(f"{len(seeds)} seeds for {images} images: give one number, or one per image")
+        if any(not 0 <= one < 2**63 for one in seeds):
+            raise SettingError(f"seed {seeds if len(seeds) > 1 else seeds[0]}: give whole numbers from 0 to 2**63 - 1")
         return ImageDraws(seeds, self.model.device), seeds
 
 

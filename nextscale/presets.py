@@ -170,6 +170,6 @@ MODELS: dict[str, ModelSpec] = {
 def model_spec(name: str) -> ModelSpec:
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise UnknownModel(f"unknown model {name!r}{hint} Known models: {', '.join(MODELS)}")
     return MODELS[name]

@@ -43,7 +43,7 @@ class PromptReader(Protocol):
 
 @dataclass(frozen=True)
 class ClassReader:
-    """Class numbers; negative ones mean "no class"."""
+    """Class numbers; a negative one, or the number of classes, means "no class"."""
 
     classes: int
 
@@ -55,7 +55,7 @@ class ClassReader:
             raise PromptError("no class given: pass one class number per image")
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int) or number > self.classes:
-                raise PromptError(f"class {number!r}: this model takes whole numbers from 0 to {self.classes - 1}, or -1 for no class")
+                raise PromptError(f"class {number!r}: this model takes whole numbers from 0 to {self.classes - 1}; -1 is no class")
         return Labels(torch.tensor([number if number >= 0 else self.classes for number in numbers]))
 
 

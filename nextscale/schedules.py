@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from .errors import SizeError
 from .stage import Schedule
@@ -15,6 +15,9 @@ SizeLike = Schedule | tuple[int, int] | int | str | None
 
 AspectLike = float | str | None
 """Height divided by width, or "width:height" such as "16:9"."""
+
+
+Chosen = TypeVar("Chosen", Schedule, tuple[int, int])
 
 
 class ScheduleBook(Protocol):
@@ -47,6 +50,12 @@ def parse_size(size: tuple[int, int] | int) -> tuple[int, int]:
     return pair
 
 
+def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:
+    if aspect is not None:
+        raise SizeError(f"size {size} already fixes the aspect ratio; leave out aspect={aspect!r}")
+    return size
+
+
 def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeError:
     nearest = sorted(offers, key=lambda offer: abs(offer[0] - size[0]) + abs(offer[1] - size[1]))[:4]
     named = ", ".join(f"{height}x{width}" for height, width in nearest)
@@ -61,7 +70,7 @@ class SquareBook:
 
     def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule:
         if isinstance(size, Schedule):
-            return size
+            return without_aspect(size, aspect)
         if isinstance(size, str):
             raise SizeError(f"size {size!r}: this model takes (height, width) in pixels or a Schedule, not a pixel budget")
         if aspect is not None and parse_aspect(aspect) != 1:
@@ -139,15 +148,13 @@ class InfinityBook:
 
     def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule:
         if isinstance(size, Schedule):
-            return size
+            return without_aspect(size, aspect)
         if isinstance(size, str) or size is None:
             budget = self.budget if size is None else size
             if budget not in BUDGETS:
                 raise SizeError(f"unknown pixel budget {budget!r}; choose one of {', '.join(BUDGETS)}, or (height, width)")
             return infinity_schedule(self._template(1.0 if aspect is None else parse_aspect(aspect)), budget)
-        wanted = parse_size(size)
-        if aspect is not None:
-            raise SizeError(f"size {wanted} already fixes the aspect ratio; leave out aspect={aspect!r}")
+        wanted = without_aspect(parse_size(size), aspect)
         for template, sizes in INFINITY_SIZES.items():
             for budget, stages in BUDGETS.items():
                 if wanted == tuple(side * PIXELS_PER_TOKEN for side in sizes[stages - 1]):

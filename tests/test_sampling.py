@@ -116,8 +116,8 @@ def test_top_p_by_hand() -> None:
 
 
 def test_top_p_looks_at_what_top_k_left() -> None:
-    """Of 0.4, 0.3, 0.3 two codes make up 0.7; after top-k the first alone makes up 4/7 of what is left."""
-    logits = torch.tensor([0.4, 0.32, 0.28]).log()
+    """Half of the probability takes two codes; after top-k the first alone makes up 0.40 / 0.72 of what is left."""
+    logits = torch.tensor([0.40, 0.32, 0.28]).log()
     assert filter_logits(logits, 0, 0.5).isfinite().tolist() == [True, True, False]
     assert filter_logits(logits, 2, 0.5).isfinite().tolist() == [True, False, False]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..cache import Env
 from ..checkpoints import Layout, Rule
-from ..errors import PromptError
+from ..errors import PromptError, SizeError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
 from .base import SHARED_RULES, Conditioning, NextScaleModel, TextContext, block_rules
@@ -145,6 +145,8 @@ class Infinity(NextScaleModel):
         self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None
     ) -> Conditioning:
         """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
+        if len(schedule) > self.config.levels:
+            raise SizeError(f"{schedule} has {len(schedule)} stages; this model knows {self.config.levels} levels")
         self._check(prompts)
         rows, lengths = prompts.to(self.device).compact()
         if guided:

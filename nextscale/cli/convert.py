@@ -1,0 +1,43 @@
+"""`nextscale convert`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..checkpoints import convert as convert_checkpoint
+from ..loading import load_module
+from ..presets import build_model, build_tokenizer, model_spec
+from .files import require_writable
+from .options import Dtype, as_torch_dtype
+from .program import app
+
+
+class Part(StrEnum):
+    model = "model"
+    tokenizer = "tokenizer"
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An official file, or a folder of shards.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.", show_default=False)],
+    part: Annotated[Part, typer.Option(help="What SOURCE holds.")] = Part.model,
+    dtype: Annotated[Dtype | None, typer.Option(show_default="as in SOURCE", help="Type of the written weights.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite TARGET.")] = False,
+) -> None:
+    """Write an official checkpoint as one safetensors file, under the published names."""
+    spec = model_spec(model)
+    require_writable([target], force)
+    with torch.device("meta"):
+        module = build_model(spec.model) if part is Part.model else build_tokenizer(spec.tokenizer)
+    what = f"the model {model}" if part is Part.model else f"the tokenizer of {model}"
+    # On the meta device loading is only its check, whose error names the model that the file belongs to.
+    load_module(module, source, what, torch.device("meta"), torch.float32)
+    tensors = convert_checkpoint(source, target, module, module.layout, as_torch_dtype(dtype))
+    typer.echo(f"{target}: {tensors} tensors, {target.stat().st_size / 2**20:.1f} MiB")

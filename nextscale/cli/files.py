@@ -1,0 +1,104 @@
+"""What is written, under which names, and that it is whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from ..errors import NextscaleError, SettingError
+from ..stage import Stage
+
+IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+LOSSY_QUALITY = 95
+LONGEST_SLUG = 40
+FILES_NAMED = 3  # in one error message
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image to draw."""
+
+    prompt: str | int
+    seed: int
+    file: Path
+
+    def preview_file(self, stage: Stage) -> Path:
+        return self.file.with_stem(f"{self.file.stem}-stage{stage.index:02d}")
+
+
+def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Path) -> list[Picture]:
+    repeated = [prompt for prompt in prompts for _ in range(images)]
+    if out.suffix.lower() not in IMAGE_FORMATS:
+        return [Picture(prompt, seed + i, out / picture_name(i, seed + i, prompt)) for i, prompt in enumerate(repeated)]
+    if len(repeated) > 1:
+        raise SettingError(f"--out {out} is a single file for {len(repeated)} images: give a folder, and --grid FILE for one sheet")
+    return [Picture(prompts[0], seed, out)]
+
+
+def picture_name(index: int, seed: int, prompt: str | int) -> str:
+    words = [slug(prompt)] if isinstance(prompt, str) else []
+    return "-".join(filter(None, [f"{index:04d}", f"seed{seed}", *words])) + ".png"
+
+
+def slug(text: str) -> str:
+    """The first words as letters and digits that are safe in file names; empty if the text has none."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
+    words = "-".join(re.findall(r"[a-z0-9]+", plain))
+    return words if len(words) <= LONGEST_SLUG else words[: LONGEST_SLUG + 1].rpartition("-")[0] or words[:LONGEST_SLUG]
+
+
+def planned_files(pictures: Sequence[Picture], previewed: Iterable[Stage], grid: Path | None, report: Path | None) -> list[Path]:
+    if grid is not None and grid.suffix.lower() not in IMAGE_FORMATS:
+        raise SettingError(f"--grid {grid}: give a name that ends in {', '.join(IMAGE_FORMATS)}")
+    stages = list(previewed)
+    previews = [picture.preview_file(stage) for picture in pictures for stage in stages]
+    return [*(picture.file for picture in pictures), *previews, *(file for file in (grid, report) if file is not None)]
+
+
+def require_writable(files: Sequence[Path], force: bool) -> None:
+    if twice := [file for file, times in Counter(files).items() if times > 1]:
+        raise SettingError(f"{named(twice)} would be written twice: give --out, --grid and --report different names")
+    if folders := [file for file in files if file.is_dir()]:
+        raise SettingError(f"cannot write {named(folders)}: there is a folder of that name")
+    if blocked := [folder for folder in {file.parent for file in files} if folder.exists() and not folder.is_dir()]:
+        raise SettingError(f"cannot write into {named(blocked)}: it is a file; give a folder")
+    if not force and (taken := [file for file in files if file.exists()]):
+        raise SettingError(f"not overwriting {named(taken)}: choose another name, or pass --force")
+
+
+def named(files: Sequence[Path]) -> str:
+    shown = ", ".join(str(file) for file in files[:FILES_NAMED])
+    return f"{shown} and {len(files) - FILES_NAMED} more" if len(files) > FILES_NAMED else shown
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary file beside `target` that takes its place at the end; if anything fails, Ctrl-C included, nothing is left."""
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, target)
+    except OSError as error:
+        raise NextscaleError(f"{target} cannot be written ({error}). Check the free space and the permissions there") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_image(image: Image.Image, target: Path) -> None:
+    with replacing(target) as temporary:
+        image.save(temporary, IMAGE_FORMATS[target.suffix.lower()], quality=LOSSY_QUALITY)  # PNG has no quality and ignores it
+
+
+def write_text(text: str, target: Path) -> None:
+    with replacing(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")

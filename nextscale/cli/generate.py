@@ -1,0 +1,210 @@
+"""`nextscale generate`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from PIL import Image
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..guidance import resolve_guidance
+from ..images import grid as side_by_side
+from ..loading import choose_device, load
+from ..pipeline import Preview
+from ..presets import model_spec
+from ..report import Report
+from ..text import with_positive_prompt
+from .files import Picture, plan_pictures, planned_files, require_writable, write_image, write_text
+from .options import Dtype, all_prompts, as_torch_dtype, choose_schedule, chosen_sampling, parse_guidance, parse_prompt, require_text_model
+from .program import app, version
+
+UNLIMITED_WIDTH = 10_000
+DRAWING, MACHINE, OUTPUT = "How to draw", "Model and machine", "What to write"
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT",
+            show_default=False,
+            help="Texts; for class models class numbers. -1 means no class and needs -- before it: generate var-d16 --seed 1 -- 207 -1",
+        ),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="More prompts, one per line; blank lines and lines that start with # are skipped."),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Images per prompt.")] = 1,
+    seed: Annotated[
+        int | None, typer.Option(min=0, show_default="random", help="Seed of the first image; every further image takes the next one.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M.")
+    ] = None,
+    aspect: Annotated[str | None, typer.Option(metavar="W:H", help="Aspect ratio such as 16:9.")] = None,
+    sides: Annotated[
+        str | None, typer.Option(metavar="LIST", help="FlexVAR: the token maps to draw, such as 1,2,3,5,8 or 1,2,4x6; in place of a size.")
+    ] = None,
+    negative: Annotated[
+        str | None, typer.Option(metavar="PROMPT", rich_help_panel=DRAWING, help="A text or class to steer away from.")
+    ] = None,
+    positive_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--positive-prompt", rich_help_panel=DRAWING, help="Infinity: add words for good faces to texts that seem to mention a person."
+        ),
+    ] = False,
+    guidance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCALE",
+            rich_help_panel=DRAWING,
+            help="A number keeps the model's published form; 3,3,1 is one scale per stage; constant:4 and ramp:2.5 choose the form.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        str | None, typer.Option(metavar="NUMBER", rich_help_panel=DRAWING, help="Below 1 is less random; 1,1,0.5 is one per stage.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(rich_help_panel=DRAWING, help="Draw among this many of the most likely codes; 0 means all.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(rich_help_panel=DRAWING, help="Draw among the codes that make up this probability; 0 means all.")
+    ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", rich_help_panel=DRAWING, help="Always take the most likely code.")] = False,
+    smooth: Annotated[bool, typer.Option("--smooth", rich_help_panel=DRAWING, help="VAR: mix codes instead of drawing one.")] = False,
+    weights: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")] = None,
+    text_encoder: Annotated[
+        str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder or hub name of the text encoder.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, rich_help_panel=MACHINE, help="Images drawn at a time; fewer need less memory and come out the same.")
+    ] = 4,
+    out: Annotated[
+        Path, typer.Option(metavar="PATH", rich_help_panel=OUTPUT, help="A folder, or for a single image a .png, .jpg or .webp file.")
+    ] = Path("out"),
+    grid: Annotated[Path | None, typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="All images side by side.")] = None,
+    previews: Annotated[
+        bool, typer.Option("--previews", rich_help_panel=OUTPUT, help="The image after each stage, as NAME-stage03.png.")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="Settings, times and memory as JSON.")] = None,
+    force: Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files.")] = False,
+) -> None:
+    """Draw images from prompts."""
+    spec = model_spec(model)
+    schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
+    scales = None if guidance is None else parse_guidance(guidance, spec.settings.guidance)
+    sampling = chosen_sampling(temperature, top_k, top_p, greedy, smooth)
+    # Generation checks these two as well, but only after the weights are loaded.
+    spec.settings.sampling.changed(**sampling).check(schedule)
+    resolve_guidance(scales, spec.settings.guidance).scales(schedule)
+    texts = all_prompts(prompts or [], prompts_file)
+    if positive_prompt:
+        require_text_model(spec)
+        texts = [with_positive_prompt(text) for text in texts]
+    pictures = plan_pictures([parse_prompt(text, spec) for text in texts], images, secrets.randbits(32) if seed is None else seed, out)
+    against = None if negative is None else parse_prompt(negative, spec)
+    require_writable(planned_files(pictures, schedule if previews else (), grid, report), force)
+    choose_device(device)
+
+    calls = [pictures[first : first + batch] for first in range(0, len(pictures), batch)]
+    reports: list[Report] = []
+    drawn: list[Image.Image] = []
+    with progress_bar() as progress:
+        task = progress.add_task(f"loading {model}", total=schedule.tokens * len(pictures))
+        pipeline = load(model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=device, dtype=as_torch_dtype(dtype))
+        progress.update(task, description="drawing")
+        for call in calls:
+            output = pipeline(
+                [picture.prompt for picture in call],
+                seed=[picture.seed for picture in call],
+                size=schedule,
+                guidance=scales,
+                negative=against,
+                on_stage=stage_watcher(call, previews, progress, task),
+                **sampling,
+            )
+            finished = output.images
+            for picture, image in zip(call, finished, strict=True):
+                write_image(image, picture.file)
+            reports.append(output.report)
+            drawn.extend(finished if grid else ())
+    if grid:
+        write_image(side_by_side(drawn), grid)
+    if report:
+        write_text(report_json(context.params, calls, reports), report)
+    show_results(calls, reports)
+
+
+def progress_bar() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def stage_watcher(call: Sequence[Picture], previews: bool, progress: Progress, task: TaskID) -> Callable[[Preview], None]:
+    def stage_done(preview: Preview) -> None:
+        stage = preview.done.stage
+        if previews:
+            for picture, image in zip(call, preview.images(), strict=True):
+                write_image(image, picture.preview_file(stage))
+        if not progress.disable and preview.canvas.latent.is_cuda:
+            torch.cuda.synchronize()  # the host runs ahead of a GPU, and the bar would run with it
+        progress.advance(task, stage.cells * len(call))
+
+    return stage_done
+
+
+def report_json(settings: Mapping[str, Any], calls: Sequence[Sequence[Picture]], reports: Sequence[Report]) -> str:
+    described = [
+        {"files": [picture.file for picture in call], "prompts": [picture.prompt for picture in call], **report.to_dict()}
+        for call, report in zip(calls, reports, strict=True)
+    ]
+    content = {"nextscale": version(), "torch": torch.__version__, "settings": settings, "calls": described}
+    return json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
+
+
+def show_results(calls: Sequence[Sequence[Picture]], reports: Sequence[Report]) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("file", overflow="fold")
+    for heading in ("seed", "size", "seconds"):
+        table.add_column(heading, justify="right")
+    for call, report in zip(calls, reports, strict=True):
+        for picture in call:
+            size = f"{report.size[0]}x{report.size[1]}"
+            table.add_row(escape(str(picture.file)), str(picture.seed), size, f"{report.seconds / len(call):.2f}")
+    console = result_console()
+    console.print(table)
+    prompts, decoding = sum(report.condition_seconds for report in reports), sum(report.decode_seconds for report in reports)
+    total = sum(report.seconds for report in reports)
+    console.print(
+        f"{total:.2f} s: prompts {prompts:.2f}, stages {total - prompts - decoding:.2f}, decoding {decoding:.2f};"
+        f" peak memory {max(report.peak_memory for report in reports) / 2**30:.2f} GiB"
+    )
+
+
+def result_console() -> Console:
+    """Standard output; file names stay on one line where a program reads them."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=UNLIMITED_WIDTH)

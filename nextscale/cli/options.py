@@ -1,0 +1,119 @@
+"""From the texts of the command line to what the library takes; wrong ones are refused before any weights are loaded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import PromptError, SettingError, SizeError
+from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
+from ..loading import prompt_reader
+from ..presets import ModelSpec
+from ..schedules import ScheduleBook
+from ..stage import Schedule
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
+    return None if dtype is None else getattr(torch, dtype.value)
+
+
+def all_prompts(given: Sequence[str], file: Path | None) -> list[str]:
+    prompts = [*given, *(read_prompts(file) if file else ())]
+    if not prompts:
+        raise PromptError("no prompt: write prompts after the model's name, or pass --prompts FILE")
+    return prompts
+
+
+def read_prompts(file: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").split("\n")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"--prompts {file} cannot be read as text: {error}") from error
+    prompts = [line for line in lines if line and not line.startswith("#")]
+    if not prompts:
+        raise PromptError(f"--prompts {file} holds no prompt: write one per line; lines that start with # do not count")
+    return prompts
+
+
+def require_text_model(spec: ModelSpec) -> None:
+    if spec.text_encoder is None:
+        raise SettingError(f"--positive-prompt adds words to texts; {spec.name} takes class numbers")
+
+
+def parse_prompt(text: str, spec: ModelSpec) -> str | int:
+    """Text as it is, or a class number; refused here rather than after the weights are loaded."""
+    if spec.text_encoder is None:
+        number = int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text
+        prompt_reader(spec, None, torch.device("cpu")).read(number)
+        return number
+    if not text.strip():
+        raise PromptError("a prompt is empty: write at least one visible character, or leave it out")
+    return text
+
+
+def choose_schedule(book: ScheduleBook, size: str | None, aspect: str | None, sides: str | None) -> Schedule:
+    if sides is None:
+        return book.choose(None if size is None else parse_size(size), aspect)
+    if size is not None or aspect is not None:
+        raise SizeError("--sides already fixes the size: leave out --size and --aspect")
+    parts = [parse_size(side) for side in sides.split(",")]
+    maps = [part for part in parts if not isinstance(part, str)]
+    if len(maps) < len(parts):
+        raise SizeError(f"--sides {sides!r}: give whole numbers, or HEIGHTxWIDTH, separated by commas, such as 1,2,3,5,8")
+    return book.choose(Schedule(maps), None)
+
+
+def parse_size(text: str) -> tuple[int, int] | int | str:
+    """HEIGHTxWIDTH or a side in numbers; any other text is left to the model as the name of a pixel budget."""
+    numbers = [int(part) for part in text.split("x") if part.isdecimal()]
+    if len(numbers) != text.count("x") + 1 or len(numbers) > 2:
+        return text
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def parse_guidance(text: str, published: Guidance) -> GuidanceLike:
+    form, colon, values = text.rpartition(":")
+    numbers = parse_numbers(values)
+    if not colon and len(numbers) > 1:
+        return numbers
+    if len(numbers) == 1:
+        match form if colon else None:
+            case None:
+                return numbers[0]
+            case "constant":
+                return ConstantGuidance(strength=numbers[0])
+            case "ramp":
+                ramp = published if isinstance(published, RampGuidance) else RampGuidance()
+                return ramp.with_strength(numbers[0])
+    raise SettingError(f"--guidance {text!r}: give a number, one per stage such as 3,3,1, or a form such as constant:4 or ramp:2.5")
+
+
+def parse_numbers(text: str) -> list[float]:
+    """Numbers between commas; empty if any of them is not one."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
+    return numbers if all(math.isfinite(number) for number in numbers) else []
+
+
+def chosen_sampling(temperature: str | None, top_k: int | None, top_p: float | None, greedy: bool, smooth: bool) -> dict[str, Any]:
+    """Only what was asked for, so that the rest keeps the published values."""
+    numbers = None if temperature is None else parse_numbers(temperature)
+    if numbers == []:
+        raise SettingError(f"--temperature {temperature!r}: give a number, or one per stage such as 1,1,0.5")
+    single_or_list = numbers[0] if numbers and len(numbers) == 1 else numbers
+    asked = {"temperature": single_or_list, "top_k": top_k, "top_p": top_p, "greedy": greedy or None, "smooth": smooth or None}
+    return {name: value for name, value in asked.items() if value is not None}

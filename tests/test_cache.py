@@ -1,0 +1,304 @@
+"""Keys and values per layer, outputs of earlier stages, and the rows that still run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nextscale.accel import Method
+from nextscale.cache import CacheSpec, DenseLayerCache, Env, StageMemory, Workspace
+from nextscale.generate import new_env
+from nextscale.models.blocks import attend
+from nextscale.prompts import Labels
+from nextscale.stage import Schedule, Stage, Tokens
+
+from . import tiny
+from .tiny import one_thread  # noqa: F401
+
+HEADS, HEAD_DIM = 2, 4
+
+
+def spec(schedule: Schedule, rows: int, layers: int = 1, dtype: torch.dtype = torch.float32) -> CacheSpec:
+    return CacheSpec(layers, rows, HEADS, HEAD_DIM, schedule, dtype, torch.device("cpu"))
+
+
+def numbers(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, tokens, HEADS, HEAD_DIM), torch.randn(rows, tokens, HEADS, HEAD_DIM)
+
+
+def fill_memory(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """What memory that was used before may hold: `torch.empty` promises nothing."""
+
+    def allocate(self: CacheSpec, tokens: int) -> tuple[Tensor, Tensor]:
+        shape = (self.rows, tokens, self.heads, self.head_dim)
+        return torch.full(shape, value, dtype=self.dtype), torch.full(shape, value, dtype=self.dtype)
+
+    monkeypatch.setattr(CacheSpec, "allocate", allocate)
+
+
+# Library bug: after a ragged stage the returned keys and values reach past what a short row ever wrote. A mask hides those entries
+# from the softmax, but NaN plus minus infinity is NaN and zero times NaN is NaN, so whatever the allocator hands out comes through.
+# Seen without any help: ragged requests failed with NonFiniteLogits, depending on what ran before in the process.
+UNWRITTEN_MEMORY = pytest.mark.xfail(strict=True, reason="uninitialised memory inside the masked part of the cache")
+MEMORY = pytest.mark.parametrize("memory", [0.0, pytest.param(float("nan"), marks=UNWRITTEN_MEMORY)])
+
+
+# --- keys and values
+
+
+@settings(deadline=None)
+@given(sides=st.lists(st.integers(1, 4), min_size=1, max_size=5), rows=st.integers(1, 4), drop_after=st.integers(0, 5), data=st.data())
+def test_the_dense_cache_is_concatenation(sides: list[int], rows: int, drop_after: int, data: st.DataObject) -> None:
+    schedule = Schedule((1, *sides))
+    cache = DenseLayerCache(spec(schedule, rows), Workspace(spec(schedule, rows)))
+    keys, values = [], []
+    for stage in schedule:
+        k, v = numbers(rows, stage.cells)
+        keys, values = [*keys, k], [*values, v]
+        all_keys, all_values, mask = cache.append(k, k, v, Tokens(stage))
+        assert mask is None
+        assert torch.equal(all_keys, torch.cat(keys, dim=1))
+        assert torch.equal(all_values, torch.cat(values, dim=1))
+        if stage.index == drop_after and rows > 1:
+            kept = data.draw(st.sampled_from([slice(0, rows - 1), slice(1, None)]))
+            cache.keep_rows(kept)
+            keys, values, rows = [k[kept] for k in keys], [v[kept] for v in values], rows - 1
+
+
+@settings(deadline=None)
+@given(sides=st.lists(st.integers(1, 4), min_size=1, max_size=5), rows=st.integers(1, 4), drop_after=st.integers(0, 5), data=st.data())
+def test_rows_of_different_length_continue_at_their_own_end(sides: list[int], rows: int, drop_after: int, data: st.DataObject) -> None:
+    schedule = Schedule((1, *sides))
+    cache = DenseLayerCache(spec(schedule, rows), Workspace(spec(schedule, rows)))
+    keys: list[Tensor] = [torch.empty(0, HEADS, HEAD_DIM)] * rows
+    values = list(keys)
+    ragged_yet = False
+    for stage in schedule:
+        width = data.draw(st.integers(1, stage.cells), label="width")
+        counts = [data.draw(st.integers(1, width), label="count") for _ in range(rows)]
+        ragged = data.draw(st.booleans(), label="ragged")
+        ragged_yet |= ragged
+        counts = counts if ragged else [width] * rows
+        k, v = numbers(rows, width)
+        index = torch.arange(width).expand(rows, -1)
+        all_keys, all_values, mask = cache.append(k, k, v, Tokens(stage, index, torch.tensor(counts) if ragged else None))
+        keys = [torch.cat([old, new[:count]]) for old, new, count in zip(keys, k, counts, strict=True)]
+        values = [torch.cat([old, new[:count]]) for old, new, count in zip(values, v, counts, strict=True)]
+        assert (mask is None) == (not ragged_yet)
+        for row, (row_keys, row_values) in enumerate(zip(keys, values, strict=True)):
+            length = len(row_keys)
+            assert torch.equal(all_keys[row, :length], row_keys)
+            assert torch.equal(all_values[row, :length], row_values)
+            if mask is not None:
+                assert mask.shape == (rows, 1, 1, all_keys.shape[1])
+                assert mask[row, 0, 0].tolist() == [position < length for position in range(all_keys.shape[1])]
+        if stage.index == drop_after and rows > 1:
+            cache.keep_rows(slice(1, None))
+            keys, values, rows = keys[1:], values[1:], rows - 1
+
+
+@MEMORY
+@pytest.mark.parametrize("sides", [(1, 2, 3), (1, 2, 3, 4)], ids=["at the last stage", "before it"])
+def test_attention_over_ragged_rows_is_attention_over_each_row_alone(
+    sides: tuple[int, ...], memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_memory(monkeypatch, memory)
+    schedule, counts = Schedule(sides), torch.tensor([1, 4])
+    cache = DenseLayerCache(spec(schedule, 2), Workspace(spec(schedule, 2)))
+    first, second, third = numbers(2, 1), numbers(2, 4), numbers(2, 9)
+    queries = torch.randn(2, 9, HEADS, HEAD_DIM)
+    cache.append(first[0], *first, Tokens(schedule[0]))
+    cache.append(second[0], *second, Tokens(schedule[1], torch.arange(4).expand(2, -1), counts))
+    keys, values, mask = cache.append(queries, *third, Tokens(schedule[2]))
+    together = attend(queries, keys, values, mask, 1.0)
+    for row, count in enumerate(counts.tolist()):
+        own_keys, own_values = (
+            torch.cat([a[row : row + 1], b[row : row + 1, :count], c[row : row + 1]], dim=1)
+            for a, b, c in zip(first, second, third, strict=True)
+        )
+        assert torch.allclose(together[row : row + 1], attend(queries[row : row + 1], own_keys, own_values, None, 1.0), atol=1e-6)
+
+
+def test_dense_attention_reads_only_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_memory(monkeypatch, float("nan"))
+    schedule = Schedule((1, 3, 2, 4))
+    cache = DenseLayerCache(spec(schedule, 2), Workspace(spec(schedule, 2)))
+    for stage in schedule:
+        k, v = numbers(2, stage.cells)
+        keys, values, mask = cache.append(k, k, v, Tokens(stage))
+        assert attend(k, keys, values, mask, 1.0).isfinite().all()
+
+
+def test_layers_share_the_last_stage_but_nothing_else() -> None:
+    schedule = Schedule((1, 2))
+    sizes = spec(schedule, 1, layers=2)
+    workspace = Workspace(sizes)
+    caches = [DenseLayerCache(sizes, workspace) for _ in range(2)]
+    seen: list[list[Tensor]] = [[], []]
+    for stage in schedule:
+        for layer, cache in enumerate(caches):
+            k, v = numbers(1, stage.cells)
+            seen[layer].append(k)
+            keys, _, _ = cache.append(k, k, v, Tokens(stage))
+            assert torch.equal(keys, torch.cat(seen[layer], dim=1))
+
+
+def test_a_reduced_stage_takes_less_room() -> None:
+    schedule = Schedule((1, 2, 3))
+    cache = DenseLayerCache(spec(schedule, 1), Workspace(spec(schedule, 1)))
+    parts = []
+    for stage, kept in zip(schedule, ([0], [0, 3], [4, 5, 8]), strict=True):
+        k, v = numbers(1, len(kept))
+        parts.append(v)
+        _, values, _ = cache.append(k, k, v, Tokens(stage, torch.tensor([kept])))
+    assert torch.equal(values, torch.cat(parts, dim=1))
+
+
+# --- planned memory
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1,), (1, 2), (1, (3, 2), (5, 4))])
+def test_planned_bytes_are_the_bytes_allocated(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    planned = spec(Schedule(sizes), rows=3, layers=5, dtype=dtype)
+    workspace = Workspace(planned)
+    caches = [DenseLayerCache(planned, workspace) for _ in range(5)]
+    allocated = [tensor for owner in (workspace, *caches) for tensor in (owner.keys, owner.values)]
+    assert {tensor.dtype for tensor in allocated} == {dtype}
+    assert planned.bytes == storage_bytes(allocated)
+
+
+def test_the_last_stage_is_stored_once_for_all_layers() -> None:
+    """2 (keys, values) x 3 rows x 8 channels x 4 bytes = 192 per token; 5 layers keep 1 + 4 tokens, all share 1 + 4 + 9."""
+    assert spec(Schedule((1, 2, 3)), rows=3, layers=5).bytes == 192 * (5 * 5 + 14)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
+    """Prompts of 8 and 16 tokens, since text is padded to a multiple of 8."""
+    pipeline = tiny.shared_pipeline(family)
+    schedule = tiny.schedule_of(family)
+    prompts = Labels(torch.tensor([1, 2])) if family in tiny.CLASS_FAMILIES else tiny.text_features((8, 16))
+    for guided in (False, True):
+        cond = pipeline.model.condition(prompts, guided, schedule)
+        env = new_env(pipeline.model, cond, schedule, 2, Method())
+        tensors = [tensor for cache in env.cache for tensor in (cache.keys, cache.values)]
+        tensors += [env.cache[0].workspace.keys, env.cache[0].workspace.values]
+        if cond.text is not None:
+            tensors += [tensor for pair in cond.text.keys_values for tensor in pair]
+        assert pipeline.model.request_bytes(schedule, prompts, None, guided) == storage_bytes(tensors)
+        assert env.branches == ("both" if guided else "cond")
+
+
+# --- outputs of earlier stages
+
+
+def test_memory_is_resized_by_averaging_and_gathered() -> None:
+    memory = StageMemory()
+    grid = torch.arange(16.0).view(1, 16, 1)
+    memory.store("attention", grid, Tokens(Stage(1, 4, 4, 1, False)))
+    coarse = Stage(2, 2, 2, 17, False)
+    assert memory.fill("attention", Tokens(coarse)).flatten().tolist() == [2.5, 4.5, 10.5, 12.5]
+    assert memory.fill("attention", Tokens(coarse, torch.tensor([[3, 0]]))).flatten().tolist() == [12.5, 2.5]
+    finer = memory.fill("attention", Tokens(Stage(2, 8, 8, 17, True)))
+    assert torch.equal(finer.view(8, 8), grid.view(4, 4).repeat_interleave(2, 0).repeat_interleave(2, 1))
+
+
+def test_memory_of_a_wide_grid_keeps_rows_and_columns_apart() -> None:
+    memory = StageMemory()
+    memory.store("x", torch.tensor([[[1.0], [2], [3], [4], [5], [6]]]), Tokens(Stage(1, 2, 3, 1, False)))
+    assert memory.fill("x", Tokens(Stage(2, 1, 3, 7, False))).flatten().tolist() == [2.5, 3.5, 4.5]
+    assert memory.fill("x", Tokens(Stage(2, 2, 1, 7, False))).flatten().tolist() == [2.0, 5.0]
+
+
+def test_the_latest_store_counts_and_keys_are_apart() -> None:
+    memory, stage = StageMemory(), Tokens(Stage(0, 1, 1, 0, False))
+    for value in (1.0, 2.0):
+        memory.store("a", torch.full((1, 1, 1), value), stage)
+    memory.store(("b", 3), torch.full((1, 1, 1), 7.0), stage)
+    assert memory.fill("a", stage).item() == 2
+    assert memory.fill(("b", 3), stage).item() == 7
+
+
+def test_memory_takes_whole_grids_only() -> None:
+    stage = Stage(3, 2, 2, 5, False)
+    with pytest.raises(ValueError, match=r"'part' needs the whole grid of stage 3, not 2 of its tokens"):
+        StageMemory().store("part", torch.zeros(1, 2, 1), Tokens(stage, torch.tensor([[0, 1]])))
+
+
+# --- rows that leave
+
+
+def running_env(family: str) -> tuple[Env, Schedule]:
+    """Two images with both branches, after the first stage; every row's number can be read off its memory."""
+    pipeline = tiny.shared_pipeline(family)
+    schedule = tiny.schedule_of(family)
+    prompts = Labels(torch.tensor([1, 2])) if family in tiny.CLASS_FAMILIES else tiny.text_features((3, 5))
+    env = new_env(pipeline.model, pipeline.model.condition(prompts, True, schedule), schedule, 2, Method())
+    x = pipeline.model.embed(None, schedule[0], env)
+    for block in pipeline.model.blocks:
+        x = block(x, Tokens(schedule[0]), env)
+    env.memory.store("row", torch.arange(4.0).view(4, 1, 1), Tokens(schedule[0]))
+    return env, schedule
+
+
+def row_tensors(env: Env) -> list[Tensor]:
+    """Everything that has one entry per row, stage 0 of the caches included."""
+    cond = env.cond
+    tensors = [cond.start, cond.head_scale, cond.head_shift, *(part for modulation in cond.modulation for part in modulation)]
+    tensors += [tensor[:, :1] for cache in env.cache for tensor in (cache.keys, cache.values)]
+    if cond.text is not None:
+        tensors += [*(tensor for pair in cond.text.keys_values for tensor in pair), cond.text.mask]
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(("branches", "rows"), [("cond", [0, 1]), ("uncond", [2, 3])])
+def test_keeping_one_branch_keeps_its_rows_of_everything(family: str, branches: str, rows: list[int]) -> None:
+    env, schedule = running_env(family)
+    before = row_tensors(env)
+    env.keep("both")
+    assert env.branches == "both"
+    env.keep(branches)
+    assert env.branches == branches
+    for old, new in zip(before, row_tensors(env), strict=True):
+        assert torch.equal(new, old[rows])
+    assert env.memory.fill("row", Tokens(schedule[0])).flatten().tolist() == rows
+    env.keep("both")  # means those that still run
+    env.keep(branches)
+    assert env.branches == branches
+    assert env.cond.start.shape[0] == 2
+
+
+@pytest.mark.parametrize(("left", "wanted"), list(pairwise(("cond", "uncond", "cond"))))
+def test_rows_never_return(left: str, wanted: str) -> None:
+    env, _ = running_env("var")
+    env.keep(left)
+    with pytest.raises(ValueError, match=f"the {wanted} rows do not run any more: only {left} rows"):
+        env.keep(wanted)
+
+
+def test_blocks_go_on_after_rows_have_left() -> None:
+    """The rows that stay compute what they would have computed in company."""
+    outcomes = []
+    for branches in ("both", "cond", "uncond"):
+        env, schedule = running_env("infinity")
+        env.keep(branches)
+        rows = {"both": slice(0, 4), "cond": slice(0, 2), "uncond": slice(2, 4)}[branches]
+        x = F.normalize(torch.arange(4 * 4 * tiny.WIDTH).float().sin().view(4, 4, tiny.WIDTH), dim=-1)[rows]
+        for block in tiny.shared_pipeline("infinity").model.blocks:
+            x = block(x, Tokens(schedule[1]), env)
+        outcomes.append(x)
+    both, cond, uncond = outcomes
+    assert torch.allclose(both, torch.cat([cond, uncond]), atol=1e-5)
+    assert (cond - uncond).abs().max() > 0.1

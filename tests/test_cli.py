@@ -1,0 +1,545 @@
+"""The command line, on tiny models whose checkpoints are written here under their published names."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from nextscale import presets
+from nextscale.checkpoints import published_slots
+from nextscale.cli import app
+from nextscale.cli.files import slug
+from nextscale.cli.options import parse_guidance, parse_size
+from nextscale.guidance import ConstantGuidance, RampGuidance
+from nextscale.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
+from nextscale.random_weights import fill_random
+
+from . import tiny
+
+REPOSITORY = "nobody/tiny"
+PUBLISHED_MODELS = dict(presets.MODELS)
+VAR_PIXELS = tiny.CELL_PIXELS * tiny.VAR_SIDES[-1]
+
+
+def published_spec(spec: ModelSpec) -> ModelSpec:
+    weights, tokenizer = Source(REPOSITORY, f"{spec.name}.pth"), Source(REPOSITORY, f"{spec.name}-tokenizer.pth")
+    return replace(spec, weights=weights, tokenizer_weights=tokenizer)
+
+
+def spec_for_long_prompts() -> ModelSpec:
+    spec = tiny.infinity_spec()
+    return replace(spec, model=replace(spec.model, longest_text=128))
+
+
+SPECS = {spec.name: published_spec(spec) for spec in (tiny.var_spec(), tiny.flexvar_spec(), spec_for_long_prompts())}
+
+
+def publish(module: nn.Module, target: Path) -> None:
+    fill_random(module, torch.Generator().manual_seed(0), torch.float32, module.float32)
+    ours = module.state_dict()
+    slots = published_slots(module, module.layout)
+    torch.save({key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}, target)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from threads, and waiting for each other on a busy machine costs them seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def published_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    for spec in SPECS.values():
+        publish(build_model(spec.model), folder / spec.weights.file)
+        publish(build_tokenizer(spec.tokenizer), folder / spec.tokenizer_weights.file)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def tiny_models(published_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the tiny models are known, their files are where they are looked for, and the test starts in an empty folder."""
+    for name in PUBLISHED_MODELS:
+        monkeypatch.delitem(presets.MODELS, name)
+    for name, spec in SPECS.items():
+        monkeypatch.setitem(presets.MODELS, name, spec)
+    monkeypatch.setenv("NEXTSCALE_HOME", str(published_files))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def published_models(monkeypatch: pytest.MonkeyPatch, tiny_models: None) -> None:
+    for name in SPECS:
+        monkeypatch.delitem(presets.MODELS, name)
+    for name, spec in PUBLISHED_MODELS.items():
+        monkeypatch.setitem(presets.MODELS, name, spec)
+
+
+@pytest.fixture(scope="module")
+def text_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    from .test_text import save_tokenizer, tiny_config
+
+    folder = tmp_path_factory.mktemp("t5")
+    config = tiny_config()
+    config.d_model = tiny.TEXT_CHANNELS
+    torch.manual_seed(0)
+    transformers.T5EncoderModel(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    return CliRunner(env={"COLUMNS": "100", **environment}).invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False, prog_name="nextscale"
+    )
+
+
+def succeed(*arguments: object) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def fail(*arguments: object) -> str:
+    """The message of a call that has to be refused."""
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+def names(folder: Path | str = "out") -> list[str]:
+    return sorted(file.name for file in Path(folder).iterdir())
+
+
+def contents(folder: Path | str = "out") -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+# --- generate: what is written ----------------------------------------------------------------------------------------------------
+
+
+def test_one_image_per_prompt_named_by_index_and_seed() -> None:
+    result = succeed("generate", "tiny-var", 3, 7, "--seed", 42)
+    assert names() == ["0000-seed42.png", "0001-seed43.png"]
+    with Image.open("out/0000-seed42.png") as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (VAR_PIXELS, VAR_PIXELS))
+    assert str(Path("out/0001-seed43.png")) in result.stdout
+    assert f"{VAR_PIXELS}x{VAR_PIXELS}" in result.stdout
+    assert result.stderr == ""
+
+
+def test_same_seed_same_bytes_other_seed_other_image() -> None:
+    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
+        succeed("generate", "tiny-var", 3, "--seed", seed, "--out", f"{out}.png")
+    assert Path("a.png").read_bytes() == Path("b.png").read_bytes() != Path("c.png").read_bytes()
+
+
+def test_without_a_seed_the_name_tells_the_one_that_was_drawn() -> None:
+    succeed("generate", "tiny-var", 3, "--out", "first")
+    (name,) = names("first")
+    seed = re.fullmatch(r"0000-seed(\d+)\.png", name)[1]
+    succeed("generate", "tiny-var", 3, "--seed", seed, "--out", "second")
+    assert contents("first") == contents("second")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_batch_size_does_not_change_the_images(batch: int) -> None:
+    arguments = ("generate", "tiny-var", 3, 7, "--images", 2, "--seed", 5)
+    succeed(*arguments, "--out", "default")
+    succeed(*arguments, "--out", "other", "--batch", batch)
+    assert names("other") == [f"{i:04d}-seed{5 + i}.png" for i in range(4)]
+    assert contents("other") == contents("default")
+
+
+def test_images_of_one_prompt_follow_each_other() -> None:
+    succeed("generate", "tiny-var", 3, 7, "--images", 2, "--seed", 5)
+    succeed("generate", "tiny-var", 7, "--seed", 8, "--out", "alone.png")
+    assert Path("alone.png").read_bytes() == Path("out/0003-seed8.png").read_bytes()
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [(".png", "PNG"), (".JPG", "JPEG"), (".webp", "WEBP")])
+def test_single_file_in_the_format_of_its_name(suffix: str, kind: str) -> None:
+    succeed("generate", "tiny-var", 3, "--out", f"new/folder/image{suffix}")
+    assert names("new/folder") == [f"image{suffix}"]
+    with Image.open(f"new/folder/image{suffix}") as image:
+        assert image.format == kind
+
+
+def test_no_class_after_two_dashes() -> None:
+    succeed("generate", "tiny-var", "--seed", 1, "--", 3, -1)
+    assert len(set(contents().values())) == 2
+    assert "(see nextscale generate --help)" in fail("generate", "tiny-var", -1)
+    assert "-- 207 -1" in succeed("generate", "--help").stdout
+
+
+def test_prompt_file_comes_after_the_arguments() -> None:
+    Path("prompts.txt").write_text("\ufeff7\n\n# a comment\n  1 \n", encoding="utf-8")
+    succeed("generate", "tiny-var", 3, "--prompts", "prompts.txt", "--seed", 0)
+    succeed("generate", "tiny-var", 3, 7, 1, "--seed", 0, "--out", "written-out")
+    assert contents() == contents("written-out")
+
+
+def test_grid_holds_all_images() -> None:
+    succeed("generate", "tiny-var", 3, 7, 1, "--grid", "sheet.png", "--seed", 0, "--batch", 2)
+    with Image.open("sheet.png") as sheet, Image.open("out/0002-seed2.png") as third:
+        assert sheet.size == (2 * VAR_PIXELS, 2 * VAR_PIXELS)
+        assert sheet.crop((0, VAR_PIXELS, VAR_PIXELS, 2 * VAR_PIXELS)).tobytes() == third.tobytes()
+
+
+def test_report_tells_settings_and_every_call() -> None:
+    succeed("generate", "tiny-var", 3, 7, 1, "--report", "report.json", "--seed", 0, "--batch", 2, "--top-k", 5, "--dtype", "float32")
+    report = json.loads(Path("report.json").read_text())
+    assert report["settings"]["model"] == "tiny-var"
+    assert report["settings"]["prompts"] == ["3", "7", "1"]
+    assert (report["settings"]["top_k"], report["settings"]["dtype"], report["settings"]["out"]) == (5, "float32", "out")
+    first, second = report["calls"]
+    assert (first["prompts"], first["seeds"], second["prompts"], second["seeds"]) == ([3, 7], [0, 1], [1], [2])
+    assert second["files"] == [str(Path("out/0002-seed2.png"))]
+    assert [stage["width"] for stage in first["stages"]] == list(tiny.VAR_SIDES)
+    assert first["size"] == [VAR_PIXELS, VAR_PIXELS]
+    assert first["seconds"] > 0
+
+
+def test_previews_of_every_stage() -> None:
+    succeed("generate", "tiny-var", 3, 7, "--previews", "--seed", 0)
+    stages = range(len(tiny.VAR_SIDES))
+    assert names() == sorted(
+        f"{name}.png" for image in ("0000-seed0", "0001-seed1") for name in (image, *(f"{image}-stage{stage:02d}" for stage in stages))
+    )
+    written = contents()
+    assert written["0001-seed1-stage03.png"] == written["0001-seed1.png"] != written["0001-seed1-stage00.png"]
+
+
+def test_existing_files_are_kept_unless_forced() -> None:
+    Path("out").mkdir()
+    Path("out/0001-seed1.png").write_text("mine")
+    message = fail("generate", "tiny-var", 3, 7, "--seed", 0)
+    assert str(Path("out/0001-seed1.png")) in message
+    assert "--force" in message
+    assert contents() == {"0001-seed1.png": b"mine"}
+    succeed("generate", "tiny-var", 3, 7, "--seed", 0, "--force")
+    assert len(contents()) == 2
+    assert contents()["0001-seed1.png"] != b"mine"
+
+
+@pytest.mark.parametrize("option", ["--grid", "--report"])
+def test_existing_extra_files_are_kept(option: str) -> None:
+    Path("extra.png").write_text("mine")
+    assert "extra.png" in fail("generate", "tiny-var", 3, option, "extra.png")
+    assert not Path("out").exists()
+
+
+def test_existing_previews_are_kept() -> None:
+    Path("image-stage02.png").write_text("mine")
+    assert "image-stage02.png" in fail("generate", "tiny-var", 3, "--out", "image.png", "--previews")
+    succeed("generate", "tiny-var", 3, "--out", "image.png")
+
+
+# --- generate: settings -----------------------------------------------------------------------------------------------------------
+
+
+def test_sides_choose_the_schedule() -> None:
+    succeed("generate", "tiny-flexvar", 3, "--sides", "1,2,4x6", "--out", "image.png", "--report", "report.json")
+    with Image.open("image.png") as image:
+        assert image.size == (6 * tiny.CELL_PIXELS, 4 * tiny.CELL_PIXELS)
+    (call,) = json.loads(Path("report.json").read_text())["calls"]
+    assert [(stage["height"], stage["width"]) for stage in call["stages"]] == [(1, 1), (2, 2), (4, 6)]
+
+
+def test_default_settings_can_be_written_out() -> None:
+    """The published values, given as options, change nothing; other values do."""
+    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "published.png")
+    options = ("--guidance", 4, "--temperature", "1,1,1,1", "--top-k", 30, "--top-p", 0.95, "--size", 64, "--aspect", "1:1")
+    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "same.png", *options)
+    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "ramp.png", "--guidance", "ramp:4")
+    assert Path("published.png").read_bytes() == Path("same.png").read_bytes() == Path("ramp.png").read_bytes()
+    changes = ("--guidance constant:4", "--guidance 3,3,1,1", "--temperature 3", "--greedy", "--smooth", "--negative 7")
+    for i, change in enumerate(changes):
+        succeed("generate", "tiny-var", 3, "--seed", 0, "--out", f"{i}.png", *change.split())
+        assert Path(f"{i}.png").read_bytes() != Path("published.png").read_bytes(), change
+
+
+def test_guidance_forms() -> None:
+    flexvar = FLEXVAR_SETTINGS.guidance
+    assert parse_guidance("3", flexvar) == 3.0
+    assert parse_guidance("3,3,1", flexvar) == [3.0, 3.0, 1.0]
+    assert parse_guidance("constant:4", flexvar) == ConstantGuidance(strength=4.0)
+    assert parse_guidance("ramp:1.5", flexvar) == replace(flexvar, strength=1.5)
+    assert parse_guidance("ramp:1.5", ConstantGuidance(strength=3.0)) == RampGuidance(strength=1.5)
+
+
+def test_sizes_as_text() -> None:
+    assert parse_size("256x512") == (256, 512)
+    assert parse_size("256") == 256
+    for budget in ("0.25M", "x", "1x", "1x2x3", "-1", ""):
+        assert parse_size(budget) == budget
+
+
+def test_slugs_are_short_and_safe() -> None:
+    assert slug("A red  bicycle!") == "a-red-bicycle"
+    assert slug("Café ../../etc/passwd") == "cafe-etc-passwd"
+    assert slug("猫") == ""
+    assert slug("a lighthouse in the fog at dawn, oil on canvas") == "a-lighthouse-in-the-fog-at-dawn-oil-on"
+    assert slug("x" * 100) == "x" * 40
+
+
+def test_text_model(text_encoder: Path) -> None:
+    Path("prompts.txt").write_text("the cat sits\n# not this\n")
+    arguments = ("generate", "tiny-infinity", "a red dog", "--prompts", "prompts.txt", "--seed", 1, "--text-encoder", text_encoder)
+    succeed(*arguments)
+    assert names() == ["0000-seed1-a-red-dog.png", "0001-seed2-the-cat-sits.png"]
+    with Image.open("out/0000-seed1-a-red-dog.png") as image:
+        height, width = (tiny.CELL_PIXELS * side for side in tiny.INFINITY_SCHEDULE.grid)
+        assert image.size == (width, height)
+    succeed(*arguments, "--out", "negative", "--negative", "a mat", "--batch", 1)
+    assert names("negative") == names()
+    assert contents("negative") != contents()
+
+
+def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
+    arguments = ("generate", "tiny-infinity", "the woman", "the cat", "--seed", 1, "--text-encoder", text_encoder)
+    succeed(*arguments, "--positive-prompt", "--report", "report.json")
+    (call,) = json.loads(Path("report.json").read_text())["calls"]
+    woman, cat = call["prompts"]
+    assert woman.startswith("the woman. very smooth faces")
+    assert cat == "the cat"
+
+
+# --- generate: refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tiny-vax", 3), "did you mean tiny-var"),
+        (("tiny-var",), "no prompt"),
+        (("tiny-var", "cat"), "class 'cat': this model takes whole numbers from 0 to 9"),
+        (("tiny-var", "1.5"), "class '1.5'"),
+        (("tiny-var", ""), "class ''"),
+        (("tiny-var", 11), "class 11"),
+        (("tiny-var", 3, "--negative", "dog"), "class 'dog'"),
+        (("tiny-infinity", " "), "a prompt is empty"),
+        (("tiny-infinity", "a cat", "--negative", ""), "a prompt is empty"),
+        (("tiny-var", 3, "--positive-prompt"), "tiny-var takes class numbers"),
+        (("tiny-var", 3, "--prompts", "absent.txt"), "absent.txt"),
+        (("tiny-var", 3, "--size", 256), "no schedule draws 256x256 (height x width); nearest: 64x64"),
+        (("tiny-var", 3, "--size", "0.25M"), "0.25M"),
+        (("tiny-var", 3, "--aspect", "16:9"), "nearest: 1:1"),
+        (("tiny-var", 3, "--sides", "1,2"), "learned positions"),
+        (("tiny-flexvar", 3, "--sides", "1,2,x"), "--sides '1,2,x'"),
+        (("tiny-flexvar", 3, "--sides", "2,3"), "first stage"),
+        (("tiny-flexvar", 3, "--sides", "1,2", "--size", 64), "leave out --size"),
+        (("tiny-var", 3, "--guidance", "strong"), "--guidance 'strong'"),
+        (("tiny-var", 3, "--guidance", "3,,1"), "--guidance '3,,1'"),
+        (("tiny-var", 3, "--guidance", "cosine:4"), "--guidance 'cosine:4'"),
+        (("tiny-var", 3, "--guidance", "ramp:1,2"), "--guidance 'ramp:1,2'"),
+        (("tiny-var", 3, "--guidance", ":4"), "--guidance ':4'"),
+        (("tiny-var", 3, "--guidance", "nan"), "--guidance 'nan'"),
+        (("tiny-var", 3, "--guidance", "3,1"), "2 guidance scales for 4 stages"),
+        (("tiny-var", 3, "--temperature", "hot"), "--temperature 'hot'"),
+        (("tiny-var", 3, "--temperature", "1,1"), "2 temperatures for 4 stages"),
+        (("tiny-var", 3, "--temperature", 0), "temperature must be above 0"),
+        (("tiny-var", 3, "--top-p", 2), "top_p"),
+        (("tiny-var", 3, "--greedy", "--smooth"), "choose one"),
+        (("tiny-flexvar", 3, "--smooth"), "does not support it"),
+        (("tiny-var", 3, "--device", "gpu"), "choose cpu, cuda or cuda:N"),
+        (("tiny-var", 3, "--dtype", "int8"), "--dtype"),
+        (("tiny-var", 3, "--images", 0), "--images"),
+        (("tiny-var", 3, "--batch", 0), "--batch"),
+        (("tiny-var", 3, "--seed", "x"), "--seed"),
+        (("tiny-var", 3, "--sede", 1), "--sede"),
+        (("tiny-var", 3, 7, "--out", "image.png"), "single file for 2 images"),
+        (("tiny-var", 3, "--out", "image.png", "--grid", "image.png"), "written twice"),
+        (("tiny-var", 3, "--grid", "sheet.gif"), "--grid sheet.gif"),
+        (("tiny-var", 3, "--weights", "absent.pth"), "absent.pth is not an existing file"),
+        (("tiny-var", 3, "--text-encoder", "t5"), "leave out text_encoder"),
+    ],
+)
+def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: str, tmp_path: Path) -> None:
+    assert message in fail("generate", *arguments)
+    assert names(tmp_path) == []
+
+
+def test_prompt_file_without_prompts() -> None:
+    Path("prompts.txt").write_text("# nothing\n\n")
+    assert "holds no prompt" in fail("generate", "tiny-var", "--prompts", "prompts.txt")
+    Path("prompts.txt").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as text" in fail("generate", "tiny-var", "--prompts", "prompts.txt")
+
+
+def test_missing_weights_are_told_with_their_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
+    message = fail("generate", "tiny-var", 3)
+    assert f"https://huggingface.co/{REPOSITORY}/resolve/main/tiny-var.pth" in message
+    assert str(tmp_path / "tiny-var.pth") in message
+
+
+def test_absent_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "finds 0 GPU(s) here" in fail("generate", "tiny-var", 3, "--device", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "finds 1 GPU(s) here" in fail("generate", "tiny-var", 3, "--device", "cuda:1")
+
+
+def test_output_folder_that_is_a_file() -> None:
+    Path("out").write_text("mine")
+    assert "cannot write into out: it is a file" in fail("generate", "tiny-var", 3)
+    Path("image.png").mkdir()
+    assert "folder of that name" in fail("generate", "tiny-var", 3, "--out", "image.png", "--force")
+
+
+def breaking_save(error: BaseException) -> Callable[..., None]:
+    def save(_image: Image.Image, target: Path, *_: object, **__: object) -> None:
+        Path(target).write_bytes(b"half")
+        raise error
+
+    return save
+
+
+def test_interrupt_leaves_no_half_written_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image.Image, "save", breaking_save(KeyboardInterrupt()))
+    result = run("generate", "tiny-var", 3)
+    assert (result.exit_code, result.stderr, names()) == (130, "", [])
+
+
+def test_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image.Image, "save", breaking_save(OSError(28, "No space left on device")))
+    assert "No space left on device" in fail("generate", "tiny-var", 3)
+    assert names() == []
+
+
+def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image.Image, "save", breaking_save(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        run("generate", "tiny-var", 3)
+    assert names() == []
+
+
+def test_progress_is_shown_on_terminals_only() -> None:
+    result = run("generate", "tiny-var", 3, TTY_COMPATIBLE="1")
+    tokens = sum(side * side for side in tiny.VAR_SIDES)
+    assert f"{tokens}/{tokens} tokens" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", result.stderr)
+
+
+# --- convert ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tiny-var", "tiny-flexvar"])
+def test_converted_files_draw_the_same_image(model: str, published_files: Path) -> None:
+    spec = SPECS[model]
+    assert "tensors" in succeed("convert", model, published_files / spec.weights.file, "model.safetensors").stdout
+    succeed("convert", model, published_files / spec.tokenizer_weights.file, "tokenizer.safetensors", "--part", "tokenizer")
+    succeed("generate", model, 3, "--seed", 0, "--out", "published.png")
+    converted = ("--weights", "model.safetensors", "--tokenizer", "tokenizer.safetensors")
+    succeed("generate", model, 3, "--seed", 0, "--out", "converted.png", *converted)
+    assert Path("converted.png").read_bytes() == Path("published.png").read_bytes()
+
+
+def test_conversion_to_another_dtype(published_files: Path) -> None:
+    succeed("convert", "tiny-var", published_files / "tiny-var.pth", "half.safetensors", "--dtype", "bfloat16")
+    with safe_open("half.safetensors", framework="pt") as file:
+        assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}  # noqa: SIM118 - not a mapping
+
+
+def test_conversion_keeps_an_existing_target_unless_forced(published_files: Path) -> None:
+    Path("model.safetensors").write_text("mine")
+    arguments = ("convert", "tiny-var", published_files / "tiny-var.pth", "model.safetensors")
+    assert "--force" in fail(*arguments)
+    assert Path("model.safetensors").read_text() == "mine"
+    succeed(*arguments, "--force")
+    assert Path("model.safetensors").read_bytes() != b"mine"
+
+
+@pytest.mark.parametrize(
+    ("part", "file", "guess"),
+    [
+        ("model", "tiny-flexvar.pth", "looks like the model tiny-flexvar."),
+        ("tokenizer", "tiny-flexvar.pth", "looks like the model tiny-flexvar."),
+        ("model", "tiny-var-tokenizer.pth", "looks like the tokenizer of tiny-var."),
+    ],
+)
+def test_conversion_names_the_model_that_a_file_belongs_to(part: str, file: str, guess: str, published_files: Path) -> None:
+    message = fail("convert", "tiny-var", published_files / file, "model.safetensors", "--part", part)
+    assert "does not hold the " in message
+    assert guess in message
+    assert not Path("model.safetensors").exists()
+
+
+def test_conversion_of_no_file_or_to_no_folder(published_files: Path) -> None:
+    assert "absent.pth is not an existing file" in fail("convert", "tiny-var", "absent.pth", "model.safetensors")
+    assert "does not exist" in fail("convert", "tiny-var", published_files / "tiny-var.pth", "absent/model.safetensors")
+    assert "did you mean" in fail("convert", "tiny-vax", published_files / "tiny-var.pth", "model.safetensors")
+
+
+# --- models, help, version --------------------------------------------------------------------------------------------------------
+
+
+def test_models_as_json(published_models: None, published_files: Path) -> None:
+    listed = json.loads(succeed("models", "--json").stdout)
+    assert listed["home"] == str(published_files)
+    models = {model["name"]: model for model in listed["models"]}
+    assert list(models) == list(PUBLISHED_MODELS)
+    var = models["var-d16"]
+    assert (var["prompts"], var["sizes"], var["text_encoder"]) == ("class", ["256x256"], None)
+    assert var["weights"] == {"file": "var_d16.pth", "url": "https://huggingface.co/FoundationVision/var/resolve/main/var_d16.pth"}
+    assert 305e6 < var["parameters"] < 315e6
+    assert (models["infinity-2b"]["prompts"], models["infinity-2b"]["text_encoder"]) == ("text", "google/flan-t5-xl")
+    assert "1024x1024" in models["infinity-2b"]["sizes"]
+    assert models["infinity-20b"]["weights"] is None
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_models_fit_the_terminal(columns: str, published_models: None, published_files: Path) -> None:
+    result = run("models", COLUMNS=columns)
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert any(line.split() == ["var-d30", "2.0B", "256x256", "var_d30.pth"] for line in lines)
+    assert any("infinity-20b" in line and "no released weights" in line for line in lines)
+    assert any(line.rstrip().endswith("infinity_vae_d56_f8_14_patchify.pth") for line in lines)
+    assert any(line.endswith("https://huggingface.co/FoundationVision/Infinity") for line in lines)
+    assert max(len(line) for line in lines if str(published_files) not in line) <= int(columns)
+    assert str(published_files) in result.stdout
+
+
+@pytest.mark.parametrize("command", ["generate", "models", "convert"])
+def test_help_of_every_command(command: str) -> None:
+    assert command in succeed("--help").stdout
+    assert command in succeed().stdout
+    assert f"nextscale {command}" in succeed(command, "--help").stdout
+
+
+def test_unknown_command() -> None:
+    assert "frob" in fail("frob")
+
+
+def test_version() -> None:
+    assert succeed("--version").stdout.startswith("nextscale ")
+
+
+def test_listing_and_help_do_not_import_transformers() -> None:
+    program = (
+        "import sys\nfrom nextscale.cli import app\n"
+        "for command in (['--help'], ['models']):\n"
+        "    try:\n        app(command)\n    except SystemExit as end:\n        assert not end.code\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root, stdout=subprocess.DEVNULL)
