@@ -10,6 +10,7 @@ test: lint
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 demo: $(INSTALLED)
 	@echo 'There is no demo to run: the embedded model is not part of this version.' >&2

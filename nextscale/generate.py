@@ -96,7 +96,7 @@ def run_blocks(
     model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: Method
 ) -> Tensor:
     """All blocks in order; a plan's spans run groups of them their own way."""
-    blocks = tuple(model.blocks)
+    blocks = model.stack
     spans = {span.layers.start: span for span in plan.spans}
     layer = 0
     while layer < len(blocks):

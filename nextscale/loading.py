@@ -12,6 +12,7 @@ from torch import nn
 from .checkpoints import Layout, check, fits, load_weights, open_checkpoint, published_slots
 from .errors import CheckpointError, SettingError
 from .models.base import NextScaleModel
+from .models.var import ClassConfig
 from .pipeline import Pipeline
 from .presets import MODELS, ModelSpec, Source, build_model, build_tokenizer, model_spec
 from .prompts import ClassReader, PromptReader, TextReader
@@ -66,11 +67,11 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
 
 
 def prompt_reader(spec: ModelSpec, text_encoder: T5Encoder | PathLike | None, device: torch.device) -> PromptReader:
-    if spec.text_encoder is None:
-        if text_encoder is not None:
-            raise SettingError(f"{spec.name} draws classes, not texts: leave out text_encoder")
-        return ClassReader(spec.model.classes)
-    return TextReader(text_encoder or spec.text_encoder, device)
+    if not isinstance(spec.model, ClassConfig):
+        return TextReader(text_encoder or spec.text_encoder or "", device)
+    if text_encoder is not None:
+        raise SettingError(f"{spec.name} draws classes, not texts: leave out text_encoder")
+    return ClassReader(spec.model.classes)
 
 
 def home() -> Path:
@@ -100,14 +101,15 @@ def load_module(module: NextScaleModel | Tokenizer, path: Path, what: str, devic
 
 def identify(path: Path) -> list[str]:
     """Which of our models and tokenizers a file could be."""
-    found: dict[str, None] = {}
+    found = []
     for spec in MODELS.values():
-        for what, build, config in (("model", build_model, spec.model), ("tokenizer", build_tokenizer, spec.tokenizer)):
-            with torch.device("meta"):
-                module = build(config)
-            if _holds(path, module, module.layout):
-                found[f"the {what} {'of ' if what == 'tokenizer' else ''}{spec.name}"] = None
-    return list(found)
+        with torch.device("meta"):
+            modules: dict[str, NextScaleModel | Tokenizer] = {
+                f"the model {spec.name}": build_model(spec.model),
+                f"the tokenizer of {spec.name}": build_tokenizer(spec.tokenizer),
+            }
+        found += [what for what, module in modules.items() if _holds(path, module, module.layout)]
+    return found
 
 
 def _holds(path: Path, module: nn.Module, layout: Layout) -> bool:

@@ -112,6 +112,10 @@ class Pipeline:
             request = Request(len(prompts), schedule, guided, chosen, draws, revise)
         return self._run(request, prompts, against, seeds, method or Method(), on_stage)
 
+    def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
+        """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
+        return self.model.request_bytes(self.settings.schedules.choose(size, aspect), 2 * images, text_tokens)
+
     def _run(
         self,
         request: Request,
@@ -132,7 +136,8 @@ class Pipeline:
                 on_stage(Preview(done, self.tokenizer))
             watch.start()
 
-        planned = self.model.request_bytes(schedule, prompts, negative, request.guidance.needs_both)
+        rows = batch * (2 if request.guidance.needs_both else 1)
+        planned = self.model.request_bytes(schedule, rows, max(prompts.longest, negative.longest if negative is not None else 0))
         with memory_errors(self, planned, request), torch.inference_mode():
             reset_peak(device)
             watch.start()
@@ -171,7 +176,7 @@ class Pipeline:
     def _draws(self, seed: SeedLike, images: int) -> tuple[Draws, tuple[int, ...] | None]:
         if isinstance(seed, torch.Generator):
             return SharedDraws(seed), None
-        if hasattr(seed, "exponential"):
+        if isinstance(seed, Draws):
             return seed, None
         if seed is None:
             seed = secrets.randbits(32)

@@ -19,6 +19,11 @@ class Prompts(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text; 0 where there is none."""
+        ...
+
     def repeat(self, images: int) -> Prompts:
         """A single prompt for several images."""
         ...
@@ -32,6 +37,10 @@ class Labels:
 
     def __len__(self) -> int:
         return self.numbers.shape[0]
+
+    @property
+    def longest(self) -> int:
+        return 0
 
     def repeat(self, images: int) -> Labels:
         return Labels(self.numbers.expand(images))
@@ -73,7 +82,7 @@ class TextReader:
         return self._encoder
 
     def read(self, prompt: Any) -> TextFeatures:
-        texts = [prompt] if isinstance(prompt, str) else prompt
+        texts: Any = [prompt] if isinstance(prompt, str) else prompt
         if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
             return self.encoder(texts)
         if isinstance(texts, TextFeatures | Tensor) or (isinstance(texts, Sequence) and texts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -46,29 +47,28 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[float | torch.cuda.Event] = []
+        self._marks: list[Any] = []  # host times or device events, alternating start and stop
 
     def start(self) -> None:
-        self._mark()
+        self._marks.append(self._now())
 
     def stop(self) -> None:
-        self._mark()
+        self._marks.append(self._now())
 
     def seconds(self) -> list[float]:
         """Length of every stretch between a start and its stop."""
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return [start.elapsed_time(stop) / 1000 for start, stop in pairs]
-        return [stop - start for start, stop in pairs]
+        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+        if self._device.type != "cuda":
+            return [stop - start for start, stop in pairs]
+        torch.cuda.synchronize(self._device)
+        return [start.elapsed_time(stop) / 1000 for start, stop in pairs]
 
-    def _mark(self) -> None:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 def reset_peak(device: torch.device) -> None:

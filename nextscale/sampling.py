@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class Sampling:
         return (self.temperature,) if isinstance(self.temperature, float | int) else tuple(self.temperature)
 
 
+@runtime_checkable
 class Draws(Protocol):
     """The source of random numbers of one request."""
 

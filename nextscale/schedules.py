@@ -121,9 +121,10 @@ _WIDE = {1.25: 0.8, 1.333: 0.75, 1.5: 0.666, 1.75: 0.571, 2.0: 0.5, 2.5: 0.4, 3.
 
 def _infinity_table() -> dict[float, tuple[tuple[int, int], ...]]:
     """Template (height / width) to its 13 sizes, in the published order: ties go to the first."""
-    table = {}
+    table: dict[float, tuple[tuple[int, int], ...]] = {}
     for ratio, text in _TALL.items():
-        sizes = tuple(tuple(int(side) for side in pair.split("x")) for pair in text.split())
+        pairs = (pair.split("x") for pair in text.split())
+        sizes = tuple((int(height), int(width)) for height, width in pairs)
         table[ratio] = sizes
         if ratio in _WIDE:
             table[_WIDE[ratio]] = tuple((width, height) for height, width in sizes)

@@ -128,6 +128,30 @@ def test_a_span_replaces_its_blocks(family: str, layers: range) -> None:
     assert not torch.equal(without.codes[-1], dense.codes[-1])
 
 
+@dataclass(frozen=True)
+class RunParts(RunBlocks):
+    """A span that adds the residual branches one by one, as methods that thin a single branch do."""
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        for block in blocks:
+            for part in block.parts:
+                x = x + part(x, tokens, env)
+        return x
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_block_is_the_sum_of_its_parts(family: str) -> None:
+    """To rounding: the block fuses gains with additions. Two branches, three where there is text."""
+    blocks = tiny.shared_pipeline(family).model.blocks
+    assert {len(block.parts) for block in blocks} == {2 if family in tiny.CLASS_FAMILIES else 3}
+    logits: dict[bool, list[Tensor]] = {True: [], False: []}
+    for by_parts in (True, False):
+        method = Planned(lambda stage, by_parts=by_parts: StagePlan(spans=(RunParts(range(3)),)) if by_parts else DENSE)
+        drawn(family, method=method, greedy=True, on_stage=lambda preview, seen=logits[by_parts]: seen.append(preview.done.logits))
+    for ours, theirs in zip(logits[True], logits[False], strict=True):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
 @dataclass
 class Watching(Method):
     """Keeps inputs and outputs of some blocks, and the output of every stage before sampling."""

@@ -224,12 +224,10 @@ def test_values_of_other_types_are_refused_in_words(size: Any, aspect: Any) -> N
         InfinityBook().choose(size, aspect)
 
 
-# Library bug: an aspect beside a schedule is ignored without a word, though one beside a size in pixels is refused.
-@pytest.mark.xfail(strict=True, reason="aspect is silently ignored beside a Schedule")
 @pytest.mark.parametrize("book", [InfinityBook(), SquareBook((VAR_256,))])
-def test_a_schedule_and_a_contradicting_aspect_are_refused(book: InfinityBook | SquareBook) -> None:
-    with pytest.raises(SizeError):
-        book.choose(Schedule((1, 2)), "16:9")
+def test_a_schedule_already_fixes_the_aspect(book: InfinityBook | SquareBook) -> None:
+    with pytest.raises(SizeError, match="leave out aspect='1:1'"):
+        book.choose(Schedule((1, 2)), "1:1")
 
 
 def test_sizes_are_pairs_of_positive_whole_numbers() -> None:

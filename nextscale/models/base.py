@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cache import CacheSpec, Env
 from ..checkpoints import Layout, Rule, Shape
 from ..stage import Schedule, Stage
-from .blocks import BlockConfig, Modulation, modulated_norm
+from .blocks import Block, BlockConfig, Modulation, modulated_norm
 from .rope import RopeTable
 
 
@@ -53,20 +53,25 @@ class NextScaleModel(nn.Module):
 
     layout: Layout
     float32: ClassVar[tuple[str, ...]] = ()  # parameters that keep full precision whatever the dtype
-    prompts: ClassVar[Literal["class", "text"]]
     block_config: BlockConfig
+    blocks: nn.ModuleList
+    pos_start: nn.Parameter
+    word_embed: nn.Linear
+    head_ada: nn.Linear
+    head: nn.Linear
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList()
+    @property
+    def stack(self) -> tuple[Block, ...]:
+        """The blocks in order."""
+        return tuple(self.blocks)  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.blocks[0].attention.qkv.weight.dtype
+        return self.word_embed.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.blocks[0].attention.qkv.weight.device
+        return self.word_embed.weight.device
 
     def cache_spec(self, schedule: Schedule, rows: int) -> CacheSpec:
         config = self.block_config
@@ -76,9 +81,9 @@ class NextScaleModel(nn.Module):
         """Rows for the prompts, then, if guided, as many for what to steer away from."""
         raise NotImplementedError
 
-    def request_bytes(self, schedule: Schedule, prompts: Any, negative: Any, guided: bool) -> int:
-        """What a request keeps until it ends, besides the weights; known before it starts."""
-        return self.cache_spec(schedule, len(prompts) * (2 if guided else 1)).bytes
+    def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
+        """What a request keeps until it ends, besides the weights: known before it starts. `text_tokens`: of the longest prompt."""
+        return self.cache_spec(schedule, rows).bytes
 
     def embed(self, seen: Tensor | None, stage: Stage, env: Env) -> Tensor:
         """The tokens of `stage` [R, cells, C] from what the canvas shows of it; both branches read the same canvas."""
@@ -102,7 +107,7 @@ class NextScaleModel(nn.Module):
         return self.head(y).float()
 
     def temperatures(self) -> list[Tensor | None]:
-        return [block.attention.temperature() for block in self.blocks]
+        return [block.attention.temperature() for block in self.stack]
 
     def head_modulation(self, condition: Tensor) -> tuple[Tensor, Tensor]:
         scale, shift = self.head_ada(F.silu(condition.to(self.head_ada.weight.dtype)))[:, None].chunk(2, dim=-1)

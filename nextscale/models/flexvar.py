@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,25 +10,14 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..stage import Stage
-from .blocks import BlockConfig
-from .var import CLASS_RULES, ClassConditioned
+from .var import CLASS_RULES, ClassConditioned, ClassConfig
 
 
 @dataclass(frozen=True)
-class FlexVarConfig:
-    depth: int
-    width: int
-    heads: int
-    cosine: bool = True
-    classes: int = 1000
-    codes: int = 8912
-    latent_channels: int = 32
-    mlp_ratio: float = 4.0
+class FlexVarConfig(ClassConfig):
+    _: KW_ONLY
+    codes: int = 8912  # sic
     table: tuple[int, int] = (32, 32)
-
-    @property
-    def block(self) -> BlockConfig:
-        return BlockConfig(self.width, self.heads, round(self.width * self.mlp_ratio), self.cosine)
 
 
 class FlexVar(ClassConditioned):

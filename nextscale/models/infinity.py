@@ -93,7 +93,6 @@ class ChunkStart(Block):
 
 
 class Infinity(NextScaleModel):
-    prompts = "text"
     float32 = ("text_norm.", "shared_modulation.", "head_ada.", "head.")
 
     def __init__(self, config: InfinityConfig) -> None:
@@ -113,6 +112,7 @@ class Infinity(NextScaleModel):
         self.blocks = nn.ModuleList(self._block(layer) for layer in range(config.depth))
         self.head_ada = nn.Linear(config.width, 2 * config.width)
         self.head = nn.Linear(config.width, 2 * config.bits_per_token)
+        self.layout = self._published_names(config.depth // config.chunks)
 
     def _block(self, layer: int) -> Block:
         starts_chunk = layer > 0 and layer % (self.config.depth // self.config.chunks) == 0
@@ -120,9 +120,7 @@ class Infinity(NextScaleModel):
             return ChunkStart(layer, self.config.block, self.level_embed)
         return Block(layer, self.config.block)
 
-    @property
-    def layout(self) -> Layout:
-        per_chunk = self.config.depth // self.config.chunks
+    def _published_names(self, per_chunk: int) -> Layout:
         return Layout(
             rules=(
                 Rule(r"no_text", ("cfg_uncond",)),
@@ -159,7 +157,7 @@ class Infinity(NextScaleModel):
         head_scale, head_shift = self.head_modulation(condition)
         return Conditioning(
             condition,
-            [Modulation.of(six + block.modulation_table, self.dtype) for block in self.blocks],
+            [Modulation.of(six + block.modulation_table, self.dtype) for block in self.stack],
             self.temperatures(),
             head_scale,
             head_shift,
@@ -167,12 +165,10 @@ class Infinity(NextScaleModel):
             RopeTable(schedule, self.block_config.head_dim, self.config.rope, self.device),
         )
 
-    def request_bytes(self, schedule: Schedule, prompts: TextFeatures, negative: TextFeatures | None, guided: bool) -> int:
-        longest = max(prompts.lengths + (negative.lengths if negative is not None else ()))
-        rows = len(prompts) * (2 if guided else 1)
-        padded = math.ceil(longest / MASK_MULTIPLE) * MASK_MULTIPLE
+    def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
+        padded = math.ceil(text_tokens / MASK_MULTIPLE) * MASK_MULTIPLE
         text = 2 * len(self.blocks) * rows * padded * self.config.width * self.dtype.itemsize
-        return super().request_bytes(schedule, prompts, negative, guided) + text
+        return super().request_bytes(schedule, rows, text_tokens) + text
 
     def _unconditional(self, prompts: TextFeatures, negative: TextFeatures | None) -> tuple[Tensor, tuple[int, ...]]:
         if negative is None:
@@ -181,15 +177,15 @@ class Infinity(NextScaleModel):
         return negative.to(self.device).compact()
 
     def _text_context(self, text: Tensor, padding: Padding) -> TextContext:
-        padded = [padding.pad(block.text_attention.text_keys_values(text)) for block in self.blocks]
+        padded = [padding.pad(block.text_attention.text_keys_values(text)) for block in self.stack]
         return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], padding.mask)
 
     def _check(self, features: TextFeatures) -> None:
         if features.channels != self.config.text_channels:
             raise PromptError(f"text features have {features.channels} channels; this model was trained with {self.config.text_channels}")
-        if max(features.lengths) > self.config.longest_text:
+        if features.longest > self.config.longest_text:
             raise PromptError(
-                f"a prompt has {max(features.lengths)} tokens; this model takes at most {self.config.longest_text}: shorten the prompt"
+                f"a prompt has {features.longest} tokens; this model takes at most {self.config.longest_text}: shorten the prompt"
             )
 
     def positions(self, stage: Stage) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,13 @@ from .blocks import Block, BlockConfig, Modulation
 
 
 @dataclass(frozen=True)
-class VarConfig:
+class ClassConfig:
+    """What VAR and FlexVAR have in common."""
+
     depth: int
     width: int
     heads: int
-    sides: tuple[int, ...]
-    shared_modulation: bool = False
+    _: KW_ONLY
     cosine: bool = True
     classes: int = 1000
     codes: int = 4096
@@ -31,15 +32,23 @@ class VarConfig:
 
     @property
     def block(self) -> BlockConfig:
-        return BlockConfig(self.width, self.heads, round(self.width * self.mlp_ratio), self.cosine, self.shared_modulation)
+        return BlockConfig(self.width, self.heads, round(self.width * self.mlp_ratio), self.cosine)
+
+
+@dataclass(frozen=True)
+class VarConfig(ClassConfig):
+    sides: tuple[int, ...]
+    shared_modulation: bool = False
+
+    @property
+    def block(self) -> BlockConfig:
+        return replace(super().block, shared_modulation=self.shared_modulation)
 
 
 class ClassConditioned(NextScaleModel):
     """The parts that VAR and FlexVAR share: the class embedding is the first token and the condition of every modulation."""
 
-    prompts = "class"
-
-    def __init__(self, config: VarConfig) -> None:  # FlexVarConfig has the same fields as far as they are read here
+    def __init__(self, config: ClassConfig) -> None:
         super().__init__()
         self.config = config
         self.block_config = config.block
@@ -61,7 +70,7 @@ class ClassConditioned(NextScaleModel):
         return Conditioning(condition, self._modulations(activated), self.temperatures(), head_scale, head_shift)
 
     def _modulations(self, activated: Tensor) -> list[Modulation]:
-        return [Modulation.of(block.modulation(activated).unflatten(-1, (6, -1)), self.dtype) for block in self.blocks]
+        return [Modulation.of(block.modulation(activated).unflatten(-1, (6, -1)), self.dtype) for block in self.stack]
 
 
 CLASS_RULES = (*SHARED_RULES, Rule(r"class_embed\.weight", ("class_emb.weight",)), *block_rules(lambda i: f"blocks.{i}", "attn"))
@@ -80,6 +89,7 @@ class Var(ClassConditioned):
 
     def __init__(self, config: VarConfig) -> None:
         super().__init__(config)
+        self.shares_modulation = config.shared_modulation
         self.schedule = Schedule(config.sides)
         self.level_embed = nn.Embedding(len(config.sides), config.width)
         self.pos_embed = nn.Parameter(torch.empty(self.schedule.tokens, config.width))
@@ -95,7 +105,7 @@ class Var(ClassConditioned):
         return self.level_embed.weight[stage.index] + self.pos_embed[stage.start : stage.start + stage.cells]
 
     def _modulations(self, activated: Tensor) -> list[Modulation]:
-        if not self.config.shared_modulation:
+        if not self.shares_modulation:
             return super()._modulations(activated)
         shared = self.shared_modulation(activated).unflatten(-1, (6, -1))
-        return [Modulation.of(shared + block.modulation_table, self.dtype) for block in self.blocks]
+        return [Modulation.of(shared + block.modulation_table, self.dtype) for block in self.stack]

@@ -75,6 +75,10 @@ class TextFeatures:
         return tuple(row.shape[0] for row in self.rows)
 
     @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
     def channels(self) -> int:
         return self.rows[0].shape[1]
 

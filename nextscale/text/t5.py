@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -95,11 +95,11 @@ class T5Encoder:
     def __call__(self, prompts: Sequence[str]) -> TextFeatures:
         """Features of each prompt, float32, on the encoder's device. Only prompts that are not in the cache are encoded."""
         _check_prompts(prompts)
-        rows = {prompt: self._cache.get(prompt) for prompt in prompts}
-        new_prompts = [prompt for prompt, row in rows.items() if row is None]
+        new_prompts = [prompt for prompt in dict.fromkeys(prompts) if self._cache.get(prompt) is None]
+        rows = {prompt: row for prompt in prompts if (row := self._cache.get(prompt)) is not None}
         if new_prompts:
             rows.update(zip(new_prompts, self._encode(new_prompts).rows, strict=True))
-        for prompt in rows:
+        for prompt in dict.fromkeys(prompts):
             self._cache.put(prompt, rows[prompt])
         # Copies, so that a caller who writes into the result does not change the cache.
         return TextFeatures(tuple(rows[prompt].clone() for prompt in prompts))
@@ -178,11 +178,12 @@ def _load(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBa
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # float16 has to be asked for here: transformers then keeps the layers that overflow in float32.
-        model, report = T5EncoderModel.from_pretrained(
+        loaded: Any = T5EncoderModel.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # damaged files surface as OSError, ValueError, KeyError, RuntimeError, SafetensorError or plain Exception
         raise TextEncoderUnavailable(f"text encoder {str(source)!r} could not be read: {error}. {_how_to_fetch(name)}") from error
+    model, report = loaded
     # transformers fills absent weights with random numbers and only warns.
     if report["missing_keys"]:
         raise TextEncoderUnavailable(

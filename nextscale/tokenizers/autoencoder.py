@@ -76,21 +76,19 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
 
 
-def level(inner: int, outer: int, blocks: int, attention: bool, resize: nn.Module | None) -> nn.ModuleDict:
-    parts = nn.ModuleDict({"blocks": nn.ModuleList(ResidualBlock(inner if i == 0 else outer, outer) for i in range(blocks))})
-    if attention:
-        parts["attention"] = nn.ModuleList(PixelAttention(outer) for _ in range(blocks))
-    if resize is not None:
-        parts["resize"] = resize
-    return parts
+class Level(nn.Module):
+    """Residual blocks of one resolution, each followed by attention where there is any, then the step to the next resolution."""
 
+    def __init__(self, inner: int, outer: int, blocks: int, attention: bool, resize: nn.Module | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResidualBlock(inner if i == 0 else outer, outer) for i in range(blocks))
+        self.attention = nn.ModuleList(PixelAttention(outer) if attention else nn.Identity() for _ in range(blocks))
+        self.resize = resize or nn.Identity()
 
-def run_level(parts: nn.ModuleDict, x: Tensor) -> Tensor:
-    for i, block in enumerate(parts["blocks"]):
-        x = block(x)
-        if "attention" in parts:
-            x = parts["attention"][i](x)
-    return parts["resize"](x) if "resize" in parts else x
+    def forward(self, x: Tensor) -> Tensor:
+        for block, attention in zip(self.blocks, self.attention, strict=True):
+            x = attention(block(x))
+        return self.resize(x)
 
 
 def middle(channels: int, attention: bool) -> nn.Sequential:
@@ -106,7 +104,7 @@ class Encoder(nn.Module):
         widths, coarsest = config.widths, len(config.widths) - 1
         self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
         self.levels = nn.ModuleList(
-            level(
+            Level(
                 widths[i - 1] if i else config.channels,
                 widths[i],
                 config.blocks_per_level,
@@ -121,8 +119,8 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
-        for parts in self.levels:
-            x = run_level(parts, x)
+        for level in self.levels:
+            x = level(x)
         return self.conv_out(F.silu(self.norm_out(self.middle(x))))
 
 
@@ -135,7 +133,7 @@ class Decoder(nn.Module):
         self.conv_in = nn.Conv2d(config.latent_channels, widths[0], 3, padding=1)
         self.middle = middle(widths[0], config.attention)
         self.levels = nn.ModuleList(
-            level(
+            Level(
                 widths[max(i - 1, 0)],
                 widths[i],
                 config.blocks_per_level + 1,
@@ -149,6 +147,6 @@ class Decoder(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.middle(self.conv_in(z))
-        for parts in self.levels:
-            x = run_level(parts, x)
+        for level in self.levels:
+            x = level(x)
         return self.conv_out(F.silu(self.norm_out(x)))
