@@ -196,7 +196,7 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
         tensors += [env.cache[0].workspace.keys, env.cache[0].workspace.values]
         if cond.text is not None:
             tensors += [tensor for pair in cond.text.keys_values for tensor in pair]
-        assert pipeline.model.request_bytes(schedule, prompts, None, guided) == storage_bytes(tensors)
+        assert pipeline.model.request_bytes(schedule, 4 if guided else 2, prompts.longest) == storage_bytes(tensors)
         assert env.branches == ("both" if guided else "cond")
 
 

@@ -518,7 +518,7 @@ def test_the_report_tells_what_happened(family: str) -> None:
     assert [(stage.index, stage.height, stage.width) for stage in report.stages] == [(s.index, *s.size) for s in schedule]
     assert [stage.tokens for stage in report.stages] == [0 if stage.last else stage.cells for stage in schedule]
     assert [stage.rows for stage in report.stages] == [0 if stage.last else 6 for stage in schedule]
-    assert report.planned_memory == pipeline.model.request_bytes(schedule, tiny.prompts(family, 3), None, True)
+    assert report.planned_memory == pipeline.model.request_bytes(schedule, rows=6, text_tokens=max(tiny.TEXT_LENGTHS))
     assert report.peak_memory > report.planned_memory  # the whole process on a CPU
     parts = [report.condition_seconds, report.decode_seconds, *(stage.seconds for stage in report.stages)]
     assert all(part >= 0 for part in parts)
@@ -528,15 +528,27 @@ def test_the_report_tells_what_happened(family: str) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_planned_memory_follows_rows_dtype_and_size(family: str) -> None:
     """Keys and values alone: an image more, a branch more and wider numbers all cost in proportion."""
-    pipeline, schedule = tiny.shared_pipeline(family), tiny.schedule_of(family)
-    one = tiny.prompts(family, 1)
-    prompts = tiny.one_prompt(family, 0) if family in tiny.TEXT_FAMILIES else one
-    plan = pipeline.model.request_bytes(schedule, prompts, None, False)
-    assert pipeline.model.request_bytes(schedule, prompts, None, True) == 2 * plan
-    assert tiny.shared_pipeline(family, torch.bfloat16).model.request_bytes(schedule, prompts, None, False) == plan // 2
+    schedule = tiny.schedule_of(family)
+    unguided = drawn(family, images=1, guidance=tiny.NO_GUIDANCE[family]).report.planned_memory
     tokens = schedule.tokens + tiny.DEPTH * schedule[-1].start
     text_tokens = tiny.DEPTH * 8 if family in tiny.TEXT_FAMILIES else 0  # five tokens, padded to eight
-    assert plan == 2 * tiny.WIDTH * 4 * (tokens + text_tokens)
+    assert unguided == 2 * tiny.WIDTH * 4 * (tokens + text_tokens)
+    assert drawn(family, images=1).report.planned_memory == 2 * unguided
+    same_prompt = tiny.shared_pipeline(family)(tiny.one_prompt(family, 0), seed=[1, 2, 3])
+    assert same_prompt.report.planned_memory == 6 * unguided
+    half = tiny.shared_pipeline(family, torch.bfloat16)(tiny.one_prompt(family, 0), seed=1)
+    assert half.report.planned_memory == unguided  # twice the rows at half the size
+    assert tiny.shared_pipeline(family).planned_memory(images=3, text_tokens=5) == 6 * unguided
+
+
+@pytest.mark.parametrize("family", tiny.TEXT_FAMILIES)
+def test_the_longest_text_counts_also_among_the_negative_ones(family: str) -> None:
+    pipeline = tiny.shared_pipeline(family)
+    per_token = 2 * tiny.DEPTH * 2 * tiny.WIDTH * 4
+    plain, against = (
+        pipeline(tiny.text_features((5,)), seed=1, negative=negative).report.planned_memory for negative in (None, tiny.text_features((17,)))
+    )
+    assert against - plain == (24 - 8) * per_token
 
 
 def test_reports_become_plain_values() -> None:

@@ -66,12 +66,15 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def attention_backend(queries: int, device: torch.device) -> AbstractContextManager[None]:
     """Which of torch's attention kernels to use for a stage with so many query tokens over all rows.
 
-    On an H200 cuDNN's kernel is the fastest (4096 queries, 10521 keys: 1.13 ms, flash 1.95) and torch's own choice, but stages of
-    up to 2048 queries wait for the host, for which it is the slowest: 23 ms for 32 blocks, with flash 18.
+    On an H200 cuDNN's kernel, torch's own choice, is the fastest for large stages (4096 queries, 10521 keys: 1.13 ms, flash 1.95,
+    memory-efficient 4.1). Small stages wait for the host: 32 blocks take 23 ms with cuDNN's and 18 ms with flash, and a call of the
+    memory-efficient kernel costs the host half of a call of flash.
     """
     if device.type != "cuda" or queries > 2048:
         return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    if queries > 512:
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -158,9 +161,13 @@ class Block(nn.Module):
         if config.text:
             self.text_norm = nn.LayerNorm(config.width, eps=NORM_EPS)
             self.text_attention = CrossAttention(layer, config)
-            self.parts: tuple[Part, ...] = (self.attention_part, self.text_part, self.feed_forward_part)
-        else:
-            self.parts = (self.attention_part, self.feed_forward_part)
+        self.has_text = config.text
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The residual branches in order."""
+        text = (self.text_part,) if self.has_text else ()
+        return (self.attention_part, *text, self.feed_forward_part)
 
     def attention_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return env.cond.modulation[self.layer].attention_gain * self._attention(x, tokens, env)
@@ -175,7 +182,7 @@ class Block(nn.Module):
         """All parts in order, each gain fused with the addition."""
         m = env.cond.modulation[self.layer]
         x = torch.addcmul(x, m.attention_gain, self._attention(x, tokens, env))
-        if env.cond.text is not None:
+        if self.has_text:
             x = x + self.text_part(x, tokens, env)
         return torch.addcmul(x, m.feed_forward_gain, self._feed_forward(x, env))
 
