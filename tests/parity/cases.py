@@ -26,7 +26,7 @@ def find_cases(root: Path) -> list[Case]:
     """Every json with a safetensors of the same name is a case; a folder with other files and no case is reported as not understood."""
     cases = []
     for folder in sorted({path.parent for path in root.rglob("*") if path.is_file() and path.name != "README.md"}):
-        name = f"{root.name}/{folder.relative_to(root)}"
+        name = str(Path(root.name) / folder.relative_to(root))
         found = [path for path in sorted(folder.glob("*.json")) if path.with_suffix(".safetensors").exists()]
         cases += [Case(name if path.stem == "case" else f"{name}/{path.stem}", path) for path in found] or [Case(name, None)]
     return cases
