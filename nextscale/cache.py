@@ -92,10 +92,18 @@ class DenseLayerCache:
         return keys.narrow(1, 0, end), values.narrow(1, 0, end), mask
 
     def _append_ragged(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, count: Tensor | None, end: int) -> Tensor:
-        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding."""
+        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding.
+
+        What lies beyond a row's end is masked, but must be finite all the same: zero times NaN is NaN.
+        """
         rows, new = k.shape[:2]
         if self.lengths is None:
             self.lengths = torch.full((rows,), self.width, device=k.device)
+            for store in (self.keys, self.values):
+                store.narrow(1, self.width, store.shape[1] - self.width).zero_()
+        if keys is not self.keys:
+            for store in (keys, values):
+                store.narrow(1, self.width, new).zero_()
         row = torch.arange(rows, device=k.device)[:, None]
         place = self.lengths[:, None] + torch.arange(new, device=k.device)
         keys[row, place] = k.to(keys.dtype)

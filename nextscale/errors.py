@@ -21,7 +21,7 @@ class SizeError(NextscaleError):
     """No schedule offers the requested size or aspect ratio."""
 
 
-class SettingError(NextscaleError):
+class SettingError(NextscaleError, ValueError):
     """A generation setting is out of range or does not apply to this model."""
 
 

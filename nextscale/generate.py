@@ -41,7 +41,8 @@ class StageDone:
     stage: Stage
     canvas: Canvas
     rows: int = 0
-    tokens: Tokens | None = None
+    width: int = 0  # tokens per row that ran through the blocks
+    tokens: Tokens | None = None  # what the codes stand for
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as drawn
     codes: Tensor | None = None  # as put on the canvas
@@ -63,9 +64,10 @@ def generate(
     schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
     run = method.start(model, schedule, batch)
     env = new_env(model, cond, schedule, batch, run)
-    finite = []
+    finite: dict[int, Tensor] = {}
     for stage in schedule:
         plan = run.plan(stage, canvas)
+        plan.check(len(model.blocks), guidance.layers)
         if plan.skip:
             canvas.skip(stage)
             watch(StageDone(stage, canvas))
@@ -76,12 +78,12 @@ def generate(
             x = run_blocks(model, x, tokens, env, plan, guidance, run)
         out = guidance.on_logits(model.logits(x, env), stage, batch)
         out, tokens = run.leave(sampling.prepare(out, stage), tokens.rows(slice(0, batch)))
-        ids, codes = choose(out, stage, len(schedule), sampling, request.draws)
+        ids, codes = choose(out, tokens, len(schedule), sampling, request.draws)
         codes = request.revise(stage, codes)
         canvas.add(codes, tokens)
-        finite.append(out.isfinite().all())
-        watch(StageDone(stage, canvas, x.shape[0], tokens, out, ids, codes))
-    require_finite(finite)
+        finite[stage.index] = out.isfinite().all()
+        watch(StageDone(stage, canvas, x.shape[0], x.shape[1], tokens, out, ids, codes))
+    require_finite(finite, len(schedule))
 
 
 def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method) -> Env:
@@ -115,11 +117,12 @@ def run_blocks(
     return x
 
 
-def require_finite(finite: list[Tensor]) -> None:
+def require_finite(finite: dict[int, Tensor], stages: int) -> None:
     """One read from the device for all stages, after the last one."""
-    checks = torch.stack(finite).tolist()
-    if not all(checks):
+    checks = torch.stack(list(finite.values())).tolist() if finite else []
+    failed = [index for index, good in zip(finite, checks, strict=True) if not good]
+    if failed:
         raise NonFiniteLogits(
-            f"the network's logits were NaN or infinite at stage {checks.index(False)} of {len(checks)}. In float16 this is overflow:"
+            f"the network's logits were NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"
             " load the model with dtype=torch.bfloat16 or float32. Otherwise the weights file is damaged or belongs to another model."
         )

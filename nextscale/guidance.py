@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
+from numbers import Real
 
 from torch import Tensor
 
@@ -87,9 +89,12 @@ def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
         return default
     if isinstance(value, Guidance):
         return value
-    if isinstance(value, int | float):
+    numbers = [value] if isinstance(value, Real) else value
+    if isinstance(value, str) or not isinstance(numbers, Sequence) or not all(isinstance(n, Real) and isfinite(n) for n in numbers):
+        raise SettingError(f"guidance {value!r}: give a number, a list of one number per stage, or a Guidance")
+    if isinstance(value, Real):
         return default.with_strength(float(value))
-    return StageGuidance(default.logits, default.layers, tuple(float(scale) for scale in value))
+    return StageGuidance(default.logits, default.layers, tuple(float(scale) for scale in numbers))
 
 
 class GuidedRows:

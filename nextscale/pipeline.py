@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -49,15 +50,18 @@ class Preview:
     """Given to `on_stage` after each stage."""
 
     done: StageDone
+    latent: Tensor  # what the canvas held after this stage
     tokenizer: Tokenizer
 
     @property
     def canvas(self) -> Canvas:
+        """Goes on changing while generation does."""
         return self.done.canvas
 
+    @torch.inference_mode()
     def images(self) -> list[Image.Image]:
         """The images as they would be if generation stopped here. FlexVAR's grow with the stage."""
-        return to_pil(self.tokenizer.decode(self.done.canvas.latent))
+        return to_pil(self.tokenizer.decode(self.latent))
 
 
 class Pipeline:
@@ -99,7 +103,7 @@ class Pipeline:
         chosen = self._sampling(schedule, sampling)
         guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
         prompts = self.reader.read(prompt)
-        if len(prompts) == 1 and isinstance(seed, Sequence):
+        if len(prompts) == 1 and isinstance(seed, Sequence) and seed:
             prompts = prompts.repeat(len(seed))
         draws, seeds = self._draws(seed, len(prompts))
         against = None if negative is None else self.reader.read(negative)
@@ -107,6 +111,8 @@ class Pipeline:
             against = against.repeat(len(prompts))
         if against is not None and len(against) != len(prompts):
             raise SettingError(f"{len(against)} negative prompts for {len(prompts)} images: give one, or one per image")
+        if against is not None and not guided.needs_both:
+            raise SettingError("a negative prompt needs guidance: without it the second branch does not run")
         request = Request(len(prompts), schedule, guided, chosen, draws)
         if revise is not None:
             request = Request(len(prompts), schedule, guided, chosen, draws, revise)
@@ -133,7 +139,7 @@ class Pipeline:
             watch.stop()
             done_stages.append(done.without_logits())
             if on_stage is not None:
-                on_stage(Preview(done, self.tokenizer))
+                on_stage(Preview(done, done.canvas.latent, self.tokenizer))
             watch.start()
 
         rows = batch * (2 if request.guidance.needs_both else 1)
@@ -156,7 +162,7 @@ class Pipeline:
             size=(pixels.shape[2], pixels.shape[3]),
             seeds=seeds,
             stages=tuple(
-                StageReport(done.stage.index, *done.stage.size, 0 if done.tokens is None else done.tokens.width, done.rows, seconds)
+                StageReport(done.stage.index, *done.stage.size, done.width, done.rows, seconds)
                 for done, seconds in zip(done_stages, per_stage, strict=True)
             ),
             condition_seconds=condition,
@@ -164,13 +170,16 @@ class Pipeline:
             peak_memory=peak_memory(device),
             planned_memory=planned,
         )
-        return Output(pixels, canvas.latent, tuple(done.codes for done in done_stages if done.codes is not None), report)
+        codes = tuple(done.codes.clone() for done in done_stages if done.codes is not None)
+        return Output(pixels.clone(), canvas.latent.clone(), codes, report)  # copies are ordinary tensors, not inference tensors
 
     def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
         sampling = self.settings.sampling.changed(**changes)
         sampling.check(schedule)
         if sampling.smooth and not self.tokenizer.mixes_codes:
             raise SettingError(f"smooth mixes entries of a codebook; {self.name} does not support it")
+        if sampling.forbidden and max(sampling.forbidden) >= self.tokenizer.codes:
+            raise SettingError(f"forbidden {sampling.forbidden}: {self.name} has {self.tokenizer.codes} numbered codes")
         return sampling
 
     def _draws(self, seed: SeedLike, images: int) -> tuple[Draws, tuple[int, ...] | None]:
@@ -180,11 +189,12 @@ class Pipeline:
             return seed, None
         if seed is None:
             seed = secrets.randbits(32)
-        seeds = tuple(range(seed, seed + images)) if isinstance(seed, int) else tuple(seed)
-        if len(seeds) != images:
-            raise SettingError(f"{len(seeds)} seeds for {images} images: give one number, or one per image")
-        if any(not 0 <= one < 2**63 for one in seeds):
-            raise SettingError(f"seed {seeds if len(seeds) > 1 else seeds[0]}: give whole numbers from 0 to 2**63 - 1")
+        given = list(range(int(seed), int(seed) + images)) if isinstance(seed, Integral) else seed
+        if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(s, Integral) and 0 <= s < 2**63 for s in given):
+            raise SettingError(f"seed {seed!r}: give whole numbers from 0 to 2**63 - 1, or a torch.Generator")
+        if len(given) != images:
+            raise SettingError(f"{len(given)} seeds for {images} images: give one number, or one per image")
+        seeds = tuple(int(one) for one in given)
         return ImageDraws(seeds, self.model.device), seeds
 
 

@@ -57,7 +57,7 @@ class ClassReader:
     classes: int
 
     def read(self, prompt: Any) -> Labels:
-        if isinstance(prompt, Tensor):
+        if hasattr(prompt, "tolist"):  # torch and numpy
             prompt = prompt.tolist()
         numbers = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [prompt]
         if not numbers:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from .errors import SettingError
-from .stage import Schedule, Stage
+from .stage import Schedule, Stage, Tokens
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,17 @@ class Sampling:
     forbidden: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.top_k < 0:
-            raise SettingError(f"top_k is 0 (off) or a positive number of codes; got {self.top_k}")
-        if not 0 <= self.top_p <= 1:
-            raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p}")
+        if not isinstance(self.top_k, Integral) or self.top_k < 0:
+            raise SettingError(f"top_k is 0 (off) or a whole number of codes; got {self.top_k!r}")
+        if not isinstance(self.top_p, Real) or not 0 <= self.top_p <= 1:
+            raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
         if self.greedy and self.smooth:
             raise SettingError("greedy takes the most likely code and smooth a random mixture of codes: choose one of them")
-        if any(not temperature > 0 for temperature in self._temperatures()):
-            raise SettingError(f"temperature must be above 0 (greedy=True takes the most likely code); got {self.temperature}")
+        temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        if not all(isinstance(temperature, Real) and 0 < temperature < float("inf") for temperature in temperatures):
+            raise SettingError(f"temperature is a number above 0, or a tuple of one per stage; got {self.temperature!r}")
+        if not isinstance(self.forbidden, tuple) or not all(isinstance(code, Integral) and code >= 0 for code in self.forbidden):
+            raise SettingError(f"forbidden is a tuple of code numbers; got {self.forbidden!r}")
 
     def changed(self, **settings: object) -> Sampling:
         """A copy with some settings replaced; unknown names are refused."""
@@ -53,12 +57,12 @@ class Sampling:
         return replace(self, **settings)  # type: ignore[arg-type]
 
     def check(self, schedule: Schedule) -> None:
-        if not isinstance(self.temperature, float | int) and len(self.temperature) < len(schedule):
+        if isinstance(self.temperature, tuple) and len(self.temperature) < len(schedule):
             raise SettingError(f"{len(self.temperature)} temperatures for {len(schedule)} stages: give one per stage, or a single number")
 
     def prepare(self, logits: Tensor, stage: Stage) -> Tensor:
         """Guided logits with this stage's temperature and the forbidden codes applied."""
-        temperature = self.temperature if isinstance(self.temperature, float | int) else self.temperature[stage.index]
+        temperature = self.temperature[stage.index] if isinstance(self.temperature, tuple) else self.temperature
         if temperature != 1:
             logits = logits / temperature
         if self.forbidden:
@@ -71,13 +75,10 @@ class Sampling:
         untrained = self.drawn_sides is not None and not sides <= self.drawn_sides
         return 1 if too_wide or untrained else self.top_k
 
-    def _temperatures(self) -> tuple[float, ...]:
-        return (self.temperature,) if isinstance(self.temperature, float | int) else tuple(self.temperature)
-
 
 @runtime_checkable
 class Draws(Protocol):
-    """The source of random numbers of one request."""
+    """The source of random numbers of one request. Every cell of a stage has its own, whether or not its token is run."""
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Unit exponential numbers; the first axis of `shape` is the image."""
@@ -120,30 +121,37 @@ def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
-def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """One code per position from filtered logits [B, ..., V].
+def cell_noise(draws: Draws, logits: Tensor, tokens: Tokens) -> Tensor:
+    """Unit exponential numbers for logits [B, N, ...] of some tokens: drawn for all cells of the stage, then taken where they are.
 
-    The largest ratio of probability to unit exponential noise is distributed like the softmax; torch.multinomial with one sample
-    computes the same from the same generator state, so seeds give the codes of the authors' programs.
+    So what a token draws does not depend on which others are run, and padding draws what the token that it repeats draws.
     """
-    noise = draws.exponential(logits.shape, logits.device)
+    noise = draws.exponential((logits.shape[0], tokens.stage.cells, *logits.shape[2:]), logits.device)
+    return tokens.gather(noise.flatten(2)).view(logits.shape)
+
+
+def draw(logits: Tensor, noise: Tensor) -> Tensor:
+    """One code per position from filtered logits [..., V] and unit exponential noise of the same shape.
+
+    The largest ratio of probability to noise is distributed like the softmax; torch.multinomial with one sample computes the same from
+    the same generator state, so seeds give the codes of the authors' programs.
+    """
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
 
 
-def soften(logits: Tensor, progress: float, draws: Draws) -> Tensor:
+def soften(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
     """VAR's smoothing: a Gumbel softmax over the codes, sharper with `progress` (0 at the first stage, 1 at the last)."""
     tau = max(0.27 * (1 - 0.95 * progress), 0.005)
-    gumbel = -draws.exponential(logits.shape, logits.device).log()
-    return ((logits * (1 + progress) + gumbel) / tau).softmax(dim=-1)
+    return ((logits * (1 + progress) - noise.log()) / tau).softmax(dim=-1)
 
 
-def choose(logits: Tensor, stage: Stage, stages: int, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Codes for prepared logits [B, ..., V]: the drawn numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
+def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Codes for prepared logits [B, N, ..., V]: the drawn numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
     if sampling.greedy:
         ids = logits.argmax(dim=-1)
         return ids, ids
-    kept = filter_logits(logits, sampling.top_k_at(stage), sampling.top_p)
-    ids = draw(kept, draws)
+    kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
+    ids = draw(kept, cell_noise(draws, logits, tokens))
     if not sampling.smooth:
         return ids, ids
-    return ids, soften(kept, stage.index / max(stages - 1, 1), draws)
+    return ids, soften(kept, cell_noise(draws, logits, tokens), tokens.stage.index / max(stages - 1, 1))

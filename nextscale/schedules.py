@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -33,10 +34,10 @@ def parse_aspect(aspect: float | str) -> float:
     try:
         if isinstance(aspect, str) and ":" in aspect:
             width, height = (float(part) for part in aspect.split(":"))
-            ratio = height / width
+            ratio = height / width if width > 0 else 0.0
         else:
             ratio = float(aspect)
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, TypeError):
         ratio = 0.0
     if not 0 < ratio < float("inf"):
         raise SizeError(f'aspect {aspect!r}: give "width:height" such as "16:9", or height / width as a number')
@@ -44,10 +45,10 @@ def parse_aspect(aspect: float | str) -> float:
 
 
 def parse_size(size: tuple[int, int] | int) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
         raise SizeError(f"size {size!r}: give (height, width) in pixels, both positive whole numbers")
-    return pair
+    return pair[0], pair[1]
 
 
 def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:

@@ -99,17 +99,25 @@ class Tokens:
         """The tokens at `selection` [R, K], positions within this set."""
         return Tokens(self.stage, selection if self.index is None else self.index.gather(1, selection), count)
 
-    def top(self, score: Tensor, keep: Tensor, width: int) -> tuple[Tensor, Tokens]:
-        """The `keep` [R] best of each row by `score` [R, N], in raster order, padded to `width` with the last one kept."""
-        valid = torch.arange(score.shape[1], device=score.device) < (score.shape[1] if self.count is None else self.count[:, None])
-        best = score.masked_fill(~valid, float("-inf")).topk(width, dim=1).indices  # [R, width], best first
+    def top(self, score: Tensor, keep: int | Tensor, width: int | None = None) -> tuple[Tensor, Tokens]:
+        """The best of each row by `score` [R, N], in raster order: `keep` of every row, or keep[r] of row r, padded to `width`.
+
+        Returns their positions within this set and the tokens. Nothing is read back from the device.
+        """
+        if self.count is not None:
+            padding = torch.arange(score.shape[1], device=score.device) >= self.count[:, None]
+            score = score.masked_fill(padding, float("-inf"))
+        if isinstance(keep, int):
+            selection = score.topk(keep, dim=1).indices.sort(dim=1).values
+            return selection, self.take(selection)
+        if width is None:
+            raise ValueError("rows that keep different numbers of tokens need a common width")
+        best = score.topk(width, dim=1).indices  # [R, width], best first
         slot = torch.arange(width, device=score.device)
-        beyond = slot >= keep[:, None]
         # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
-        kept = best.masked_fill(beyond, score.shape[1]).sort(dim=1).values
+        kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values
         selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
-        ragged = bool((keep != width).any())
-        return selection, self.take(selection, keep if ragged else None)
+        return selection, self.take(selection, keep)
 
     def gather(self, grid: Tensor) -> Tensor:
         """Entries of `grid` [R or 1, cells, C] at these tokens: [R, N, C]."""

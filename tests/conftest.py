@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 PROJECT = Path(__file__).parent.parent
 COMPACT = Path(__file__).parent / "parity" / "golden"
@@ -30,6 +31,7 @@ def golden_roots(config: pytest.Config) -> list[Path]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # as the stored runs did; on tensors this small a second thread costs more than it brings
     config.stash[tensors_compared] = {}
 
 

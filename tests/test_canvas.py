@@ -23,7 +23,6 @@ from nextscale.tokenizers import (
 from nextscale.tokenizers.var import blend_index
 
 from . import tiny
-from .tiny import one_thread  # noqa: F401
 
 # Bicubic interpolation with a = -0.75 of the two samples 0, 1 to four: the share of the second sample.
 BICUBIC_STEP = [-0.10546875, 0.2265625, 0.7734375, 1.10546875]
@@ -88,6 +87,9 @@ def test_var_upsamples_bicubically_and_shows_averages() -> None:
     left, right = sum(BICUBIC_STEP[:2]) / 2, sum(BICUBIC_STEP[2:]) / 2
     assert torch.allclose(canvas.input(schedule[1]).flatten(), torch.tensor([left, right, left, right]), atol=1e-6)
     assert torch.allclose(canvas.input(schedule[3]).view(1, 1, 4, 4), canvas.latent)
+    canvas.latent = columns(0.0, 0.0, 0.0, 8.0)
+    assert canvas.input(Stage(1, 1, 1, 1, False)).item() == 2.0  # of all cells, not of the nearest ones
+    assert canvas.input(Stage(1, 1, 3, 1, False)).flatten().tolist() == [0.0, 0.0, 4.0]  # windows overlap where sides do not divide
 
 
 def test_var_blends_after_upsampling() -> None:

@@ -53,15 +53,6 @@ def publish(module: nn.Module, target: Path) -> None:
     torch.save({key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}, target)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from threads, and waiting for each other on a busy machine costs them seconds."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def published_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
@@ -71,23 +62,24 @@ def published_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def know_only(models: dict[str, ModelSpec]) -> None:
+    presets.MODELS.clear()
+    presets.MODELS.update(models)
+
+
 @pytest.fixture(autouse=True)
-def tiny_models(published_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny_models(published_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Only the tiny models are known, their files are where they are looked for, and the test starts in an empty folder."""
-    for name in PUBLISHED_MODELS:
-        monkeypatch.delitem(presets.MODELS, name)
-    for name, spec in SPECS.items():
-        monkeypatch.setitem(presets.MODELS, name, spec)
+    know_only(SPECS)
     monkeypatch.setenv("NEXTSCALE_HOME", str(published_files))
     monkeypatch.chdir(tmp_path)
+    yield
+    know_only(PUBLISHED_MODELS)
 
 
 @pytest.fixture
-def published_models(monkeypatch: pytest.MonkeyPatch, tiny_models: None) -> None:
-    for name in SPECS:
-        monkeypatch.delitem(presets.MODELS, name)
-    for name, spec in PUBLISHED_MODELS.items():
-        monkeypatch.setitem(presets.MODELS, name, spec)
+def published_models(tiny_models: None) -> None:
+    know_only(PUBLISHED_MODELS)
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +348,7 @@ def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
         (("tiny-var", 3, "--guidance", "3,1"), "2 guidance scales for 4 stages"),
         (("tiny-var", 3, "--temperature", "hot"), "--temperature 'hot'"),
         (("tiny-var", 3, "--temperature", "1,1"), "2 temperatures for 4 stages"),
-        (("tiny-var", 3, "--temperature", 0), "temperature must be above 0"),
+        (("tiny-var", 3, "--temperature", 0), "temperature is a number above 0"),
         (("tiny-var", 3, "--top-p", 2), "top_p"),
         (("tiny-var", 3, "--greedy", "--smooth"), "choose one"),
         (("tiny-flexvar", 3, "--smooth"), "does not support it"),

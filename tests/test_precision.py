@@ -10,7 +10,6 @@ from nextscale.cache import CacheSpec
 from nextscale.pipeline import Output
 
 from . import tiny
-from .tiny import one_thread  # noqa: F401
 
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # |half - float32| / |float32|, both as Euclidean norms over a whole stage. With 3 blocks, found at most 0.013 and 0.0015 for logits,

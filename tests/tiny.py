@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 
 from nextscale.guidance import ConstantGuidance, RampGuidance
@@ -99,15 +98,6 @@ FAMILIES = tuple(SPECS)
 CLASS_FAMILIES = ("var", "var_shared", "flexvar")
 TEXT_FAMILIES = ("infinity", "infinity_patchify")
 NO_GUIDANCE = {family: 0.0 if family in CLASS_FAMILIES else 1.0 for family in FAMILIES}  # ramps add to 1, constants are the scale itself
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For files that import it: on tensors this small a second thread mostly waits, for seconds where the cores are busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def schedule_of(family: str) -> Schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -38,6 +38,9 @@ class StagePlan:
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
 
     def __post_init__(self) -> None:
+        for span in self.spans:
+            if span.layers.step != 1 or len(span.layers) == 0:
+                raise ValueError(f"a span runs one or more consecutive blocks; {span.key} asks for {span.layers}")
         ordered = sorted(self.spans, key=lambda span: span.layers.start)
         for first, second in pairwise(ordered):
             if second.layers.start < first.layers.stop:
@@ -46,6 +49,18 @@ class StagePlan:
             inside = [layer for layer in self.taps if layer in span.layers]
             if inside:
                 raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
+
+    def check(self, depth: int, guided_layers: Collection[int]) -> None:
+        """ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act."""
+        for span in self.spans:
+            if span.layers.start < 0 or span.layers.stop > depth:
+                raise ValueError(f"the span {span.layers} ({span.key}) does not fit a model with blocks 0 to {depth - 1}")
+            hidden = [layer for layer in guided_layers if layer in span.layers[:-1]]
+            if hidden:
+                raise ValueError(f"guidance after block {hidden[0]} would be lost inside the span {span.layers} ({span.key})")
+        absent = [layer for layer in self.taps if not 0 <= layer < depth]
+        if absent:
+            raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
 
     def merge(self, other: StagePlan) -> StagePlan:
         """Both plans at once; ValueError names the conflict."""

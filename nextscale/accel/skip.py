@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import SettingError
 from ..stage import Schedule, Stage
 from .method import DENSE, Method, StagePlan
 
@@ -21,7 +22,7 @@ class SkipStages(Method):
 
     def start(self, model: NextScaleModel, schedule: Schedule, batch: int) -> Method:
         if not 0 <= self.last < len(schedule):
-            raise ValueError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
+            raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
         return _Run(len(schedule) - self.last)
 
 

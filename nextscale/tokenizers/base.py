@@ -19,6 +19,7 @@ class Tokenizer(nn.Module):
     float32: ClassVar[tuple[str, ...]] = ()  # parameters that keep full precision whatever the dtype
     accumulates: ClassVar[bool] = True  # a stage codes what earlier stages left over
     mixes_codes: ClassVar[bool] = False  # the canvas takes mixtures of codes as well
+    codes: int = 0  # numbered codes; 0 where codes are bits
     pixels_per_token: int
 
     @property

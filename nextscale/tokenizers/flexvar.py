@@ -37,6 +37,7 @@ class FlexVarTokenizer(Tokenizer):
     def __init__(self, config: FlexVarTokenizerConfig) -> None:
         super().__init__()
         self.config = config
+        self.codes = config.codes
         self.pixels_per_token = config.autoencoder.stride
         self.encoder = Encoder(config.autoencoder)
         self.quant_conv = nn.Conv2d(config.latent_channels, config.code_channels, 1)

@@ -49,6 +49,7 @@ class VarTokenizer(Tokenizer):
     def __init__(self, config: VarTokenizerConfig) -> None:
         super().__init__()
         self.config = config
+        self.codes = config.codes
         self.pixels_per_token = config.autoencoder.stride
         z = config.latent_channels
         self.encoder = Encoder(config.autoencoder)
