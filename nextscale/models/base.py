@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cache import CacheSpec, Env
 from ..checkpoints import Layout, Rule, Shape
 from ..stage import Schedule, Stage
-from .blocks import Block, BlockConfig, Modulation, modulated_norm
+from .blocks import LARGEST_LOG_TEMPERATURE, Block, BlockConfig, Modulation, modulated_norm
 from .rope import RopeTable
 
 
@@ -107,7 +107,15 @@ class NextScaleModel(nn.Module):
         return self.head(y).float()
 
     def temperatures(self) -> list[Tensor | None]:
-        return [block.attention.temperature() for block in self.stack]
+        """What multiplies the queries of each head, [H, 1] per layer; the same for all stages."""
+        logs = [log for block in self.stack if (log := block.attention.log_temperature) is not None]
+        if not logs:
+            return [None] * len(self.blocks)
+        return list(torch.stack(logs).float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None])
+
+    def modulation_tables(self) -> Tensor:
+        """What each block adds to the shared modulation, [L, 1, 6, C]."""
+        return torch.stack([block.modulation_table for block in self.stack])[:, None]
 
     def head_modulation(self, condition: Tensor) -> tuple[Tensor, Tensor]:
         scale, shift = self.head_ada(F.silu(condition.to(self.head_ada.weight.dtype)))[:, None].chunk(2, dim=-1)

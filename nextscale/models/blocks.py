@@ -50,10 +50,10 @@ class Modulation(NamedTuple):
     feed_forward_shift: Tensor
 
     @classmethod
-    def of(cls, six: Tensor, dtype: torch.dtype) -> Modulation:
-        """From [R, 6, C] in the published order: two gains, two scales, two shifts."""
-        gain1, gain2, scale1, scale2, shift1, shift2 = six.unsqueeze(2).unbind(1)
-        return cls(*(part.to(dtype).contiguous() for part in (gain1, gain2, 1 + scale1, 1 + scale2, shift1, shift2)))
+    def of_layers(cls, six: Tensor, dtype: torch.dtype) -> list[Modulation]:
+        """One per layer from [L, R, 6, C] in the published order: two gains, two scales, two shifts."""
+        one = torch.tensor([0, 0, 1, 1, 0, 0], dtype=six.dtype, device=six.device)[:, None]
+        return [cls(*layer.unsqueeze(2).unbind(1)) for layer in (six + one).to(dtype)]
 
     def rows(self, rows: slice) -> Modulation:
         return Modulation(*(part[rows] for part in self))
@@ -93,12 +93,6 @@ class SelfAttention(nn.Module):
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
         # Root-mean-square norms leave vectors sqrt(D) times too long on both sides of the product.
         self.scale = 1 / config.head_dim if config.cosine else 0.25 / math.sqrt(config.head_dim)
-
-    def temperature(self) -> Tensor | None:
-        """What multiplies the queries of each head, [H, 1]; the same for all stages."""
-        if self.log_temperature is None:
-            return None
-        return self.log_temperature.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[:, None]
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)

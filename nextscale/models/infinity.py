@@ -153,11 +153,11 @@ class Infinity(NextScaleModel):
         text = self.text_norm(rows.float()).to(self.dtype)
         padding = Padding(lengths, self.device)
         condition = self.text_pool(text, padding)
-        six = self.shared_modulation(F.silu(condition.float())).unflatten(-1, (6, -1))
+        six = self.shared_modulation(F.silu(condition.float())).unflatten(-1, (6, -1)) + self.modulation_tables()
         head_scale, head_shift = self.head_modulation(condition)
         return Conditioning(
             condition,
-            [Modulation.of(six + block.modulation_table, self.dtype) for block in self.stack],
+            Modulation.of_layers(six, self.dtype),
             self.temperatures(),
             head_scale,
             head_shift,

@@ -14,9 +14,11 @@ RopeMode = Literal["normalized", "raw", "resampled"]
 RESAMPLED_SIDE = 128  # longer side of the table that the "resampled" mode shrinks
 
 
-def grid_positions(stage: Stage, extent: tuple[int, int], mode: RopeMode = "normalized") -> tuple[Tensor, Tensor]:
+def grid_positions(
+    stage: Stage, extent: tuple[int, int], mode: RopeMode = "normalized", device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """Row and column of every cell in raster order, [cells] each; normalised ones are rounded to the cells of `extent`."""
-    rows, columns = torch.arange(stage.height).float(), torch.arange(stage.width).float()
+    rows, columns = (torch.arange(side, device=device).float() for side in stage.size)
     if mode == "normalized":
         rows = (rows * (extent[0] / stage.height)).round()
         columns = (columns * (extent[1] / stage.width)).round()
@@ -25,19 +27,21 @@ def grid_positions(stage: Stage, extent: tuple[int, int], mode: RopeMode = "norm
 
 def rotations(rows: Tensor, columns: Tensor, head_dim: int) -> Tensor:
     """Unit complex numbers [cells, head_dim / 2] that turn the channel pairs of a token at these positions."""
-    quarter = torch.arange(head_dim // 4).float()
+    quarter = torch.arange(head_dim // 4, device=rows.device).float()
     speeds = 1.0 / 10000 ** (2 * quarter / (head_dim // 2))
     angles = torch.cat([torch.outer(rows, speeds), torch.outer(columns, speeds)], dim=1)
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def stage_rotations(stage: Stage, extent: tuple[int, int], head_dim: int, mode: RopeMode) -> Tensor:
+def stage_rotations(
+    stage: Stage, extent: tuple[int, int], head_dim: int, mode: RopeMode, device: torch.device | None = None
+) -> Tensor:
     if mode != "resampled":
-        return rotations(*grid_positions(stage, extent, mode), head_dim)
+        return rotations(*grid_positions(stage, extent, mode, device), head_dim)
     longer, shorter = max(extent), int(RESAMPLED_SIDE / max(extent) * min(extent))
     size = (RESAMPLED_SIDE, shorter) if extent[0] == longer else (shorter, RESAMPLED_SIDE)
     table = Stage(0, *size, start=0, last=True)
-    fine = torch.view_as_real(rotations(*grid_positions(table, size, "raw"), head_dim))  # [cells, half, 2]
+    fine = torch.view_as_real(rotations(*grid_positions(table, size, "raw", device), head_dim))  # [cells, half, 2]
     fine = fine.flatten(1).T.unflatten(1, size)[None]  # [1, half * 2, h, w]
     coarse = F.interpolate(fine, size=stage.size, mode="bilinear", align_corners=True)
     return torch.view_as_complex(coarse[0].flatten(1).T.unflatten(1, (-1, 2)).contiguous())
@@ -47,9 +51,8 @@ class RopeTable:
     """The rotations of a whole schedule, computed once per request."""
 
     def __init__(self, schedule: Schedule, head_dim: int, mode: RopeMode, device: torch.device) -> None:
-        stages = [stage_rotations(stage, schedule.extent, head_dim, mode) for stage in schedule]
-        table = torch.cat(stages).to(device)[None, :, None, None]  # [1, T, 1, 1, head_dim / 2]
-        self.stages = tuple(table[:, stage.start : stage.start + stage.cells] for stage in schedule)
+        tables = (stage_rotations(stage, schedule.extent, head_dim, mode, device) for stage in schedule)
+        self.stages = tuple(table[None, :, None, None] for table in tables)  # [1, N, 1, 1, head_dim / 2] each
 
     def at(self, tokens: Tokens) -> Tensor:
         """Rotations of these tokens, [1 or R, N, 1, 1, head_dim / 2]."""

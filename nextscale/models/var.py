@@ -70,7 +70,8 @@ class ClassConditioned(NextScaleModel):
         return Conditioning(condition, self._modulations(activated), self.temperatures(), head_scale, head_shift)
 
     def _modulations(self, activated: Tensor) -> list[Modulation]:
-        return [Modulation.of(block.modulation(activated).unflatten(-1, (6, -1)), self.dtype) for block in self.stack]
+        six = torch.stack([block.modulation(activated) for block in self.stack]).unflatten(-1, (6, -1))
+        return Modulation.of_layers(six, self.dtype)
 
 
 CLASS_RULES = (*SHARED_RULES, Rule(r"class_embed\.weight", ("class_emb.weight",)), *block_rules(lambda i: f"blocks.{i}", "attn"))
@@ -108,4 +109,4 @@ class Var(ClassConditioned):
         if not self.shares_modulation:
             return super()._modulations(activated)
         shared = self.shared_modulation(activated).unflatten(-1, (6, -1))
-        return [Modulation.of(shared + block.modulation_table, self.dtype) for block in self.stack]
+        return Modulation.of_layers(shared + self.modulation_tables(), self.dtype)

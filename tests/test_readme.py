@@ -1,0 +1,31 @@
+"""What the README shows comes from the results file and from the library as it is."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.table import PICTURE, PROJECT, README, newest, picture, read_rows, with_tables
+from nextscale import MODELS
+
+
+def test_tables_and_picture_are_the_generated_ones() -> None:
+    rows = read_rows()
+    assert README.read_text() == with_tables(README.read_text(), rows), "run python -m benchmarks.table"
+    assert PICTURE.read_text() == picture(newest(rows, "dense")["2b-1024"]), "run python -m benchmarks.table"
+
+
+def test_every_model_is_listed() -> None:
+    """Names share a prefix within a row: `infinity-2b` `-8b`."""
+    listed = set()
+    for row in re.findall(r"^\| (`.*?) \|", README.read_text(), re.MULTILINE):
+        names = re.findall(r"`([^`]+)`", row)
+        family = names[0].partition("-")[0]
+        listed |= {name if not name.startswith("-") else family + name for name in names}
+    assert listed == set(MODELS)
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [README, *(PROJECT / "docs").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
