@@ -108,7 +108,7 @@ class NextScaleModel(nn.Module):
 
     def temperatures(self) -> list[Tensor | None]:
         """What multiplies the queries of each head, [H, 1] per layer; the same for all stages."""
-        logs = [log for block in self.stack if (log := block.attention.log_temperature) is not None]
+        logs: list[Tensor] = [log for block in self.stack if (log := block.attention.log_temperature) is not None]
         if not logs:
             return [None] * len(self.blocks)
         return list(torch.stack(logs).float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None])
