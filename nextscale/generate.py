@@ -19,7 +19,11 @@ from .sampling import Draws, Sampling, choose
 from .stage import Schedule, Stage, Tokens
 
 Revise = Callable[[Stage, Tensor], Tensor]
-"""Sees a stage's codes before they are drawn and returns those to draw instead: forced prefixes, in-painting."""
+"""Sees a stage's codes before they are drawn and returns those to draw instead: forced beginnings, in-painting."""
+
+
+def as_drawn(stage: Stage, codes: Tensor) -> Tensor:
+    return codes
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Request:
     guidance: GuidedRows
     sampling: Sampling
     draws: Draws
-    revise: Revise = lambda stage, codes: codes
+    revise: Revise
 
 
 @dataclass(frozen=True)

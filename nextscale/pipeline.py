@@ -16,7 +16,7 @@ from torch import Tensor
 from .accel.method import Method
 from .canvas import Canvas
 from .errors import OutOfMemory, SettingError
-from .generate import Request, Revise, StageDone, generate
+from .generate import Request, Revise, StageDone, as_drawn, generate
 from .guidance import GuidanceLike, GuidedRows, resolve_guidance
 from .images import to_pil
 from .models.base import NextScaleModel
@@ -85,7 +85,7 @@ class Pipeline:
         negative: Any = None,
         method: Method | None = None,
         on_stage: Callable[[Preview], None] | None = None,
-        revise: Revise | None = None,
+        revise: Revise = as_drawn,
         **sampling: Any,
     ) -> Output:
         """Draws one image per prompt, or per seed if there is one prompt and several seeds.
@@ -106,16 +106,8 @@ class Pipeline:
         if len(prompts) == 1 and isinstance(seed, Sequence) and seed:
             prompts = prompts.repeat(len(seed))
         draws, seeds = self._draws(seed, len(prompts))
-        against = None if negative is None else self.reader.read(negative)
-        if against is not None and len(against) == 1:
-            against = against.repeat(len(prompts))
-        if against is not None and len(against) != len(prompts):
-            raise SettingError(f"{len(against)} negative prompts for {len(prompts)} images: give one, or one per image")
-        if against is not None and not guided.needs_both:
-            raise SettingError("a negative prompt needs guidance: without it the second branch does not run")
-        request = Request(len(prompts), schedule, guided, chosen, draws)
-        if revise is not None:
-            request = Request(len(prompts), schedule, guided, chosen, draws, revise)
+        against = None if negative is None else self._negative(negative, len(prompts), guided)
+        request = Request(len(prompts), schedule, guided, chosen, draws, revise)
         return self._run(request, prompts, against, seeds, method or Method(), on_stage)
 
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
@@ -172,6 +164,16 @@ class Pipeline:
         )
         codes = tuple(done.codes.clone() for done in done_stages if done.codes is not None)
         return Output(pixels.clone(), canvas.latent.clone(), codes, report)  # copies are ordinary tensors, not inference tensors
+
+    def _negative(self, negative: Any, images: int, guidance: GuidedRows) -> Prompts:
+        if not guidance.needs_both:
+            raise SettingError("a negative prompt needs guidance: without it the second branch does not run")
+        prompts = self.reader.read(negative)
+        if len(prompts) == 1:
+            return prompts.repeat(images)
+        if len(prompts) != images:
+            raise SettingError(f"{len(prompts)} negative prompts for {images} images: give one, or one per image")
+        return prompts
 
     def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
         sampling = self.settings.sampling.changed(**changes)

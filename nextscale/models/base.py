@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cache import CacheSpec, Env
-from ..checkpoints import Layout, Rule, Shape
+from ..checkpoints import Layout
 from ..stage import Schedule, Stage
 from .blocks import LARGEST_LOG_TEMPERATURE, Block, BlockConfig, Modulation, modulated_norm
 from .rope import RopeTable
@@ -120,34 +118,3 @@ class NextScaleModel(nn.Module):
     def head_modulation(self, condition: Tensor) -> tuple[Tensor, Tensor]:
         scale, shift = self.head_ada(F.silu(condition.to(self.head_ada.weight.dtype)))[:, None].chunk(2, dim=-1)
         return 1 + scale, shift
-
-
-SHARED_RULES = (
-    Rule(r"pos_start", ("pos_start",), shape=lambda s: (1, 1, *s)),
-    Rule(r"head_ada\.(.*)", (r"head_nm.ada_lin.1.\1",)),
-    Rule(r"shared_modulation\.(.*)", (r"shared_ada_lin.1.\1",)),
-)
-
-
-def block_rules(prefix: Callable[[int], str], attention: str) -> tuple[Rule, ...]:
-    """Names of the parameters of `blocks.i`; `prefix(i)` is where published files keep that block."""
-
-    def named(suffix: str) -> Callable[[re.Match[str]], str]:
-        return lambda match: prefix(int(match[1])) + match.expand(suffix)
-
-    def part(ours: str, *suffixes: str, shape: Callable[[Shape], Shape] | None = None) -> Rule:
-        return Rule(r"blocks\.(\d+)\." + ours, tuple(named(suffix) for suffix in suffixes), shape)
-
-    return (
-        part(r"attention\.qkv\.weight", f".{attention}.mat_qkv.weight"),
-        part(r"attention\.qkv\.bias", *(f".{attention}.{bias}" for bias in ("q_bias", "zero_k_bias", "v_bias"))),
-        part(r"attention\.log_temperature", f".{attention}.scale_mul_1H11", shape=lambda s: (1, *s, 1, 1)),
-        part(r"attention\.proj\.(\w+)", rf".{attention}.proj.\2"),
-        part(r"text_norm\.(\w+)", r".ca_norm.\2"),
-        part(r"text_attention\.kv\.bias", ".ca.zero_k_bias", ".ca.v_bias"),
-        part(r"text_attention\.(q|kv)\.(\w+)", r".ca.mat_\2.\3"),
-        part(r"text_attention\.proj\.(\w+)", r".ca.proj.\2"),
-        part(r"feed_forward\.(.*)", r".ffn.\2"),
-        part(r"modulation_table", ".ada_gss", shape=lambda s: (1, 1, *s)),
-        part(r"modulation\.(\w+)", r".ada_lin.1.\2"),
-    )

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..stage import Stage
-from .var import CLASS_RULES, ClassConditioned, ClassConfig
+from .naming import CLASS_RULES
+from .var import ClassConditioned, ClassConfig
 
 
 @dataclass(frozen=True)

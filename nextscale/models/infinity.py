@@ -14,8 +14,9 @@ from ..checkpoints import Layout, Rule
 from ..errors import PromptError, SizeError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import SHARED_RULES, Conditioning, NextScaleModel, TextContext, block_rules
+from .base import Conditioning, NextScaleModel, TextContext
 from .blocks import NORM_EPS, Block, BlockConfig, Modulation, attend
+from .naming import SHARED_RULES, block_rules
 from .rope import RopeMode, RopeTable
 
 MASK_MULTIPLE = 8  # key counts that fused attention with a mask wants

@@ -12,8 +12,9 @@ from ..checkpoints import Layout, Rule
 from ..errors import SizeError
 from ..prompts import Labels
 from ..stage import Schedule, Stage
-from .base import SHARED_RULES, Conditioning, NextScaleModel, block_rules
+from .base import Conditioning, NextScaleModel
 from .blocks import Block, BlockConfig, Modulation
+from .naming import CLASS_RULES
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,6 @@ class ClassConditioned(NextScaleModel):
     def _modulations(self, activated: Tensor) -> list[Modulation]:
         six = torch.stack([block.modulation(activated) for block in self.stack]).unflatten(-1, (6, -1))
         return Modulation.of_layers(six, self.dtype)
-
-
-CLASS_RULES = (*SHARED_RULES, Rule(r"class_embed\.weight", ("class_emb.weight",)), *block_rules(lambda i: f"blocks.{i}", "attn"))
 
 
 class Var(ClassConditioned):

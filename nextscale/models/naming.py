@@ -1,0 +1,41 @@
+"""The names that published files give to the parts of the backbones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from ..checkpoints import Rule, Shape
+
+SHARED_RULES = (
+    Rule(r"pos_start", ("pos_start",), shape=lambda s: (1, 1, *s)),
+    Rule(r"head_ada\.(.*)", (r"head_nm.ada_lin.1.\1",)),
+    Rule(r"shared_modulation\.(.*)", (r"shared_ada_lin.1.\1",)),
+)
+
+
+def block_rules(prefix: Callable[[int], str], attention: str) -> tuple[Rule, ...]:
+    """Names of the parameters of `blocks.i`; `prefix(i)` is where published files keep that block."""
+
+    def named(suffix: str) -> Callable[[re.Match[str]], str]:
+        return lambda match: prefix(int(match[1])) + match.expand(suffix)
+
+    def part(ours: str, *suffixes: str, shape: Callable[[Shape], Shape] | None = None) -> Rule:
+        return Rule(r"blocks\.(\d+)\." + ours, tuple(named(suffix) for suffix in suffixes), shape)
+
+    return (
+        part(r"attention\.qkv\.weight", f".{attention}.mat_qkv.weight"),
+        part(r"attention\.qkv\.bias", *(f".{attention}.{bias}" for bias in ("q_bias", "zero_k_bias", "v_bias"))),
+        part(r"attention\.log_temperature", f".{attention}.scale_mul_1H11", shape=lambda s: (1, *s, 1, 1)),
+        part(r"attention\.proj\.(\w+)", rf".{attention}.proj.\2"),
+        part(r"text_norm\.(\w+)", r".ca_norm.\2"),
+        part(r"text_attention\.kv\.bias", ".ca.zero_k_bias", ".ca.v_bias"),
+        part(r"text_attention\.(q|kv)\.(\w+)", r".ca.mat_\2.\3"),
+        part(r"text_attention\.proj\.(\w+)", r".ca.proj.\2"),
+        part(r"feed_forward\.(.*)", r".ffn.\2"),
+        part(r"modulation_table", ".ada_gss", shape=lambda s: (1, 1, *s)),
+        part(r"modulation\.(\w+)", r".ada_lin.1.\2"),
+    )
+
+
+CLASS_RULES = (*SHARED_RULES, Rule(r"class_embed\.weight", ("class_emb.weight",)), *block_rules(lambda i: f"blocks.{i}", "attn"))
