@@ -1,5 +1,6 @@
 """Reads published checkpoints into our modules, strictly and without ever executing anything in a file. Start at `load_weights`."""
 
+import argparse
 import json
 import os
 import pickle
@@ -276,7 +277,8 @@ def _unwrapped(root: object, path: Path, layout: Layout) -> Mapping[Any, Any]:
 def _torch_load(path: Path, is_zip: bool) -> object:
     can_map = is_zip and not path.name.endswith(".safetensors")  # torch takes paths so named for safetensors; older files cannot be mapped
     try:
-        with path.open("rb") as file:
+        # Training programs keep their settings beside the weights; a Namespace only holds values and runs nothing.
+        with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path if can_map else file, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
         raise CheckpointError(

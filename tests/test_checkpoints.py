@@ -1,5 +1,6 @@
 """Names, packing, strictness, hostile files, conversion and memory of the checkpoint reader, on toy modules made here."""
 
+import argparse
 import json
 import os
 import pickle
@@ -285,6 +286,14 @@ def test_wrappers_are_tried_in_order(weights: dict[str, Tensor], tmp_path: Path)
     for number, content in enumerate(files):
         torch.save(content, tmp_path / f"{number}.pth")
         assert open_checkpoint(tmp_path / f"{number}.pth", TOY_LAYOUT).shapes.keys() == weights.keys()
+
+
+def test_settings_kept_beside_the_weights_do_no_harm(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "training.pth"
+    torch.save({"state_dict": weights, "args": argparse.Namespace(lr=1e-4, tags=["a"]), "epoch": 3}, path)
+    module = meta_toy()
+    load_weights(module, path, TOY_LAYOUT)
+    assert_loaded(module, our_weights(weights))
 
 
 def test_aliases_come_first(weights: dict[str, Tensor], tmp_path: Path) -> None:

@@ -1,0 +1,5 @@
+"""`python -m nextscale` is the command line too."""
+
+from .cli import app
+
+app()
