@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +21,7 @@ from rich.table import Table
 from ..guidance import resolve_guidance
 from ..images import grid as side_by_side
 from ..loading import choose_device, load
-from ..pipeline import Preview
+from ..pipeline import Pipeline, Preview
 from ..presets import model_spec
 from ..report import Report
 from ..text import with_positive_prompt
@@ -128,33 +130,52 @@ def generate(
     require_writable(planned_files(pictures, schedule if previews else (), grid, report), force)
     choose_device(device)
 
-    calls = [pictures[first : first + batch] for first in range(0, len(pictures), batch)]
-    reports: list[Report] = []
-    drawn: list[Image.Image] = []
-    with progress_bar() as progress:
-        task = progress.add_task(f"loading {model}", total=schedule.tokens * len(pictures))
-        pipeline = load(model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=device, dtype=as_torch_dtype(dtype))
-        progress.update(task, description="drawing")
-        for call in calls:
-            output = pipeline(
-                [picture.prompt for picture in call],
-                seed=[picture.seed for picture in call],
-                size=schedule,
-                guidance=scales,
-                negative=against,
-                on_stage=stage_watcher(call, previews, progress, task),
-                **sampling,
-            )
-            finished = output.images
-            for picture, image in zip(call, finished, strict=True):
-                write_image(image, picture.file)
-            reports.append(output.report)
-            drawn.extend(finished if grid else ())
+    open_pipeline = partial(
+        load, model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=device, dtype=as_torch_dtype(dtype)
+    )
+    settings = {"size": schedule, "guidance": scales, "negative": against, **sampling}
+    calls = draw(open_pipeline, pictures, batch, schedule.tokens, settings, previews)
     if grid:
-        write_image(side_by_side(drawn), grid)
+        write_image(side_by_side([Image.open(picture.file) for picture in pictures]), grid)
     if report:
-        write_text(report_json(context.params, calls, reports), report)
-    show_results(calls, reports)
+        write_text(report_json(context.params, calls), report)
+    show_results(calls)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Pictures that were drawn together."""
+
+    pictures: Sequence[Picture]
+    report: Report
+
+
+def draw(
+    open_pipeline: Callable[[], Pipeline],
+    pictures: Sequence[Picture],
+    batch: int,
+    tokens: int,
+    settings: Mapping[str, Any],
+    previews: bool,
+) -> list[Call]:
+    """Draws and writes all pictures, `batch` at a time, under a bar that counts `tokens` for each."""
+    calls = []
+    with progress_bar() as progress:
+        task = progress.add_task("loading", total=tokens * len(pictures))
+        pipeline = open_pipeline()
+        progress.update(task, description="drawing")
+        for first in range(0, len(pictures), batch):
+            together = pictures[first : first + batch]
+            output = pipeline(
+                [picture.prompt for picture in together],
+                seed=[picture.seed for picture in together],
+                on_stage=stage_watcher(together, previews, progress, task),
+                **settings,
+            )
+            for picture, image in zip(together, output.images, strict=True):
+                write_image(image, picture.file)
+            calls.append(Call(together, output.report))
+    return calls
 
 
 def progress_bar() -> Progress:
@@ -176,26 +197,32 @@ def stage_watcher(call: Sequence[Picture], previews: bool, progress: Progress, t
     return stage_done
 
 
-def report_json(settings: Mapping[str, Any], calls: Sequence[Sequence[Picture]], reports: Sequence[Report]) -> str:
+def report_json(settings: Mapping[str, Any], calls: Sequence[Call]) -> str:
     described = [
-        {"files": [picture.file for picture in call], "prompts": [picture.prompt for picture in call], **report.to_dict()}
-        for call, report in zip(calls, reports, strict=True)
+        {
+            "files": [picture.file for picture in call.pictures],
+            "prompts": [picture.prompt for picture in call.pictures],
+            **call.report.to_dict(),
+        }
+        for call in calls
     ]
     content = {"nextscale": version(), "torch": torch.__version__, "settings": settings, "calls": described}
     return json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
 
 
-def show_results(calls: Sequence[Sequence[Picture]], reports: Sequence[Report]) -> None:
+def show_results(calls: Sequence[Call]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("file", overflow="fold")
     for heading in ("seed", "size", "seconds"):
         table.add_column(heading, justify="right")
-    for call, report in zip(calls, reports, strict=True):
-        for picture in call:
-            size = f"{report.size[0]}x{report.size[1]}"
-            table.add_row(escape(str(picture.file)), str(picture.seed), size, f"{report.seconds / len(call):.2f}")
+    for call in calls:
+        for picture in call.pictures:
+            height, width = call.report.size
+            seconds = f"{call.report.seconds / len(call.pictures):.2f}"
+            table.add_row(escape(str(picture.file)), str(picture.seed), f"{height}x{width}", seconds)
     console = result_console()
     console.print(table)
+    reports = [call.report for call in calls]
     prompts, decoding = sum(report.condition_seconds for report in reports), sum(report.decode_seconds for report in reports)
     total = sum(report.seconds for report in reports)
     console.print(
