@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nextscale.errors import CheckpointError
+from nextscale.errors import CheckpointError, WeightsMismatch
 
 Shape = tuple[int, ...]
 Template = str | Callable[[re.Match[str]], str]
@@ -324,7 +324,7 @@ def _matching_slots(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Slot
     if uncastable := [f"{key} ({dtype})" for key, dtype in dtypes.items() if dtype not in CASTABLE_DTYPES]:
         problems.append(f"not {_listed(map(str, CASTABLE_DTYPES))} ({len(uncastable)}): {_listed(uncastable)}")
     if problems:
-        raise CheckpointError(
+        raise WeightsMismatch(
             "\n  ".join([f"{checkpoint.path} does not fit {type(module).__name__}:", *problems])
             + "\nPass the weights published for this model, or choose the model that this file belongs to."
         )

@@ -13,6 +13,10 @@ class CheckpointError(NextscaleError):
     """A weights file is missing, damaged, refused, or belongs to another model."""
 
 
+class WeightsMismatch(CheckpointError):
+    """A whole checkpoint, but not of this module."""
+
+
 class PromptError(NextscaleError):
     """A prompt or class label that the model cannot take."""
 

@@ -78,6 +78,7 @@ def generate(
             continue
         env.keep(plan.branches)
         x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
+        plan.check_width(tokens)
         with attention_backend(x.shape[0] * x.shape[1], x.device):
             x = run_blocks(model, x, tokens, env, plan, guidance, run)
         out = guidance.on_logits(model.logits(x, env), stage, batch)

@@ -28,9 +28,9 @@ def from_pil(image: Image.Image, size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
-def grid(images: list[Image.Image], columns: int | None = None) -> Image.Image:
-    """All images side by side."""
-    columns = columns or math.ceil(math.sqrt(len(images)))
+def grid(images: list[Image.Image]) -> Image.Image:
+    """All images on one sheet, about as many across as down."""
+    columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
     width, height = max(image.width for image in images), max(image.height for image in images)
     sheet = Image.new("RGB", (columns * width, rows * height), "white")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from .checkpoints import Layout, check, fits, load_weights, open_checkpoint, published_slots
-from .errors import CheckpointError, SettingError
+from .checkpoints import Layout, fits, load_weights, open_checkpoint, published_slots
+from .errors import CheckpointError, SettingError, WeightsMismatch
 from .models.base import NextScaleModel
 from .models.var import ClassConfig
 from .pipeline import Pipeline
@@ -49,8 +51,8 @@ def load(
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     with torch.device("meta"):
         model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
-    load_module(model, weights_path, f"the model {name}", device, dtype)
-    load_module(images, tokenizer_path, f"the tokenizer of {name}", device, dtype)
+    load_module(model, weights_path, device, dtype)
+    load_module(images, tokenizer_path, device, dtype)
     return Pipeline(model, images, reader, spec.settings, name)
 
 
@@ -67,8 +69,9 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
 
 
 def prompt_reader(spec: ModelSpec, text_encoder: T5Encoder | PathLike | None, device: torch.device) -> PromptReader:
-    if not isinstance(spec.model, ClassConfig):
-        return TextReader(text_encoder or spec.text_encoder or "", device)
+    if spec.text_encoder is not None:
+        return TextReader(text_encoder or spec.text_encoder, device)
+    assert isinstance(spec.model, ClassConfig)
     if text_encoder is not None:
         raise SettingError(f"{spec.name} draws classes, not texts: leave out text_encoder")
     return ClassReader(spec.model.classes)
@@ -89,14 +92,20 @@ def find(given: PathLike | None, source: Source | None, what: str) -> Path:
     return path
 
 
-def load_module(module: NextScaleModel | Tokenizer, path: Path, what: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Fills a module built on the meta device; a file that fits another model of ours is named."""
-    mismatch = check(published_slots(module, module.layout), open_checkpoint(path, module.layout).shapes, module.layout)
-    if mismatch:
-        others = [name for name in identify(path) if name != what]
-        guess = f" The file looks like {' or '.join(others)}." if others else ""
-        raise CheckpointError(f"{path} does not hold {what}.{guess}\n" + "\n".join(mismatch.lines()))
-    load_weights(module, path, module.layout, device=device, dtype=dtype, float32=module.float32)
+@contextmanager
+def naming_the_right_model(path: Path) -> Iterator[None]:
+    """Adds to the refusal of a checkpoint which of our models it looks like."""
+    try:
+        yield
+    except WeightsMismatch as error:
+        others = identify(path)
+        raise WeightsMismatch(f"{error} It looks like {' or '.join(others)}." if others else str(error)) from error
+
+
+def load_module(module: NextScaleModel | Tokenizer, path: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Fills a module built on the meta device."""
+    with naming_the_right_model(path):
+        load_weights(module, path, module.layout, device=device, dtype=dtype, float32=module.float32)
 
 
 def identify(path: Path) -> list[str]:

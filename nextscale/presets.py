@@ -106,11 +106,8 @@ INFINITY_REPOSITORY = "FoundationVision/Infinity"
 STRIDE_16 = InfinityTokenizerConfig(bits=32)
 STRIDE_8 = InfinityTokenizerConfig(bits=14, multipliers=(1, 2, 4, 4), patchify=True)
 INFINITY_TOKENIZERS = {
-    "infinity_vae_d16.pth": InfinityTokenizerConfig(bits=16),
-    "infinity_vae_d24.pth": InfinityTokenizerConfig(bits=24),
     "infinity_vae_d32.pth": STRIDE_16,
     "infinity_vae_d32reg.pth": STRIDE_16,
-    "infinity_vae_d64.pth": InfinityTokenizerConfig(bits=64),
     "infinity_vae_d56_f8_14_patchify.pth": STRIDE_8,
 }
 

@@ -10,7 +10,6 @@ from torch import nn
 from .loading import prompt_reader
 from .pipeline import Pipeline
 from .presets import ModelSpec, build_model, build_tokenizer, model_spec
-from .tokenizers.base import Tokenizer
 
 
 def random_pipeline(
@@ -27,7 +26,7 @@ def random_pipeline(
     return Pipeline(model, tokenizer, prompt_reader(spec, None, torch.device(device)), spec.settings, spec.name)
 
 
-def fill_random(module: nn.Module | Tokenizer, generator: torch.Generator, dtype: torch.dtype, float32: tuple[str, ...]) -> None:
+def fill_random(module: nn.Module, generator: torch.Generator, dtype: torch.dtype, float32: tuple[str, ...]) -> None:
     """Replaces every parameter: matrices that keep the size of what they are given, small biases, norms near one."""
     for name, parameter in list(module.named_parameters()):
         owner = module.get_submodule(name.rpartition(".")[0])

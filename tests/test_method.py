@@ -367,6 +367,17 @@ class KeepShare(Method):
         return Tokens(tokens.stage, selection).gather(x), kept
 
 
+def test_a_planned_width_must_be_kept() -> None:
+    class KeepTwo(Planned):
+        def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+            kept = tokens.take(torch.arange(min(2, x.shape[1])).expand(x.shape[0], -1))
+            return kept.gather(x), kept
+
+    drawn("var", method=KeepTwo(lambda stage: StagePlan(width=min(2, stage.cells))))
+    with pytest.raises(ValueError, match="stage 2 was planned with 3 tokens, and 2 entered"):
+        drawn("var", method=KeepTwo(lambda stage: StagePlan(width=min(1 + stage.index, stage.cells))))
+
+
 SHARES = (0.3, 0.9, 0.6)
 
 

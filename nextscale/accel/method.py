@@ -62,6 +62,11 @@ class StagePlan:
         if absent:
             raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
 
+    def check_width(self, tokens: Tokens) -> None:
+        """ValueError if the method kept another number of tokens than it had said."""
+        if self.width is not None and tokens.width != self.width:
+            raise ValueError(f"stage {tokens.stage.index} was planned with {self.width} tokens, and {tokens.width} entered")
+
     def merge(self, other: StagePlan) -> StagePlan:
         """Both plans at once; ValueError names the conflict."""
         if None not in (self.width, other.width) and self.width != other.width:

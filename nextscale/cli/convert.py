@@ -10,7 +10,7 @@ import torch
 import typer
 
 from ..checkpoints import convert as convert_checkpoint
-from ..loading import load_module
+from ..loading import naming_the_right_model
 from ..presets import build_model, build_tokenizer, model_spec
 from .files import require_writable
 from .options import Dtype, as_torch_dtype
@@ -36,8 +36,6 @@ def convert(
     require_writable([target], force)
     with torch.device("meta"):
         module = build_model(spec.model) if part is Part.model else build_tokenizer(spec.tokenizer)
-    what = f"the model {model}" if part is Part.model else f"the tokenizer of {model}"
-    # On the meta device loading is only its check, whose error names the model that the file belongs to.
-    load_module(module, source, what, torch.device("meta"), torch.float32)
-    tensors = convert_checkpoint(source, target, module, module.layout, as_torch_dtype(dtype))
+    with naming_the_right_model(source):
+        tensors = convert_checkpoint(source, target, module, module.layout, as_torch_dtype(dtype))
     typer.echo(f"{target}: {tensors} tensors, {target.stat().st_size / 2**20:.1f} MiB")

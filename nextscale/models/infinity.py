@@ -67,19 +67,19 @@ class Padding:
     """Rows of prompts of different length, from one after another to side by side."""
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        self.lengths = lengths
+        self.samples = len(lengths)
         self.mask: Tensor | None = None  # [R, 1, 1, T]
         if len(set(lengths)) > 1:
-            width = math.ceil(max(lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
-            self.mask = (torch.arange(width) < torch.tensor(lengths)[:, None])[:, None, None].to(device)
+            self.width = math.ceil(max(lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
+            real = torch.arange(self.width) < torch.tensor(lengths)[:, None]
+            self.places = real.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
+            self.mask = real[:, None, None].to(device)
 
     def pad(self, rows: Tensor) -> Tensor:
         """[sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
-        if self.mask is None:
-            return rows.unflatten(0, (len(self.lengths), -1))
-        padded = rows.new_zeros(len(self.lengths), self.mask.shape[-1], *rows.shape[1:])
-        padded[self.mask[:, 0, 0]] = rows
-        return padded
+        if self.mask is not None:
+            rows = rows.new_zeros(self.samples * self.width, *rows.shape[1:]).index_copy_(0, self.places, rows)
+        return rows.unflatten(0, (self.samples, -1))
 
 
 class ChunkStart(Block):
