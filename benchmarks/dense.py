@@ -3,7 +3,8 @@
     python -m benchmarks.dense [--out FILE] [--repeats N] [NAME ...]
 
 Every row is one model, size and batch with guidance. "generate" is everything from text features to the finished latent, "decode"
-the image decoder; both from device events inside the pipeline's own report. Random weights draw noise, so quality is not measured.
+the image decoder; "residual" (HART's diffusion head) and "choice" (from logits to codes, STAR's refinement included) are parts of
+"generate". All from device events inside the pipeline's own report. Random weights draw noise, so quality is not measured.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 
 import torch
 
-from nextscale import Output, Pipeline, TextFeatures
-from nextscale.models import Infinity
+from nextscale import Output, Pipeline
+from nextscale.prompts import TextReader
 from nextscale.random_weights import random_pipeline
 
 from .results import RESULTS, append, measure, spread
@@ -58,16 +59,27 @@ CASES = (
     Case("var-d30-256", "var-d30", (256, 256), batch=8),
     Case("var-d36-512", "var-d36", (512, 512)),
     Case("flexvar-d24-256", "flexvar-d24", (256, 256), batch=8),
+    Case("hart-1024", "hart-0.7b", (1024, 1024)),
+    Case("hart-1024-batch4", "hart-0.7b", (1024, 1024), batch=4),
+    Case("star-256", "star-256", (256, 256)),
+    Case("star-512", "star-512", (512, 512)),
+    Case("star-1024", "star-1024", (1024, 1024)),
+    Case("star-1024-batch4", "star-1024", (1024, 1024), batch=4),
+    Case("star-1024-sampler", "star-1024-sampler", (1024, 1024)),
 )
 
 
+def prompts(pipe: Pipeline, case: Case, seed: int) -> Any:
+    """Classes, or features of texts with the numbers of tokens above: encoding a text is not measured."""
+    numbers = [seed + i for i in range(case.batch)]
+    if not isinstance(pipe.reader, TextReader):
+        return [number % 1000 for number in numbers]
+    words = [TEXT_TOKENS[i % len(TEXT_TOKENS)] - 2 for i in range(case.batch)]  # besides the number, and the encoder's end token
+    return pipe.reader.read([f"{number} " + "word " * count for number, count in zip(numbers, words, strict=True)])
+
+
 def draw(pipe: Pipeline, case: Case, seed: int) -> Output:
-    if isinstance(pipe.model, Infinity):
-        generator = torch.Generator().manual_seed(seed)
-        lengths = [TEXT_TOKENS[i % len(TEXT_TOKENS)] for i in range(case.batch)]
-        features = [torch.randn(length, pipe.model.config.text_channels, generator=generator) for length in lengths]
-        return pipe(TextFeatures.of(features).to(pipe.model.device), seed=seed, size=case.size)
-    return pipe([(seed + i) % 1000 for i in range(case.batch)], seed=seed, size=case.size)
+    return pipe(prompts(pipe, case, seed), seed=seed, size=case.size)
 
 
 def run(pipe: Pipeline, case: Case, repeats: int) -> dict[str, Any]:
@@ -75,12 +87,16 @@ def run(pipe: Pipeline, case: Case, repeats: int) -> dict[str, Any]:
         draw(pipe, case, seed)
     reports = [draw(pipe, case, seed).report for seed in range(repeats)]
     generate = spread([report.seconds - report.decode_seconds for report in reports])
-    decode = spread([report.decode_seconds for report in reports])
+    parts = {
+        "decode": spread([report.decode_seconds for report in reports]),
+        "choice": spread([sum(stage.choice_seconds for stage in report.stages) for report in reports]),
+        "residual": spread([sum(stage.residual_seconds for stage in report.stages) for report in reports]),
+    }
     stages = [spread([report.stages[i].seconds for report in reports])["median_ms"] for i in range(len(reports[0].stages))]
     return {
         "repeats": repeats,
         **generate,
-        "decode": decode,
+        **parts,
         "stage_median_ms": stages,
         "tokens": [stage.tokens for stage in reports[0].stages],
         "peak_gb": round(max(report.peak_memory for report in reports) / 1e9, 2),

@@ -1,6 +1,6 @@
 """Writes the README's tables and picture from the results file.
 
-    python -m benchmarks.table
+python -m benchmarks.table
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ def newest(rows: list[Row], benchmark: str) -> dict[str, Row]:
 
 def dense_table(rows: dict[str, Row]) -> str:
     lines = [
-        "| model | image | batch | generate, ms | authors' program | decode, ms | peak memory | authors' program |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| model | image | batch | generate, ms | authors' program | of this, ms | decode, ms | peak memory | authors' program |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():
         image = f"{row['size'][0]}x{row['size'][1]}"
         start = f"| {row['model']} | {image} | {row['batch']} |"
         if "error" in row:
-            lines.append(f"{start} {row['error']} | | | | |")
+            lines.append(f"{start} {row['error']} | | | | | |")
             continue
         time, memory, decode = AUTHORS.get(name, (None, None, None))
         cells = (
             f"**{row['median_ms']:.0f}** ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})",
             f"{time} ms" if time else "",
+            own_head(row),
             f"{row['decode']['median_ms']:.0f}" + (f" (authors {decode})" if decode else ""),
             f"{row['peak_gb']:.1f} GB",
             f"{memory:.1f} GB" if memory else "",
@@ -60,6 +61,13 @@ def dense_table(rows: dict[str, Row]) -> str:
         " recompile limit raised."
     )
     return "\n".join(lines)
+
+
+def own_head(row: Row) -> str:
+    """What a model computes after its transformer: HART's diffusion, STAR's refinement."""
+    if row.get("residual", {}).get("median_ms"):
+        return f"diffusion head {row['residual']['median_ms']:.0f}"
+    return f"refinement {row['choice']['median_ms']:.0f}" if "sampler" in row["model"] else ""
 
 
 def picture(row: Row) -> str:

@@ -29,17 +29,22 @@ class CacheSpec:
     schedule: Schedule
     dtype: torch.dtype
     device: torch.device
+    prefix: int = 0  # tokens before the first stage's
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + self.schedule.tokens
 
     @property
     def kept_tokens(self) -> int:
         """Tokens that a later stage reads again: all but the last stage's."""
-        return self.schedule[-1].start
+        return self.prefix + self.schedule[-1].start
 
     @property
     def bytes(self) -> int:
         """Dense need: the kept tokens of every layer, and one full-length workspace that the layers share at the last stage."""
         per_token = 2 * self.rows * self.heads * self.head_dim * self.dtype.itemsize
-        return per_token * (self.layers * self.kept_tokens + self.schedule.tokens)
+        return per_token * (self.layers * self.kept_tokens + self.tokens)
 
     def allocate(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values [R, T, H, D]."""
@@ -51,7 +56,7 @@ class Workspace:
     """Full-length keys and values for the last stage. Nothing reads them after their layer, so all layers share one pair."""
 
     def __init__(self, spec: CacheSpec) -> None:
-        self.keys, self.values = spec.allocate(spec.schedule.tokens)
+        self.keys, self.values = spec.allocate(spec.tokens)
 
 
 class LayerCache(Protocol):
@@ -117,6 +122,19 @@ class DenseLayerCache:
             self.lengths = self.lengths[rows]
 
 
+class NoCache:
+    """Every stage for itself: blocks that read nothing of earlier stages (STAR's refiner)."""
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        mask = None
+        if tokens.count is not None:
+            mask = (torch.arange(k.shape[1], device=k.device) < tokens.prefix + tokens.count[:, None])[:, None, None, :]
+        return k.to(v.dtype), v, mask
+
+    def keep_rows(self, rows: slice) -> None:
+        """Nothing is kept."""
+
+
 class StageMemory:
     """Outputs of earlier stages, kept on their full grid under a name of the method's choice."""
 
@@ -126,7 +144,7 @@ class StageMemory:
     def store(self, key: Hashable, y: Tensor, tokens: Tokens) -> None:
         if tokens.index is not None:
             raise ValueError(f"memory {key!r} needs the whole grid of stage {tokens.stage.index}, not {tokens.width} of its tokens")
-        self._maps[key] = (y, tokens.stage.size)
+        self._maps[key] = (tokens.on_grid(y)[0], tokens.stage.size)
 
     def fill(self, key: Hashable, tokens: Tokens) -> Tensor:
         """What is stored under `key`, area-resized to the stage of `tokens` and gathered there: [R, N, C]."""

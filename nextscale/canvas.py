@@ -1,7 +1,7 @@
 """The image while it is drawn: how a stage's codes change the latent, and what the next stage sees of it.
 
-Residual canvases (VAR, Infinity) keep a sum at the final size to which every stage adds; the replaced canvas (FlexVAR) keeps the
-latest map only.
+Residual canvases (VAR, STAR, HART, Infinity) keep a sum at the final size to which every stage adds; the replaced canvas (FlexVAR)
+keeps the latest map only.
 """
 
 from __future__ import annotations
@@ -27,8 +27,16 @@ class Canvas(Protocol):
         """What the transformer reads at `stage`: [B, cells, Z], or None at the first stage, which starts from the condition."""
         ...
 
+    def vectors(self, codes: Tensor) -> Tensor:
+        """What codes [B, N, ...] stand for in the latent, [B, N, Z]."""
+        ...
+
     def add(self, codes: Tensor, tokens: Tokens) -> None:
         """Draws a stage's codes; tokens that are absent contribute nothing."""
+        ...
+
+    def add_residual(self, values: Tensor, tokens: Tokens) -> None:
+        """Adds continuous values [B, N, Z] to what the last stage's codes drew; only where the model has any (HART)."""
         ...
 
     def skip(self, stage: Stage) -> None:
@@ -51,8 +59,15 @@ def on_grid(rows: Tensor, tokens: Tokens) -> Tensor:
     return to_map(tokens.scatter(rows, rows.new_zeros(rows.shape[0], tokens.stage.cells, rows.shape[2])), tokens.stage)
 
 
-class ResidualCanvas:
-    """VAR: each stage's code vectors are upsampled, convolved and added."""
+class DiscreteCanvas:
+    """Base of the canvases whose stages consist of codes alone."""
+
+    def add_residual(self, values: Tensor, tokens: Tokens) -> None:
+        raise TypeError(f"{type(self).__name__} is drawn with codes alone")
+
+
+class ResidualCanvas(DiscreteCanvas):
+    """VAR, STAR: each stage's code vectors are upsampled, convolved and added."""
 
     def __init__(self, tokenizer: VarTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
@@ -63,27 +78,40 @@ class ResidualCanvas:
     def input(self, stage: Stage) -> Tensor | None:
         return None if stage.index == 0 else to_rows(F.interpolate(self.latent, size=stage.size, mode="area"))
 
-    def add(self, codes: Tensor, tokens: Tokens) -> None:
+    def vectors(self, codes: Tensor) -> Tensor:
         """Code numbers [B, N], or mixtures over the codebook [B, N, V]."""
-        vectors = codes @ self.tokenizer.codebook if codes.is_floating_point() else self.tokenizer.codebook[codes]
-        grid = on_grid(vectors, tokens)
+        return codes @ self.tokenizer.codebook if codes.is_floating_point() else self.tokenizer.codebook[codes]
+
+    def add(self, codes: Tensor, tokens: Tokens) -> None:
+        grid = on_grid(self.vectors(codes), tokens)
         if not tokens.stage.last:
             grid = F.interpolate(grid, size=self.schedule.grid, mode="bicubic")
-        self.latent = self.latent + self.tokenizer.blend(grid, tokens.stage.index, len(self.schedule))
+        self.latent = self.latent + self.blended(grid, tokens.stage)
+
+    def blended(self, grid: Tensor, stage: Stage) -> Tensor:
+        return self.tokenizer.blend(grid, stage.index, len(self.schedule))
 
     def skip(self, stage: Stage) -> None:
         """What earlier stages drew stays as it is."""
 
 
-class BitCanvas:
+class HybridCanvas(ResidualCanvas):
+    """HART: the last stage's code vectors are added as they are, and continuous values on top of them."""
+
+    def blended(self, grid: Tensor, stage: Stage) -> Tensor:
+        return grid if stage.last else super().blended(grid, stage)
+
+    def add_residual(self, values: Tensor, tokens: Tokens) -> None:
+        self.latent = self.latent + on_grid(values, tokens)
+
+
+class BitCanvas(DiscreteCanvas):
     """Infinity: each stage's bits are signs of equal size, upsampled and added; no codebook."""
 
     def __init__(self, tokenizer: InfinityTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
         height, width = schedule.grid
-        self.latent = torch.zeros(
-            batch, tokenizer.config.bits, tokenizer.cells * height, tokenizer.cells * width, device=tokenizer.device
-        )
+        self.latent = torch.zeros(batch, tokenizer.config.bits, tokenizer.cells * height, tokenizer.cells * width, device=tokenizer.device)
 
     def input(self, stage: Stage) -> Tensor | None:
         if stage.index == 0:
@@ -91,9 +119,12 @@ class BitCanvas:
         size = (self.tokenizer.cells * stage.height, self.tokenizer.cells * stage.width)
         return to_rows(self.tokenizer.gather_cells(F.interpolate(self.latent, size=size, mode="bilinear")))
 
+    def vectors(self, codes: Tensor) -> Tensor:
+        """Bits [B, N, bits per token], 0 or 1; the cells of a token side by side."""
+        return self.tokenizer.signs(codes)
+
     def add(self, codes: Tensor, tokens: Tokens) -> None:
-        """Bits [B, N, bits per token], 0 or 1."""
-        signs = self.tokenizer.spread_cells(on_grid(self.tokenizer.signs(codes), tokens))
+        signs = self.tokenizer.spread_cells(on_grid(self.vectors(codes), tokens))
         if not tokens.stage.last:
             signs = F.interpolate(signs, size=self.latent.shape[2:], mode="bilinear")
         self.latent = self.latent + signs
@@ -102,7 +133,7 @@ class BitCanvas:
         """What earlier stages drew stays as it is."""
 
 
-class ReplacedCanvas:
+class ReplacedCanvas(DiscreteCanvas):
     """FlexVAR: each stage draws the whole image anew, so only the latest map counts."""
 
     def __init__(self, tokenizer: FlexVarTokenizer, schedule: Schedule, batch: int) -> None:
@@ -112,10 +143,14 @@ class ReplacedCanvas:
     def input(self, stage: Stage) -> Tensor | None:
         return None if stage.index == 0 else to_rows(self._resized(stage))
 
+    def vectors(self, codes: Tensor) -> Tensor:
+        """Code numbers [B, N]."""
+        return self.codebook[codes]
+
     def add(self, codes: Tensor, tokens: Tokens) -> None:
-        """Code numbers [B, N]; absent tokens keep the previous estimate."""
+        """Absent tokens keep the previous estimate."""
         previous = to_rows(self._resized(tokens.stage)) if tokens.index is not None else self.latent
-        self.latent = to_map(tokens.scatter(self.codebook[codes], previous), tokens.stage)
+        self.latent = to_map(tokens.scatter(self.vectors(codes), previous), tokens.stage)
 
     def skip(self, stage: Stage) -> None:
         self.latent = self._resized(stage)

@@ -44,11 +44,13 @@ class Layout:
     """How the published files name and pack the parameters of one of our modules. Patterns match whole names, except in `aliases`."""
 
     rules: tuple[Rule, ...] = ()  # the first that matches our parameter name wins; none: the published name equals ours
+    prefix: str = ""  # before every published name of ours
     wrappers: tuple[tuple[str, ...], ...] = ()  # key paths of the state dict in a torch file, tried in order; none there: a flat file
     ignored: tuple[str, ...] = ()  # published keys with statistics or recomputable tables: may be absent, may have any shape
     zero_if_absent: tuple[str, ...] = ()  # published keys that are constant zeros: absent means zeros, present means used
     aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) for `re.sub` on incoming keys, before anything else
     cut_rows: tuple[str, ...] = ()  # published keys that may have more rows than ours: the surplus is dropped
+    preferred_file: str | None = None  # the file to read where a folder holds several whole checkpoints, e.g. averaged weights
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,9 @@ def _parameter_slots(parameter: str, shape: Shape, layout: Layout) -> Iterator[t
 def _publication(parameter: str, layout: Layout) -> tuple[list[str], Callable[[Shape], Shape] | None]:
     for rule in layout.rules:
         if match := re.fullmatch(rule.pattern, parameter):
-            return [match.expand(name) if isinstance(name, str) else name(match) for name in rule.names], rule.shape
-    return [parameter], None
+            names = [match.expand(name) if isinstance(name, str) else name(match) for name in rule.names]
+            return [layout.prefix + name for name in names], rule.shape
+    return [layout.prefix + parameter], None
 
 
 def check(slots: Mapping[str, Slot], shapes: Mapping[str, Shape], layout: Layout) -> Mismatch:
@@ -170,7 +173,7 @@ def open_checkpoint(path: str | Path, layout: Layout) -> Checkpoint:
     """Opens a torch or safetensors file, a folder of shards, or the `.index.json` of such a folder. Keeps names and shapes only."""
     path = Path(path)
     entries: dict[str, _Entry] = {}
-    for shard in _shard_paths(path):
+    for shard in _shard_paths(path, layout.preferred_file):
         for entry in _shard_entries(shard, layout):
             key = _published_key(entry.stored_key, layout)
             if key in entries:
@@ -180,11 +183,13 @@ def open_checkpoint(path: str | Path, layout: Layout) -> Checkpoint:
     return Checkpoint(path, layout, entries)
 
 
-def _shard_paths(path: Path) -> list[Path]:
+def _shard_paths(path: Path, preferred: str | None) -> list[Path]:
     if os.path.isfile(path):
         return _indexed_shards(path) if path.name.endswith(INDEX_SUFFIX) else [path]
     if not os.path.isdir(path):
         raise CheckpointError(f"{path} is not an existing file or folder. Pass a weights file or a folder of shards.")
+    if preferred and (path / preferred).is_file():
+        return [path / preferred]
     files = sorted(file for file in path.glob("*") if file.is_file())
     indexes = [file for file in files if file.name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:

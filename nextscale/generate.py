@@ -13,9 +13,10 @@ from .cache import Env, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits
 from .guidance import GuidedRows
-from .models.base import Conditioning, NextScaleModel
+from .models.base import Conditioning, Hidden, NextScaleModel
 from .models.blocks import attention_backend
-from .sampling import Draws, Sampling, choose
+from .report import Stopwatch
+from .sampling import Draws, Sampling
 from .stage import Schedule, Stage, Tokens
 
 Revise = Callable[[Stage, Tensor], Tensor]
@@ -36,6 +37,7 @@ class Request:
     sampling: Sampling
     draws: Draws
     revise: Revise
+    clock: Stopwatch
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class StageDone:
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as drawn
     codes: Tensor | None = None  # as put on the canvas
+    residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes
 
     @property
     def skipped(self) -> bool:
@@ -79,15 +82,26 @@ def generate(
         env.keep(plan.branches)
         x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
         plan.check_width(tokens)
-        with attention_backend(x.shape[0] * x.shape[1], x.device):
-            x = run_blocks(model, x, tokens, env, plan, guidance, run)
+        x, tokens = model.with_text(x, tokens, env)
+        rows, width = x.shape[:2]
+        with attention_backend(rows * width, x.device):
+            x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
+        hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
         out = guidance.on_logits(model.logits(x, env), stage, batch)
-        out, tokens = run.leave(sampling.prepare(out, stage), tokens.rows(slice(0, batch)))
-        ids, codes = choose(out, tokens, len(schedule), sampling, request.draws)
+        out, tokens = run.leave(sampling.prepare(out, stage), hidden.tokens)
+        with request.clock.time("choice", stage.index):
+            ids, codes = model.choose(hidden, out, tokens)
         codes = request.revise(stage, codes)
         canvas.add(codes, tokens)
+        residual = None
+        if stage.last and model.adds_residual:
+            settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
+            with request.clock.time("residual", stage.index):
+                residual = model.residual(hidden, settled)
+            canvas.add_residual(residual, hidden.tokens)
         finite[stage.index] = out.isfinite().all()
-        watch(StageDone(stage, canvas, x.shape[0], x.shape[1], tokens, out, ids, codes))
+        watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual))
+    finite[len(schedule) - 1] = canvas.latent.isfinite().all() & finite.get(len(schedule) - 1, True)
     require_finite(finite, len(schedule))
 
 
@@ -99,9 +113,7 @@ def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch
     return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond")
 
 
-def run_blocks(
-    model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: Method
-) -> Tensor:
+def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: Method) -> Tensor:
     """All blocks in order; a plan's spans run groups of them their own way."""
     blocks = model.stack
     spans = {span.layers.start: span for span in plan.spans}
@@ -128,6 +140,6 @@ def require_finite(finite: dict[int, Tensor], stages: int) -> None:
     failed = [index for index, good in zip(finite, checks, strict=True) if not good]
     if failed:
         raise NonFiniteLogits(
-            f"the network's logits were NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"
+            f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"
             " load the model with dtype=torch.bfloat16 or float32. Otherwise the weights file is damaged or belongs to another model."
         )

@@ -44,20 +44,23 @@ class ConstantGuidance(Guidance):
 
 @dataclass(frozen=True)
 class RampGuidance(Guidance):
-    """Guidance that grows with the stage (VAR; FlexVAR's evaluation): scale 1 + strength * i / span. 0 is no guidance.
+    """Guidance that grows with the stage (VAR, HART, STAR; FlexVAR's evaluation): scale 1 + strength * i / span. 0 is no guidance.
 
-    `span` is the last stage's index, at most `longest_span`. Stages wider than `full_above` take the full strength at once.
+    `span` is the last stage's index, at most `longest_span`. Stages wider than `full_above` take the full strength at once. With
+    `last_repeats` the last stage is guided like the one before it (HART).
     """
 
     strength: float = 0.0
     longest_span: int | None = None
     full_above: int | None = None
+    last_repeats: bool = False
 
     def scales(self, schedule: Schedule) -> tuple[float, ...]:
         span = len(schedule) - 1
         if self.longest_span is not None:
             span = min(span, self.longest_span)
-        return tuple(1 + self.strength * self._share(stage, max(span, 1)) for stage in schedule)
+        scales = tuple(1 + self.strength * self._share(stage, max(span, 1)) for stage in schedule)
+        return (*scales[:-1], scales[-2]) if self.last_repeats and len(scales) > 1 else scales
 
     def _share(self, stage: Stage, span: int) -> float:
         if self.full_above is not None and max(stage.size) > self.full_above:
@@ -97,6 +100,14 @@ def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
     return StageGuidance(default.logits, default.layers, tuple(float(scale) for scale in numbers))
 
 
+def mix(rows: Tensor, scale: float, batch: int) -> Tensor:
+    """The two halves of [2B, ...] as one [B, ...]; with only the conditional rows left, or scale 1, that branch as it is."""
+    if rows.shape[0] == batch or scale == 1:
+        return rows[:batch]
+    cond, uncond = rows.chunk(2)
+    return scale * cond + (1 - scale) * uncond
+
+
 class GuidedRows:
     """Guidance fixed for one schedule: which rows run, and how the two branches become one."""
 
@@ -108,21 +119,19 @@ class GuidedRows:
         self.needs_both = any(scale != 1 for scale in self.scales)
         self.layers = frozenset(layer % depth for layer in guidance.layers)
         self._logits = guidance.logits
+        self._last = self.scales[len(schedule) - 1]
 
     def on_logits(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
-        """[R, ...] to [B, ...]; with only the conditional rows left, or scale 1, that branch as it is."""
-        if out.shape[0] == batch or not self._logits:
-            return out[:batch]
-        return self._mix(out, self.scales[stage.index])
+        """[R, ...] to [B, ...]."""
+        return mix(out, self.scales[stage.index], batch) if self._logits else out[:batch]
 
     def on_hidden(self, x: Tensor, stage: Stage, batch: int) -> Tensor:
         """Both halves replaced by the mixture."""
         scale = self.scales[stage.index]
         if x.shape[0] == batch or scale == 1:
             return x
-        return self._mix(x, scale).repeat(2, 1, 1)
+        return mix(x, scale, batch).repeat(2, 1, 1)
 
-    @staticmethod
-    def _mix(rows: Tensor, scale: float) -> Tensor:
-        cond, uncond = rows.chunk(2)
-        return cond if scale == 1 else scale * cond + (1 - scale) * uncond
+    def in_full(self, out: Tensor, batch: int) -> Tensor:
+        """Like `on_logits` at the last stage, whatever the stage."""
+        return mix(out, self._last, batch) if self._logits else out[:batch]

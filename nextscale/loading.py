@@ -6,19 +6,22 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from .checkpoints import Layout, fits, load_weights, open_checkpoint, published_slots
 from .errors import CheckpointError, SettingError, WeightsMismatch
+from .models import HartConfig
 from .models.base import NextScaleModel
 from .models.var import ClassConfig
 from .pipeline import Pipeline
-from .presets import MODELS, ModelSpec, Source, build_model, build_tokenizer, model_spec
+from .presets import MODELS, ModelConfig, ModelSpec, Source, TextSource, build_model, build_tokenizer, model_spec
 from .prompts import ClassReader, PromptReader, TextReader
-from .text import T5Encoder
+from .text import Encoder
 from .tokenizers.base import Tokenizer
 
 PathLike = str | Path
@@ -30,7 +33,7 @@ def load(
     *,
     weights: PathLike | None = None,
     tokenizer: PathLike | None = None,
-    text_encoder: T5Encoder | PathLike | None = None,
+    text_encoder: Encoder | PathLike | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> Pipeline:
@@ -68,13 +71,21 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
     return device
 
 
-def prompt_reader(spec: ModelSpec, text_encoder: T5Encoder | PathLike | None, device: torch.device) -> PromptReader:
-    if spec.text_encoder is not None:
-        return TextReader(text_encoder or spec.text_encoder, device)
+def prompt_reader(spec: ModelSpec, text_encoder: Encoder | PathLike | None, device: torch.device) -> PromptReader:
+    source = spec.text_encoder
+    if source is not None:
+        return TextReader(partial(open_encoder, source, spec.model, text_encoder, device), source.reads_empty)
     assert isinstance(spec.model, ClassConfig)
     if text_encoder is not None:
         raise SettingError(f"{spec.name} draws classes, not texts: leave out text_encoder")
     return ClassReader(spec.model.classes)
+
+
+def open_encoder(source: TextSource, config: ModelConfig, given: Encoder | PathLike | None, device: torch.device) -> Encoder:
+    if given is not None and not isinstance(given, str | Path):
+        return given
+    options: dict[str, Any] = {"tokens": config.text_tokens} if isinstance(config, HartConfig) else {}
+    return source.encoder(given or source.repository, device=device, **options)
 
 
 def home() -> Path:
@@ -86,7 +97,7 @@ def find(given: PathLike | None, source: Source | None, what: str) -> Path:
         return Path(given).expanduser()
     if source is None:
         raise CheckpointError(f"the authors have not released the {what}: pass weights=... with your own file")
-    path = home() / source.file
+    path = home() / source.local
     if not path.exists():
         raise CheckpointError(f"{what}: nothing at {path}. Fetch {source.url} and put it there, or pass its path")
     return path

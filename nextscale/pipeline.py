@@ -106,8 +106,8 @@ class Pipeline:
         if len(prompts) == 1 and isinstance(seed, Sequence) and seed:
             prompts = prompts.repeat(len(seed))
         draws, seeds = self._draws(seed, len(prompts))
-        against = None if negative is None else self._negative(negative, len(prompts), guided)
-        request = Request(len(prompts), schedule, guided, chosen, draws, revise)
+        against = self._against(negative, len(prompts), guided)
+        request = Request(len(prompts), schedule, guided, chosen, draws, revise, Stopwatch(self.model.device))
         return self._run(request, prompts, against, seeds, method or Method(), on_stage)
 
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
@@ -125,47 +125,51 @@ class Pipeline:
     ) -> Output:
         device, schedule, batch = self.model.device, request.schedule, request.batch
         done_stages: list[StageDone] = []
-        watch = Stopwatch(device)
+        clock = request.clock
 
         def stage_done(done: StageDone) -> None:
-            watch.stop()
+            clock.stop("stage", done.stage.index)
             done_stages.append(done.without_logits())
             if on_stage is not None:
                 on_stage(Preview(done, done.canvas.latent, self.tokenizer))
-            watch.start()
+            clock.start("stage", done.stage.index + 1)
 
         rows = batch * (2 if request.guidance.needs_both else 1)
         planned = self.model.request_bytes(schedule, rows, max(prompts.longest, negative.longest if negative is not None else 0))
         with memory_errors(self, planned, request), torch.inference_mode():
             reset_peak(device)
-            watch.start()
-            cond = self.model.condition(prompts, request.guidance.needs_both, schedule, negative)
-            watch.stop()
-            watch.start()
+            with clock.time("condition"):
+                cond = self.model.condition(prompts, request.guidance.needs_both, schedule, negative)
+            clock.start("stage")
             canvas = self.tokenizer.canvas(schedule, batch)
             generate(self.model, cond, canvas, request, method, stage_done)
-            pixels = self.tokenizer.decode(canvas.latent)
-            watch.stop()
-        condition, *per_stage, decode = watch.seconds()
+            with clock.time("decode"):
+                pixels = self.tokenizer.decode(canvas.latent)
         report = Report(
             model=self.name,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
             seeds=seeds,
-            stages=tuple(
-                StageReport(done.stage.index, *done.stage.size, done.width, done.rows, seconds)
-                for done, seconds in zip(done_stages, per_stage, strict=True)
-            ),
-            condition_seconds=condition,
-            decode_seconds=decode,
+            stages=tuple(self._stage_report(done, clock) for done in done_stages),
+            condition_seconds=clock.seconds("condition"),
+            decode_seconds=clock.seconds("decode"),
             peak_memory=peak_memory(device),
             planned_memory=planned,
         )
         codes = tuple(done.codes.clone() for done in done_stages if done.codes is not None)
         return Output(pixels.clone(), canvas.latent.clone(), codes, report)  # copies are ordinary tensors, not inference tensors
 
-    def _negative(self, negative: Any, images: int, guidance: GuidedRows) -> Prompts:
+    @staticmethod
+    def _stage_report(done: StageDone, clock: Stopwatch) -> StageReport:
+        seconds = (clock.seconds(what, done.stage.index) for what in ("stage", "choice", "residual"))
+        return StageReport(done.stage.index, *done.stage.size, done.width, done.rows, *seconds)
+
+    def _against(self, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
+        """What the second branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""
+        if negative is None:
+            empty = self.reader.empty() if guidance.needs_both else None
+            return None if empty is None else empty.repeat(images)
         if not guidance.needs_both:
             raise SettingError("a negative prompt needs guidance: without it the second branch does not run")
         prompts = self.reader.read(negative)
@@ -178,6 +182,7 @@ class Pipeline:
     def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
         sampling = self.settings.sampling.changed(**changes)
         sampling.check(schedule)
+        self.model.check_sampling(sampling, schedule)
         if sampling.smooth and not self.tokenizer.mixes_codes:
             raise SettingError(f"smooth mixes entries of a codebook; {self.name} does not support it")
         if sampling.forbidden and max(sampling.forbidden) >= self.tokenizer.codes:

@@ -7,12 +7,27 @@ from dataclasses import dataclass
 
 from .errors import UnknownModel
 from .guidance import ConstantGuidance, Guidance, RampGuidance
-from .models import FlexVar, FlexVarConfig, Infinity, InfinityConfig, NextScaleModel, Var, VarConfig
-from .sampling import Sampling
-from .schedules import FLEXVAR_512, VAR_256, VAR_512, InfinityBook, ScheduleBook, SquareBook
+from .models import (
+    FlexVar,
+    FlexVarConfig,
+    Hart,
+    HartConfig,
+    Infinity,
+    InfinityConfig,
+    NextScaleModel,
+    Star,
+    StarConfig,
+    Var,
+    VarConfig,
+)
+from .sampling import Refinement, Sampling
+from .schedules import FLEXVAR_512, HART_1024, VAR_256, VAR_512, InfinityBook, ScheduleBook, SquareBook
+from .text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder
 from .tokenizers import (
     FlexVarTokenizer,
     FlexVarTokenizerConfig,
+    HartTokenizer,
+    HartTokenizerConfig,
     InfinityTokenizer,
     InfinityTokenizerConfig,
     VarTokenizer,
@@ -20,21 +35,37 @@ from .tokenizers import (
 )
 from .tokenizers.base import Tokenizer
 
-ModelConfig = VarConfig | FlexVarConfig | InfinityConfig
-TokenizerConfig = VarTokenizerConfig | FlexVarTokenizerConfig | InfinityTokenizerConfig
+ModelConfig = VarConfig | FlexVarConfig | InfinityConfig | HartConfig | StarConfig
+TokenizerConfig = VarTokenizerConfig | FlexVarTokenizerConfig | InfinityTokenizerConfig | HartTokenizerConfig
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the authors publish a file or folder."""
+    """Where the authors publish a file or folder, and where we look for it. `file` is empty where its name is not known."""
 
     repository: str
     file: str
+    place: str = ""  # below the folder of all weights; by default the file's own name
+
+    @property
+    def local(self) -> str:
+        return self.place or self.file
 
     @property
     def url(self) -> str:
+        if not self.file:
+            return f"https://huggingface.co/{self.repository}"
         kind = "resolve" if "." in self.file else "tree"
         return f"https://huggingface.co/{self.repository}/{kind}/main/{self.file}"
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The text encoder that a model was trained with."""
+
+    repository: str
+    encoder: type[TextEncoder]
+    reads_empty: bool = False  # guidance steers away from what it makes of the empty text
 
 
 @dataclass(frozen=True)
@@ -54,11 +85,11 @@ class ModelSpec:
     settings: Settings
     weights: Source | None  # None: the layout is known, but its authors have released no weights
     tokenizer_weights: Source
-    text_encoder: str | None = None
+    text_encoder: TextSource | None = None
 
 
 def build_model(config: ModelConfig) -> NextScaleModel:
-    classes = {VarConfig: Var, FlexVarConfig: FlexVar, InfinityConfig: Infinity}
+    classes = {VarConfig: Var, FlexVarConfig: FlexVar, InfinityConfig: Infinity, HartConfig: Hart, StarConfig: Star}
     return classes[type(config)](config)
 
 
@@ -67,8 +98,12 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         VarTokenizerConfig: VarTokenizer,
         FlexVarTokenizerConfig: FlexVarTokenizer,
         InfinityTokenizerConfig: InfinityTokenizer,
+        HartTokenizerConfig: HartTokenizer,
     }
     return classes[type(config)](config)
+
+
+VAR_TOKENIZER = Source("FoundationVision/var", "vae_ch160v4096z32.pth")
 
 
 def _var(depth: int, sides: tuple[int, ...], shared: bool = False) -> ModelSpec:
@@ -78,7 +113,7 @@ def _var(depth: int, sides: tuple[int, ...], shared: bool = False) -> ModelSpec:
         VarTokenizerConfig(),
         Settings(SquareBook((sides,)), RampGuidance(strength=4.0), Sampling(top_k=900, top_p=0.95)),
         Source("FoundationVision/var", f"var_d{depth}.pth"),
-        Source("FoundationVision/var", "vae_ch160v4096z32.pth"),
+        VAR_TOKENIZER,
     )
 
 
@@ -125,13 +160,52 @@ def _infinity(name: str, config: InfinityConfig, weights: str | None, tokenizer:
         settings,
         Source(INFINITY_REPOSITORY, weights) if weights else None,
         Source(INFINITY_REPOSITORY, tokenizer),
-        text_encoder="google/flan-t5-xl",
+        text_encoder=TextSource("google/flan-t5-xl", T5Encoder),
     )
 
 
 def _infinity_layout(name: str, depth: int, width: int, heads: int, chunks: int = 4) -> ModelSpec:
     """A configuration of the training script for which no weights are released."""
     return _infinity(name, InfinityConfig(depth, width, heads, chunks), None, "infinity_vae_d32.pth", infinity_settings(4.0, 0.5))
+
+
+HART_REPOSITORY = "mit-han-lab/hart-0.7b-1024px"
+
+
+def hart_settings(sides: tuple[int, ...]) -> Settings:
+    top_k = tuple(600 if stage < 7 else 300 for stage in range(len(sides)))
+    sampling = Sampling(top_k=top_k, smooth=True, last_repeats=True)
+    return Settings(SquareBook((sides,)), RampGuidance(strength=4.5, last_repeats=True), sampling)
+
+
+def _hart(name: str, config: HartConfig) -> ModelSpec:
+    return ModelSpec(
+        name,
+        config,
+        HartTokenizerConfig(),
+        hart_settings(config.sides),
+        Source(HART_REPOSITORY, "llm", "hart-0.7b-1024px/llm"),
+        Source(HART_REPOSITORY, "tokenizer", "hart-0.7b-1024px/tokenizer"),
+        text_encoder=TextSource("mit-han-lab/Qwen2-VL-1.5B-Instruct", QwenEncoder),
+    )
+
+
+STAR_REPOSITORY = "taocrayon/STAR"
+STAR_REFINED_FILE = "var_rope_d30_1024_sampler_mask_0108-ar-ckpt-ep2-iter6000.pth"
+
+
+def _star(name: str, depth: int, sides: tuple[int, ...], refined: bool = False) -> ModelSpec:
+    """The publication gives the names of the models, and a file name of the refined one only."""
+    sampling = Sampling(top_k=600, top_p=0.8, refine=Refinement() if refined else None)
+    return ModelSpec(
+        name,
+        StarConfig(depth, 64 * depth, depth, sides, refiner_blocks=3 if refined else 0),
+        VarTokenizerConfig(),
+        Settings(SquareBook((sides,)), RampGuidance(strength=4.0), sampling),
+        Source(STAR_REPOSITORY, STAR_REFINED_FILE if refined else "", f"{name}.pth"),
+        VAR_TOKENIZER,
+        text_encoder=TextSource("stabilityai/stable-diffusion-2-1", ClipEncoder, reads_empty=True),
+    )
 
 
 INFINITY_8B = InfinityConfig(40, 3584, 28, 8, bits_per_token=STRIDE_8.bits_per_token)
@@ -160,6 +234,12 @@ MODELS: dict[str, ModelSpec] = {
         _infinity_layout("infinity-layer40", 40, 2688, 24),
         _infinity_layout("infinity-layer48", 48, 3360, 28),
         _infinity_layout("infinity-20b", 58, 4608, 36, chunks=2),
+        _hart("hart-0.7b", HartConfig()),
+        _star("star-256-d16", 16, VAR_256),
+        _star("star-256", 30, VAR_256),
+        _star("star-512", 30, VAR_512),
+        _star("star-1024", 30, HART_1024),
+        _star("star-1024-sampler", 30, HART_1024, refined=True),
     )
 }
 

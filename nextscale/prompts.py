@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import PromptError
-from .text import T5Encoder, TextFeatures
+from .errors import PromptError, TextEncoderUnavailable
+from .text import Encoder, TextFeatures
 
 
 class Prompts(Protocol):
@@ -49,6 +49,10 @@ class Labels:
 class PromptReader(Protocol):
     def read(self, prompt: Any) -> Prompts: ...
 
+    def empty(self) -> Prompts | None:
+        """What stands for "no prompt" in guidance; None where the model has its own idea of it."""
+        ...
+
 
 @dataclass(frozen=True)
 class ClassReader:
@@ -67,19 +71,23 @@ class ClassReader:
                 raise PromptError(f"class {number!r}: this model takes whole numbers from 0 to {self.classes - 1}; -1 is no class")
         return Labels(torch.tensor([number if number >= 0 else self.classes for number in numbers]))
 
+    def empty(self) -> None:
+        return None
+
 
 class TextReader:
-    """Text through an encoder that is opened at the first text prompt, or features as they are."""
+    """Text through an encoder that is opened at the first text prompt, or features as they are.
 
-    def __init__(self, encoder: T5Encoder | str | Path, device: torch.device) -> None:
-        self._encoder = encoder
-        self._device = device
+    `reads_empty`: the model's guidance steers away from the empty text, so the encoder is needed for that as well.
+    """
 
-    @property
-    def encoder(self) -> T5Encoder:
-        if not isinstance(self._encoder, T5Encoder):
-            self._encoder = T5Encoder(self._encoder, device=self._device)
-        return self._encoder
+    def __init__(self, open_encoder: Callable[[], Encoder], reads_empty: bool = False) -> None:
+        self._open_encoder = open_encoder
+        self._reads_empty = reads_empty
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return self._open_encoder()
 
     def read(self, prompt: Any) -> TextFeatures:
         texts: Any = [prompt] if isinstance(prompt, str) else prompt
@@ -88,3 +96,13 @@ class TextReader:
         if isinstance(texts, TextFeatures | Tensor) or (isinstance(texts, Sequence) and texts):
             return TextFeatures.of(texts)
         raise PromptError(f"prompt {prompt!r}: give a text, a non-empty list of texts, or text features [tokens, channels]")
+
+    def empty(self) -> TextFeatures | None:
+        if not self._reads_empty:
+            return None
+        try:
+            return self.encoder.empty()
+        except TextEncoderUnavailable as error:
+            raise TextEncoderUnavailable(
+                f"this model's guidance reads the empty text, for which it needs its text encoder or negative=<its features>. {error}"
+            ) from error

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from .loading import prompt_reader
+from .models import HartConfig, InfinityConfig, StarConfig
 from .pipeline import Pipeline
-from .presets import ModelSpec, build_model, build_tokenizer, model_spec
+from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model_spec
+from .text import RandomEncoder
 
 
 def random_pipeline(
     spec: str | ModelSpec, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Pipeline:
-    """A pipeline of a known layout whose images mean nothing."""
+    """A pipeline of a known layout whose images mean nothing; texts are read by a random encoder."""
     if isinstance(spec, str):
         spec = model_spec(spec)
     with torch.device("meta"):
@@ -23,7 +25,20 @@ def random_pipeline(
     generator = torch.Generator(device).manual_seed(seed)
     for module in (model, tokenizer):
         fill_random(module, generator, dtype, module.float32)
-    return Pipeline(model, tokenizer, prompt_reader(spec, None, torch.device(device)), spec.settings, spec.name)
+    device = torch.device(device)
+    return Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
+
+
+def random_encoder(config: ModelConfig, device: torch.device) -> RandomEncoder | None:
+    """In the form that the model reads; None where it reads classes."""
+    match config:
+        case HartConfig():
+            return RandomEncoder(config.text_channels, tokens=config.text_tokens, device=device)
+        case StarConfig():
+            return RandomEncoder(config.text_channels, pooled=True, device=device)
+        case InfinityConfig():
+            return RandomEncoder(config.text_channels, device=device)
+    return None
 
 
 def fill_random(module: nn.Module, generator: torch.Generator, dtype: torch.dtype, float32: tuple[str, ...]) -> None:

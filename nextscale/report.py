@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ class StageReport:
     tokens: int  # run through the network, per row; 0 when skipped
     rows: int  # images times guidance branches
     seconds: float
+    choice_seconds: float  # of these: from logits to codes, STAR's refinement included
+    residual_seconds: float  # of these: HART's residual diffusion
 
 
 @dataclass(frozen=True)
@@ -43,25 +47,34 @@ class Report:
 
 
 class Stopwatch:
-    """Times stretches of work. On a GPU it uses events, so that measuring does not make the host wait."""
+    """Times stretches of work by name and stage. On a GPU it uses events, so that measuring does not make the host wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[Any] = []  # host times or device events, alternating start and stop
+        self._starts: dict[tuple[str, int], Any] = {}  # host times or device events
+        self._stops: dict[tuple[str, int], Any] = {}
 
-    def start(self) -> None:
-        self._marks.append(self._now())
+    def start(self, what: str, stage: int = 0) -> None:
+        self._starts[what, stage] = self._now()
 
-    def stop(self) -> None:
-        self._marks.append(self._now())
+    def stop(self, what: str, stage: int = 0) -> None:
+        self._stops[what, stage] = self._now()
 
-    def seconds(self) -> list[float]:
-        """Length of every stretch between a start and its stop."""
-        pairs = list(zip(self._marks[::2], self._marks[1::2], strict=True))
+    @contextmanager
+    def time(self, what: str, stage: int = 0) -> Iterator[None]:
+        self.start(what, stage)
+        yield
+        self.stop(what, stage)
+
+    def seconds(self, what: str, stage: int = 0) -> float:
+        """Length of a stretch; 0 if there was none."""
+        if (what, stage) not in self._stops:
+            return 0.0
+        start, stop = self._starts[what, stage], self._stops[what, stage]
         if self._device.type != "cuda":
-            return [stop - start for start, stop in pairs]
-        torch.cuda.synchronize(self._device)
-        return [start.elapsed_time(stop) / 1000 for start, stop in pairs]
+            return stop - start
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
 
     def _now(self) -> Any:
         if self._device.type != "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
@@ -18,14 +18,17 @@ from .stage import Schedule, Stage, Tokens
 class Sampling:
     """How codes are chosen. The defaults change nothing: full distribution, temperature 1.
 
-    top_k: keep the k most likely codes (0: all). top_p: keep the most likely codes that make up this probability (0: all).
+    top_k: keep the k most likely codes (0: all); a number, or one per stage.
+    top_p: keep the most likely codes that make up this probability (0: all).
     temperature: a number, or one per stage. greedy: always the most likely code; no random numbers are used.
     smooth: VAR's "more smooth": a mixture of codes drawn with Gumbel noise instead of a single one.
     drawn_sides, widest_drawn: FlexVAR's rule that only stages of these sides, up to this width, are drawn; the others are greedy.
     forbidden: code numbers that are made very unlikely (logit -100).
+    last_repeats: the last stage is smoothed like the one before it (HART).
+    refine: how the late stages are drawn in several rounds by a model that has a refiner (STAR); None: every stage at once.
     """
 
-    top_k: int = 0
+    top_k: int | tuple[int, ...] = 0
     top_p: float = 0.0
     temperature: float | tuple[float, ...] = 1.0
     greedy: bool = False
@@ -33,10 +36,13 @@ class Sampling:
     drawn_sides: frozenset[int] | None = None
     widest_drawn: int | None = None
     forbidden: tuple[int, ...] = ()
+    last_repeats: bool = False
+    refine: Refinement | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.top_k, Integral) or self.top_k < 0:
-            raise SettingError(f"top_k is 0 (off) or a whole number of codes; got {self.top_k!r}")
+        counts = self.top_k if isinstance(self.top_k, tuple) else (self.top_k,)
+        if not all(isinstance(count, Integral) and count >= 0 for count in counts):
+            raise SettingError(f"top_k is 0 (off) or a whole number of codes, or a tuple of one per stage; got {self.top_k!r}")
         if not isinstance(self.top_p, Real) or not 0 <= self.top_p <= 1:
             raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
         if self.greedy and self.smooth:
@@ -54,11 +60,15 @@ class Sampling:
         if unknown:
             raise SettingError(f"unknown setting {', '.join(unknown)}; sampling takes {', '.join(sorted(known))}")
         settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        if settings.get("greedy") and "smooth" not in settings:
+            settings["smooth"] = False  # where smoothing is the published setting, greedy alone is a clear wish
         return replace(self, **settings)  # type: ignore[arg-type]
 
     def check(self, schedule: Schedule) -> None:
         if isinstance(self.temperature, tuple) and len(self.temperature) < len(schedule):
             raise SettingError(f"{len(self.temperature)} temperatures for {len(schedule)} stages: give one per stage, or a single number")
+        if isinstance(self.top_k, tuple) and len(self.top_k) < len(schedule):
+            raise SettingError(f"{len(self.top_k)} values of top_k for {len(schedule)} stages: give one per stage, or a single number")
 
     def prepare(self, logits: Tensor, stage: Stage) -> Tensor:
         """Guided logits with this stage's temperature and the forbidden codes applied."""
@@ -73,7 +83,39 @@ class Sampling:
         sides = set(stage.size)
         too_wide = self.widest_drawn is not None and max(sides) > self.widest_drawn
         untrained = self.drawn_sides is not None and not sides <= self.drawn_sides
-        return 1 if too_wide or untrained else self.top_k
+        if too_wide or untrained:
+            return 1
+        return self.top_k[stage.index] if isinstance(self.top_k, tuple) else self.top_k
+
+    def progress(self, stage: Stage, stages: int) -> float:
+        """How sharp the smoothing of a stage is: 0 at the first, 1 at the last, or there as at the one before."""
+        last = stages - 1
+        return min(stage.index, max(last - 1, 0) if self.last_repeats else last) / max(last, 1)
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """STAR's refinement of late stages: a stage is drawn in rounds, and every round sees what earlier rounds have settled.
+
+    first_stage: the first that is refined. rounds: per refined stage, the last entry also for all later ones. drafted: in so many of
+    the first rounds of each, the main model's logits are drawn from instead of the refiner's. random: in so many of the first rounds
+    the cells to settle are picked at random, later those whose code is most certain.
+    """
+
+    first_stage: int = 9
+    rounds: tuple[int, ...] = (8, 8, 8, 8, 15)
+    drafted: tuple[int, ...] = (5, 5, 5, 5, 0)
+    random: int = 5
+
+    def __post_init__(self) -> None:
+        numbers = (*self.rounds, *self.drafted, self.first_stage, self.random)
+        if not self.rounds or len(self.rounds) != len(self.drafted) or min(numbers) < 0 or 0 in self.rounds:
+            raise SettingError(f"a refinement has as many numbers of rounds (at least 1) as of drafted rounds (at least 0); got {self}")
+
+    def at(self, stage: Stage) -> tuple[int, int]:
+        """Rounds of a stage, and how many of them are drafted."""
+        entry = min(stage.index - self.first_stage, len(self.rounds) - 1)
+        return self.rounds[entry], self.drafted[entry]
 
 
 @runtime_checkable
@@ -84,6 +126,14 @@ class Draws(Protocol):
         """Unit exponential numbers; the first axis of `shape` is the image."""
         ...
 
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Numbers between 0 and 1."""
+        ...
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Standard normal numbers."""
+        ...
+
 
 class ImageDraws:
     """One generator per image, so that an image does not depend on its neighbours in the batch."""
@@ -92,9 +142,18 @@ class ImageDraws:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self._filled(Tensor.exponential_, shape, device)
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self._filled(Tensor.uniform_, shape, device)
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self._filled(Tensor.normal_, shape, device)
+
+    def _filled(self, fill: Callable[..., Tensor], shape: Sequence[int], device: torch.device) -> Tensor:
         noise = torch.empty(tuple(shape), device=device)
         for image, generator in zip(noise, self.generators, strict=True):
-            image.exponential_(generator=generator)
+            fill(image, generator=generator)
         return noise
 
 
@@ -106,6 +165,12 @@ class SharedDraws:
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), device=device).exponential_(generator=self.generator)
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), device=device).uniform_(generator=self.generator)
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.empty(tuple(shape), device=device).normal_(generator=self.generator)
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -121,13 +186,16 @@ def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits
 
 
-def cell_noise(draws: Draws, logits: Tensor, tokens: Tokens) -> Tensor:
-    """Unit exponential numbers for logits [B, N, ...] of some tokens: drawn for all cells of the stage, then taken where they are.
+Noise = Callable[[Sequence[int], torch.device], Tensor]
+
+
+def cell_noise(noise: Noise, tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Random numbers [B, N, ...] for some tokens: drawn for all cells of the stage, then taken where the tokens are.
 
     So what a token draws does not depend on which others are run, and padding draws what the token that it repeats draws.
     """
-    noise = draws.exponential((logits.shape[0], tokens.stage.cells, *logits.shape[2:]), logits.device)
-    return tokens.gather(noise.flatten(2)).view(logits.shape)
+    drawn = noise((shape[0], tokens.stage.cells, *shape[2:]), device)
+    return tokens.gather(drawn.flatten(2) if drawn.ndim > 2 else drawn[..., None]).view(*shape)
 
 
 def draw(logits: Tensor, noise: Tensor) -> Tensor:
@@ -145,13 +213,21 @@ def soften(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
     return ((logits * (1 + progress) - noise.log()) / tau).softmax(dim=-1)
 
 
+def draw_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits that they were drawn from."""
+    kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
+    if sampling.greedy:
+        return kept.argmax(dim=-1), kept
+    return draw(kept, cell_noise(draws.exponential, tokens, logits.shape, logits.device)), kept
+
+
 def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
     """Codes for prepared logits [B, N, ..., V]: the drawn numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
     if sampling.greedy:
         ids = logits.argmax(dim=-1)
         return ids, ids
-    kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
-    ids = draw(kept, cell_noise(draws, logits, tokens))
+    ids, kept = draw_codes(logits, tokens, sampling, draws)
     if not sampling.smooth:
         return ids, ids
-    return ids, soften(kept, cell_noise(draws, logits, tokens), tokens.stage.index / max(stages - 1, 1))
+    noise = cell_noise(draws.exponential, tokens, logits.shape, logits.device)
+    return ids, soften(kept, noise, sampling.progress(tokens.stage, stages))

@@ -65,7 +65,7 @@ def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeEr
 
 @dataclass(frozen=True)
 class SquareBook:
-    """Square schedules by image side; the first is the default (VAR, FlexVAR)."""
+    """Square schedules by image side; the first is the default (VAR, FlexVAR, HART, STAR)."""
 
     sides: tuple[tuple[int, ...], ...]
 
@@ -103,6 +103,9 @@ FLEXVAR_STEPS = {
 }
 """FlexVAR's schedules at 256 px by number of steps; any other list of sides works too."""
 FLEXVAR_512 = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 23, 32)
+
+HART_1024 = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
+"""Also STAR's."""
 
 BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
 """Infinity's pixel budgets: how many stages of the aspect ratio's list they run."""

@@ -85,18 +85,26 @@ class Tokens:
 
     `index` is None for the dense case: every cell in raster order. With rows of different length, `count` says how many of the N
     entries of a row are real; the tail repeats the row's last real token, so that writing it twice changes nothing.
+    `prefix` tokens that are not on the grid stand before those that are: text that is read together with the first stage (HART), or
+    a summary of the prompt (STAR's refiner). The grid's own operations refuse them; see `on_grid`.
     """
 
     stage: Stage
     index: Tensor | None = None  # [R, N] cell numbers
     count: Tensor | None = None  # [R]
+    prefix: int = 0
 
     @property
     def width(self) -> int:
-        return self.stage.cells if self.index is None else self.index.shape[1]
+        return self.prefix + (self.stage.cells if self.index is None else self.index.shape[1])
+
+    def on_grid(self, x: Tensor) -> tuple[Tensor, Tokens]:
+        """x [R, N, C] and these tokens without the prefix."""
+        return (x[:, self.prefix :], self.with_prefix(0)) if self.prefix else (x, self)
 
     def take(self, selection: Tensor, count: Tensor | None = None) -> Tokens:
         """The tokens at `selection` [R, K], positions within this set."""
+        self._require_grid()
         return Tokens(self.stage, selection if self.index is None else self.index.gather(1, selection), count)
 
     def top(self, score: Tensor, keep: int | Tensor, width: int | None = None) -> tuple[Tensor, Tokens]:
@@ -104,6 +112,7 @@ class Tokens:
 
         Returns their positions within this set and the tokens. Nothing is read back from the device.
         """
+        self._require_grid()
         if self.count is not None:
             padding = torch.arange(score.shape[1], device=score.device) >= self.count[:, None]
             score = score.masked_fill(padding, float("-inf"))
@@ -121,6 +130,7 @@ class Tokens:
 
     def gather(self, grid: Tensor) -> Tensor:
         """Entries of `grid` [R or 1, cells, C] at these tokens: [R, N, C]."""
+        self._require_grid()
         if self.index is None:
             return grid
         rows = grid.expand(self.index.shape[0], -1, -1)
@@ -128,12 +138,35 @@ class Tokens:
 
     def scatter(self, values: Tensor, grid: Tensor) -> Tensor:
         """A copy of `grid` [R, cells, C] with `values` [R, N, C] written at these tokens."""
+        self._require_grid()
         if self.index is None:
             return values
         return grid.scatter(1, self.index[..., None].expand(-1, -1, values.shape[-1]), values)
+
+    def with_prefix(self, prefix: int) -> Tokens:
+        return Tokens(self.stage, self.index, self.count, prefix)
+
+    def repeat(self, times: int) -> Tokens:
+        """The same cells for several times as many rows."""
+        if self.index is None:
+            return self
+        return Tokens(self.stage, self.index.repeat(times, 1), None if self.count is None else self.count.repeat(times), self.prefix)
 
     def rows(self, rows: slice) -> Tokens:
         """These tokens for some of the rows only."""
         if self.index is None:
             return self
-        return Tokens(self.stage, self.index[rows], None if self.count is None else self.count[rows])
+        return Tokens(self.stage, self.index[rows], None if self.count is None else self.count[rows], self.prefix)
+
+    def move(self, values: Tensor, target: Tokens) -> Tensor:
+        """Values [R, N, ...] of these tokens at the tokens of `target` [R, M, ...]; zero at those that are not among these."""
+        if target is self or (target.index is None and self.index is None):
+            return values
+        flat = values.flatten(2) if values.ndim > 2 else values[..., None]
+        grid = self.scatter(flat, flat.new_zeros(flat.shape[0], self.stage.cells, flat.shape[2]))
+        moved = target.gather(grid)
+        return moved.view(*moved.shape[:2], *values.shape[2:])
+
+    def _require_grid(self) -> None:
+        if self.prefix:
+            raise ValueError(f"{self.prefix} tokens of stage {self.stage.index} are not on its grid and cannot be selected among its cells")

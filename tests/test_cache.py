@@ -184,7 +184,7 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
     """Prompts of 8 and 16 tokens, since text is padded to a multiple of 8."""
     pipeline = tiny.shared_pipeline(family)
     schedule = tiny.schedule_of(family)
-    prompts = Labels(torch.tensor([1, 2])) if family in tiny.CLASS_FAMILIES else tiny.text_features((8, 16))
+    prompts = Labels(torch.tensor([1, 2])) if family in tiny.CLASS_FAMILIES else tiny.text_features(family, (8, 16))
     for guided in (False, True):
         cond = pipeline.model.condition(prompts, guided, schedule)
         env = new_env(pipeline.model, cond, schedule, 2, Method())
@@ -239,7 +239,7 @@ def running_env(family: str) -> tuple[Env, Schedule]:
     """Two images with both branches, after the first stage; every row's number can be read off its memory."""
     pipeline = tiny.shared_pipeline(family)
     schedule = tiny.schedule_of(family)
-    prompts, negative = tiny.text_features((3, 5)), tiny.text_features((7, 2), seed=1)  # so that no two rows have the same text mask
+    prompts, negative = tiny.text_features("infinity", (3, 5)), tiny.text_features("infinity", (7, 2), seed=1)  # so that no two rows have the same text mask
     if family in tiny.CLASS_FAMILIES:
         prompts, negative = Labels(torch.tensor([1, 2])), Labels(torch.tensor([3, 4]))
     env = new_env(pipeline.model, pipeline.model.condition(prompts, True, schedule, negative), schedule, 2, Method())

@@ -275,22 +275,22 @@ def test_no_class_at_all_is_refused() -> None:
 @pytest.mark.parametrize("family", tiny.TEXT_FAMILIES)
 def test_text_features_come_in_several_shapes(family: str) -> None:
     pipeline = tiny.shared_pipeline(family)
-    features = tiny.text_features((4, 4))
+    features = tiny.text_features(family, (4, 4))
     stacked = torch.stack(features.rows)
     expected = pipeline(features, seed=5)
     assert_same_bits(pipeline(stacked, seed=5), expected)
     assert_same_bits(pipeline(list(features.rows), seed=5), expected)
-    assert_same_bits(pipeline(stacked[0], seed=5), pipeline(tiny.one_text(features, 0), seed=5))
+    assert_same_bits(pipeline(stacked[0], seed=5), pipeline(features.one(0), seed=5))
 
 
 @pytest.mark.parametrize("family", tiny.TEXT_FAMILIES)
 @pytest.mark.parametrize("lengths", [(1, 24, 8), (8, 16, 7), (5, 5, 6)])
 def test_texts_of_different_length_do_not_disturb_one_another(family: str, lengths: tuple[int, ...]) -> None:
     pipeline = tiny.shared_pipeline(family)
-    features = tiny.text_features(lengths, seed=4)
+    features = tiny.text_features(family, lengths, seed=4)
     together = pipeline(features, seed=5)
     for image in range(len(lengths)):
-        alone = pipeline(tiny.one_text(features, image), seed=5 + image)
+        alone = pipeline(features.one(image), seed=5 + image)
         assert same_codes([codes[image : image + 1] for codes in together.codes], alone.codes)
         assert torch.allclose(together.pixels[image], alone.pixels[0], rtol=0, atol=PIXEL_TOLERANCE)
 
@@ -298,7 +298,7 @@ def test_texts_of_different_length_do_not_disturb_one_another(family: str, lengt
 @pytest.mark.parametrize("family", tiny.TEXT_FAMILIES)
 def test_every_token_of_a_text_counts(family: str) -> None:
     pipeline = tiny.shared_pipeline(family)
-    row = tiny.text_features((6,)).rows[0]
+    row = tiny.text_features(family, (6,)).rows[0]
     seen = []
     for text in (row, row[:5], torch.cat([row[:5], -row[5:]])):
         pipeline(text, seed=5, on_stage=lambda preview: seen.append(preview.done.logits) if preview.done.stage.index == 0 else None)
@@ -558,7 +558,7 @@ def test_planned_memory_follows_rows_dtype_and_size(family: str) -> None:
 def test_the_longest_text_counts_also_among_the_negative_ones(family: str) -> None:
     pipeline = tiny.shared_pipeline(family)
     per_token = 2 * tiny.DEPTH * 2 * tiny.WIDTH * 4
-    short, long = tiny.text_features((5,)), tiny.text_features((17,))
+    short, long = tiny.text_features(family, (5,)), tiny.text_features((17,))
     plain, against = (pipeline(short, seed=1, negative=negative).report.planned_memory for negative in (None, long))
     assert against - plain == (24 - 8) * per_token
 

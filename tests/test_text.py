@@ -7,17 +7,15 @@ import json
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.errors import MissingExtra, PromptError, SettingError, TextEncoderUnavailable
-from nextscale.text import T5Encoder, TextFeatures, with_positive_prompt
+from nextscale.text import T5Encoder, TextEncoder, with_positive_prompt
 
 transformers = pytest.importorskip("transformers")
 
@@ -86,7 +84,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def count_encoded_prompts(encoder: T5Encoder) -> list[int]:
+def count_encoded_prompts(encoder: TextEncoder) -> list[int]:
     """One entry per forward call: how many prompts it encoded."""
     batches: list[int] = []
 
@@ -97,68 +95,16 @@ def count_encoded_prompts(encoder: T5Encoder) -> list[int]:
     return batches
 
 
-# --- features ---------------------------------------------------------------------------------------------------------------------
+def hub_that_returns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """One entry per request: the repository and the patterns of the files asked for."""
+    requests: list[tuple[str, list[str]]] = []
 
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        requests.append((name, allow_patterns))
+        return str(folder)
 
-def test_features_of_every_accepted_shape() -> None:
-    one = torch.randn(3, 8)
-    equal = torch.randn(2, 4, 8)
-    assert TextFeatures.of(one).lengths == (3,)
-    assert TextFeatures.of(equal).lengths == (4, 4)
-    torch.testing.assert_close(TextFeatures.of(equal).rows[1], equal[1])
-    ragged = TextFeatures.of([torch.randn(3, 8), torch.randn(5, 8)])
-    assert (ragged.lengths, len(ragged), ragged.channels) == ((3, 5), 2, 8)
-    assert TextFeatures.of(ragged) is ragged
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (torch.zeros(3, 8, dtype=torch.int64), "int64"),
-        (torch.zeros(8), r"\[8\]"),
-        (torch.zeros(0, 8), r"\[0, 8\]"),
-        (torch.zeros(0, 4, 8), "no prompt"),
-        (torch.zeros(2, 0, 8), r"\[0, 8\]"),
-        ([], "no prompt"),
-        ([torch.zeros(2, 3, 8)], r"\[2, 3, 8\]"),
-        ([torch.zeros(3, 8), torch.zeros(3, 9)], r"\[8, 9\] channels"),
-        ([torch.zeros(3, 8), torch.full((1, 8), float("nan"))], "prompt 1 contain NaN"),
-        (torch.full((1, 8), float("inf")), "prompt 0 contain NaN or infinity"),
-        ([[0.0, 1.0]], "have type list"),
-        ("a cat", "have type str"),
-        (7, "have type int"),
-    ],
-)
-def test_features_refuse(value: object, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        TextFeatures.of(value)  # type: ignore[arg-type]
-
-
-@settings(deadline=None)  # the first call pays for torch's start
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
-def test_compact_splits_back_into_the_prompts(lengths: list[int]) -> None:
-    features = TextFeatures.of([torch.full((length, 3), float(index)) for index, length in enumerate(lengths)])
-    rows, split = features.compact()
-    assert rows.shape == (sum(lengths), 3)
-    assert split == tuple(lengths)
-    for original, part in zip(features.rows, rows.split(split), strict=True):
-        assert torch.equal(original, part)
-
-
-def test_repeat_is_for_one_prompt() -> None:
-    one = TextFeatures.of(torch.randn(3, 8))
-    repeated = one.repeat(4)
-    assert repeated.lengths == (3, 3, 3, 3)
-    assert all(torch.equal(row, one.rows[0]) for row in repeated.rows)
-    with pytest.raises(PromptError, match="repeat 4 prompts"):
-        repeated.repeat(2)
-    with pytest.raises(PromptError, match="0 times"):
-        one.repeat(0)
-
-
-def test_features_move() -> None:
-    moved = TextFeatures.of([torch.zeros(1, 2), torch.zeros(3, 2)]).to("meta")
-    assert {row.device.type for row in moved.rows} == {"meta"}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return requests
 
 
 # --- positive prompt --------------------------------------------------------------------------------------------------------------
@@ -469,23 +415,8 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_says_what_to_fetch(raised.value, name="nobody/absent-t5")
 
 
-@pytest.fixture
-def hub_that_returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], list[tuple[str, list[str]]]]:
-    def install(folder: Path) -> list[tuple[str, list[str]]]:
-        requests: list[tuple[str, list[str]]] = []
-
-        def download(name: str, *, allow_patterns: list[str]) -> str:
-            requests.append((name, allow_patterns))
-            return str(folder)
-
-        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-        return requests
-
-    return install
-
-
-def test_hub_download_asks_for_safetensors_only(saved_model: Path, hub_that_returns: Callable[[Path], list[tuple[str, list[str]]]]) -> None:
-    requests = hub_that_returns(saved_model)
+def test_hub_download_asks_for_safetensors_only(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = hub_that_returns(saved_model, monkeypatch)
     assert T5Encoder("google/flan-t5-xl")([SHORT]).lengths == (3,)
     [(name, patterns)] = requests
     assert name == "google/flan-t5-xl"
@@ -497,9 +428,9 @@ def test_hub_download_asks_for_safetensors_only(saved_model: Path, hub_that_retu
     assert not any(map(wanted, ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "tf_model.h5", "modeling_custom.py")))
 
 
-def test_hub_repository_without_safetensors(folder: Path, hub_that_returns: Callable[[Path], list[tuple[str, list[str]]]]) -> None:
+def test_hub_repository_without_safetensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "model.safetensors").unlink()
-    hub_that_returns(folder)
+    hub_that_returns(folder, monkeypatch)
     with pytest.raises(TextEncoderUnavailable, match=r"'some/t5' is incomplete; absent: model\.safetensors") as raised:
         T5Encoder("some/t5")
     assert_says_what_to_fetch(raised.value, name="some/t5")

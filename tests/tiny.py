@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from nextscale.guidance import ConstantGuidance, RampGuidance
-from nextscale.models import FlexVarConfig, InfinityConfig, VarConfig
+from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, StarConfig, VarConfig
 from nextscale.pipeline import Pipeline
-from nextscale.presets import FLEXVAR_DRAWN_SIDES, ModelSpec, Settings, Source
+from nextscale.presets import FLEXVAR_DRAWN_SIDES, ModelSpec, Settings, Source, TextSource
 from nextscale.random_weights import random_pipeline
-from nextscale.sampling import Sampling
+from nextscale.sampling import Refinement, Sampling
 from nextscale.schedules import AspectLike, SizeLike, SquareBook
 from nextscale.stage import Schedule
-from nextscale.text import TextFeatures
-from nextscale.tokenizers import FlexVarTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
+from nextscale.text import ClipEncoder, QwenEncoder, T5Encoder, TextFeatures
+from nextscale.tokenizers import FlexVarTokenizerConfig, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
 
 DEPTH, WIDTH, HEADS = 3, 64, 4
 CLASSES, CODES, LATENT_CHANNELS = 10, 40, 8
@@ -28,6 +28,8 @@ CELL_PIXELS = 2  # pixels along one side of a latent cell: the tiny autoencoders
 UNPUBLISHED = Source("nobody/nothing", "nothing.pth")
 
 VAR_SIDES = (1, 2, 3, 4)
+HART_SIDES = (1, 2, 3, 4)
+HART_TEXT = 12  # tokens of every prompt, padding included
 FLEXVAR_SIDES = (1, 2, 3, 5, 7)
 FLEXVAR_WIDEST_DRAWN = 3  # so that stage 3 (side 5) is greedy for its width, and stage 4 (side 7) for both reasons
 INFINITY_SCHEDULE = Schedule(((1, 1), (2, 2), (3, 2), (4, 3)), extent=(8, 6))
@@ -83,7 +85,48 @@ def infinity_spec(patchify: bool = False) -> ModelSpec:
         Settings(OneSchedule(INFINITY_SCHEDULE), ConstantGuidance(strength=3.0), Sampling(top_k=900, top_p=0.97, temperature=0.5)),
         UNPUBLISHED,
         UNPUBLISHED,
-        text_encoder="nobody/encoder",
+        text_encoder=TextSource("nobody/encoder", T5Encoder),
+    )
+
+
+def hart_spec() -> ModelSpec:
+    return ModelSpec(
+        "tiny-hart",
+        HartConfig(
+            DEPTH,
+            WIDTH,
+            HEADS,
+            HART_SIDES,
+            CODES,
+            LATENT_CHANNELS,
+            TEXT_CHANNELS,
+            text_tokens=HART_TEXT,
+            residual_width=32,
+            residual_depth=2,
+            residual_steps=4,
+        ),
+        HartTokenizerConfig(CODES, LATENT_CHANNELS, channels=32, multipliers=(1, 1), blocks_per_level=1),
+        Settings(
+            SquareBook((HART_SIDES,)),
+            RampGuidance(strength=4.5, last_repeats=True),
+            Sampling(top_k=(30, 30, 20, 20), smooth=True, last_repeats=True),
+        ),
+        UNPUBLISHED,
+        UNPUBLISHED,
+        text_encoder=TextSource("nobody/encoder", QwenEncoder),
+    )
+
+
+def star_spec(refined: bool = False) -> ModelSpec:
+    refine = Refinement(first_stage=2, rounds=(4, 5), drafted=(2, 0), random=2)
+    return ModelSpec(
+        "tiny-star-refined" if refined else "tiny-star",
+        StarConfig(DEPTH, WIDTH, HEADS, VAR_SIDES, CODES, LATENT_CHANNELS, TEXT_CHANNELS, refiner_blocks=2 if refined else 0),
+        VarTokenizerConfig(CODES, LATENT_CHANNELS, channels=32, multipliers=(1, 1), blocks_per_level=1),
+        Settings(SquareBook((VAR_SIDES,)), RampGuidance(strength=4.0), Sampling(top_k=30, top_p=0.8, refine=refine if refined else None)),
+        UNPUBLISHED,
+        UNPUBLISHED,
+        text_encoder=TextSource("nobody/encoder", ClipEncoder, reads_empty=True),
     )
 
 
@@ -93,11 +136,15 @@ SPECS = {
     "flexvar": flexvar_spec(),
     "infinity": infinity_spec(),
     "infinity_patchify": infinity_spec(patchify=True),
+    "hart": hart_spec(),
+    "star": star_spec(),
+    "star_refined": star_spec(refined=True),
 }
 FAMILIES = tuple(SPECS)
 CLASS_FAMILIES = ("var", "var_shared", "flexvar")
-TEXT_FAMILIES = ("infinity", "infinity_patchify")
-NO_GUIDANCE = {family: 0.0 if family in CLASS_FAMILIES else 1.0 for family in FAMILIES}  # ramps add to 1, constants are the scale itself
+TEXT_FAMILIES = tuple(family for family in FAMILIES if family not in CLASS_FAMILIES)
+CONSTANT_FAMILIES = ("infinity", "infinity_patchify")
+NO_GUIDANCE = {family: 1.0 if family in CONSTANT_FAMILIES else 0.0 for family in FAMILIES}  # ramps add to 1, constants are the scale itself
 
 
 def schedule_of(family: str) -> Schedule:
@@ -117,17 +164,16 @@ def fresh_pipeline(family: str, dtype: torch.dtype = torch.float32, **settings: 
     return random_pipeline(replace(spec, settings=replace(spec.settings, **settings)), dtype=dtype)
 
 
-def text_features(lengths: Sequence[int], seed: int = 0) -> TextFeatures:
-    """One matrix per length; the i-th depends on `seed`, i and its length only."""
-    rows = []
+def text_features(family: str, lengths: Sequence[int], seed: int = 0) -> TextFeatures:
+    """One prompt per length, in the form that the family reads; the i-th depends on `seed`, i and its length only."""
+    rows, pooled = [], []
     for position, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(1000 * seed + position)
-        rows.append(torch.randn(length, TEXT_CHANNELS, generator=generator))
-    return TextFeatures(tuple(rows))
-
-
-def one_text(features: TextFeatures, position: int) -> TextFeatures:
-    return TextFeatures((features.rows[position],))
+        rows.append(torch.randn(HART_TEXT if family == "hart" else length, TEXT_CHANNELS, generator=generator))
+        pooled.append(torch.randn(TEXT_CHANNELS, generator=generator))
+    if family == "hart":
+        return TextFeatures(tuple(rows), mask=torch.arange(HART_TEXT) < torch.tensor(lengths)[:, None])
+    return TextFeatures(tuple(rows), pooled=torch.stack(pooled) if family.startswith("star") else None)
 
 
 TEXT_LENGTHS = (5, 9, 3)
@@ -137,9 +183,9 @@ def prompts(family: str, images: int) -> Any:
     """Different prompts for a batch of up to three images."""
     if family in CLASS_FAMILIES:
         return [3, 7, 1][:images]
-    return text_features(TEXT_LENGTHS[:images])
+    return text_features(family, TEXT_LENGTHS[:images])
 
 
 def one_prompt(family: str, position: int) -> Any:
     """The prompt of one image of `prompts`."""
-    return [3, 7, 1][position] if family in CLASS_FAMILIES else one_text(text_features(TEXT_LENGTHS), position)
+    return [3, 7, 1][position] if family in CLASS_FAMILIES else text_features(family, TEXT_LENGTHS).one(position)

@@ -87,7 +87,23 @@ def generate(
         float | None, typer.Option(rich_help_panel=DRAWING, help="Draw among the codes that make up this probability; 0 means all.")
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", rich_help_panel=DRAWING, help="Always take the most likely code.")] = False,
-    smooth: Annotated[bool, typer.Option("--smooth", rich_help_panel=DRAWING, help="VAR: mix codes instead of drawing one.")] = False,
+    smooth: Annotated[
+        bool | None,
+        typer.Option(
+            "--smooth/--no-smooth", rich_help_panel=DRAWING, show_default="as published", help="VAR, HART, STAR: mix codes, or draw one."
+        ),
+    ] = None,
+    no_refine: Annotated[
+        bool, typer.Option("--no-refine", rich_help_panel=DRAWING, help="STAR's sampler: draw late stages at once instead of in rounds.")
+    ] = False,
+    as_released: Annotated[
+        bool,
+        typer.Option(
+            "--as-released",
+            rich_help_panel=DRAWING,
+            help="STAR: all images of a batch read the first prompt, as the released program does.",
+        ),
+    ] = False,
     weights: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")] = None,
     text_encoder: Annotated[
@@ -117,7 +133,7 @@ def generate(
     spec = model_spec(model)
     schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
     scales = None if guidance is None else parse_guidance(guidance, spec.settings.guidance)
-    sampling = chosen_sampling(temperature, top_k, top_p, greedy, smooth)
+    sampling = chosen_sampling(temperature, top_k, top_p, greedy, smooth, no_refine)
     # Generation checks these two as well, but only after the weights are loaded.
     spec.settings.sampling.changed(**sampling).check(schedule)
     resolve_guidance(scales, spec.settings.guidance).scales(schedule)
@@ -131,7 +147,14 @@ def generate(
     choose_device(device)
 
     open_pipeline = partial(
-        load, model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=device, dtype=as_torch_dtype(dtype)
+        load,
+        model,
+        weights=weights,
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        device=device,
+        dtype=as_torch_dtype(dtype),
+        as_released=as_released,
     )
     settings = {"size": schedule, "guidance": scales, "negative": against, **sampling}
     calls = draw(open_pipeline, pictures, batch, schedule.tokens, settings, previews)

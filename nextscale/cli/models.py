@@ -41,12 +41,12 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
         "sizes": [f"{height}x{width}" for height, width in spec.settings.schedules.offers()],
         "weights": None if spec.weights is None else source_facts(spec.weights),
         "tokenizer": source_facts(spec.tokenizer_weights),
-        "text_encoder": spec.text_encoder,
+        "text_encoder": None if spec.text_encoder is None else spec.text_encoder.repository,
     }
 
 
 def source_facts(source: Source) -> dict[str, str]:
-    return {"file": source.file, "url": source.url}
+    return {"file": source.local, "url": source.url}
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -63,7 +63,7 @@ def show_family(console: Console, family: str, specs: Sequence[ModelSpec]) -> No
     for spec in specs:
         files = [file_link(spec.weights) if spec.weights else "no released weights", file_link(spec.tokenizer_weights)]
         table.add_row(spec.name, short_count(parameter_count(spec)), short_sizes(spec.settings.schedules), "\n".join(files))
-    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"texts, read by {encoder}")
+    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"texts, read by {encoder.repository}")
     console.print(table)
     console.print("published at", *pages(specs), end="\n\n")
 
@@ -74,7 +74,7 @@ def pages(specs: Sequence[ModelSpec]) -> list[str]:
 
 
 def file_link(source: Source) -> str:
-    return f"[link={source.url}]{source.file}[/link]"
+    return f"[link={source.url}]{source.local}[/link]"
 
 
 def short_count(parameters: int) -> str:

@@ -109,11 +109,14 @@ def parse_numbers(text: str) -> list[float]:
     return numbers if all(math.isfinite(number) for number in numbers) else []
 
 
-def chosen_sampling(temperature: str | None, top_k: int | None, top_p: float | None, greedy: bool, smooth: bool) -> dict[str, Any]:
+def chosen_sampling(
+    temperature: str | None, top_k: int | None, top_p: float | None, greedy: bool, smooth: bool | None, no_refine: bool
+) -> dict[str, Any]:
     """Only what was asked for, so that the rest keeps the published values."""
     numbers = None if temperature is None else parse_numbers(temperature)
     if numbers == []:
         raise SettingError(f"--temperature {temperature!r}: give a number, or one per stage such as 1,1,0.5")
     single_or_list = numbers[0] if numbers and len(numbers) == 1 else numbers
-    asked = {"temperature": single_or_list, "top_k": top_k, "top_p": top_p, "greedy": greedy or None, "smooth": smooth or None}
-    return {name: value for name, value in asked.items() if value is not None}
+    asked = {"temperature": single_or_list, "top_k": top_k, "top_p": top_p, "greedy": greedy or None, "smooth": smooth}
+    changes = {name: value for name, value in asked.items() if value is not None}
+    return changes | {"refine": None} if no_refine else changes

@@ -51,6 +51,6 @@ def start(
     context: typer.Context,
     asked: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")] = False,
 ) -> None:
-    """Draw images with next-scale generators: VAR, FlexVAR and Infinity."""
+    """Draw images with next-scale generators: VAR, FlexVAR, Infinity, HART and STAR."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

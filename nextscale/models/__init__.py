@@ -2,7 +2,21 @@
 
 from .base import NextScaleModel
 from .flexvar import FlexVar, FlexVarConfig
+from .hart import Hart, HartConfig
 from .infinity import Infinity, InfinityConfig
+from .star import Star, StarConfig
 from .var import Var, VarConfig
 
-__all__ = ["FlexVar", "FlexVarConfig", "Infinity", "InfinityConfig", "NextScaleModel", "Var", "VarConfig"]
+__all__ = [
+    "FlexVar",
+    "FlexVarConfig",
+    "Hart",
+    "HartConfig",
+    "Infinity",
+    "InfinityConfig",
+    "NextScaleModel",
+    "Star",
+    "StarConfig",
+    "Var",
+    "VarConfig",
+]

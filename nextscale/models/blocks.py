@@ -1,12 +1,12 @@
-"""The transformer block that all backbones share: modulated self-attention, text cross-attention where there is text, feed-forward."""
+"""The transformer block that all backbones share: self-attention, text cross-attention where there is text, feed-forward."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..cache import Env
 from ..stage import Tokens
-from .rope import rotate
 
 NORM_EPS = 1e-6
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
@@ -26,13 +25,25 @@ Part = Callable[[Tensor, Tokens, Env], Tensor]
 
 
 @dataclass(frozen=True)
+class TextAttentionConfig:
+    """Cross-attention to a text."""
+
+    channels: int  # of the text
+    cosine: bool = False  # as in BlockConfig
+    learned_norm: bool = False  # the norm before it has a weight and a bias
+
+
+@dataclass(frozen=True)
 class BlockConfig:
     width: int
     heads: int
     hidden: int
+    _: KW_ONLY
     cosine: bool = True  # queries and keys of unit length with a learned temperature per head
-    shared_modulation: bool = False  # one modulation for all blocks plus a table per block
-    text: bool = False  # with cross-attention
+    modulation: Literal["own", "shared"] | None = None  # by the condition; "shared": one for all blocks, plus a table per block
+    rms_norm: bool = False  # one learned root-mean-square norm for all branches, in place of plain layer norms
+    gated: bool = False  # feed-forward with a SiLU gate and no biases
+    text: TextAttentionConfig | None = None
 
     @property
     def head_dim(self) -> int:
@@ -59,8 +70,22 @@ class Modulation(NamedTuple):
         return Modulation(*(part[rows] for part in self))
 
 
-def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=NORM_EPS), scale)
+def plain_norm(width: int, learned: bool = False) -> nn.LayerNorm:
+    return nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=learned)
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """Root-mean-square norm: vectors sqrt(D) times longer than 1, which `cosine_scale` makes up for on both sides of the product."""
+    return F.rms_norm(x, x.shape[-1:], eps=SMALLEST_SQUARE)
+
+
+def cosine_scale(head_dim: int) -> float:
+    return 1 / head_dim
+
+
+def temperature(log: Tensor) -> Tensor:
+    """Learned logarithms [...], one per head, to what multiplies queries [..., 1]."""
+    return log.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None]
 
 
 def attention_backend(queries: int, device: torch.device) -> AbstractContextManager[None]:
@@ -91,17 +116,16 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
-        # Root-mean-square norms leave vectors sqrt(D) times too long on both sides of the product.
-        self.scale = 1 / config.head_dim if config.cosine else 0.25 / math.sqrt(config.head_dim)
+        self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
         temperature = env.cond.temperatures[self.layer]
         qk = qkv.narrow(2, 0, 2).float()  # normalised and rotated in float32, queries and keys at once
         if temperature is not None:
-            qk = F.rms_norm(qk, qk.shape[-1:], eps=SMALLEST_SQUARE)
+            qk = unit_vectors(qk)
         if env.cond.rope is not None:
-            qk = rotate(qk, env.cond.rope.at(tokens))
+            qk = env.cond.rope.turn(qk, tokens)
         q, k = qk.unbind(2)
         if temperature is not None:
             q = torch.mul(q, temperature, out=torch.empty_like(q, dtype=x.dtype))
@@ -112,24 +136,33 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention to the text, whose keys and values do not depend on the stage and are computed once per request."""
 
-    def __init__(self, layer: int, config: BlockConfig) -> None:
+    def __init__(self, layer: int, config: BlockConfig, text: TextAttentionConfig) -> None:
         super().__init__()
         self.layer = layer
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.scale = 1 / math.sqrt(config.head_dim)
         self.q = nn.Linear(config.width, config.width)
-        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.kv = nn.Linear(text.channels, 2 * config.width)
         self.proj = nn.Linear(config.width, config.width)
+        self.log_temperature = nn.Parameter(torch.empty(config.heads)) if text.cosine else None
+        self.scale = cosine_scale(config.head_dim) if text.cosine else 1 / math.sqrt(config.head_dim)
 
     def text_keys_values(self, text: Tensor) -> Tensor:
-        """Text rows [rows, C] to [rows, 2, H, D]."""
-        return self.kv(text).unflatten(-1, (2, self.heads, -1))
+        """Text rows [rows, C] to [rows, 2, H, D]. The keys carry the temperature, so that no stage has to apply it."""
+        kv = self.kv(text).unflatten(-1, (2, self.heads, -1))
+        if self.log_temperature is None:
+            return kv
+        keys = unit_vectors(kv[:, 0].float()) * temperature(self.log_temperature)
+        return torch.stack([keys.to(kv.dtype), kv[:, 1]], dim=1)
 
     def forward(self, x: Tensor, env: Env) -> Tensor:
         assert env.cond.text is not None
+        rows = x.shape[0]
         keys, values = env.cond.text.keys_values[self.layer]
+        x = x[: keys.shape[0]]  # a single row of text speaks to all rows: see TextContext
         q = self.q(x).view(*x.shape[:2], self.heads, self.head_dim)
-        return self.proj(attend(q, keys, values, env.cond.text.mask, self.scale))
+        if self.log_temperature is not None:
+            q = unit_vectors(q.float()).to(x.dtype)
+        return self.proj(attend(q, keys, values, env.cond.text.mask, self.scale)).expand(rows, -1, -1)
 
 
 class FeedForward(nn.Module):
@@ -142,20 +175,30 @@ class FeedForward(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
+class GatedFeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
 class Block(nn.Module):
+    """Residual branches, each behind a norm."""
+
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
         self.layer = layer
+        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS) if config.rms_norm else plain_norm(config.width)
         self.attention = SelfAttention(layer, config)
-        self.feed_forward = FeedForward(config.width, config.hidden)
-        if config.shared_modulation:
-            self.modulation_table = nn.Parameter(torch.empty(6, config.width))
-        else:
-            self.modulation = nn.Linear(config.width, 6 * config.width)
+        self.feed_forward = (GatedFeedForward if config.gated else FeedForward)(config.width, config.hidden)
         if config.text:
-            self.text_norm = nn.LayerNorm(config.width, eps=NORM_EPS)
-            self.text_attention = CrossAttention(layer, config)
-        self.has_text = config.text
+            self.text_norm = plain_norm(config.width, config.text.learned_norm)
+            self.text_attention = CrossAttention(layer, config, config.text)
+        self.has_text = config.text is not None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -164,10 +207,32 @@ class Block(nn.Module):
         return (self.attention_part, *text, self.feed_forward_part)
 
     def attention_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return env.cond.modulation[self.layer].attention_gain * self._attention(x, tokens, env)
+        return self.attention(self.norm(x), tokens, env)
 
     def text_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return self.text_attention(self.text_norm(x), env)
+
+    def feed_forward_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return self.feed_forward(self.norm(x))
+
+    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        for part in self.parts:
+            x = x + part(x, tokens, env)
+        return x
+
+
+class ModulatedBlock(Block):
+    """A block whose attention and feed-forward a condition scales, shifts and weights."""
+
+    def __init__(self, layer: int, config: BlockConfig) -> None:
+        super().__init__(layer, config)
+        if config.modulation == "shared":
+            self.modulation_table = nn.Parameter(torch.empty(6, config.width))
+        else:
+            self.modulation = nn.Linear(config.width, 6 * config.width)
+
+    def attention_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return env.cond.modulation[self.layer].attention_gain * self._attention(x, tokens, env)
 
     def feed_forward_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return env.cond.modulation[self.layer].feed_forward_gain * self._feed_forward(x, env)
@@ -182,8 +247,13 @@ class Block(nn.Module):
 
     def _attention(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         m = env.cond.modulation[self.layer]
-        return self.attention(modulated_norm(x, m.attention_scale, m.attention_shift), tokens, env)
+        return self.attention(torch.addcmul(m.attention_shift, self.norm(x), m.attention_scale), tokens, env)
 
     def _feed_forward(self, x: Tensor, env: Env) -> Tensor:
         m = env.cond.modulation[self.layer]
-        return self.feed_forward(modulated_norm(x, m.feed_forward_scale, m.feed_forward_shift))
+        return self.feed_forward(torch.addcmul(m.feed_forward_shift, self.norm(x), m.feed_forward_scale))
+
+
+def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:
+    block = ModulatedBlock if config.modulation else Block
+    return nn.ModuleList(block(layer, config) for layer in range(depth))

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from ..cache import Env
 from ..checkpoints import Layout, Rule
-from ..errors import PromptError, SizeError
+from ..errors import PromptError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Conditioning, NextScaleModel, TextContext
-from .blocks import NORM_EPS, Block, BlockConfig, Modulation, attend
+from .base import Conditioning, NextScaleModel, check_levels, temperatures
+from .blocks import NORM_EPS, BlockConfig, ModulatedBlock, Modulation, TextAttentionConfig, attend, plain_norm
 from .naming import SHARED_RULES, block_rules
-from .rope import RopeMode, RopeTable
-
-MASK_MULTIPLE = 8  # key counts that fused attention with a mask wants
+from .rope import PairRope, RopeMode, infinity_rotations
+from .text_context import Padding, check_channels, context_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ class InfinityConfig:
     def block(self) -> BlockConfig:
         # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192.
         hidden = round(4 * self.width / 256) * 256
-        return BlockConfig(self.width, self.heads, hidden, cosine=True, shared_modulation=True, text=True)
+        text = TextAttentionConfig(self.width, learned_norm=True)
+        return BlockConfig(self.width, self.heads, hidden, modulation="shared", text=text)
 
     @property
     def pool_heads(self) -> int:
@@ -63,26 +63,7 @@ class TextPool(nn.Module):
         return self.proj(attend(query, keys, values, padding.mask, self.scale).squeeze(1))
 
 
-class Padding:
-    """Rows of prompts of different length, from one after another to side by side."""
-
-    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
-        self.samples = len(lengths)
-        self.mask: Tensor | None = None  # [R, 1, 1, T]
-        if len(set(lengths)) > 1:
-            self.width = math.ceil(max(lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
-            real = torch.arange(self.width) < torch.tensor(lengths)[:, None]
-            self.places = real.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
-            self.mask = real[:, None, None].to(device)
-
-    def pad(self, rows: Tensor) -> Tensor:
-        """[sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
-        if self.mask is not None:
-            rows = rows.new_zeros(self.samples * self.width, *rows.shape[1:]).index_copy_(0, self.places, rows)
-        return rows.unflatten(0, (self.samples, -1))
-
-
-class ChunkStart(Block):
+class ChunkStart(ModulatedBlock):
     """A block that adds the level embedding again, as one training option did; no released model uses it."""
 
     def __init__(self, layer: int, config: BlockConfig, level_embed: nn.Embedding) -> None:
@@ -111,15 +92,16 @@ class Infinity(NextScaleModel):
         self.word_embed = nn.Linear(config.bits_per_token, config.width)
         self.shared_modulation = nn.Linear(config.width, 6 * config.width)
         self.blocks = nn.ModuleList(self._block(layer) for layer in range(config.depth))
+        self.head_norm = plain_norm(config.width)
         self.head_ada = nn.Linear(config.width, 2 * config.width)
         self.head = nn.Linear(config.width, 2 * config.bits_per_token)
         self.layout = self._published_names(config.depth // config.chunks)
 
-    def _block(self, layer: int) -> Block:
+    def _block(self, layer: int) -> ModulatedBlock:
         starts_chunk = layer > 0 and layer % (self.config.depth // self.config.chunks) == 0
         if self.config.level_every_chunk and starts_chunk:
             return ChunkStart(layer, self.config.block, self.level_embed)
-        return Block(layer, self.config.block)
+        return ModulatedBlock(layer, self.config.block)
 
     def _published_names(self, per_chunk: int) -> Layout:
         return Layout(
@@ -140,12 +122,9 @@ class Infinity(NextScaleModel):
             cut_rows=(r"cfg_uncond",),
         )
 
-    def condition(
-        self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None
-    ) -> Conditioning:
+    def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
         """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
-        if len(schedule) > self.config.levels:
-            raise SizeError(f"{schedule} has {len(schedule)} stages; this model knows {self.config.levels} levels")
+        check_levels(schedule, self.config.levels)
         self._check(prompts)
         rows, lengths = prompts.to(self.device).compact()
         if guided:
@@ -155,20 +134,18 @@ class Infinity(NextScaleModel):
         padding = Padding(lengths, self.device)
         condition = self.text_pool(text, padding)
         six = self.shared_modulation(F.silu(condition.float())).unflatten(-1, (6, -1)) + self.modulation_tables()
-        head_scale, head_shift = self.head_modulation(condition)
+        head_dim, extent = self.block_config.head_dim, schedule.extent
         return Conditioning(
-            condition,
-            Modulation.of_layers(six, self.dtype),
-            self.temperatures(),
-            head_scale,
-            head_shift,
-            self._text_context(self.text_proj(text), padding),
-            RopeTable(schedule, self.block_config.head_dim, self.config.rope, self.device),
+            start=condition[:, None] + self.pos_start,
+            temperatures=temperatures(self.stack),
+            modulation=Modulation.of_layers(six, self.dtype),
+            head=self.head_modulation(condition),
+            text=padding.context(self.stack, self.text_proj(text)),
+            rope=PairRope(infinity_rotations(stage, extent, head_dim, self.config.rope, self.device) for stage in schedule),
         )
 
     def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
-        padded = math.ceil(text_tokens / MASK_MULTIPLE) * MASK_MULTIPLE
-        text = 2 * len(self.blocks) * rows * padded * self.config.width * self.dtype.itemsize
+        text = context_bytes(len(self.blocks), rows, text_tokens, self.config.width, self.dtype)
         return super().request_bytes(schedule, rows, text_tokens) + text
 
     def _unconditional(self, prompts: TextFeatures, negative: TextFeatures | None) -> tuple[Tensor, tuple[int, ...]]:
@@ -177,13 +154,8 @@ class Infinity(NextScaleModel):
         self._check(negative)
         return negative.to(self.device).compact()
 
-    def _text_context(self, text: Tensor, padding: Padding) -> TextContext:
-        padded = [padding.pad(block.text_attention.text_keys_values(text)) for block in self.stack]
-        return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], padding.mask)
-
     def _check(self, features: TextFeatures) -> None:
-        if features.channels != self.config.text_channels:
-            raise PromptError(f"text features have {features.channels} channels; this model was trained with {self.config.text_channels}")
+        check_channels(features, self.config.text_channels)
         if features.longest > self.config.longest_text:
             raise PromptError(
                 f"a prompt has {features.longest} tokens; this model takes at most {self.config.longest_text}: shorten the prompt"

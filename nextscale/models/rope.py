@@ -1,8 +1,9 @@
-"""Two-dimensional rotary positions: rows turn the first half of a head's channels, columns the second half."""
+"""Two-dimensional rotary positions: where a token lies on the image turns the channels of its queries and keys."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,30 +13,65 @@ from ..stage import Schedule, Stage, Tokens
 
 RopeMode = Literal["normalized", "raw", "resampled"]
 RESAMPLED_SIDE = 128  # longer side of the table that the "resampled" mode shrinks
+THETA = 10000.0
+
+
+class Rope(Protocol):
+    """The turns of a whole schedule, computed once per request."""
+
+    def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """Queries and keys x [R, N, 2, H, D], float32, turned to where their tokens are."""
+        ...
+
+    def rows(self, rows: slice) -> Rope:
+        """The same for some of the rows only."""
+        ...
+
+
+def raster(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Coordinates of a grid's rows [h] and columns [w] to those of every cell in raster order, [h * w] each."""
+    return rows.repeat_interleave(columns.shape[0]), columns.repeat(rows.shape[0])
+
+
+def steps(side: int, device: torch.device | None) -> Tensor:
+    return torch.arange(side, device=device).float()
 
 
 def grid_positions(
     stage: Stage, extent: tuple[int, int], mode: RopeMode = "normalized", device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Row and column of every cell in raster order, [cells] each; normalised ones are rounded to the cells of `extent`."""
-    rows, columns = (torch.arange(side, device=device).float() for side in stage.size)
+    """Infinity's row and column of every cell, [cells] each; normalised ones are rounded to the cells of `extent`."""
+    rows, columns = steps(stage.height, device), steps(stage.width, device)
     if mode == "normalized":
         rows = (rows * (extent[0] / stage.height)).round()
         columns = (columns * (extent[1] / stage.width)).round()
-    return rows.repeat_interleave(stage.width), columns.repeat(stage.height)
+    return raster(rows, columns)
 
 
-def rotations(rows: Tensor, columns: Tensor, head_dim: int) -> Tensor:
-    """Unit complex numbers [cells, head_dim / 2] that turn the channel pairs of a token at these positions."""
-    quarter = torch.arange(head_dim // 4, device=rows.device).float()
-    speeds = 1.0 / 10000 ** (2 * quarter / (head_dim // 2))
-    angles = torch.cat([torch.outer(rows, speeds), torch.outer(columns, speeds)], dim=1)
+def spanned_positions(stage: Stage, span: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """STAR's: from 0 at the first cell of every stage to `span` at its last."""
+    return raster(*(steps(side, device) / max(side - 1, 1) * span for side in stage.size))
+
+
+def proportional_positions(stage: Stage, extent: tuple[int, int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """HART's: where the corner of a cell lies on the grid of the last stage, not rounded."""
+    return raster(*(steps(side, device) / side * whole for side, whole in zip(stage.size, extent, strict=True)))
+
+
+def speeds(count: int, theta: float, device: torch.device | None) -> Tensor:
+    """Radians per unit of position, [count], from fast to slow."""
+    return 1.0 / theta ** (torch.arange(count, device=device).float() / count)
+
+
+def rotations(first: Tensor, second: Tensor, head_dim: int, theta: float = THETA) -> Tensor:
+    """Unit complex numbers [cells, head_dim / 2]: `first` coordinates turn the first half of the channel pairs, `second` the rest."""
+    by = speeds(head_dim // 4, theta, first.device)
+    angles = torch.cat([torch.outer(first, by), torch.outer(second, by)], dim=1)
     return torch.polar(torch.ones_like(angles), angles)
 
 
-def stage_rotations(
-    stage: Stage, extent: tuple[int, int], head_dim: int, mode: RopeMode, device: torch.device | None = None
-) -> Tensor:
+def infinity_rotations(stage: Stage, extent: tuple[int, int], head_dim: int, mode: RopeMode, device: torch.device | None = None) -> Tensor:
+    """Rows turn the first half of the pairs, columns the second."""
     if mode != "resampled":
         return rotations(*grid_positions(stage, extent, mode, device), head_dim)
     longer, shorter = max(extent), int(RESAMPLED_SIDE / max(extent) * min(extent))
@@ -47,20 +83,76 @@ def stage_rotations(
     return torch.view_as_complex(coarse[0].flatten(1).T.unflatten(1, (-1, 2)).contiguous())
 
 
-class RopeTable:
-    """The rotations of a whole schedule, computed once per request."""
+def star_rotations(stage: Stage, head_dim: int, span: float, theta: float, device: torch.device | None = None) -> Tensor:
+    """Columns turn the first half of the pairs, rows the second."""
+    rows, columns = spanned_positions(stage, span, device)
+    return rotations(columns, rows, head_dim, theta)
 
-    def __init__(self, schedule: Schedule, head_dim: int, mode: RopeMode, device: torch.device) -> None:
-        tables = (stage_rotations(stage, schedule.extent, head_dim, mode, device) for stage in schedule)
-        self.stages = tuple(table[None, :, None, None] for table in tables)  # [1, N, 1, 1, head_dim / 2] each
+
+class PairRope:
+    """Turns the channel pairs (2i, 2i + 1), alike in all rows (Infinity, STAR). A prefix stays as it is."""
+
+    def __init__(self, stages: Iterable[Tensor]) -> None:
+        """`stages`: rotations [cells, head_dim / 2] of every stage."""
+        self.stages = tuple(table[None, :, None, None] for table in stages)  # [1, N, 1, 1, head_dim / 2] each
 
     def at(self, tokens: Tokens) -> Tensor:
         """Rotations of these tokens, [1 or R, N, 1, 1, head_dim / 2]."""
         rotation = self.stages[tokens.stage.index]
-        return rotation if tokens.index is None else rotation[0, tokens.index]
+        if tokens.index is not None:
+            rotation = rotation[0, tokens.index]
+        if tokens.prefix:
+            rotation = torch.cat([rotation.new_ones(rotation.shape[0], tokens.prefix, *rotation.shape[2:]), rotation], dim=1)
+        return rotation
+
+    def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
+        pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.at(tokens)).flatten(-2)
+
+    def rows(self, rows: slice) -> PairRope:
+        return self
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turns the channel pairs (2i, 2i + 1) of x [..., D], float32."""
-    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * rotation).flatten(-2)
+class HalvesRope:
+    """HART: channels i and i + D / 2 are partners; the image's positions begin where the text's end, which differs from row to row.
+
+    On the grid the first half of the channels takes its angles from the cell's row and the second half from its column, so partners
+    disagree and lengths change: not a rotation, but what the published weights were trained with.
+    """
+
+    def __init__(self, tables: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """`tables`: cosines and sines [R, tokens, 1, 1, D] of every stage, the text's in place of the first stage's."""
+        self.tables = tuple(tables)
+
+    @classmethod
+    def over_text_and_grid(cls, schedule: Schedule, head_dim: int, text_positions: Tensor) -> HalvesRope:
+        """`text_positions` [R, T]; the last one is where the row's image begins."""
+        half, quarter = (speeds(head_dim // part, THETA, text_positions.device) for part in (2, 4))
+        text = (text_positions[..., None] * half).repeat(1, 1, 2)
+        begin = text_positions[:, -1:, None]  # [R, 1, 1]
+
+        def on_grid(stage: Stage) -> Tensor:
+            rows, columns = proportional_positions(stage, schedule.extent, text_positions.device)
+            by_row, by_column = (((along[:, None] + begin) * quarter).repeat(1, 1, 2) for along in (rows, columns))
+            return torch.cat([by_row, by_column], dim=-1)
+
+        angles = (text, *(on_grid(stage) for stage in schedule.stages[1:]))
+        return cls((every.cos()[:, :, None, None], every.sin()[:, :, None, None]) for every in angles)
+
+    def at(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of these tokens, [R, N, 1, 1, D] each."""
+        cosines, sines = self.tables[tokens.stage.index]
+        if tokens.index is None:
+            return cosines, sines
+        row = torch.arange(tokens.index.shape[0], device=tokens.index.device)[:, None]
+        before = torch.arange(tokens.prefix, device=tokens.index.device).expand(row.shape[0], -1)
+        place = torch.cat([before, tokens.prefix + tokens.index], dim=1)
+        return cosines[row, place], sines[row, place]
+
+    def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
+        cosines, sines = self.at(tokens)
+        first, second = x.chunk(2, dim=-1)
+        return torch.addcmul(x * cosines, torch.cat([-second, first], dim=-1), sines)
+
+    def rows(self, rows: slice) -> HalvesRope:
+        return HalvesRope((cosines[rows], sines[rows]) for cosines, sines in self.tables)

@@ -12,8 +12,8 @@ from ..checkpoints import Layout, Rule
 from ..errors import SizeError
 from ..prompts import Labels
 from ..stage import Schedule, Stage
-from .base import Conditioning, NextScaleModel
-from .blocks import Block, BlockConfig, Modulation
+from .base import Conditioning, NextScaleModel, temperatures
+from .blocks import BlockConfig, Modulation, build_blocks, plain_norm
 from .naming import CLASS_RULES
 
 
@@ -33,7 +33,7 @@ class ClassConfig:
 
     @property
     def block(self) -> BlockConfig:
-        return BlockConfig(self.width, self.heads, round(self.width * self.mlp_ratio), self.cosine)
+        return BlockConfig(self.width, self.heads, round(self.width * self.mlp_ratio), cosine=self.cosine, modulation="own")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class VarConfig(ClassConfig):
 
     @property
     def block(self) -> BlockConfig:
-        return replace(super().block, shared_modulation=self.shared_modulation)
+        return replace(super().block, modulation="shared" if self.shared_modulation else "own")
 
 
 class ClassConditioned(NextScaleModel):
@@ -56,7 +56,8 @@ class ClassConditioned(NextScaleModel):
         self.class_embed = nn.Embedding(config.classes + 1, config.width)  # the last row stands for "no class"
         self.pos_start = nn.Parameter(torch.empty(config.width))
         self.word_embed = nn.Linear(config.latent_channels, config.width)
-        self.blocks = nn.ModuleList(Block(layer, config.block) for layer in range(config.depth))
+        self.blocks = build_blocks(config.depth, config.block)
+        self.head_norm = plain_norm(config.width)
         self.head_ada = nn.Linear(config.width, 2 * config.width)
         self.head = nn.Linear(config.width, config.codes)
 
@@ -67,11 +68,15 @@ class ClassConditioned(NextScaleModel):
             labels = torch.cat([labels, against])
         condition = self.class_embed(labels)
         activated = F.silu(condition)
-        head_scale, head_shift = self.head_modulation(condition)
-        return Conditioning(condition, self._modulations(activated), self.temperatures(), head_scale, head_shift)
+        return Conditioning(
+            start=condition[:, None] + self.pos_start,
+            temperatures=temperatures(self.stack),
+            modulation=self._modulations(activated),
+            head=self.head_modulation(condition),
+        )
 
     def _modulations(self, activated: Tensor) -> list[Modulation]:
-        six = torch.stack([block.modulation(activated) for block in self.stack]).unflatten(-1, (6, -1))
+        six = torch.stack([block.modulation(activated) for block in self.modulated]).unflatten(-1, (6, -1))
         return Modulation.of_layers(six, self.dtype)
 
 

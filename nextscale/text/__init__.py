@@ -1,6 +1,20 @@
 """Prompts to features: the text encoders and the form in which models take their output."""
 
+from .clip import ClipEncoder
+from .encoder import Encoder, TextEncoder
 from .features import TextFeatures
+from .qwen import SYSTEM_PROMPT, QwenEncoder
+from .random_features import RandomEncoder
 from .t5 import T5Encoder, with_positive_prompt
 
-__all__ = ["T5Encoder", "TextFeatures", "with_positive_prompt"]
+__all__ = [
+    "SYSTEM_PROMPT",
+    "ClipEncoder",
+    "Encoder",
+    "QwenEncoder",
+    "RandomEncoder",
+    "T5Encoder",
+    "TextEncoder",
+    "TextFeatures",
+    "with_positive_prompt",
+]

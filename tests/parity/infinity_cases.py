@@ -16,7 +16,7 @@ from nextscale import Pipeline, Sampling, Schedule, Stage, StageGuidance, TextFe
 from nextscale.canvas import to_map, to_rows
 from nextscale.images import to_pil
 from nextscale.models import Infinity, InfinityConfig
-from nextscale.models.rope import RopeMode, grid_positions, stage_rotations
+from nextscale.models.rope import RopeMode, grid_positions, infinity_rotations
 from nextscale.presets import Settings
 from nextscale.sampling import filter_logits
 from nextscale.schedules import INFINITY_SIZES, InfinityBook
@@ -98,8 +98,13 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
 
 
 class FeatureReader:
+    """Features as they are."""
+
     def read(self, prompt: TextFeatures) -> TextFeatures:
         return prompt
+
+    def empty(self) -> None:
+        return None
 
 
 def replay_infinity(folder: Path, case: dict[str, Any], expected: Expected) -> None:
@@ -230,5 +235,5 @@ def replay_rope(case: dict[str, Any], expected: Expected) -> None:
             expected.equal(name, torch.cat(whole).to(torch.uint8))
             continue
         schedule = schedule_of(case["schedules"][ratio], float(ratio))
-        table = torch.cat([stage_rotations(stage, schedule.extent, case["head_dim"], ROPE_MODES[int(mode)]) for stage in schedule])
+        table = torch.cat([infinity_rotations(stage, schedule.extent, case["head_dim"], ROPE_MODES[int(mode)]) for stage in schedule])
         expected.close(name, torch.view_as_real(table).permute(2, 0, 1), TABLE_TOLERANCE)

@@ -1,0 +1,135 @@
+"""HART: the text stands before the image in one sequence; a diffusion head adds what the last stage's codes leave out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints import Layout, Rule
+from ..errors import PromptError
+from ..schedules import HART_1024
+from ..stage import Schedule, Stage
+from ..text.features import TextFeatures
+from .base import Conditioning, Hidden, NextScaleModel, check_levels, temperatures
+from .blocks import NORM_EPS, BlockConfig, build_blocks
+from .naming import SHARED_RULES, block_rules
+from .residual_head import ResidualHead
+from .rope import HalvesRope
+from .sinusoid import SinusoidEmbedding
+from .text_context import check_channels
+
+
+@dataclass(frozen=True)
+class HartConfig:
+    depth: int = 24
+    width: int = 1536
+    heads: int = 24
+    sides: tuple[int, ...] = HART_1024
+    codes: int = 4096
+    latent_channels: int = 32
+    text_channels: int = 1536
+    text_tokens: int = 300  # of every prompt, padding included
+    mlp_ratio: float = 4.0
+    cosine: bool = False
+    text_norm: bool = True
+    level_table: bool = False  # a learned row per stage in place of a network over its number
+    residual_width: int = 1024
+    residual_depth: int = 6
+    residual_steps: int = 8
+
+    @property
+    def block(self) -> BlockConfig:
+        hidden = (int(2 * self.width * self.mlp_ratio / 3) + 255) // 256 * 256
+        return BlockConfig(self.width, self.heads, hidden, cosine=self.cosine, rms_norm=True, gated=True)
+
+
+class Hart(NextScaleModel):
+    float32 = ("text_norm.", "head_norm.", "head_ada.", "head.")
+    adds_residual = True
+    layout = Layout(
+        rules=(
+            Rule(r"text_norm\.(.*)", (r"context_norm.\1",)),
+            Rule(r"text_embed\.(.*)", (r"context_embed.\1",)),
+            Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
+            Rule(r"level_embed\.fc1\.(.*)", (r"lvl_embed.mlp.0.\1",)),
+            Rule(r"level_embed\.fc2\.(.*)", (r"lvl_embed.mlp.2.\1",)),
+            Rule(r"head_norm\.weight", ("head_nm.ln_wo_grad.weight",)),
+            Rule(r"residual_norm\.weight", ("decoder_norm.weight",)),
+            Rule(r"residual_head\.time_embed\.fc1\.(.*)", (r"diffloss.net.time_embed.mlp.0.\1",)),
+            Rule(r"residual_head\.time_embed\.fc2\.(.*)", (r"diffloss.net.time_embed.mlp.2.\1",)),
+            Rule(r"residual_head\.condition_embed\.(.*)", (r"diffloss.net.cond_embed.\1",)),
+            Rule(r"residual_head\.input_proj\.(.*)", (r"diffloss.net.input_proj.\1",)),
+            Rule(r"residual_head\.blocks\.(\d+)\.norm\.(.*)", (r"diffloss.net.res_blocks.\1.in_ln.\2",)),
+            Rule(r"residual_head\.blocks\.(\d+)\.modulation\.(.*)", (r"diffloss.net.res_blocks.\1.adaLN_modulation.1.\2",)),
+            Rule(r"residual_head\.blocks\.(\d+)\.fc1\.(.*)", (r"diffloss.net.res_blocks.\1.mlp.0.\2",)),
+            Rule(r"residual_head\.blocks\.(\d+)\.fc2\.(.*)", (r"diffloss.net.res_blocks.\1.mlp.2.\2",)),
+            Rule(r"residual_head\.final_modulation\.(.*)", (r"diffloss.net.final_layer.adaLN_modulation.1.\1",)),
+            Rule(r"residual_head\.final\.(.*)", (r"diffloss.net.final_layer.linear.\1",)),
+            *SHARED_RULES,
+            *block_rules(lambda i: f"blocks.{i}", qkv="qkv_proj"),
+        ),
+        ignored=(r"lvl_1L", r"attn_bias_for_masking"),
+        zero_if_absent=(r".*\.zero_k_bias",),
+        preferred_file="ema_model.bin",
+    )
+
+    def __init__(self, config: HartConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.block_config = config.block
+        self.text_prefix = config.text_tokens - 1
+        self.text_norm = nn.RMSNorm(config.text_channels, eps=NORM_EPS) if config.text_norm else nn.Identity()
+        self.text_embed = nn.Linear(config.text_channels, config.width)
+        self.level_embed = nn.Embedding(len(config.sides), config.width) if config.level_table else SinusoidEmbedding(config.width)
+        self.word_embed = nn.Linear(config.latent_channels, config.width)
+        self.blocks = build_blocks(config.depth, config.block)
+        self.head_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.head_ada = nn.Linear(config.width, 2 * config.width)
+        self.head = nn.Linear(config.width, config.codes)
+        self.residual_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.residual_head = ResidualHead(
+            config.latent_channels, config.width, config.residual_width, config.residual_depth, config.residual_steps
+        )
+
+    def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
+        """Rows of the prompts, then, if guided, of the negative prompts or of zeros at position 0. Padding is read like text."""
+        if self.config.level_table:
+            check_levels(schedule, len(self.config.sides))
+        features, positions = self._read(prompts)
+        if guided:
+            rest, rest_positions = self._read(negative) if negative is not None else (features * 0, positions * 0)
+            features, positions = torch.cat([features, rest]), torch.cat([positions, rest_positions])
+        text = self.text_embed(self.text_norm(features).to(self.dtype))  # [R, T, C]
+        return Conditioning(
+            start=text[:, -1:],
+            prefix=text[:, :-1],
+            temperatures=temperatures(self.stack),
+            head=self.head_modulation(text.amax(dim=1)),
+            rope=HalvesRope.over_text_and_grid(schedule, self.block_config.head_dim, positions),
+        )
+
+    def _read(self, prompts: TextFeatures) -> tuple[Tensor, Tensor]:
+        """Features [B, T, channels] and positions [B, T]: how many real tokens there were so far, minus one."""
+        check_channels(prompts, self.config.text_channels)
+        expected = self.config.text_tokens
+        if set(prompts.lengths) != {expected}:
+            raise PromptError(
+                f"text features have {' and '.join(map(str, sorted(set(prompts.lengths))))} tokens; this model reads exactly {expected}, "
+                "padding included: give TextFeatures with a mask, as QwenEncoder does"
+            )
+        prompts = prompts.to(self.device)
+        features = torch.stack(prompts.rows).float()
+        mask = torch.ones(features.shape[:2], device=self.device) if prompts.mask is None else prompts.mask
+        return features, (mask.long().cumsum(dim=1) - 1).float()
+
+    def positions(self, stage: Stage) -> Tensor:
+        return self.level_embed(torch.full((1,), stage.index, device=self.device))
+
+    def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
+        codes = self.word_embed(hidden.canvas.vectors(ids).to(self.dtype))
+        condition = self.residual_norm(hidden.x + codes.repeat(hidden.branches, 1, 1))
+        request = hidden.request
+        scale = request.guidance.scales[hidden.tokens.stage.index]
+        return self.residual_head.draw(condition, hidden.tokens, scale, request.draws, request.batch)

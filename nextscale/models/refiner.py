@@ -1,0 +1,103 @@
+"""STAR's refiner: a second, small stack of blocks that draws a stage in rounds and sees what earlier rounds have settled."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import Env, NoCache, StageMemory
+from ..sampling import cell_noise, draw_codes
+from ..stage import Tokens
+from .base import Conditioning, Hidden, temperatures
+from .blocks import Block, BlockConfig, attention_backend, build_blocks, plain_norm
+from .rope import Rope
+
+
+def cells_per_round(rounds: int, cells: Tensor) -> Tensor:
+    """How many of `cells` [...] each round settles, [rounds, ...]: one at first, then more and more; together all of them."""
+    weights = [math.acos(1 - i / (rounds - 1)) if rounds > 1 else 1.0 for i in range(rounds)]
+    *early, _ = [(weight / sum(weights) * cells.double()).round().clamp(min=1).long() for weight in weights]
+    return torch.stack([*early, (cells - sum(early)).clamp(min=0)])
+
+
+class Refiner(nn.Module):
+    def __init__(self, config: BlockConfig, blocks: int, levels: int, latent_channels: int, text_channels: int, codes: int) -> None:
+        super().__init__()
+        self.text_proj = nn.Linear(text_channels, config.width)
+        self.pos_start = nn.Parameter(torch.empty(config.width))
+        self.level_embed = nn.Embedding(levels, config.width)
+        self.word_embed = nn.Linear(latent_channels, config.width)
+        self.merge = nn.Linear(2 * config.width, config.width)
+        self.blocks = build_blocks(blocks, config)
+        self.head_norm = plain_norm(config.width)
+        self.head = nn.Linear(config.width, codes)
+
+    @property
+    def stack(self) -> tuple[Block, ...]:
+        return tuple(self.blocks)  # type: ignore[arg-type]
+
+    def condition(self, pooled: Tensor, rope: Rope) -> Conditioning:
+        """One token for the prompt [R, channels] stands before the cells."""
+        return Conditioning(start=self.text_proj(pooled)[:, None] + self.pos_start, temperatures=temperatures(self.stack), rope=rope)
+
+    def forward(self, x: Tensor, known: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        """The main model's hidden states [R, N, C] and settled code vectors [B, N, Z], zero elsewhere, to logits [R, N, V]."""
+        told = self.word_embed(known.to(x.dtype)) + self.level_embed.weight[tokens.stage.index]
+        told = torch.cat([env.cond.start, told.repeat(x.shape[0] // told.shape[0], 1, 1)], dim=1)
+        y = self.merge(torch.cat([told, torch.cat([env.cond.start, x], dim=1)], dim=-1))
+        for block in self.stack:
+            y = block(y, tokens, env)
+        return self.head(self.head_norm(tokens.on_grid(y)[0])).float()
+
+    def settle(self, hidden: Hidden, logits: Tensor) -> Tensor:
+        """Code numbers [B, N] for the tokens of `hidden`; `logits` are the main model's, guided."""
+        request, tokens, sampling = hidden.request, hidden.tokens, hidden.request.sampling
+        assert sampling.refine is not None and hidden.env.cond.refiner is not None
+        rounds, drafted = sampling.refine.at(tokens.stage)
+        env = Env(request.batch, hidden.env.cond.refiner, [NoCache()] * len(self.blocks), StageMemory(), hidden.env.branches)
+        with_prompt = tokens.repeat(hidden.branches).with_prefix(1)
+        board = Board(tokens, request.batch, logits.device)
+        for turn, count in enumerate(cells_per_round(rounds, board.cells)):
+            if turn < drafted:
+                out = logits
+            else:
+                known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
+                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device):
+                    raw = self(hidden.x, tokens.gather(known), with_prompt, env)
+                out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
+            drawn, kept = draw_codes(out, tokens, sampling, request.draws)
+            certainty = kept.softmax(dim=-1).gather(-1, drawn[..., None]).squeeze(-1)
+            if turn < drafted:  # a drafted round settles twice; at first the most certain of all cells, those already settled included
+                board.settle(certainty, count, drawn)
+            if turn < sampling.refine.random:
+                certainty = cell_noise(request.draws.uniform, tokens, certainty.shape, certainty.device)
+            board.settle(certainty * ~board.at(board.settled), count, drawn)
+        return board.at(board.numbers)
+
+
+class Board:
+    """What the rounds of a stage have settled, on its grid, so that the choice does not depend on the order of the tokens."""
+
+    def __init__(self, tokens: Tokens, batch: int, device: torch.device) -> None:
+        self.tokens = tokens
+        self.numbers = torch.zeros(batch, tokens.stage.cells, dtype=torch.long, device=device)
+        self.settled = torch.zeros_like(self.numbers, dtype=torch.bool)
+        self.cells = torch.full((batch,), tokens.width, device=device) if tokens.count is None else tokens.count  # [B], to be settled
+
+    def at(self, grid: Tensor) -> Tensor:
+        """Values [B, cells] where the tokens are, [B, N]."""
+        return self.tokens.gather(grid[..., None]).squeeze(-1)
+
+    def settle(self, score: Tensor, count: Tensor, drawn: Tensor) -> None:
+        """The `count` [B] cells of each image with the best score [B, N] take what was drawn for them, unless they are settled."""
+        absent = torch.full_like(self.numbers, -1, dtype=score.dtype)
+        order = self._on_grid(score, absent).argsort(dim=1, descending=True, stable=True)  # of equals, the first cells
+        best = torch.arange(order.shape[1], device=order.device) < count[:, None]
+        new = torch.zeros_like(self.settled).scatter(1, order, best) & ~self.settled
+        self.numbers = torch.where(new, self._on_grid(drawn, self.numbers), self.numbers)
+        self.settled = self.settled | new
+
+    def _on_grid(self, values: Tensor, grid: Tensor) -> Tensor:
+        return self.tokens.scatter(values[..., None], grid[..., None]).squeeze(-1)

@@ -1,0 +1,133 @@
+"""HART's residual diffusion: a small network that turns noise into what the last stage's codes leave out, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..guidance import mix
+from ..sampling import Draws, cell_noise
+from ..stage import Tokens
+from .blocks import NORM_EPS
+from .sinusoid import SinusoidEmbedding
+
+TRAINED_STEPS = 1000
+LARGEST_BETA = 0.999
+RESIDUAL_SCALE = 0.6  # of the latent to what the network was trained on
+# The released program takes a guidance of exactly 1 (that is, a scale of 2) for "no guidance" in the diffusion, and only there.
+UNGUIDED_SCALE = 2.0
+
+
+@dataclass(frozen=True)
+class DiffusionStep:
+    """Constants of one step of the respaced process."""
+
+    timestep: int  # of the process that the network was trained on
+    clean_from_state: float
+    clean_from_noise: float
+    mean_from_clean: float
+    mean_from_state: float
+    smallest_log_variance: float
+    largest_log_variance: float
+    first: bool  # of the process, the last to be taken: no noise is added any more
+
+
+@cache
+def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
+    """The steps in the order in which they are taken, from noise to data: `count` of the trained ones, evenly spaced."""
+
+    def signal(share: float) -> float:
+        return math.cos((share + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    trained = [min(1 - signal((i + 1) / TRAINED_STEPS) / signal(i / TRAINED_STEPS), LARGEST_BETA) for i in range(TRAINED_STEPS)]
+    spacing = (TRAINED_STEPS - 1) / (count - 1)
+    timesteps = [round(i * spacing) for i in range(count)]  # half to even
+    kept = np.cumprod(1 - np.array(trained, dtype=np.float64))[timesteps]
+    betas = 1 - kept / np.append(1.0, kept[:-1])
+    remaining = np.cumprod(1 - betas)
+    before = np.append(1.0, remaining[:-1])
+    variance = betas * (1 - before) / (1 - remaining)
+    log_variance = np.log(np.append(variance[1], variance[1:]))  # the first step's is zero, so it takes the second's
+    steps = [
+        DiffusionStep(
+            timestep=timesteps[i],
+            clean_from_state=math.sqrt(1 / remaining[i]),
+            clean_from_noise=math.sqrt(1 / remaining[i] - 1),
+            mean_from_clean=float(betas[i] * math.sqrt(before[i]) / (1 - remaining[i])),
+            mean_from_state=float((1 - before[i]) * math.sqrt(1 - betas[i]) / (1 - remaining[i])),
+            smallest_log_variance=float(log_variance[i]),
+            largest_log_variance=math.log(betas[i]),
+            first=i == 0,
+        )
+        for i in range(count)
+    ]
+    return tuple(reversed(steps))
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.modulation = nn.Linear(width, 3 * width)
+        self.fc1 = nn.Linear(width, width)
+        self.fc2 = nn.Linear(width, width)
+
+    def forward(self, h: Tensor, activated: Tensor) -> Tensor:
+        shift, scale, gate = self.modulation(activated).chunk(3, dim=-1)
+        y = torch.addcmul(shift, self.norm(h), 1 + scale)
+        return torch.addcmul(h, gate, self.fc2(F.silu(self.fc1(y))))
+
+
+class ResidualHead(nn.Module):
+    def __init__(self, channels: int, condition_width: int, width: int, depth: int, steps: int) -> None:
+        super().__init__()
+        self.channels, self.steps = channels, steps
+        self.time_embed = SinusoidEmbedding(width)
+        self.condition_embed = nn.Linear(condition_width, width)
+        self.input_proj = nn.Linear(channels, width)
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
+        self.final_norm = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.final_modulation = nn.Linear(width, 2 * width)
+        self.final = nn.Linear(width, 2 * channels)
+
+    def forward(self, state: Tensor, condition: Tensor, timestep: Tensor) -> Tensor:
+        """State [R, N, Z], embedded condition [R, N, width] and timestep [1] to noise and variance [R, N, 2Z], float32."""
+        activated = F.silu(condition + self.time_embed(timestep))
+        h = self.input_proj(state.to(condition.dtype))
+        for block in self.blocks:
+            h = block(h, activated)
+        shift, scale = self.final_modulation(activated).chunk(2, dim=-1)
+        return self.final(torch.addcmul(shift, self.final_norm(h), 1 + scale)).float()
+
+    def draw(self, condition: Tensor, tokens: Tokens, scale: float, draws: Draws, batch: int) -> Tensor:
+        """Residuals [B, N, Z] for the condition [R, N, C] of `tokens`, guided by `scale`."""
+        if scale == UNGUIDED_SCALE:
+            condition = condition[:batch]
+        embedded = self.condition_embed(condition.to(self.condition_embed.weight.dtype))
+        noise = self._noise(draws, tokens, batch, embedded.device)
+        state = next(noise)
+        for step in diffusion_steps(self.steps):
+            timestep = torch.full((1,), step.timestep, device=state.device)
+            both = state.repeat(embedded.shape[0] // batch, 1, 1)  # the branches share their state
+            predicted, variance = self(both, embedded, timestep).chunk(2, dim=-1)
+            predicted, variance = mix(predicted, scale, batch), variance[:batch]
+            clean = (step.clean_from_state * state - step.clean_from_noise * predicted).clamp(-1, 1)
+            state_mean = step.mean_from_clean * clean + step.mean_from_state * state
+            if step.first:
+                return RESIDUAL_SCALE * state_mean
+            share = (variance + 1) / 2
+            log_variance = share * step.largest_log_variance + (1 - share) * step.smallest_log_variance
+            state = state_mean + (0.5 * log_variance).exp() * next(noise)
+        raise AssertionError("the steps end with the first")
+
+    def _noise(self, draws: Draws, tokens: Tokens, batch: int, device: torch.device) -> Iterator[Tensor]:
+        """Standard normal numbers [B, N, Z] for the start and for every step but the last."""
+        while True:
+            yield cell_noise(draws.normal, tokens, (batch, tokens.width, self.channels), device)

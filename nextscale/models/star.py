@@ -1,0 +1,137 @@
+"""STAR: text by cross-attention, positions by rotation, and optionally a refiner that draws the late stages in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints import Layout, Rule
+from ..errors import PromptError, SettingError
+from ..sampling import Sampling, choose
+from ..stage import Schedule, Stage, Tokens
+from ..text.features import TextFeatures
+from .base import Conditioning, Hidden, NextScaleModel, check_levels, temperatures
+from .blocks import BlockConfig, TextAttentionConfig, build_blocks, plain_norm
+from .naming import SHARED_RULES, block_rules
+from .refiner import Refiner
+from .rope import PairRope, star_rotations
+from .text_context import Padding, check_channels, context_bytes
+
+
+@dataclass(frozen=True)
+class StarConfig:
+    depth: int
+    width: int
+    heads: int
+    sides: tuple[int, ...]
+    codes: int = 4096
+    latent_channels: int = 32
+    text_channels: int = 1024
+    cosine: bool = True
+    theta: float = 10000.0
+    span: float = 64.0  # coordinate of the last row and column of every stage
+    norm_before_head: bool = True
+    refiner_blocks: int = 0
+    as_released: bool = False  # all rows read the first prompt's text, as the released program does
+
+    @property
+    def block(self) -> BlockConfig:
+        text = TextAttentionConfig(self.text_channels, cosine=self.cosine)
+        return BlockConfig(self.width, self.heads, 4 * self.width, cosine=self.cosine, text=text)
+
+
+class Star(NextScaleModel):
+    layout = Layout(
+        rules=(
+            Rule(r"text_proj\.(.*)", (r"encoder_proj.\1",)),
+            Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
+            Rule(r"head\.(.*)", (r"head_logits.\1",)),
+            Rule(r"refiner\.text_proj\.(.*)", (r"encoder_proj2.\1",)),
+            Rule(r"refiner\.pos_start", ("pos_start_last",), shape=lambda s: (1, 1, *s)),
+            Rule(r"refiner\.level_embed\.weight", ("lvl_embed_2.weight",)),
+            Rule(r"refiner\.word_embed\.(.*)", (r"word_embed_head.\1",)),
+            Rule(r"refiner\.merge\.(.*)", (r"head_proj.\1",)),
+            Rule(r"refiner\.head\.(.*)", (r"head_logits2.\1",)),
+            Rule(r"blocks\.(\d+)\.text_attention\.q\.bias", (r"blocks.\1.cross_attn.q_bias",)),
+            *SHARED_RULES,
+            *block_rules(lambda i: f"blocks.{i}", text="cross_attn"),
+            *block_rules(lambda i: f"feat_extract_blocks.{i}", blocks="refiner.blocks"),
+        ),
+        wrappers=(("trainer", "var_wo_ddp"),),
+        ignored=(r"class_emb\.weight",),
+        zero_if_absent=(r".*\.zero_k_bias",),
+    )
+
+    def __init__(self, config: StarConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.block_config = config.block
+        self.text_proj = nn.Linear(config.text_channels, config.width)
+        self.pos_start = nn.Parameter(torch.empty(config.width))
+        self.level_embed = nn.Embedding(len(config.sides), config.width)
+        self.word_embed = nn.Linear(config.latent_channels, config.width)
+        self.blocks = build_blocks(config.depth, config.block)
+        self.head_norm = plain_norm(config.width) if config.norm_before_head else nn.Identity()
+        self.head = nn.Linear(config.width, config.codes)
+        self.refiner = self._refiner() if config.refiner_blocks else None
+
+    def _refiner(self) -> Refiner:
+        config, blocks = self.config, replace(self.config.block, text=None)
+        return Refiner(blocks, config.refiner_blocks, len(config.sides), config.latent_channels, config.text_channels, config.codes)
+
+    def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
+        """Rows of the prompts, then, if guided, of the negative prompts, which are empty texts unless the caller says otherwise."""
+        check_levels(schedule, len(self.config.sides))
+        if guided and negative is None:
+            raise PromptError("guidance of STAR needs the features of an empty text: pass them as the negative prompt, or a text encoder")
+        texts = [self._checked(text) for text in (prompts, negative) if text is not None]
+        pooled = torch.cat([text.pooled for text in texts if text.pooled is not None]).to(self.dtype)
+        rows = [row for text in texts for row in text.rows][: 1 if self.config.as_released else None]
+        padding = Padding(tuple(row.shape[0] for row in rows), self.device)
+        head_dim, span, theta = self.block_config.head_dim, self.config.span, self.config.theta
+        rope = PairRope(star_rotations(stage, head_dim, span, theta, self.device) for stage in schedule)
+        return Conditioning(
+            start=self.text_proj(pooled)[:, None] + self.pos_start,
+            temperatures=temperatures(self.stack),
+            text=padding.context(self.stack, torch.cat(rows).to(self.dtype)),
+            rope=rope,
+            refiner=None if self.refiner is None else self.refiner.condition(pooled, rope),
+        )
+
+    def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
+        text = context_bytes(len(self.blocks), rows, text_tokens, self.config.width, self.dtype)
+        return super().request_bytes(schedule, rows, text_tokens) + text
+
+    def check_sampling(self, sampling: Sampling, schedule: Schedule) -> None:
+        if self.refiner is None:
+            super().check_sampling(sampling, schedule)
+        if sampling.refine is not None and sampling.smooth:
+            raise SettingError("smooth mixes codes and refine settles them one by one: choose one of them; refine=None turns that off")
+
+    def _checked(self, text: TextFeatures) -> TextFeatures:
+        check_channels(text, self.config.text_channels)
+        if text.pooled is None or text.pooled.shape[1] != self.config.text_channels:
+            found = "none" if text.pooled is None else f"one of {text.pooled.shape[1]} channels"
+            raise PromptError(
+                f"STAR reads a pooled vector of {self.config.text_channels} channels besides the tokens' features; got {found}: "
+                "give TextFeatures(rows, pooled=...), as ClipEncoder does"
+            )
+        return text.to(self.device)
+
+    def positions(self, stage: Stage) -> Tensor:
+        return self.level_embed.weight[stage.index]
+
+    def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        request, sampling = hidden.request, hidden.request.sampling
+        if self.refiner is None or sampling.refine is None or tokens.stage.index < sampling.refine.first_stage:
+            if sampling.smooth:  # STAR mixes all codes, not only the likely ones
+                sampling = replace(sampling, top_k=0, top_p=0.0)
+            return choose(logits, tokens, len(request.schedule), sampling, request.draws)
+        ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
+        if tokens is not hidden.tokens:  # a method speaks for tokens that were not run: those keep what it says
+            spoken, _ = super().choose(hidden, logits, tokens)
+            settled = hidden.tokens.move(ids + 1, tokens)
+            ids = torch.where(settled > 0, settled - 1, spoken)
+        return ids, ids

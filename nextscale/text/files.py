@@ -1,0 +1,126 @@
+"""The files of a text encoder: which there have to be, and where to find them on this machine or on the hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ..errors import MissingExtra, TextEncoderUnavailable
+
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+_WEIGHTS_SHARDS = "model-*.safetensors"
+
+
+@dataclass(frozen=True)
+class EncoderFiles:
+    """What one kind of text encoder is read from, by the names in its published folder."""
+
+    kind: str  # as messages name it
+    repository: str  # on the hub
+    tokenizer_needs: tuple[tuple[str, ...], ...]  # each entry is one thing that must be there, under any of the names given
+    tokenizer_helps: tuple[str, ...]
+    tokenizer_folder: str = ""
+    model_folder: str = ""
+    model_types: tuple[str, ...] = ()  # in config.json; empty where any will do whose weights fit
+
+    @property
+    def needed(self) -> tuple[tuple[str, ...], ...]:
+        return (
+            self._in_model_folder(_CONFIG),
+            *(self._in_tokenizer_folder(*names) for names in self.tokenizer_needs),
+            self._in_model_folder(_WEIGHTS, _WEIGHTS_INDEX),
+        )
+
+    @property
+    def helpful(self) -> tuple[str, ...]:
+        return self._in_tokenizer_folder(*self.tokenizer_helps)
+
+    @property
+    def downloaded(self) -> tuple[str, ...]:
+        """Patterns of everything that is fetched from the hub."""
+        return (*(name for names in self.needed for name in names), *self.helpful, *self._in_model_folder(_WEIGHTS_SHARDS))
+
+    def absent(self, folder: Path) -> list[str]:
+        """Names to show when something needed is absent; empty when the folder can be loaded."""
+        absent = [" or ".join(names) for names in self.needed if not any((folder / name).is_file() for name in names)]
+        index = folder / self.model_folder / _WEIGHTS_INDEX
+        if index.is_file() and not index.with_name(_WEIGHTS).is_file():
+            absent += [shard for shard in self._in_model_folder(*_shards(index)) if not (folder / shard).is_file()]
+        if absent:
+            absent += [f"{name} (optional)" for name in self.helpful if not (folder / name).is_file()]
+        return absent
+
+    def how_to_fetch(self, repository: str) -> str:
+        needed = ", ".join(" or ".join(names) for names in self.needed)
+        return (
+            f"Fetch {needed} (with its shards), {' and '.join(self.helpful)} from https://huggingface.co/{repository} "
+            'into any folder and pass that folder: text_encoder="<folder>"'
+        )
+
+    def missing_extra(self, module: str) -> MissingExtra:
+        return MissingExtra(
+            f"the {self.kind} text encoder needs the package {module!r}, which is not installed: pip install 'nextscale[text]'"
+        )
+
+    def _in_model_folder(self, *names: str) -> tuple[str, ...]:
+        return tuple(str(PurePosixPath(self.model_folder, name)) for name in names)
+
+    def _in_tokenizer_folder(self, *names: str) -> tuple[str, ...]:
+        return tuple(str(PurePosixPath(self.tokenizer_folder, name)) for name in names)
+
+
+class EncoderSource:
+    """A folder or hub name as the user gave it, and what it should hold. A folder never touches the network."""
+
+    def __init__(self, given: str | Path, files: EncoderFiles) -> None:
+        self._given = given
+        self._files = files
+        self._is_hub_name = _is_hub_name(given)
+
+    def open(self) -> Path:
+        """A folder on this machine in which every needed file was found."""
+        folder = self._download() if self._is_hub_name else Path(self._given).expanduser()
+        if not folder.is_dir():
+            raise self.unavailable("is not a folder on this machine.")
+        absent = self._files.absent(folder)
+        if absent:
+            raise self.unavailable(f"is incomplete; absent: {', '.join(absent)}.")
+        return folder
+
+    def check_model_type(self, folder: Path) -> None:
+        expected = self._files.model_types
+        found = json.loads((folder / self._files.model_folder / _CONFIG).read_text(encoding="utf-8")).get("model_type")
+        if expected and found not in expected:
+            raise self.unavailable(f"has model_type {found!r} in its {_CONFIG}; expected {' or '.join(map(repr, expected))}.")
+
+    def unavailable(self, problem: str) -> TextEncoderUnavailable:
+        repository = str(self._given) if self._is_hub_name else self._files.repository
+        return TextEncoderUnavailable(f"text encoder {str(self._given)!r} {problem} {self._files.how_to_fetch(repository)}")
+
+    def _download(self) -> Path:
+        """Fetch into the hub's own cache or find it there, with one look-up: from_pretrained would retry each file for most of a minute."""
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(str(self._given), allow_patterns=list(self._files.downloaded)))
+        except Exception as error:  # the hub client passes on errors of whichever HTTP package it uses
+            raise self.unavailable(f"could not be fetched: {error}") from error
+
+
+def _is_hub_name(source: str | Path) -> bool:
+    if isinstance(source, Path):
+        return False
+    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source
+    return not looks_like_path and not Path(source).exists()
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TextEncoderUnavailable(
+            f"{str(index)!r} is not a weights index; expected JSON with a 'weight_map' table. Fetch it again"
+        ) from error

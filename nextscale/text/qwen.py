@@ -1,0 +1,87 @@
+"""Qwen2 text encoder: prompts to token features, as HART takes them."""
+
+from __future__ import annotations
+
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import SettingError
+from .encoder import TextEncoder
+from .features import TextFeatures
+from .files import EncoderFiles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Bytes, so that no platform changes the line ends.
+SYSTEM_PROMPT = (package_files(__package__) / "hart_system_prompt.txt").read_bytes().decode("utf-8")
+
+
+class QwenEncoder(TextEncoder):
+    """Encode prompts with the text model of a Qwen2 or Qwen2-VL.
+
+    `source` is a folder with the files of the model, or a hub name such as "mit-han-lab/Qwen2-VL-1.5B-Instruct". A folder never touches
+    the network. `dtype` defaults to bfloat16 on CUDA and float32 elsewhere; the features are float32 in either case.
+    Every prompt gets `tokens` rows, padding included, on the side that the published tokenizer names; `mask` tells the real tokens.
+    Prompts longer than `tokens` are refused, not cut. The model reads `system_prompt` in front of each; its own features are dropped.
+    The features of the last `cache_size` prompts are kept (0 keeps none): a prompt takes 1.8 MiB with the published model.
+
+    >>> encoder = QwenEncoder("mit-han-lab/Qwen2-VL-1.5B-Instruct", device="cuda")
+    >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
+    """
+
+    files = EncoderFiles(
+        kind="Qwen2",
+        repository="mit-han-lab/Qwen2-VL-1.5B-Instruct",
+        tokenizer_needs=(("tokenizer_config.json",), ("tokenizer.json", "vocab.json"), ("tokenizer.json", "merges.txt")),
+        tokenizer_helps=("special_tokens_map.json", "added_tokens.json"),
+        model_types=("qwen2", "qwen2_vl"),
+    )
+    cuda_dtype = torch.bfloat16
+    limit_name = "tokens"
+
+    def __init__(
+        self,
+        source: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        tokens: int = 300,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        cache_size: int = 64,
+    ) -> None:
+        if tokens < 1:
+            raise SettingError(f"tokens is {tokens}; expected 1 or more")
+        self.tokens = tokens
+        super().__init__(source, device=device, dtype=dtype, cache_size=cache_size)
+        system_ids = [] if system_prompt is None else self._tokenizer(system_prompt)["input_ids"]
+        self._system_ids = torch.tensor(system_ids, dtype=torch.long)
+
+    def _encode(self, texts: list[str]) -> TextFeatures:
+        prompt_ids = torch.tensor(self._tokenise(texts, self.tokens, padding="max_length")["input_ids"])  # [B, tokens]
+        # By id, as the official program does: a pad token that the prompt spells out is padding too.
+        mask = prompt_ids != self._tokenizer.pad_token_id
+        system_ids = self._system_ids.expand(len(texts), -1)
+        read_ids = torch.cat([system_ids, prompt_ids], dim=1)
+        read_mask = torch.cat([torch.ones_like(system_ids, dtype=torch.bool), mask], dim=1)
+        hidden = self._run(read_ids, read_mask, use_cache=False).last_hidden_state[:, system_ids.shape[1] :]
+        return TextFeatures(hidden.float().unbind(0), mask=mask.to(self.device))
+
+    def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
+        tokenizer = super()._load_tokenizer(folder)
+        if tokenizer.pad_token_id is None:
+            raise ValueError("tokenizer_config.json names no pad_token, which prompts are padded with")
+        return tokenizer
+
+    def _load_model(self, folder: Path, **settings: Any) -> Any:
+        from transformers import AutoConfig, Qwen2Model, Qwen2VLTextModel
+
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if config.model_type == "qwen2":
+            return Qwen2Model.from_pretrained(folder, config=config, **settings)
+        # Published files call the text weights "model.*"; files that newer programs wrote, "model.language_model.*".
+        names = {r"^model\.language_model\.": "model."}
+        return Qwen2VLTextModel.from_pretrained(folder, config=config.text_config, key_mapping=names, **settings)

@@ -1,0 +1,51 @@
+"""Features without an encoder, for tests and for measurements of speed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from ..errors import SettingError
+from .encoder import check_prompts
+from .features import TextFeatures
+
+
+class RandomEncoder:
+    """Normally distributed features that follow from the text alone: the same in every process and on every device.
+
+    A prompt has one token per word and an end token. With `tokens` its rows are padded to that many on the right, the padding has features
+    too, and `mask` tells the real tokens; tokens beyond that number are left out. With `pooled` there is one vector per prompt as well, and
+    the empty text stands for "no prompt".
+    """
+
+    def __init__(self, channels: int, *, tokens: int | None = None, pooled: bool = False, device: torch.device | str = "cpu") -> None:
+        if channels < 1:
+            raise SettingError(f"channels is {channels}; expected 1 or more")
+        if tokens is not None and tokens < 1:
+            raise SettingError(f"tokens is {tokens}; expected 1 or more, or None for rows without padding")
+        self.channels = channels
+        self.tokens = tokens
+        self.pooled = pooled
+        self.device = torch.device(device)
+
+    def to(self, device: torch.device | str) -> Self:
+        self.device = torch.device(device)
+        return self
+
+    def __call__(self, prompts: Sequence[str]) -> TextFeatures:
+        check_prompts(prompts)
+        return TextFeatures.joined([self._features(prompt) for prompt in prompts])
+
+    def empty(self) -> TextFeatures | None:
+        return self._features("") if self.pooled else None
+
+    def _features(self, text: str) -> TextFeatures:
+        generator = torch.Generator().manual_seed(zlib.crc32(text.encode("utf-8")))
+        real_tokens = len(text.split()) + 1
+        rows = torch.randn(self.tokens or real_tokens, self.channels, generator=generator)
+        pooled = torch.randn(1, self.channels, generator=generator) if self.pooled else None
+        mask = None if self.tokens is None else torch.arange(self.tokens).unsqueeze(0) < real_tokens
+        return TextFeatures((rows,), pooled, mask).to(self.device)
