@@ -27,7 +27,7 @@ LARGEST_CONFIG = 2**20  # bytes
 MOST_CHANNELS = 2**16
 MOST_LAYERS = 2**10
 MOST_LEVELS = 16  # of the autoencoder, each of which halves the image
-LARGEST_MLP_RATIO = 64.0
+LARGEST_MLP_RATIO = 2.0**10
 
 SHOWN = reprlib.Repr()
 SHOWN.maxlist = SHOWN.maxtuple = 20
@@ -93,21 +93,28 @@ def negated(value: object) -> bool:
     return not flag(value)
 
 
-def sides(value: object) -> tuple[int, ...]:
-    in_range = isinstance(value, list) and all(type(side) is int and 1 <= side <= MOST_LAYERS for side in value)
-    if not in_range or value[:1] != [1] or sorted(set(value)) != value:
-        raise ValueError(f"a list of growing whole numbers from 1 to at most {MOST_LAYERS}")
-    return tuple(value)
+def whole_numbers(value: object) -> tuple[int, ...]:
+    """Empty for anything but a list of them."""
+    if isinstance(value, list) and all(type(number) is int and 1 <= number <= MOST_LAYERS for number in value):
+        return tuple(value)
+    return ()
 
 
-def multipliers(value: object) -> tuple[int, ...]:
-    in_range = isinstance(value, list) and all(type(factor) is int and 1 <= factor <= MOST_LAYERS for factor in value)
-    if not in_range or not 1 <= len(value) <= MOST_LEVELS:
-        raise ValueError(f"a list of 1 to {MOST_LEVELS} positive whole numbers up to {MOST_LAYERS}")
-    return tuple(value)
+def growing_sides(value: object) -> tuple[int, ...]:
+    sides = whole_numbers(value)
+    if sides[:1] != (1,) or sides != tuple(sorted(set(sides))):
+        raise ValueError(f"a list of growing whole numbers that starts with 1 and ends with {MOST_LAYERS} at most")
+    return sides
 
 
-def steps(value: object) -> int:
+def level_factors(value: object) -> tuple[int, ...]:
+    factors = whole_numbers(value)
+    if not 1 <= len(factors) <= MOST_LEVELS:
+        raise ValueError(f"a list of 1 to {MOST_LEVELS} whole numbers from 1 to {MOST_LAYERS}")
+    return factors
+
+
+def step_count(value: object) -> int:
     """The authors' programs take the number as a text."""
     number = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,4}", value) else value
     return whole(TRAINED_STEPS, least=2)(number)
@@ -119,7 +126,7 @@ MODEL = Format(
         Setting("depth", "depth", whole(MOST_LAYERS)),
         Setting("embed_dim", "width", whole(MOST_CHANNELS)),
         Setting("num_heads", "heads", whole(MOST_CHANNELS)),
-        Setting("patch_nums", "sides", sides),
+        Setting("patch_nums", "sides", growing_sides),
         Setting("context_dim", "text_channels", whole(MOST_CHANNELS)),
         Setting("context_token", "text_tokens", whole(MOST_CHANNELS)),
         Setting("mlp_ratio", "mlp_ratio", positive(LARGEST_MLP_RATIO)),
@@ -128,7 +135,7 @@ MODEL = Format(
         Setting("use_timestep_embed", "level_table", negated, negated),
         Setting("diff_width", "residual_width", whole(MOST_CHANNELS)),
         Setting("diff_depth", "residual_depth", whole(MOST_LAYERS)),
-        Setting("num_sampling_steps", "residual_steps", steps),
+        Setting("num_sampling_steps", "residual_steps", step_count),
     ),
     {
         "mlp_type": "llama",
@@ -146,7 +153,7 @@ TOKENIZER = Format(
         Setting("vocab_size", "codes", whole(MOST_CHANNELS)),
         Setting("z_channels", "latent_channels", whole(MOST_CHANNELS)),
         Setting("ch", "channels", whole(MOST_CHANNELS)),
-        Setting("ch_mult", "multipliers", multipliers),
+        Setting("ch_mult", "multipliers", level_factors),
         Setting("num_res_blocks", "blocks_per_level", whole(MOST_LAYERS)),
         Setting("share_quant_resi", "blends", whole(MOST_LAYERS)),
         Setting("quant_resi", "blend_share", positive(1)),
@@ -208,8 +215,10 @@ def heads_of(config: HartConfig, preset: HartConfig, findings: Findings) -> int:
     """Only some variants have a tensor that tells; without config.json heads are taken to be as wide as the preset's."""
     if "heads" in findings.settled:
         if config.width % (4 * config.heads):  # two coordinates, two halves
-            found = f"{config.heads} heads of {findings.origin('heads')}"
-            findings.problems.append(f"the width {config.width} is not a multiple of 4 for each of the {found}")
+            findings.problems.append(
+                f"the width {config.width} cannot be shared out over the {config.heads} heads of {findings.origin('heads')}: "
+                "each takes a multiple of 4 channels"
+            )
         return config.heads
     head_width = preset.width // preset.heads
     if config.width % head_width:
@@ -303,8 +312,7 @@ class Findings:
     def _read_fixed(self) -> None:
         for key, only in self._format.fixed.items():
             if key in self._content and not same(self._content[key], only):
-                found = f"{self._entry(key)}, only {SHOWN.repr(only)} is implemented"
-                self.problems.append(f"{found}: no checkpoint with anything else was released")
+                self.problems.append(f"{self._entry(key)}, only {SHOWN.repr(only)} is implemented: no other checkpoint was released")
 
     def _read_settings(self) -> None:
         for setting in self._format.settings:
@@ -355,7 +363,7 @@ class Findings:
     def refuse_unreleased(self) -> None:
         for pattern, variant in UNRELEASED.items():
             if found := [key for key in self.shapes if re.fullmatch(pattern, key)]:
-                self.problems.append(f"the weights have {found[0]}: {variant}, of which no checkpoint was released, are not implemented")
+                self.problems.append(f"the weights have {found[0]} ({variant}), which is not implemented: no such checkpoint was released")
 
     def raise_problems(self) -> None:
         if self.problems:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from torch import nn
 
 from .checkpoints import Layout, fits, load_weights, open_checkpoint, published_slots
 from .errors import CheckpointError, SettingError, WeightsMismatch
-from .models import HartConfig
+from .hart_files import check_pair, hart_model_config, hart_tokenizer_config
+from .models import HartConfig, StarConfig
 from .models.base import NextScaleModel
 from .models.var import ClassConfig
 from .pipeline import Pipeline
-from .presets import MODELS, ModelConfig, ModelSpec, Source, TextSource, build_model, build_tokenizer, model_spec
+from .presets import MODELS, ModelConfig, ModelSpec, Source, TextSource, build_model, build_tokenizer, hart_settings, model_spec
 from .prompts import ClassReader, PromptReader, TextReader
 from .text import Encoder
+from .tokenizers import HartTokenizerConfig
 from .tokenizers.base import Tokenizer
 
 PathLike = str | Path
@@ -36,27 +39,48 @@ def load(
     text_encoder: Encoder | PathLike | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    as_released: bool = False,
 ) -> Pipeline:
     """A pipeline for one of `nextscale models`.
 
     weights, tokenizer: the published files or folders (.pth, shards, safetensors); by default they are looked for under their
-        published names in the folder that NEXTSCALE_HOME names, ~/.cache/nextscale if it is not set.
+        published names in the folder that NEXTSCALE_HOME names, ~/.cache/nextscale if it is not set. HART: the config.json beside
+        them is read as well, and a folder stands for the averaged weights in it (ema_model.bin).
     text_encoder: folder or hub name for text models; by default the published one. It is opened at the first text prompt.
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
+    as_released: STAR: all images read the first prompt's text, as in the released program.
     """
-    spec = model_spec(name)
+    spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if dtype not in DTYPES:
         raise SettingError(f"dtype {dtype}: choose one of {', '.join(str(known) for known in DTYPES)}")
-    reader = prompt_reader(spec, text_encoder, device)
     weights_path = find(weights, spec.weights, f"weights of {name}")
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
+    spec = checkpoint_spec(spec, weights_path, tokenizer_path)
+    reader = prompt_reader(spec, text_encoder, device)
     with torch.device("meta"):
         model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
     load_module(model, weights_path, device, dtype)
     load_module(images, tokenizer_path, device, dtype)
+    if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
+        check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
     return Pipeline(model, images, reader, spec.settings, name)
+
+
+def released_spec(spec: ModelSpec) -> ModelSpec:
+    if not isinstance(spec.model, StarConfig):
+        raise SettingError(f"{spec.name} draws as its released program does, there is no other way: leave out as_released, which is STAR's")
+    return replace(spec, model=replace(spec.model, as_released=True))
+
+
+def checkpoint_spec(spec: ModelSpec, weights: Path | None, tokenizer: Path | None) -> ModelSpec:
+    """The spec as its checkpoints are built, where they tell: HART's do. None for a part that is not going to be loaded."""
+    if not isinstance(spec.model, HartConfig) or not isinstance(spec.tokenizer, HartTokenizerConfig):
+        return spec
+    model = spec.model if weights is None else hart_model_config(spec.model, weights)
+    images = spec.tokenizer if tokenizer is None else hart_tokenizer_config(spec.tokenizer, tokenizer)
+    return replace(spec, model=model, tokenizer=images, settings=hart_settings(model.sides))
 
 
 def choose_device(wanted: str | torch.device | None) -> torch.device:

@@ -43,7 +43,23 @@ def spec_for_long_prompts() -> ModelSpec:
     return replace(spec, model=replace(spec.model, longest_text=128))
 
 
-SPECS = {spec.name: published_spec(spec) for spec in (tiny.var_spec(), tiny.flexvar_spec(), spec_for_long_prompts())}
+def spec_for_texts(spec: ModelSpec, **model: int) -> ModelSpec:
+    """As wide as the tiny encoders that the tests of those make."""
+    return replace(spec, model=replace(spec.model, text_channels=ENCODER_CHANNELS, **model))
+
+
+ENCODER_CHANNELS = 32
+SPECS = {
+    spec.name: published_spec(spec)
+    for spec in (
+        tiny.var_spec(),
+        tiny.flexvar_spec(),
+        spec_for_long_prompts(),
+        spec_for_texts(tiny.hart_spec(), text_tokens=20),
+        spec_for_texts(tiny.star_spec()),
+        spec_for_texts(tiny.star_spec(refined=True)),
+    )
+}
 
 
 def publish(module: nn.Module, target: Path) -> None:
@@ -109,12 +125,13 @@ def succeed(*arguments: object) -> Result:
 
 
 def fail(*arguments: object) -> str:
-    """The message of a call that has to be refused."""
+    """The message of a call that has to be refused; progress of loading may stand before it."""
     result = run(*arguments)
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.output
-    return result.stderr
+    message = result.stderr.rpartition("\r")[2].partition("]")[2] if "\r" in result.stderr else result.stderr
+    assert message.lstrip().startswith("error: ")
+    return message
 
 
 def names(folder: Path | str = "out") -> list[str]:
@@ -306,6 +323,47 @@ def test_text_model(text_encoder: Path) -> None:
     assert contents("negative") != contents()
 
 
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    from .test_text_qwen import save_qwen
+
+    return save_qwen(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    from .test_text_clip import save_clip
+
+    return save_clip(tmp_path_factory.mktemp("clip"))
+
+
+def test_hart(qwen: Path) -> None:
+    arguments = ("generate", "tiny-hart", "a red dog", "a cat", "--seed", 1, "--text-encoder", qwen)
+    succeed(*arguments)
+    succeed(*arguments, "--out", "again", "--batch", 1)
+    assert names("again") == names()
+    succeed(*arguments, "--out", "hard", "--no-smooth")
+    assert contents("hard") != contents()
+    assert "81 tokens; expected at most 20" in fail("generate", "tiny-hart", "a red dog" * 9, "--text-encoder", qwen, "--out", "long")
+    assert "leave out as_released" in fail(*arguments, "--out", "released", "--as-released")
+
+
+@pytest.mark.parametrize("model", ["tiny-star", "tiny-star-refined"])
+def test_star(clip: Path, model: str) -> None:
+    arguments = ("generate", model, "a red dog", "a cat", "--seed", 1, "--text-encoder", clip)
+    succeed(*arguments)
+    assert len(names()) == 2
+    succeed(*arguments, "--out", "at-once", "--no-refine")
+    assert (contents("at-once") == contents()) == (model == "tiny-star")
+    succeed(*arguments, "--out", "released", "--as-released")
+    assert contents("released") != contents()
+    succeed(*arguments, "--out", "negative", "--negative", "a mat")
+    assert contents("negative") != contents()
+    assert "at most 77" in fail("generate", model, "a red dog " * 40, "--text-encoder", clip, "--out", "long")
+
+
 def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
     arguments = ("generate", "tiny-infinity", "the woman", "the cat", "--seed", 1, "--text-encoder", text_encoder)
     succeed(*arguments, "--positive-prompt", "--report", "report.json")
@@ -465,7 +523,7 @@ def test_conversion_keeps_an_existing_target_unless_forced(published_files: Path
     [
         ("model", "tiny-flexvar.pth", "looks like the model tiny-flexvar."),
         ("tokenizer", "tiny-flexvar.pth", "looks like the model tiny-flexvar."),
-        ("model", "tiny-var-tokenizer.pth", "looks like the tokenizer of tiny-var."),
+        ("model", "tiny-var-tokenizer.pth", "looks like the tokenizer of tiny-var or "),
     ],
 )
 def test_conversion_names_the_model_that_a_file_belongs_to(part: str, file: str, guess: str, published_files: Path) -> None:
@@ -495,6 +553,13 @@ def test_models_as_json(published_models: None, published_files: Path) -> None:
     assert 305e6 < var["parameters"] < 315e6
     assert (models["infinity-2b"]["prompts"], models["infinity-2b"]["text_encoder"]) == ("text", "google/flan-t5-xl")
     assert "1024x1024" in models["infinity-2b"]["sizes"]
+    hart, star = models["hart-0.7b"], models["star-1024"]
+    assert hart["weights"] == {
+        "file": "hart-0.7b-1024px/llm",
+        "url": "https://huggingface.co/mit-han-lab/hart-0.7b-1024px/tree/main/llm",
+    }
+    assert (hart["text_encoder"], star["text_encoder"]) == ("mit-han-lab/Qwen2-VL-1.5B-Instruct", "stabilityai/stable-diffusion-2-1")
+    assert star["weights"] == {"file": "star-1024.pth", "url": "https://huggingface.co/taocrayon/STAR"}
     assert models["infinity-20b"]["weights"] is None
 
 

@@ -10,9 +10,12 @@ import torch
 import typer
 
 from ..checkpoints import convert as convert_checkpoint
-from ..loading import naming_the_right_model
+from ..hart_files import dump_config, own_config_file
+from ..loading import checkpoint_spec, naming_the_right_model
+from ..models import HartConfig
 from ..presets import build_model, build_tokenizer, model_spec
-from .files import require_writable
+from ..tokenizers import HartTokenizerConfig
+from .files import require_writable, write_text
 from .options import Dtype, as_torch_dtype
 from .program import app
 
@@ -31,11 +34,19 @@ def convert(
     dtype: Annotated[Dtype | None, typer.Option(show_default="as in SOURCE", help="Type of the written weights.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite TARGET.")] = False,
 ) -> None:
-    """Write an official checkpoint as one safetensors file, under the published names."""
-    spec = model_spec(model)
-    require_writable([target], force)
+    """Write an official checkpoint as one safetensors file, under the published names.
+
+    HART's settings, which the tensors do not tell, go into a file beside it.
+    """
+    is_model = part is Part.model
+    spec = checkpoint_spec(model_spec(model), source if is_model else None, None if is_model else source)
+    config = spec.model if is_model else spec.tokenizer
+    settings = {own_config_file(target): dump_config(config)} if isinstance(config, HartConfig | HartTokenizerConfig) else {}
+    require_writable([target, *settings], force)
     with torch.device("meta"):
-        module = build_model(spec.model) if part is Part.model else build_tokenizer(spec.tokenizer)
+        module = build_model(spec.model) if is_model else build_tokenizer(spec.tokenizer)
     with naming_the_right_model(source):
         tensors = convert_checkpoint(source, target, module, module.layout, as_torch_dtype(dtype))
+    for file, text in settings.items():
+        write_text(text, file)
     typer.echo(f"{target}: {tensors} tensors, {target.stat().st_size / 2**20:.1f} MiB")
