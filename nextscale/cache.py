@@ -117,7 +117,7 @@ class DenseLayerCache:
         return (torch.arange(end, device=k.device) < self.lengths[:, None])[:, None, None, :]
 
     def keep_rows(self, rows: slice) -> None:
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.keys, self.values = self.keys[rows].clone(), self.values[rows].clone()  # copies: a view would keep the others alive
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
 

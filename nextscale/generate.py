@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .accel.method import Method, StagePlan
+from .accel.method import DENSE, Method, RunSetup, StagePlan
 from .cache import Env, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits
@@ -38,6 +38,8 @@ class Request:
     draws: Draws
     revise: Revise
     clock: Stopwatch
+    method_draws: Draws
+    track_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class StageDone:
     ids: Tensor | None = None  # as drawn
     codes: Tensor | None = None  # as put on the canvas
     residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes
+    plan: StagePlan = DENSE
+    kept: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
 
     @property
     def skipped(self) -> bool:
@@ -69,7 +73,7 @@ def generate(
 ) -> None:
     """Draws a batch of images on `canvas`."""
     schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
-    run = method.start(model, schedule, batch)
+    run = method.start(RunSetup(model, schedule, batch, request.method_draws, request.track_kept))
     env = new_env(model, cond, schedule, batch, run)
     finite: dict[int, Tensor] = {}
     for stage in schedule:
@@ -77,7 +81,7 @@ def generate(
         plan.check(len(model.blocks), guidance.layers)
         if plan.skip:
             canvas.skip(stage)
-            watch(StageDone(stage, canvas))
+            watch(StageDone(stage, canvas, plan=plan))
             continue
         env.keep(plan.branches)
         x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
@@ -98,9 +102,10 @@ def generate(
             settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
             with request.clock.time("residual", stage.index):
                 residual = model.residual(hidden, settled)
-            canvas.add_residual(residual, hidden.tokens)
+            canvas.add_residual(*run.spread(residual, hidden.tokens))
         finite[stage.index] = out.isfinite().all()
-        watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual))
+        kept = run.kept(stage) if request.track_kept else None
+        watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept))
     finite[len(schedule) - 1] = canvas.latent.isfinite().all() & finite.get(len(schedule) - 1, True)
     require_finite(finite, len(schedule))
 

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .accel.choice import MethodLike, resolve_method
 from .accel.method import Method
 from .canvas import Canvas
 from .errors import OutOfMemory, SettingError
@@ -23,7 +24,7 @@ from .models.base import NextScaleModel
 from .presets import Settings
 from .prompts import PromptReader, Prompts
 from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
-from .sampling import Draws, ImageDraws, Sampling, SharedDraws
+from .sampling import Draws, ImageDraws, Sampling, SharedDraws, method_draws
 from .schedules import AspectLike, SizeLike
 from .stage import Schedule
 from .tokenizers.base import Tokenizer
@@ -39,6 +40,7 @@ class Output:
     latent: Tensor  # what was decoded
     codes: tuple[Tensor, ...]  # per stage that was run, as drawn on the canvas
     report: Report
+    kept: tuple[Tensor, ...] | None = None  # per stage, with masks=True: share of the network that ran for every cell, [B, h, w]
 
     @property
     def images(self) -> list[Image.Image]:
@@ -64,6 +66,25 @@ class Preview:
         return to_pil(self.tokenizer.decode(self.latent))
 
 
+def kept_map(done: StageDone, batch: int) -> Tensor:
+    if done.kept is not None:
+        return done.kept.view(batch, *done.stage.size).float().clone()
+    return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0)
+
+
+class Accelerated:
+    """Ends an acceleration where a `with` block ends."""
+
+    def __init__(self, pipeline: Pipeline, previous: Method) -> None:
+        self._pipeline, self._previous = pipeline, previous
+
+    def __enter__(self) -> Pipeline:
+        return self._pipeline
+
+    def __exit__(self, *_: object) -> None:
+        self._pipeline.method = self._previous
+
+
 class Pipeline:
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files."""
 
@@ -73,6 +94,7 @@ class Pipeline:
         self.reader = reader
         self.settings = settings
         self.name = name
+        self.method = Method()
 
     def __call__(
         self,
@@ -83,7 +105,8 @@ class Pipeline:
         aspect: AspectLike = None,
         guidance: GuidanceLike = None,
         negative: Any = None,
-        method: Method | None = None,
+        method: MethodLike = None,
+        masks: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
         revise: Revise = as_drawn,
         **sampling: Any,
@@ -96,7 +119,8 @@ class Pipeline:
         size, aspect: (height, width) in pixels, a pixel budget such as "0.25M", or a Schedule; "16:9" or height / width.
         guidance: a number keeps the model's published form; a list is one scale per stage; or a Guidance.
         negative: like prompt, what to steer away from.
-        on_stage: called after every stage with a Preview. revise: may replace a stage's codes. method: an acceleration method.
+        method: an acceleration method, its name, or several; None is the one set by `accelerate`. masks: keep which cells were run.
+        on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
         schedule = self.settings.schedules.choose(size, aspect)
@@ -106,9 +130,25 @@ class Pipeline:
         if len(prompts) == 1 and isinstance(seed, Sequence) and seed:
             prompts = prompts.repeat(len(seed))
         draws, seeds = self._draws(seed, len(prompts))
+        own_draws = draws if seeds is None else method_draws(seeds, self.model.device)
         against = self._against(negative, len(prompts), guided)
-        request = Request(len(prompts), schedule, guided, chosen, draws, revise, Stopwatch(self.model.device))
-        return self._run(request, prompts, against, seeds, method or Method(), on_stage)
+        clock = Stopwatch(self.model.device)
+        request = Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks)
+        return self._run(request, prompts, against, seeds, self.method if method is None else resolve_method(method), on_stage)
+
+    def accelerate(self, method: MethodLike) -> Accelerated:
+        """All further calls use `method`: a Method, a name such as "stagevar" or "sparsevar:tau=0.6", or a list of them.
+
+        As a context manager, only the calls inside the `with` block.
+        """
+        resolved = resolve_method(method)
+        resolved.forecast(self.model, self.settings.schedules.choose(None, None))  # what does not fit this model is refused now
+        previous, self.method = self.method, resolved
+        return Accelerated(self, previous)
+
+    def dense(self) -> Accelerated:
+        """Back to dense generation."""
+        return self.accelerate(Method())
 
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
         """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
@@ -158,7 +198,8 @@ class Pipeline:
             planned_memory=planned,
         )
         codes = tuple(done.codes.clone() for done in done_stages if done.codes is not None)
-        return Output(pixels.clone(), canvas.latent.clone(), codes, report)  # copies are ordinary tensors, not inference tensors
+        kept = tuple(kept_map(done, batch) for done in done_stages) if request.track_kept else None
+        return Output(pixels.clone(), canvas.latent.clone(), codes, report, kept)  # copies are ordinary tensors, not inference tensors
 
     @staticmethod
     def _stage_report(done: StageDone, clock: Stopwatch) -> StageReport:

@@ -157,6 +157,14 @@ class ImageDraws:
         return noise
 
 
+METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for what a method draws
+
+
+def method_draws(seeds: Sequence[int], device: torch.device) -> ImageDraws:
+    """Random numbers of an acceleration method for images with these seeds, apart from the images' own."""
+    return ImageDraws([seed ^ METHOD_STREAM for seed in seeds], device)
+
+
 class SharedDraws:
     """One generator for the whole batch, as in the authors' programs."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
+    from ..sampling import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """What a method knows before a request starts."""
+
+    model: NextScaleModel
+    schedule: Schedule
+    batch: int
+    draws: Draws  # random numbers of the method's own: what it draws changes nothing of what the image draws
+    track_kept: bool = False  # the caller wants to see which cells were run (`Method.kept`)
 
 
 class Span(Protocol):
@@ -23,6 +35,10 @@ class Span(Protocol):
 
     layers: range
     key: Hashable
+
+    def width(self, tokens: int) -> int:
+        """How many tokens of a row its blocks compute when so many enter."""
+        ...
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor: ...
 
@@ -87,11 +103,27 @@ DENSE = StagePlan()
 
 
 class Method:
-    """Dense generation. Subclasses override what they change; see the architecture notes for how each paper fits."""
+    """Dense generation. Subclasses override what they change; see the architecture notes for how each paper fits.
 
-    def start(self, model: NextScaleModel, schedule: Schedule, batch: int) -> Method:
-        """A run of this method for one request; state belongs to the run. Conflicts with the model or schedule raise here."""
+    A method is a value: settings, nothing else. `start` returns what runs one request and owns its state.
+    """
+
+    own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
+
+    def start(self, setup: RunSetup) -> Method:
+        """A run of this method for one request. Settings that do not fit the model or the schedule raise SettingError here."""
         return self
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        """The plans of all stages, as far as they are known without an image: for cost, memory and conflicts.
+
+        `kept`: the share of cells that is assumed to be kept where that depends on the image.
+        """
+        return (DENSE,) * len(schedule)
+
+    def changes(self, hook: str) -> bool:
+        """Whether this method has its own way with `enter`, `layer_cache`, ...; settings answer for their runs."""
+        return hook in self.own_hooks
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return DENSE
@@ -106,6 +138,14 @@ class Method:
     def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """After guidance: may speak for tokens that were left out."""
         return out, tokens
+
+    def spread(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """The last stage's continuous values (HART) of the tokens that were run: may speak for others too."""
+        return residual, tokens
+
+    def kept(self, stage: Stage) -> Tensor | None:
+        """Share of the network that was run for every cell of the stage that has just ended, [B, cells]; None: all of it."""
+        return None
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         return DenseLayerCache(spec, workspace)

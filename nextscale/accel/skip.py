@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from ..stage import Schedule, Stage
-from .method import DENSE, Method, StagePlan
+from .method import DENSE, Method, RunSetup, StagePlan
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -20,15 +20,18 @@ class SkipStages(Method):
 
     last: int = 0
 
-    def start(self, model: NextScaleModel, schedule: Schedule, batch: int) -> Method:
+    def start(self, setup: RunSetup) -> Method:
+        return _Run(self.forecast(setup.model, setup.schedule))
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
         if not 0 <= self.last < len(schedule):
             raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
-        return _Run(len(schedule) - self.last)
+        return (DENSE,) * (len(schedule) - self.last) + (StagePlan(skip=True),) * self.last
 
 
 @dataclass(frozen=True)
 class _Run(Method):
-    first_skipped: int
+    plans: tuple[StagePlan, ...]
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(skip=True) if stage.index >= self.first_skipped else DENSE
+        return self.plans[stage.index]

@@ -1,0 +1,82 @@
+"""Several methods at once: plans are merged, and every method sees what the ones before it have left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..cache import CacheSpec, LayerCache, Workspace
+from ..errors import SettingError
+from ..stage import Schedule, Stage, Tokens
+from .method import Method, RunSetup, StagePlan
+
+if TYPE_CHECKING:
+    from ..canvas import Canvas
+    from ..models.base import NextScaleModel
+
+
+def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
+    try:
+        return reduce(StagePlan.merge, plans)
+    except ValueError as error:
+        raise SettingError(f"these methods cannot be combined: at stage {stage} {error}") from error
+
+
+@dataclass(frozen=True)
+class Combined(Method):
+    """What can be combined is: leaving out stages or a guidance branch with anything, one method that reduces whole stages with spans
+    of another inside. Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs."""
+
+    methods: tuple[Method, ...]
+
+    def start(self, setup: RunSetup) -> Method:
+        self.forecast(setup.model, setup.schedule)
+        return Combined(tuple(method.start(setup) for method in self.methods))
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        self._require_one("reduces whole stages", "enter")
+        self._require_one("keeps keys and values its own way", "layer_cache")
+        forecasts = [method.forecast(model, schedule, kept) for method in self.methods]
+        return tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
+
+    def _require_one(self, what: str, hook: str) -> None:
+        changed = [type(method).__name__ for method in self.methods if method.changes(hook)]
+        if len(changed) > 1:
+            raise SettingError(f"these methods cannot be combined: each of {' and '.join(changed)} {what}; choose one of them")
+
+    def changes(self, hook: str) -> bool:
+        return any(method.changes(hook) for method in self.methods)
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return merged([method.plan(stage, canvas) for method in self.methods], stage.index)
+
+    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        for method in self.methods:
+            x, tokens = method.enter(x, tokens)
+        return x, tokens
+
+    def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
+        for method in self.methods:
+            method.observe(layer, before, after, tokens)
+
+    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        for method in reversed(self.methods):
+            out, tokens = method.leave(out, tokens)
+        return out, tokens
+
+    def spread(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        for method in reversed(self.methods):
+            residual, tokens = method.spread(residual, tokens)
+        return residual, tokens
+
+    def kept(self, stage: Stage) -> Tensor | None:
+        shares = [share for method in self.methods if (share := method.kept(stage)) is not None]
+        return reduce(Tensor.mul, shares) if shares else None
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        own = next((method for method in self.methods if method.changes("layer_cache")), Method())
+        return own.layer_cache(spec, workspace)
