@@ -15,6 +15,7 @@ from torch import Tensor
 from .stage import Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
+    from .tokenizers.base import Tokenizer
     from .tokenizers.flexvar import FlexVarTokenizer
     from .tokenizers.infinity import InfinityTokenizer
     from .tokenizers.var import VarTokenizer
@@ -43,6 +44,10 @@ class Canvas(Protocol):
         """The stage is not drawn."""
         ...
 
+    def decode(self) -> Tensor:
+        """The images [B, 3, H, W] of what is drawn so far; FlexVAR's grow with the stage."""
+        ...
+
 
 def to_map(rows: Tensor, stage: Stage) -> Tensor:
     """[B, cells, Z] to [B, Z, h, w]."""
@@ -62,12 +67,20 @@ def on_grid(rows: Tensor, tokens: Tokens) -> Tensor:
 class DiscreteCanvas:
     """Base of the canvases whose stages consist of codes alone."""
 
+    tokenizer: Tokenizer
+    latent: Tensor
+
     def add_residual(self, values: Tensor, tokens: Tokens) -> None:
         raise TypeError(f"{type(self).__name__} is drawn with codes alone")
+
+    def decode(self) -> Tensor:
+        return self.tokenizer.decode(self.latent)
 
 
 class ResidualCanvas(DiscreteCanvas):
     """VAR, STAR: each stage's code vectors are upsampled, convolved and added."""
+
+    tokenizer: VarTokenizer
 
     def __init__(self, tokenizer: VarTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
@@ -108,6 +121,8 @@ class HybridCanvas(ResidualCanvas):
 class BitCanvas(DiscreteCanvas):
     """Infinity: each stage's bits are signs of equal size, upsampled and added; no codebook."""
 
+    tokenizer: InfinityTokenizer
+
     def __init__(self, tokenizer: InfinityTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
         height, width = schedule.grid
@@ -137,6 +152,7 @@ class ReplacedCanvas(DiscreteCanvas):
     """FlexVAR: each stage draws the whole image anew, so only the latest map counts."""
 
     def __init__(self, tokenizer: FlexVarTokenizer, schedule: Schedule, batch: int) -> None:
+        self.tokenizer = tokenizer
         self.codebook = F.normalize(tokenizer.codebook, dim=-1)
         self.latent = torch.zeros(batch, self.codebook.shape[1], *schedule[0].size, device=self.codebook.device)
 

@@ -73,7 +73,8 @@ def generate(
 ) -> None:
     """Draws a batch of images on `canvas`."""
     schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
-    run = method.start(RunSetup(model, schedule, batch, request.method_draws, request.track_kept))
+    guided = cond.start.shape[0] > batch
+    run = method.start(RunSetup(model, schedule, batch, request.method_draws, request.track_kept, guided))
     env = new_env(model, cond, schedule, batch, run)
     finite: dict[int, Tensor] = {}
     for stage in schedule:

@@ -14,13 +14,15 @@ from PIL import Image
 from torch import Tensor
 
 from .accel.choice import MethodLike, resolve_method
+from .accel.cost import RequestCost, Workload, as_run, request_cost
 from .accel.method import Method
 from .canvas import Canvas
 from .errors import OutOfMemory, SettingError
 from .generate import Request, Revise, StageDone, as_drawn, generate
 from .guidance import GuidanceLike, GuidedRows, resolve_guidance
 from .images import to_pil
-from .models.base import NextScaleModel
+from .models.base import Conditioning, NextScaleModel
+from .models.residual_head import UNGUIDED_SCALE
 from .presets import Settings
 from .prompts import PromptReader, Prompts
 from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
@@ -185,13 +187,17 @@ class Pipeline:
             generate(self.model, cond, canvas, request, method, stage_done)
             with clock.time("decode"):
                 pixels = self.tokenizer.decode(canvas.latent)
+        dense, spent = self._costs(request, cond, done_stages)
+        shares = [stage.share(same) for stage, same in zip(spent.stages, dense.stages, strict=True)]
         report = Report(
             model=self.name,
+            method=method.label,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
             seeds=seeds,
-            stages=tuple(self._stage_report(done, clock) for done in done_stages),
+            stages=tuple(self._stage_report(done, batch, share, clock) for done, share in zip(done_stages, shares, strict=True)),
+            cost_share=spent.share(dense),
             condition_seconds=clock.seconds("condition"),
             decode_seconds=clock.seconds("decode"),
             peak_memory=peak_memory(device),
@@ -201,10 +207,34 @@ class Pipeline:
         kept = tuple(kept_map(done, batch) for done in done_stages) if request.track_kept else None
         return Output(pixels.clone(), canvas.latent.clone(), codes, report, kept)  # copies are ordinary tensors, not inference tensors
 
+    def _costs(self, request: Request, cond: Conditioning, done_stages: Sequence[StageDone]) -> tuple[RequestCost, RequestCost]:
+        """Multiply-adds of the same request in dense generation, and of what was run."""
+        workload = Workload(
+            request.schedule,
+            request.batch,
+            request.guidance.needs_both,
+            0 if cond.text is None else cond.text.keys_values[0][0].shape[1],
+            request.sampling.refine,
+            request.guidance.scales[len(request.schedule) - 1] != UNGUIDED_SCALE,
+        )
+        plans = [as_run(self.model, done.stage, done.plan, done.width) for done in done_stages]
+        return request_cost(self.model, workload), request_cost(self.model, workload, plans)
+
     @staticmethod
-    def _stage_report(done: StageDone, clock: Stopwatch) -> StageReport:
-        seconds = (clock.seconds(what, done.stage.index) for what in ("stage", "choice", "residual"))
-        return StageReport(done.stage.index, *done.stage.size, done.width, done.rows, *seconds)
+    def _stage_report(done: StageDone, batch: int, cost_share: float, clock: Stopwatch) -> StageReport:
+        index = done.stage.index
+        return StageReport(
+            index,
+            *done.stage.size,
+            skipped=done.skipped,
+            tokens=done.width,
+            rows=done.rows,
+            branches=done.rows // batch,
+            cost_share=cost_share,
+            seconds=clock.seconds("stage", index),
+            choice_seconds=clock.seconds("choice", index),
+            residual_seconds=clock.seconds("residual", index),
+        )
 
     def _against(self, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
         """What the second branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""

@@ -1,4 +1,4 @@
-"""What really happened in a request: time, tokens and rows per stage, memory."""
+"""What really happened in a request: time, work, tokens and rows per stage, memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ class StageReport:
     index: int
     height: int
     width: int
+    skipped: bool
     tokens: int  # run through the network, per row; 0 when skipped
     rows: int  # images times guidance branches
+    branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
+    cost_share: float  # multiply-adds against those of the same stage in dense generation
     seconds: float
     choice_seconds: float  # of these: from logits to codes, STAR's refinement included
     residual_seconds: float  # of these: HART's residual diffusion
@@ -27,11 +30,13 @@ class StageReport:
 @dataclass(frozen=True)
 class Report:
     model: str
+    method: str  # readable: the methods and those settings that are not the default
     device: str
     dtype: str
     size: tuple[int, int]  # height, width in pixels
     seeds: tuple[int, ...] | None  # None: the caller's own generator
     stages: tuple[StageReport, ...]
+    cost_share: float  # multiply-adds against those of dense generation, as `accel.cost` counts them; decoding is not counted
     condition_seconds: float  # prompt features to modulation and text keys
     decode_seconds: float
     peak_memory: int  # bytes: allocated on the GPU during the request, or the process's largest resident size on the CPU

@@ -7,24 +7,29 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from nextscale import presets
+from nextscale.accel import Method
+from nextscale.accel.choice import METHODS
 from nextscale.checkpoints import published_slots
 from nextscale.cli import app
 from nextscale.cli.files import slug
+from nextscale.cli.generate import darkened
 from nextscale.cli.options import parse_guidance, parse_size
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
 from nextscale.random_weights import fill_random
+from nextscale.stage import Stage, Tokens
 
 from . import tiny
 
@@ -373,6 +378,96 @@ def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
     assert cat == "the cat"
 
 
+# --- generate: methods ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeftHalf(Method):
+    """Runs the left half of the last stage only, and tells so."""
+
+    own_hooks = frozenset({"enter"})
+
+    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        if not tokens.stage.last:
+            return x, tokens
+        cells = torch.arange(tokens.stage.cells).view(tokens.stage.size)[:, : tokens.stage.width // 2].flatten()
+        left = tokens.take(cells.expand(x.shape[0], -1))
+        return left.gather(x), left
+
+    def kept(self, stage: Stage) -> Tensor | None:
+        return (torch.arange(stage.cells) % stage.width < stage.width // 2).float().expand(2, -1) if stage.last else None
+
+
+@pytest.fixture
+def left_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "left", LeftHalf)
+
+
+def test_methods_are_named_with_their_settings() -> None:
+    dense = succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "dense.png")
+    assert dense.stdout.splitlines()[1].split()[-2:] == ["dense", "100.0%"]
+    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "same.png", "--method", "skip:last=0")
+    assert Path("dense.png").read_bytes() == Path("same.png").read_bytes()
+    options = ("--method", "skip:last=2", "--report", "report.json")
+    skipped = succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "skipped.png", *options)
+    assert Path("skipped.png").read_bytes() != Path("dense.png").read_bytes()
+    report = json.loads(Path("report.json").read_text())
+    (call,) = report["calls"]
+    assert (report["settings"]["method"], call["method"]) == (["skip:last=2"], "SkipStages(last=2)")
+    assert [stage["skipped"] for stage in call["stages"]] == [False, False, True, True]
+    assert [stage["branches"] for stage in call["stages"]] == [2, 2, 0, 0]
+    assert [stage["cost_share"] for stage in call["stages"]] == [1, 1, 0, 0]
+    assert 5 / 30 / 2 < call["cost_share"] < 5 / 30 * 2  # of 30 tokens 5 are run
+    assert skipped.stdout.splitlines()[1].split()[-2:] == ["SkipStages(last=2)", f"{100 * call['cost_share']:.1f}%"]
+
+
+def test_several_methods_at_once(left_half: None) -> None:
+    options = ("--method", "skip:last=1", "--method", "left", "--report", "report.json")
+    result = succeed("generate", "tiny-var", 3, 7, "--seed", 0, *options)
+    assert "SkipStages(last=1) + LeftHalf" in result.stdout
+    (call,) = json.loads(Path("report.json").read_text())["calls"]
+    assert [stage["tokens"] for stage in call["stages"]] == [1, 4, 9, 0]
+
+
+def test_masks_are_the_images_darker_where_less_was_run(left_half: None) -> None:
+    succeed("generate", "tiny-var", 3, 7, "--seed", 0, "--masks", "--method", "left")
+    assert names() == ["0000-seed0-kept.png", "0000-seed0.png", "0001-seed1-kept.png", "0001-seed1.png"]
+    for name in ("0000-seed0", "0001-seed1"):
+        with Image.open(f"out/{name}.png") as image, Image.open(f"out/{name}-kept.png") as kept:
+            assert (kept.format, kept.mode, kept.size) == ("PNG", "RGB", image.size)
+            full, shaded = np.asarray(image).astype(float), np.asarray(kept).astype(float)
+        half = VAR_PIXELS // 2
+        assert np.array_equal(shaded[:, :half], full[:, :half])
+        share = 14 / 30  # of 30 cells those of the last stage were not run
+        assert np.array_equal(shaded[:, half:], np.rint(np.float32(0.25 + 0.75 * share) * full[:, half:]))
+        assert full[:, half:].max() > 100
+
+
+def test_masks_of_dense_generation_are_the_images() -> None:
+    succeed("generate", "tiny-flexvar", 3, "--seed", 0, "--masks", "--sides", "1,2,3x5", "--out", "image.png")
+    assert names(".") == ["image-kept.png", "image.png"]
+    assert Path("image-kept.png").read_bytes() == Path("image.png").read_bytes()
+
+
+def test_existing_masks_are_kept() -> None:
+    Path("image-kept.png").write_text("mine")
+    assert "image-kept.png" in fail("generate", "tiny-var", 3, "--out", "image.png", "--masks")
+    assert names(".") == ["image-kept.png"]
+    succeed("generate", "tiny-var", 3, "--out", "image.png")
+    succeed("generate", "tiny-var", 3, "--out", "image.png", "--masks", "--force")
+    assert Path("image-kept.png").read_bytes() != b"mine"
+    assert "written twice" in fail("generate", "tiny-var", 3, "--out", "a.png", "--grid", "a-kept.png", "--masks")
+
+
+def test_a_mask_weighs_stages_by_their_cells() -> None:
+    image = Image.new("RGB", (6, 4), (200, 100, 40))
+    some = torch.tensor([[[1.0, 0.5], [0.0, 1.0]]])  # four cells
+    (shaded,) = darkened([image], [torch.zeros(1, 1, 1), some])
+    light = 0.25 + 0.75 * 4 / 5 * some[0].repeat_interleave(2, 0).repeat_interleave(3, 1)
+    expected = np.rint(light[..., None].numpy() * np.array([200, 100, 40]))
+    assert np.array_equal(np.asarray(shaded), expected)
+
+
 # --- generate: refusals -----------------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +514,10 @@ def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
         (("tiny-var", 3, 7, "--out", "image.png"), "single file for 2 images"),
         (("tiny-var", 3, "--out", "image.png", "--grid", "image.png"), "written twice"),
         (("tiny-var", 3, "--grid", "sheet.gif"), "--grid sheet.gif"),
+        (("tiny-var", 3, "--method", "skp"), "unknown method 'skp'; did you mean skip?"),
+        (("tiny-var", 3, "--method", "skip:first=1"), "'first=1' is no setting of skip; it takes last"),
+        (("tiny-var", 3, "--method", "skip:last=4"), "cannot skip 4 of 4 stages"),
+        (("tiny-var", 3, "--method", "skip:last=1", "--method", "skip:last=9"), "cannot skip 9 of 4 stages"),
         (("tiny-var", 3, "--weights", "absent.pth"), "absent.pth is not an existing file"),
         (("tiny-var", 3, "--text-encoder", "t5"), "leave out text_encoder"),
     ],
@@ -576,7 +675,7 @@ def test_models_fit_the_terminal(columns: str, published_models: None, published
     assert str(published_files) in result.stdout
 
 
-@pytest.mark.parametrize("command", ["generate", "models", "convert"])
+@pytest.mark.parametrize("command", ["generate", "plan", "models", "convert"])
 def test_help_of_every_command(command: str) -> None:
     assert command in succeed("--help").stdout
     assert command in succeed().stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -28,6 +28,7 @@ class RunSetup:
     batch: int
     draws: Draws  # random numbers of the method's own: what it draws changes nothing of what the image draws
     track_kept: bool = False  # the caller wants to see which cells were run (`Method.kept`)
+    guided: bool = True  # unconditional rows run beside the conditional ones
 
 
 class Span(Protocol):
@@ -109,6 +110,16 @@ class Method:
     """
 
     own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
+
+    @property
+    def label(self) -> str:
+        """A readable name: "dense", or the class with those settings that differ from its defaults; of several methods, all of them."""
+        if several := getattr(self, "methods", ()):
+            return " + ".join(method.label for method in several)
+        settings: dict[str, object] = {field.name: field.default for field in fields(self)} if is_dataclass(self) else {}
+        chosen = [f"{name}={getattr(self, name)}" for name, default in settings.items() if getattr(self, name) != default]
+        name = "dense" if type(self) is Method else type(self).__name__
+        return f"{name}({', '.join(chosen)})" if chosen else name
 
     def start(self, setup: RunSetup) -> Method:
         """A run of this method for one request. Settings that do not fit the model or the schedule raise SettingError here."""

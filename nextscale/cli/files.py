@@ -34,6 +34,10 @@ class Picture:
     def preview_file(self, stage: Stage) -> Path:
         return self.file.with_stem(f"{self.file.stem}-stage{stage.index:02d}")
 
+    @property
+    def kept_file(self) -> Path:
+        return self.file.with_stem(f"{self.file.stem}-kept")
+
 
 def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Path) -> list[Picture]:
     repeated = [prompt for prompt in prompts for _ in range(images)]
@@ -56,12 +60,15 @@ def slug(text: str) -> str:
     return words if len(words) <= LONGEST_SLUG else words[: LONGEST_SLUG + 1].rpartition("-")[0] or words[:LONGEST_SLUG]
 
 
-def planned_files(pictures: Sequence[Picture], previewed: Iterable[Stage], grid: Path | None, report: Path | None) -> list[Path]:
+def planned_files(
+    pictures: Sequence[Picture], previewed: Iterable[Stage], masks: bool, grid: Path | None, report: Path | None
+) -> list[Path]:
     if grid is not None and grid.suffix.lower() not in IMAGE_FORMATS:
         raise SettingError(f"--grid {grid}: give a name that ends in {', '.join(IMAGE_FORMATS)}")
     stages = list(previewed)
     previews = [picture.preview_file(stage) for picture in pictures for stage in stages]
-    return [*(picture.file for picture in pictures), *previews, *(file for file in (grid, report) if file is not None)]
+    kept = [picture.kept_file for picture in pictures] if masks else []
+    return [*(picture.file for picture in pictures), *previews, *kept, *(file for file in (grid, report) if file is not None)]
 
 
 def require_writable(files: Sequence[Path], force: bool) -> None:

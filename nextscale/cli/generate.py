@@ -10,14 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 import typer
 from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
+from ..accel.choice import resolve_method
 from ..guidance import resolve_guidance
 from ..images import grid as side_by_side
 from ..loading import choose_device, load
@@ -26,10 +30,21 @@ from ..presets import model_spec
 from ..report import Report
 from ..text import with_positive_prompt
 from .files import Picture, plan_pictures, planned_files, require_writable, write_image, write_text
-from .options import Dtype, all_prompts, as_torch_dtype, choose_schedule, chosen_sampling, parse_guidance, parse_prompt, require_text_model
+from .options import (
+    Dtype,
+    all_prompts,
+    as_torch_dtype,
+    choose_schedule,
+    chosen_sampling,
+    parse_guidance,
+    parse_prompt,
+    require_fitting,
+    require_text_model,
+)
 from .program import app, version
 
 UNLIMITED_WIDTH = 10_000
+DARKEST = 0.25  # of what no stage has run
 DRAWING, MACHINE, OUTPUT = "How to draw", "Model and machine", "What to write"
 
 
@@ -96,6 +111,15 @@ def generate(
     no_refine: Annotated[
         bool, typer.Option("--no-refine", rich_help_panel=DRAWING, help="STAR's sampler: draw late stages at once instead of in rounds.")
     ] = False,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METHOD",
+            rich_help_panel=DRAWING,
+            show_default="dense",
+            help="An acceleration method with its settings, such as skip:last=2; given again, several at once. See `nextscale plan`.",
+        ),
+    ] = None,
     as_released: Annotated[
         bool,
         typer.Option(
@@ -126,6 +150,9 @@ def generate(
     previews: Annotated[
         bool, typer.Option("--previews", rich_help_panel=OUTPUT, help="The image after each stage, as NAME-stage03.png.")
     ] = False,
+    masks: Annotated[
+        bool, typer.Option("--masks", rich_help_panel=OUTPUT, help="The image, darker where the method ran less of it, as NAME-kept.png.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="Settings, times and memory as JSON.")] = None,
     force: Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files.")] = False,
 ) -> None:
@@ -134,16 +161,18 @@ def generate(
     schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
     scales = None if guidance is None else parse_guidance(guidance, spec.settings.guidance)
     sampling = chosen_sampling(temperature, top_k, top_p, greedy, smooth, no_refine)
-    # Generation checks these two as well, but only after the weights are loaded.
+    acceleration = resolve_method(method)
+    # Generation checks these three as well, but only after the weights are loaded.
     spec.settings.sampling.changed(**sampling).check(schedule)
     resolve_guidance(scales, spec.settings.guidance).scales(schedule)
+    require_fitting(acceleration, spec, schedule)
     texts = all_prompts(prompts or [], prompts_file)
     if positive_prompt:
         require_text_model(spec)
         texts = [with_positive_prompt(text) for text in texts]
     pictures = plan_pictures([parse_prompt(text, spec) for text in texts], images, secrets.randbits(32) if seed is None else seed, out)
     against = None if negative is None else parse_prompt(negative, spec)
-    require_writable(planned_files(pictures, schedule if previews else (), grid, report), force)
+    require_writable(planned_files(pictures, schedule if previews else (), masks, grid, report), force)
     choose_device(device)
 
     open_pipeline = partial(
@@ -156,7 +185,7 @@ def generate(
         dtype=as_torch_dtype(dtype),
         as_released=as_released,
     )
-    settings = {"size": schedule, "guidance": scales, "negative": against, **sampling}
+    settings = {"size": schedule, "guidance": scales, "negative": against, "method": acceleration, "masks": masks, **sampling}
     calls = draw(open_pipeline, pictures, batch, schedule.tokens, settings, previews)
     if grid:
         write_image(side_by_side([Image.open(picture.file) for picture in pictures]), grid)
@@ -195,8 +224,12 @@ def draw(
                 on_stage=stage_watcher(together, previews, progress, task),
                 **settings,
             )
-            for picture, image in zip(together, output.images, strict=True):
+            drawn = output.images
+            for picture, image in zip(together, drawn, strict=True):
                 write_image(image, picture.file)
+            if output.kept is not None:
+                for picture, image in zip(together, darkened(drawn, output.kept), strict=True):
+                    write_image(image, picture.kept_file)
             calls.append(Call(together, output.report))
     return calls
 
@@ -220,6 +253,19 @@ def stage_watcher(call: Sequence[Picture], previews: bool, progress: Progress, t
     return stage_done
 
 
+def darkened(images: Sequence[Image.Image], kept: Sequence[Tensor]) -> list[Image.Image]:
+    """The images with every place as dark as little of the network was run there; `kept`: shares per stage, [B, h, w].
+
+    A place's share is that of all stages, each with the weight of its cells, so that the late ones count most.
+    """
+    size = (images[0].height, images[0].width)
+    cells = sum(share[0].numel() for share in kept)
+    resized = [share[0].numel() / cells * F.interpolate(share.cpu()[:, None], size, mode="nearest-exact")[:, 0] for share in kept]
+    light = DARKEST + (1 - DARKEST) * torch.stack(resized).sum(dim=0)  # [B, height, width]
+    shaded = [np.rint(np.asarray(image) * place[..., None].numpy()) for image, place in zip(images, light, strict=True)]
+    return [Image.fromarray(pixels.astype(np.uint8)) for pixels in shaded]
+
+
 def report_json(settings: Mapping[str, Any], calls: Sequence[Call]) -> str:
     described = [
         {
@@ -238,11 +284,14 @@ def show_results(calls: Sequence[Call]) -> None:
     table.add_column("file", overflow="fold")
     for heading in ("seed", "size", "seconds"):
         table.add_column(heading, justify="right")
+    table.add_column("method", overflow="fold")
+    table.add_column("multiply-adds", justify="right")
     for call in calls:
         for picture in call.pictures:
             height, width = call.report.size
             seconds = f"{call.report.seconds / len(call.pictures):.2f}"
-            table.add_row(escape(str(picture.file)), str(picture.seed), f"{height}x{width}", seconds)
+            work = f"{100 * call.report.cost_share:.1f}%"
+            table.add_row(escape(str(picture.file)), str(picture.seed), f"{height}x{width}", seconds, escape(call.report.method), work)
     console = result_console()
     console.print(table)
     reports = [call.report for call in calls]

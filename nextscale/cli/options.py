@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from ..accel.method import Method
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
 from ..loading import prompt_reader
-from ..presets import ModelSpec
+from ..presets import ModelSpec, build_model
 from ..schedules import ScheduleBook
 from ..stage import Schedule
 
@@ -50,6 +51,13 @@ def read_prompts(file: Path) -> list[str]:
 def require_text_model(spec: ModelSpec) -> None:
     if spec.text_encoder is None:
         raise SettingError(f"--positive-prompt adds words to texts; {spec.name} takes class numbers")
+
+
+def require_fitting(method: Method, spec: ModelSpec, schedule: Schedule) -> None:
+    """SettingError if the method has settings that do not go with this model or size."""
+    with torch.device("meta"):
+        model = build_model(spec.model)
+    method.forecast(model, schedule)
 
 
 def parse_prompt(text: str, spec: ModelSpec) -> str | int:

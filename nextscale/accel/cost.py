@@ -1,0 +1,242 @@
+"""What a request costs in multiply-adds, counted from its plans: nothing is run, and the model may be on the meta device.
+
+Counted is every matrix product between a stage's input and its codes: embedding, blocks, logits, HART's diffusion, STAR's refiner.
+Not counted are the text encoder, what is made of the prompt once per request, the canvas, decoding, and everything that is no matrix
+product. What a method itself computes counts only where its spans tell (`CountsItself`). Keys are those of the dense cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torch import nn
+
+from ..models.hart import Hart
+from ..models.star import Star
+from .method import DENSE, Span, StagePlan
+
+if TYPE_CHECKING:
+    from ..models.base import NextScaleModel
+    from ..models.blocks import Block
+    from ..models.refiner import Refiner
+    from ..models.residual_head import ResidualHead
+    from ..sampling import Refinement
+    from ..stage import Schedule, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class PartTokens:
+    """How many tokens of a row each part of a block computes. Those of `attention` leave their keys in the cache."""
+
+    attention: int
+    text: int
+    feed_forward: int
+
+
+@runtime_checkable
+class CountsParts(Protocol):
+    """A span that does not run all parts of its blocks on `width(tokens)` tokens, such as one that merges for attention alone."""
+
+    def part_tokens(self, tokens: int) -> PartTokens: ...
+
+
+@runtime_checkable
+class CountsItself(Protocol):
+    """A span with matrix products of its own, such as a projection to fewer tokens."""
+
+    def own_work(self, tokens: int, channels: int) -> int:
+        """Multiply-adds for one row of which so many tokens enter."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What of a request its cost depends on, whatever the method."""
+
+    schedule: Schedule
+    images: int = 1
+    guided: bool = True  # two rows per image
+    text_tokens: int = 0  # that cross-attention reads, padding included; 0 where there is none
+    refine: Refinement | None = None  # STAR: how late stages are drawn in rounds
+    residual_guided: bool = True  # False: HART's diffusion runs one branch, as it does at a guidance scale of exactly 2
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Multiply-adds of one stage over all rows, and what it leaves in the cache. A skipped stage has no rows and no tokens."""
+
+    stage: Stage
+    rows: int = 0
+    tokens: int = 0  # of a row, text not included, that enter the first block
+    linear: int = 0  # embedding and blocks
+    attention: int = 0  # queries with keys, and weights with values: of earlier stages, this one, and the text
+    head: int = 0  # from the last hidden states to codes
+    keys: int = 0  # of a row, over all layers, that the stage adds; the last stage's are not kept
+    held: int = 0  # of a row, over all layers, that are kept for later stages when the stage has run
+
+    @property
+    def skipped(self) -> bool:
+        return self.rows == 0
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.attention + self.head
+
+    def share(self, dense: StageCost) -> float:
+        return self.total / dense.total
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCost:
+    """Multiply-adds of a request."""
+
+    stages: tuple[StageCost, ...]
+
+    @property
+    def linear(self) -> int:
+        return sum(stage.linear for stage in self.stages)
+
+    @property
+    def attention(self) -> int:
+        return sum(stage.attention for stage in self.stages)
+
+    @property
+    def head(self) -> int:
+        return sum(stage.head for stage in self.stages)
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.attention + self.head
+
+    @property
+    def held(self) -> int:
+        """Keys over all rows and layers when most are kept for later stages. There are as many values."""
+        return max((stage.rows * stage.held for stage in self.stages), default=0)
+
+    def share(self, dense: RequestCost) -> float:
+        return self.total / dense.total
+
+
+def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[StagePlan] | None = None) -> RequestCost:
+    """The cost of a request whose stages follow `plans`: a method's forecast, or what was run (`as_run`). None is dense generation."""
+    schedule = workload.schedule
+    if plans is not None and len(plans) != len(schedule):
+        raise ValueError(f"{len(plans)} plans for the {len(schedule)} stages of {schedule}")
+    block = BlockWork.of(model, workload)
+    cached = [0] * len(model.blocks)  # keys of a row, per layer
+    rows = workload.images * (2 if workload.guided else 1)
+    costs = []
+    for stage, plan in zip(schedule, plans or (DENSE,) * len(schedule), strict=True):
+        if plan.skip:
+            costs.append(StageCost(stage, held=sum(cached)))
+            continue
+        if plan.branches != "both":
+            rows = workload.images
+        tokens = stage.cells if plan.width is None else plan.width
+        prefix = model.text_prefix if stage.index == 0 else 0
+        linear = embedding_work(model, stage, workload.images) + rows * spans_own_work(plan.spans, tokens, model)
+        attention = keys = 0
+        for layer, parts in enumerate(tokens_per_layer(plan.spans, tokens, prefix, len(cached))):
+            read = cached[layer] + parts.attention
+            linear += block.linear(parts, rows)
+            attention += block.products(parts, read, rows)
+            keys += parts.attention
+            cached[layer] = read if not stage.last else cached[layer]
+        head = head_work(model, stage, workload, rows, tokens)
+        costs.append(StageCost(stage, rows, tokens, linear, attention, head, keys, sum(cached)))
+    return RequestCost(tuple(costs))
+
+
+def as_run(model: NextScaleModel, stage: Stage, plan: StagePlan, width: int) -> StagePlan:
+    """The plan with the number of tokens that really ran, of which `width` went through the blocks, text included."""
+    return plan if plan.skip else replace(plan, width=width - (model.text_prefix if stage.index == 0 else 0))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """Multiply-adds of one block, for one token of one row, by part. All blocks of a model are alike."""
+
+    width: int
+    attention: int
+    text: int
+    feed_forward: int
+    text_tokens: int
+    one_text: bool  # a single row runs the text part and speaks for all
+
+    @classmethod
+    def of(cls, model: NextScaleModel, workload: Workload) -> BlockWork:
+        block = model.stack[0]
+        text = weights(block.text_attention.q, block.text_attention.proj) if block.has_text else 0
+        one_text = isinstance(model, Star) and model.config.as_released
+        text_tokens = workload.text_tokens if block.has_text else 0
+        return cls(model.block_config.width, weights(block.attention), text, weights(block.feed_forward), text_tokens, one_text)
+
+    def linear(self, parts: PartTokens, rows: int) -> int:
+        own = parts.attention * self.attention + parts.feed_forward * self.feed_forward
+        return rows * own + self._text_rows(rows) * parts.text * self.text
+
+    def products(self, parts: PartTokens, keys: int, rows: int) -> int:
+        own, text = parts.attention * keys, parts.text * self.text_tokens
+        return 2 * self.width * (rows * own + self._text_rows(rows) * text)
+
+    def _text_rows(self, rows: int) -> int:
+        return 1 if self.one_text else rows
+
+
+def weights(*modules: nn.Module) -> int:
+    """Entries of all matrices: what one token costs."""
+    layers = (layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear))
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
+def tokens_per_layer(spans: Sequence[Span], tokens: int, prefix: int, depth: int) -> list[PartTokens]:
+    """Of every layer; `prefix` text tokens run through all of them."""
+    layers = [PartTokens(prefix + tokens, prefix + tokens, prefix + tokens)] * depth
+    for span in spans:
+        parts = span.part_tokens(tokens) if isinstance(span, CountsParts) else PartTokens(*(span.width(tokens),) * 3)
+        with_text = PartTokens(prefix + parts.attention, prefix + parts.text, prefix + parts.feed_forward)
+        layers[span.layers.start : span.layers.stop] = [with_text] * len(span.layers)
+    return layers
+
+
+def spans_own_work(spans: Sequence[Span], tokens: int, model: NextScaleModel) -> int:
+    """For one row."""
+    return sum(span.own_work(tokens, model.block_config.width) for span in spans if isinstance(span, CountsItself))
+
+
+def embedding_work(model: NextScaleModel, stage: Stage, images: int) -> int:
+    """All cells, before a method chooses among them, and once for both branches. The first stage starts from the condition."""
+    number = weights(model.level_embed) if isinstance(model, Hart) else 0
+    if stage.index == 0:
+        return number * (2 if model.text_prefix else 1)  # the text's is computed by itself
+    return number + images * stage.cells * weights(model.word_embed)
+
+
+def head_work(model: NextScaleModel, stage: Stage, workload: Workload, rows: int, tokens: int) -> int:
+    work = rows * tokens * weights(model.head)
+    images = workload.images
+    if isinstance(model, Hart) and stage.last:
+        told = images * tokens * weights(model.word_embed)
+        work += told + diffusion_work(model.residual_head, rows if workload.residual_guided else images, tokens)
+    refine = workload.refine
+    if isinstance(model, Star) and model.refiner is not None and refine is not None and stage.index >= refine.first_stage:
+        rounds, drafted = refine.at(stage)
+        work += max(rounds - drafted, 0) * refiner_work(model.refiner, rows, images, tokens)
+    return work
+
+
+def diffusion_work(head: ResidualHead, rows: int, tokens: int) -> int:
+    """All steps of HART's residual diffusion. The number of a step is embedded once for all tokens."""
+    per_token = weights(head.input_proj, head.blocks, head.final_modulation, head.final)
+    return rows * tokens * (weights(head.condition_embed) + head.steps * per_token) + head.steps * weights(head.time_embed)
+
+
+def refiner_work(refiner: Refiner, rows: int, images: int, tokens: int) -> int:
+    """One round of STAR's refiner. One token for the prompt stands before the cells, and nothing is cached."""
+    width, entered = refiner.merge.out_features, tokens + 1
+    blocks: tuple[Block, ...] = refiner.stack
+    per_token = weights(refiner.merge) + sum(weights(block.attention, block.feed_forward) for block in blocks)
+    products = 2 * width * len(blocks) * entered * entered
+    return images * tokens * weights(refiner.word_embed) + rows * (entered * per_token + products + tokens * weights(refiner.head))

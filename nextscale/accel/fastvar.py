@@ -1,0 +1,282 @@
+"""FastVAR (Guo et al., 2025): late stages run only the tokens that stand out, and the others take what an earlier stage computed there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..cache import Env
+from ..errors import SettingError
+from ..models.base import NextScaleModel
+from ..models.hart import Hart
+from ..models.infinity import Infinity
+from ..models.star import Star
+from ..stage import Schedule, Stage, Tokens
+from .method import DENSE, Method, RunSetup, Span, StagePlan
+from .select import (
+    RunCells,
+    distance_from_mean,
+    is_index,
+    is_share,
+    pick,
+    put_,
+    repeat_last,
+    require_separate_branches,
+    share_of,
+    top_share,
+)
+
+if TYPE_CHECKING:
+    from ..canvas import Canvas
+    from ..models.blocks import Block
+
+Ratios = tuple[tuple[int, float], ...]
+
+INFINITY_RATIOS = {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}
+INFINITY_LAYERS = range(3, 28)
+HART_RATIOS = {12: 0.5, 13: 0.75}
+HART_STAGES = 14
+OTHER_RATIOS = (0.4, 0.5)  # of the last two stages
+
+
+@dataclass(frozen=True)
+class FastVAR(Method):
+    """Late stages run each residual branch only on the tokens that differ most from the mean of their row (eq. 4 and 5); what the
+    branch would have added to the others is taken from an earlier stage, area-resized (eq. 6). Tokens that are not run leave no keys
+    and values behind. Every branch of every block, and every row, chooses anew. The head still sees all tokens.
+
+    The knobs that matter:
+    ratios: {stage index: share of its tokens that is not run}; 1.0 skips the stage. Late stages bear more: the paper found 0.4 to 0.75
+        a good range. None is the published choice: for Infinity {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}, as far as the schedule goes; for
+        HART {12: 0.5, 13: 0.75}. Ours, and not the paper's, are the same for STAR, and for every other model or number of stages 0.4
+        and 0.5 in the last two.
+
+    To tinker with:
+    cache_stage: the stage whose branch outputs are kept. None is the last one that runs before the first thinned one, which the paper
+        found best (table A.4).
+    layers: (first, last + 1), the blocks that are thinned; the others always run all tokens. None is all, for Infinity (3, 28) as in
+        the released code, or all where a model is not that deep.
+    as_released: what the authors' program does, which finds stages by their side: on square images of Infinity and HART only. Nothing
+        else can be set then.
+    """
+
+    ratios: Mapping[int, float] | Ratios | None = None
+    cache_stage: int | None = None
+    layers: tuple[int, int] | None = None
+    as_released: bool = False
+
+    def __post_init__(self) -> None:
+        if self.as_released and (self.ratios, self.cache_stage, self.layers) != (None, None, None):
+            raise SettingError("as_released fixes ratios, cache_stage and layers: leave them out, or as_released")
+        if self.ratios is not None:
+            object.__setattr__(self, "ratios", normalised(self.ratios))
+        if self.cache_stage is not None and not is_index(self.cache_stage):
+            raise SettingError(f"cache_stage is the index of a stage, 0 or more; got {self.cache_stage!r}")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", block_range(self.layers))
+
+    def start(self, setup: RunSetup) -> Method:
+        ran = RunCells(setup.batch) if setup.track_kept else None
+        layers = self._layers(setup.model)
+        branches = [len(block.parts) for block in setup.model.stack]
+        untouched = sum(branches) - sum(branches[layers.start : layers.stop])
+        return _Run(self._plans(setup.model, setup.schedule, ran), ran, untouched, sum(branches))
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        return self._plans(model, schedule)
+
+    def _plans(self, model: NextScaleModel, schedule: Schedule, ran: RunCells | None = None) -> tuple[StagePlan, ...]:
+        ratios, cache = self._stages(model, schedule)
+        layers = self._layers(model)
+        plans = [StagePlan(skip=True) if ratios.get(stage.index) == 1 else DENSE for stage in schedule]
+        thinned = {s: ratio for s, ratio in ratios.items() if ratio < 1 and share_of(schedule[s].cells, ratio) > 0} if layers else {}
+        for stage, ratio in thinned.items():
+            plans[stage] = StagePlan(spans=(ThinnedBlocks(layers, f"fastvar {ratio}", ratio, ran),))
+        if thinned:
+            require_separate_branches(model, "FastVAR")
+            plans[cache_stage(cache, min(thinned), ratios)] = StagePlan(spans=(RememberedBlocks(layers),))
+        return tuple(plans)
+
+    def _stages(self, model: NextScaleModel, schedule: Schedule) -> tuple[dict[int, float], int | None]:
+        """Ratios by stage index, all of them in the schedule, and the stage to keep the outputs of, where it is given."""
+        if self.as_released:
+            return released_stages(model, schedule)
+        if self.ratios is None:
+            return default_ratios(model, len(schedule)), self.cache_stage
+        ratios = dict(self.ratios)
+        absent = [stage for stage in ratios if stage >= len(schedule)]
+        if absent:
+            raise SettingError(f"FastVAR: ratios name stage {absent[0]}; this schedule has stages 0 to {len(schedule) - 1}")
+        return ratios, self.cache_stage
+
+    def _layers(self, model: NextScaleModel) -> range:
+        depth = len(model.blocks)
+        if self.layers is not None:
+            if self.layers[1] > depth:
+                raise SettingError(f"FastVAR: layers {self.layers} ends after the last block; this model has {depth}: at most (0, {depth})")
+            return range(*self.layers)
+        published = INFINITY_LAYERS[: max(depth - INFINITY_LAYERS.start, 0)] if isinstance(model, Infinity) else range(depth)
+        return published or range(0 if self.as_released else depth)
+
+
+def cache_stage(given: int | None, first: int, ratios: Mapping[int, float]) -> int:
+    """The stage whose outputs are kept for those from `first` on, the first that is thinned."""
+    run = [stage for stage in range(first) if ratios.get(stage) != 1]
+    if given is not None and given not in run:
+        raise SettingError(f"FastVAR: cache_stage {given} must be run before stage {first}, the first that is thinned: choose one of {run}")
+    return run[-1] if given is None else given
+
+
+def normalised(ratios: Mapping[int, float] | Iterable[Sequence[float]]) -> Ratios:
+    """Pairs of stage index and share, by stage."""
+    expected = "ratios are {stage index: share}, with indices from 1 and shares from 0 to 1 (1: the stage is skipped)"
+    try:
+        pairs = [(stage, share) for stage, share in (ratios.items() if isinstance(ratios, Mapping) else ratios)]
+    except (TypeError, ValueError):
+        raise SettingError(f"{expected}; got {ratios!r}") from None
+    for stage, share in pairs:
+        if not is_index(stage) or not is_share(share):
+            raise SettingError(f"{expected}; got {stage!r}: {share!r}")
+        if stage == 0 and share > 0:
+            raise SettingError(f"{expected}; stage 0 is a single token that everything starts from")
+    if len({stage for stage, _ in pairs}) < len(pairs):
+        raise SettingError(f"{expected}; got a stage twice in {ratios!r}")
+    return tuple(sorted((int(stage), float(share)) for stage, share in pairs))
+
+
+def block_range(layers: Sequence[int]) -> tuple[int, int]:
+    pair = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
+    if len(pair) != 2 or not all(is_index(layer) for layer in pair) or pair[0] >= pair[1]:
+        raise SettingError(f"layers is (first block, last block + 1), such as (3, 28); got {layers!r}")
+    return int(pair[0]), int(pair[1])
+
+
+def default_ratios(model: NextScaleModel, stages: int) -> dict[int, float]:
+    """Published for Infinity and HART; STAR's and all others are ours."""
+    if isinstance(model, Infinity) and min(INFINITY_RATIOS) < stages <= max(INFINITY_RATIOS) + 1:
+        return {stage: ratio for stage, ratio in INFINITY_RATIOS.items() if stage < stages}
+    if isinstance(model, Hart | Star) and stages == HART_STAGES:
+        return dict(HART_RATIOS)
+    last_two = range(stages - len(OTHER_RATIOS), stages)
+    return {stage: ratio for stage, ratio in zip(last_two, OTHER_RATIOS, strict=True) if stage > 0}
+
+
+# --- the authors' program
+
+
+@dataclass(frozen=True)
+class ReleasedSides:
+    ratios: Mapping[int, float]  # by the stage's side
+    cached: int
+
+
+RELEASED = {
+    Infinity: ReleasedSides({32: 0.4, 40: 0.5, 48: 1.0, 64: 1.0}, cached=24),
+    Hart: ReleasedSides({48: 0.5, 64: 0.75}, cached=36),
+}
+
+
+def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int, float], int | None]:
+    """Ratios by stage index and the stage to keep the outputs of. SettingError where the program fails, or does not do what it is for."""
+    sides = RELEASED.get(type(model))
+    if sides is None:
+        raise SettingError(f"FastVAR as_released: the authors' program knows Infinity and HART, not {type(model).__name__}; leave it out")
+    if any(stage.height != stage.width for stage in schedule):
+        raise SettingError(f"FastVAR as_released: the authors' program fails, or is dense, unless all stages are square; got {schedule}")
+    ratios = {stage.index: sides.ratios[stage.width] for stage in schedule if stage.width in sides.ratios}
+    thinned = [stage for stage, ratio in ratios.items() if ratio < 1]
+    cached = [stage.index for stage in schedule if stage.width == sides.cached and thinned and stage.index < thinned[0]]
+    if thinned and not cached:
+        raise SettingError(
+            f"FastVAR as_released: stage {thinned[0]}, {schedule[thinned[0]].width} wide, takes outputs from an earlier one that is"
+            f" {sides.cached} wide, and the authors' program fails without; got {schedule}"
+        )
+    skipped = [stage for stage, ratio in ratios.items() if ratio == 1]
+    if skipped and skipped != list(range(skipped[0], len(schedule))):
+        raise SettingError(
+            f"FastVAR as_released: stage {skipped[0]}, {schedule[skipped[0]].width} wide, is skipped and a later one is not, where the"
+            f" authors' program fails; got {schedule}"
+        )
+    return ratios, cached[-1] if cached else None
+
+
+# --- running
+
+
+def memory_key(block: Block, branch: int) -> Hashable:
+    return "fastvar", block.layer, branch
+
+
+@dataclass(frozen=True)
+class RememberedBlocks(Span):
+    """Runs all tokens, branch by branch, and keeps what every branch added."""
+
+    layers: range
+    key: Hashable = "fastvar cache"
+
+    def width(self, tokens: int) -> int:
+        return tokens
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        if tokens.index is not None:
+            raise SettingError(
+                f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
+                f" {tokens.width} tokens there: choose a cache_stage that the other method leaves whole"
+            )
+        for block in blocks:
+            for number, branch in enumerate(block.parts):
+                update = branch(x, tokens, env)
+                env.memory.store(memory_key(block, number), update, tokens)
+                x = x + update
+        return x
+
+
+@dataclass(frozen=True)
+class ThinnedBlocks(Span):
+    """Runs every branch on the tokens that stand out most, and adds to the others what was kept of an earlier stage."""
+
+    layers: range
+    key: Hashable
+    ratio: float  # share of the tokens that are not run
+    ran: RunCells | None = field(default=None, compare=False, repr=False)
+
+    def width(self, tokens: int) -> int:
+        return tokens - share_of(tokens, self.ratio)
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        for block in blocks:
+            for number, branch in enumerate(block.parts):
+                selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
+                chosen = pick(x, selection)
+                fresh = chosen + branch(chosen, kept, env)
+                x = put_(x + remembered(block, number, tokens, env), selection, fresh)
+                if self.ran is not None:
+                    self.ran.add(kept)
+        return repeat_last(x, tokens)
+
+
+def remembered(block: Block, branch: int, tokens: Tokens, env: Env) -> Tensor:
+    """What the branch added at the cells of `tokens` when it was kept: [R, N, C]."""
+    try:
+        return env.memory.fill(memory_key(block, branch), tokens)
+    except KeyError:
+        raise SettingError(
+            f"FastVAR: stage {tokens.stage.index} takes outputs from a stage that another method has skipped: choose another cache_stage"
+        ) from None
+
+
+@dataclass(frozen=True)
+class _Run(Method):
+    plans: tuple[StagePlan, ...]
+    ran: RunCells | None
+    untouched: int  # branches outside of the thinned blocks
+    branches: int
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return self.plans[stage.index]
+
+    def kept(self, stage: Stage) -> Tensor | None:
+        return None if self.ran is None else self.ran.share(stage, self.untouched, self.branches)

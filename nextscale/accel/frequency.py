@@ -1,0 +1,103 @@
+"""Where a token map carries detail, and which computed token may speak for one that was left out: tensors in, tensors out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Size = tuple[int, int]
+
+SMALLEST_LENGTH = 1e-12  # only keeps a zero vector from dividing by zero
+ROUNDING = 1e-5  # cosine similarities that differ by less are equal; float32 products of 4096 numbers differ by up to 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GridMap:
+    """Values [B, cells, C] of every cell of a stage."""
+
+    values: Tensor
+    size: Size
+
+    def at(self, size: Size, mode: Literal["bilinear", "nearest-exact"] = "bilinear") -> Tensor:
+        """Resized to another stage, [B, cells, C]: always new memory, with a cell's values side by side."""
+        grid = self.values.unflatten(1, self.size).permute(0, 3, 1, 2)  # channels last, which the result then is too
+        return F.interpolate(grid, size=size, mode=mode).permute(0, 2, 3, 1).flatten(1, 2)
+
+
+# --- where detail is
+
+
+def feature_change(before: Tensor, after: Tensor) -> Tensor:
+    """Mean squared change of every token's features [R, N, C] by a block, [R, N], in float32 (SparseVAR, eq. 1)."""
+    return (after.float() - before.float()).square().mean(dim=-1)
+
+
+def image_change(before: Tensor, after: Tensor, size: Size) -> Tensor:
+    """Mean absolute change between two versions of images [B, 3, H, W] in every cell of a grid, [B, cells].
+
+    A smaller first version is enlarged (FlexVAR's images grow with the stage).
+    """
+    if before.shape != after.shape:
+        before = F.interpolate(before, size=after.shape[2:], mode="bilinear")
+    return F.interpolate((after - before).abs().mean(dim=1, keepdim=True), size=size, mode="area").flatten(1)
+
+
+def neighbour_similarity(vectors: Tensor, size: Size) -> Tensor:
+    """Mean cosine similarity of every cell's vector [B, cells, V] to those of the cells around it, up to eight: [B, cells]."""
+    grid = F.normalize(vectors, dim=-1).unflatten(1, size)
+    height, width = size
+    total = grid.new_zeros(grid.shape[:3])
+    number = grid.new_zeros(grid.shape[1:3])
+    for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):  # every pair of neighbours once
+        here = (slice(0, height - down), slice(max(0, -right), width - max(0, right)))
+        there = (slice(down, height), slice(max(0, right), width - max(0, -right)))
+        similarity = (grid[:, *here] * grid[:, *there]).sum(dim=-1)
+        for cells in (here, there):
+            total[:, *cells] += similarity
+            number[cells] += 1
+    return (total / number.clamp(min=1)).flatten(1)
+
+
+def low_change(change: Tensor, tau: float) -> Tensor:
+    """Cells [B, cells] that change by less than `tau` times the most that any cell of their image does (SparseVAR, eq. 2)."""
+    return change < tau * change.amax(dim=1, keepdim=True)
+
+
+def high_similarity(similarity: Tensor, tau: float) -> Tensor:
+    """Cells [B, cells] more similar to their neighbours than `tau` times the most that any cell of their image is."""
+    return similarity > tau * similarity.amax(dim=1, keepdim=True)
+
+
+# --- who speaks for whom
+
+
+def anchor_cells(size: Size, alpha: int, device: torch.device) -> Tensor:
+    """Cell numbers of the top left token of every alpha x alpha window; windows at the right and lower edge may be cut."""
+    rows, columns = (torch.arange(0, side, alpha, device=device) for side in size)
+    return (rows[:, None] * size[1] + columns).flatten()
+
+
+def best_anchor(vectors: Tensor, anchors: Tensor, size: Size) -> tuple[Tensor, Tensor]:
+    """For every cell of `vectors` [B, cells, V] the most similar of the cells `anchors` [A], by cosine (SparseVAR, eq. 3).
+
+    Returns the similarity and the number of that anchor's cell, [B, cells] each. Of equals the nearest is taken: where vectors were
+    copied from a common anchor a stage earlier, many are equal, and rounding must not decide.
+    """
+    candidates = F.normalize(vectors[:, anchors], dim=-1)
+    lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=SMALLEST_LENGTH)
+    similarity = (vectors @ candidates.transpose(1, 2)).div_(lengths)  # [B, cells, A]
+    best = similarity.amax(dim=-1, keepdim=True)
+    nearness = anchor_order(anchors, size)
+    chosen = nearness.where(similarity >= best - ROUNDING, nearness.amax() + 1).argmin(dim=-1)
+    return best[..., 0], anchors[chosen]
+
+
+def anchor_order(anchors: Tensor, size: Size) -> Tensor:
+    """Numbers that put the anchors [A] of every cell in order, the nearest first, of equally near ones the first: [cells, A]."""
+    cells = torch.arange(size[0] * size[1], device=anchors.device)[:, None]
+    down, right = cells // size[1] - anchors // size[1], cells % size[1] - anchors % size[1]
+    return (down**2 + right**2) * len(anchors) + torch.arange(len(anchors), device=anchors.device)

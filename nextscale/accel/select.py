@@ -1,0 +1,229 @@
+"""Which tokens of a stage are run, and how the others get an answer: tensors in, tensors out, nothing read back from the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import SettingError
+from ..models.base import NextScaleModel
+from ..models.infinity import ChunkStart
+from ..models.star import Star
+from ..stage import Stage, Tokens
+
+
+def is_index(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def is_share(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
+
+
+def require_separate_branches(model: NextScaleModel, method: str) -> None:
+    """SettingError if the residual branches of the model's blocks cannot be run one by one, on other tokens in every row."""
+    if any(isinstance(block, ChunkStart) for block in model.stack):
+        raise SettingError(
+            f"{method} runs the branches of a block one by one; with level_every_chunk some also add the level: switch it off"
+        )
+    if isinstance(model, Star) and model.config.as_released:
+        raise SettingError(
+            f"{method} chooses tokens row by row; with as_released the first row of STAR's text attention speaks for all: load it without"
+        )
+
+
+@overload
+def share_of(count: int, ratio: float) -> int: ...
+@overload
+def share_of(count: Tensor, ratio: float) -> Tensor: ...
+def share_of(count: int | Tensor, ratio: float) -> int | Tensor:
+    """How many of `count` tokens are the share `ratio`, rounded down. In double precision on both sides: 0.29 of 100 is 28, not 29."""
+    return int(count * ratio) if isinstance(count, int) else (count.double() * ratio).long()
+
+
+def pick(x: Tensor, selection: Tensor) -> Tensor:
+    """Entries of x [R, N, C] at the positions `selection` [R, K]: [R, K, C]."""
+    return x.gather(1, selection[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def put_(x: Tensor, selection: Tensor, values: Tensor) -> Tensor:
+    """Writes `values` [R, K, C] into x [R, N, C] at the positions `selection` [R, K]."""
+    return x.scatter_(1, selection[..., None].expand(-1, -1, x.shape[-1]), values)
+
+
+def real_tokens(tokens: Tokens, width: int) -> Tensor | None:
+    """Which of the `width` entries of a row are no padding, [R, N]; None: all of them."""
+    return None if tokens.count is None else torch.arange(width, device=tokens.count.device) < tokens.count[:, None]
+
+
+def repeat_last(x: Tensor, tokens: Tokens) -> Tensor:
+    """x [R, N, ...] with the padding of every row made equal to its last real token again, as `Tokens` promises."""
+    if tokens.count is None:
+        return x
+    last = torch.minimum(torch.arange(x.shape[1], device=x.device), tokens.count[:, None] - 1)  # [R, N]
+    return x.gather(1, last) if x.ndim == 2 else pick(x, last)
+
+
+# --- the tokens that stand out
+
+
+def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
+    """Mean over the real tokens of every row of x [R, N, C]: [R, 1, C], float32."""
+    real = real_tokens(tokens, x.shape[1])
+    if real is None or tokens.count is None:
+        return x.mean(dim=1, keepdim=True, dtype=torch.float32)
+    return x.masked_fill(~real[..., None], 0).sum(dim=1, keepdim=True, dtype=torch.float32) / tokens.count[:, None, None]
+
+
+def distance_from_mean(x: Tensor, tokens: Tokens) -> Tensor:
+    """How far every token of x [R, N, C] lies from the mean of its row, [R, N], float32. Its order is that of the squared distance."""
+    return torch.linalg.vector_norm(x - row_mean(x, tokens), dim=-1)
+
+
+def top(tokens: Tokens, score: Tensor, keep: int | Tensor, width: int) -> tuple[Tensor, Tokens]:
+    """Like `Tokens.top`, but of equal scores the first in the row win, whatever the padding: small stages have many equal tokens."""
+    real = real_tokens(tokens, score.shape[1])
+    if real is not None:
+        score = score.masked_fill(~real, float("-inf"))
+    best = score.argsort(dim=1, descending=True, stable=True)[:, :width]
+    if isinstance(keep, int):
+        selection = best.sort(dim=1).values
+        return selection, tokens.take(selection)
+    slot = torch.arange(width, device=score.device)
+    kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values  # those to spare go to the end
+    selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
+    return selection, tokens.take(selection, keep)
+
+
+def top_share(tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Tokens]:
+    """All but the lowest share `ratio` of every row by `score` [R, N], in raster order: their positions and they themselves."""
+    width = tokens.width - share_of(tokens.width, ratio)
+    if tokens.count is None:
+        return top(tokens, score, width, width)
+    return top(tokens, score, tokens.count - share_of(tokens.count, ratio), width)
+
+
+# --- merging alike tokens
+
+
+def block_count(stage: Stage) -> int:
+    """How many 2x2 blocks cover the grid; those at an odd edge are cut."""
+    return -(-stage.height // 2) * -(-stage.width // 2)
+
+
+def merged_width(tokens: int, ratio: float, blocks: int) -> int:
+    """How many of `tokens` are left when the share `ratio` is merged away and one token of every block must stay."""
+    return max(tokens - share_of(tokens, ratio), min(tokens, blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class Destinations:
+    """The tokens that others are merged into: of every 2x2 block of the grid, one of those that are there."""
+
+    mask: Tensor  # [R, N]
+    positions: Tensor  # [R, D], ascending; a row with fewer repeats its last
+    count: Tensor | None  # [R] of different ones; None: D in every row
+
+    @classmethod
+    def lowest(cls, tokens: Tokens, priority: Tensor) -> Destinations:
+        """Of every block the token whose cell comes first by `priority` [R, cells], a different number for every cell of the stage."""
+        stage = tokens.stage
+        cells = torch.arange(stage.cells, device=priority.device).expand(priority.shape)
+        cells, priority = (tokens.gather(of_cell[..., None])[..., 0] for of_cell in (cells, priority))  # [R, N] each
+        block = cells // stage.width // 2 * -(-stage.width // 2) + cells % stage.width // 2
+        blocks = block_count(stage)
+        first = priority.new_full((priority.shape[0], blocks), stage.cells).scatter_reduce(1, block, priority, "amin")
+        mask = first.gather(1, block) == priority
+        real = real_tokens(tokens, mask.shape[1])
+        if real is not None:
+            mask = mask & real
+        if tokens.index is None:
+            positions, _ = tokens.top(mask.float(), blocks)
+            return cls(mask, positions, None)
+        count = mask.sum(dim=1)
+        positions, _ = tokens.top(mask.float(), count, min(tokens.width, blocks))
+        return cls(mask, positions, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Fewer tokens in place of all: destinations, each the mean of what was merged into it, and those that were not merged."""
+
+    tokens: Tokens  # the K tokens that are left, at their own cells
+    selection: Tensor  # [R, K], their positions among all N
+    source: Tensor  # [R, N], which of these K every one of the N takes its answer from
+    destinations: Tensor  # [R, D], positions
+    weights: Tensor  # [R, D, N], the weight of every token in every destination
+
+    @classmethod
+    def closest(cls, x: Tensor, tokens: Tokens, into: Destinations, ratio: float) -> Merge:
+        """Merges the share `ratio` of x [R, N, C] that is most like a destination, by the cosine between them, into that one."""
+        likeness, destination = nearest(x, into.positions)
+        novelty = (-likeness).masked_fill(into.mask, float("inf"))
+        width = merged_width(tokens.width, ratio, block_count(tokens.stage))
+        keep: int | Tensor = width
+        if into.count is not None:
+            count = torch.full_like(into.count, tokens.width) if tokens.count is None else tokens.count
+            keep = torch.maximum(count - share_of(count, ratio), into.count)
+        selection, kept = top(tokens, novelty, keep, width)
+        stays = torch.zeros_like(into.mask).scatter(1, selection, True)
+        own = torch.arange(x.shape[1], device=x.device)
+        target = torch.where(stays, own, into.positions.gather(1, destination))  # [R, N], among all N
+        members = into.positions[..., None] == target[:, None]
+        real = real_tokens(tokens, x.shape[1])
+        if real is not None:
+            members = members & real[:, None]
+        source = torch.searchsorted(selection, repeat_last(target, tokens))
+        weights = members / members.sum(dim=-1, keepdim=True)
+        return cls(kept, selection, source, into.positions, weights.to(x.dtype))
+
+    def merge(self, x: Tensor) -> Tensor:
+        """[R, N, C] to [R, K, C]. A product with the weights, since sums by scattering depend on the order of the device's threads."""
+        means = self.weights @ x  # [R, D, C]
+        return pick(put_(x.clone(), self.destinations, means), self.selection)
+
+    def unmerge(self, y: Tensor) -> Tensor:
+        """[R, K, C] to [R, N, C]: every token takes what its destination got."""
+        return pick(y, self.source)
+
+
+def nearest(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """For every token of x [R, N, C] the largest cosine with one of those at `positions` [R, D], and which: [R, N] each.
+
+    Cosines are compared in float16 and of equal ones the first wins. Equal tokens are common, and a matrix product rounds them
+    differently in every batch; bfloat16, on the other hand, would know nothing between 0.996 and 1.
+    """
+    unit = F.normalize(x.float(), dim=-1)
+    if x.dtype != torch.float32:
+        unit = unit.half()
+    likeness, place = (unit @ pick(unit, positions).mT).half().max(dim=-1)
+    return likeness, place
+
+
+# --- what was run
+
+
+class RunCells:
+    """How many residual branches of a stage were run for every cell of every image."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self._counts: dict[int, Tensor] = {}  # by stage, [B, cells]
+
+    def add(self, tokens: Tokens, branches: int = 1) -> None:
+        """`branches` were run on these tokens. The first rows count: the conditional ones, where there are any."""
+        stage, index = tokens.stage, tokens.index
+        if index is None:
+            raise ValueError("all tokens of the stage were run: there is nothing to count")
+        here = torch.zeros(self.batch, stage.cells, device=index.device).scatter_(1, index[: self.batch], branches)
+        self._counts[stage.index] = self._counts[stage.index] + here if stage.index in self._counts else here
+
+    def share(self, stage: Stage, elsewhere: int, total: int) -> Tensor | None:
+        """Of `total` branches, `elsewhere` of which were run for all cells: [B, cells]. None: nothing was counted at this stage."""
+        counted = self._counts.get(stage.index)
+        return None if counted is None else (counted + elsewhere) / total

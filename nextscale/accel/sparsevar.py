@@ -1,0 +1,312 @@
+"""SparseVAR (arXiv 2507.20454): from a late stage on, tokens of smooth regions are left out and a few anchors speak for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..errors import SettingError
+from ..models import FlexVar, Hart, Star
+from ..stage import Schedule, Stage, Tokens
+from .frequency import (
+    ROUNDING,
+    GridMap,
+    anchor_cells,
+    best_anchor,
+    feature_change,
+    high_similarity,
+    image_change,
+    low_change,
+    neighbour_similarity,
+)
+from .method import DENSE, Method, RunSetup, StagePlan
+from .select import is_share, pick, put_
+
+if TYPE_CHECKING:
+    from ..canvas import Canvas
+    from ..models.base import NextScaleModel
+
+Metric = Literal["mse", "logits", "image"]
+ScoredRows = Literal["cond", "both"]
+
+PUBLISHED_START = 10
+INFINITY_BLOCK = 3 / 32  # published: block 3 of 32 for Infinity-2B
+HART_BLOCK = 16 / 24  # published: block 16 of 24 for HART-0.7B
+
+
+@dataclass(frozen=True)
+class SparseVAR(Method):
+    """Leaves low-frequency tokens out of late stages.
+
+    Where one block changes its input little, the image is smooth. From stage P on, tokens at such cells do not enter the network, except
+    for anchors on a coarse grid. A token that was left out takes the logits of the anchor that it resembled most one stage earlier, and
+    draws from them on its own; if it resembled none, nothing is added at its cell (FlexVAR: the previous estimate stays). What is left
+    out once stays out. Every image of a batch keeps its own cells.
+
+    The knobs that matter:
+    tau: cells whose change is below tau times the largest of their image are left out. 0 leaves out nothing, 1 all but the largest. The
+        paper gives results for 0.4 to 0.7 and studies everything else at 0.6, hence our default; Infinity bears 0.7, HART 0.5.
+    from_stage: the paper's P, counted from 1: stages before it are dense. None is the published 10, or where there are fewer stages
+        the last two (ours). Later is safer and slower.
+    alpha: one anchor in every alpha x alpha cells, at its top left; None keeps no anchors. Small is safer and slower. HART needs them,
+        since its last stage's residual is copied along with the logits. FlexVAR has nothing to copy: there alpha has no effect.
+
+    To tinker with:
+    beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
+    block: the paper's s, counted from 1: whose change is looked at. None is the published one, 3 for Infinity-2B and 16 for HART-0.7B,
+        scaled to other depths; other families take Infinity's share of the depth (ours).
+    metric: "mse" is that change. "logits" leaves out cells whose logits of the stage before resemble their neighbours': more than tau times
+        the largest similarity, so here 0 leaves out the most and 1 nothing. "image" compares the images decoded after the two stages
+        before, which costs a decoding per stage; the paper takes tau from 0.04 to 0.3 for it.
+    rows: which rows of a guided pair are scored. "cond": the conditional one, so that leaving out the other branch changes nothing;
+        "both": their mean. Both keep the same cells in any case.
+
+    Where the paper is silent or says two things, we decide. What is left out stays out, as its text says; its algorithm decides anew at
+    every stage. Anchors inside such a region record their change, and the rest of it carries on the map of the stage before; so do
+    cells that nobody spoke for with their logits. The mask of what was left out is enlarged to the nearest cell, all else bilinearly.
+    Every anchor of the image may speak, of equally similar ones the nearest. "The 3x3 neighbours" are the up to eight cells around.
+    Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last stage's.
+    """
+
+    tau: float = 0.6
+    beta: float = 0.9
+    alpha: int | None = 4
+    from_stage: int | None = None
+    block: int | None = None
+    metric: Metric = "mse"
+    rows: ScoredRows = "cond"
+
+    own_hooks: ClassVar[frozenset[str]] = frozenset({"enter"})
+
+    def __post_init__(self) -> None:
+        if not is_share(self.tau):
+            raise SettingError(f"tau is a share of the largest change, from 0 to 1; got {self.tau!r}")
+        if not isinstance(self.beta, Real) or not -1 <= self.beta <= 1:
+            raise SettingError(f"beta is a cosine similarity, from -1 (always copy from an anchor) to 1; got {self.beta!r}")
+        if self.alpha is not None and not _is_whole(self.alpha, 1):
+            raise SettingError(f"alpha is a whole number of cells from 1, or None for no anchors; got {self.alpha!r}")
+        if self.metric not in get_args(Metric):
+            raise SettingError(f"metric is one of {', '.join(get_args(Metric))}; got {self.metric!r}")
+        if self.rows not in get_args(ScoredRows):
+            raise SettingError(f"rows is one of {', '.join(get_args(ScoredRows))}; got {self.rows!r}")
+        if self.from_stage is not None and not _is_whole(self.from_stage, self._earliest):
+            why = f"with metric {self.metric} at least {self._earliest}, since the stages before it are looked at"
+            raise SettingError(f"from_stage is a stage number, counted from 1, {why}; got {self.from_stage!r}")
+        if self.block is not None and not _is_whole(self.block, 1):
+            raise SettingError(f"block is a block number, counted from 1, or None for the published one; got {self.block!r}")
+
+    @property
+    def _earliest(self) -> int:
+        return 3 if self.metric == "image" else 2
+
+    def first_reduced(self, schedule: Schedule) -> int:
+        """Index of the first stage that may leave out tokens."""
+        stages = len(schedule)
+        if self.from_stage is None:
+            start = PUBLISHED_START if stages >= PUBLISHED_START else max(self._earliest, stages - 1)
+        elif self.from_stage > stages:
+            raise SettingError(f"from_stage={self.from_stage}, but there are {stages} stages: choose {self._earliest} to {stages}")
+        else:
+            start = self.from_stage
+        return start - 1
+
+    def tapped_layer(self, model: NextScaleModel) -> int:
+        """Index of the block whose change is looked at."""
+        depth = len(model.blocks)
+        if self.block is None:
+            share = HART_BLOCK if isinstance(model, Hart) else INFINITY_BLOCK
+            return max(1, round(share * depth)) - 1
+        if self.block > depth:
+            raise SettingError(f"block={self.block}, but this model has {depth} blocks: choose 1 to {depth}")
+        return self.block - 1
+
+    def anchor_spacing(self, model: NextScaleModel) -> int | None:
+        """`alpha`, or None where stages are no residuals and so no token has to be spoken for."""
+        return None if isinstance(model, FlexVar) else self.alpha
+
+    def start(self, setup: RunSetup) -> Method:
+        if setup.batch > 1 and isinstance(setup.model, Star) and setup.model.config.as_released:
+            raise SettingError(
+                "SparseVAR keeps other tokens of every image; with as_released the first row of STAR's text attention speaks for all: "
+                "load it without, or draw one image at a time"
+            )
+        return _Run(self, setup, self.forecast(setup.model, setup.schedule))
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        first, layer, alpha = self.first_reduced(schedule), self.tapped_layer(model), self.anchor_spacing(model)
+        plans = []
+        for stage in schedule:
+            tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
+            plan = StagePlan(taps=(layer,)) if tapped else DENSE
+            width = _forecast_width(stage, alpha, kept)
+            plans.append(replace(plan, width=width) if stage.index >= first and width < stage.cells else plan)
+        return tuple(plans)
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _forecast_width(stage: Stage, alpha: int | None, kept: float) -> int:
+    """Tokens of a stage with this share of its cells kept, and of the anchors those in the rest: about (kept + (1 - kept) / alpha²)."""
+    anchors = math.ceil(stage.height / alpha) * math.ceil(stage.width / alpha) if alpha else 0
+    return max(1, math.ceil(kept * stage.cells + (1 - kept) * anchors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which cells of a stage enter the network."""
+
+    excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
+    kept: Tensor  # [B, cells]
+    counts: Tensor  # [B]
+    fewest: int
+    width: int  # the largest count
+
+    @property
+    def reduces(self) -> bool:
+        return self.fewest < self.kept.shape[1]
+
+    def tokens(self, stage: Stage) -> Tokens:
+        """Of one branch's rows, in raster order."""
+        ragged = self.fewest < self.width
+        return Tokens(stage).top(self.kept.float(), self.counts if ragged else self.width, self.width)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Voices:
+    """Who speaks for whom after a stage."""
+
+    tokens: Tokens  # those that were run and those that an anchor speaks for
+    source: Tensor  # [B, cells], for each of them the place of its speaker among those that were run
+
+    def speak(self, values: Tensor) -> Tensor:
+        """Values [B, N, ...] of the tokens that were run, for all that are spoken for."""
+        return pick(values.flatten(2), self.source).unflatten(2, values.shape[2:])
+
+
+@dataclass(eq=False)
+class _Run(Method):
+    settings: SparseVAR
+    setup: RunSetup
+    plans: tuple[StagePlan, ...]  # with nothing left out
+    change: GridMap | None = None  # of the tapped block, [B, cells, 1]
+    excluded: GridMap | None = None
+    logits: GridMap | None = None  # of the last stage that ran, for every cell
+    image: Tensor | None = None  # decoded before the last stage that ran
+    choice: _Choice | None = None  # of the stage that runs
+    voices: _Voices | None = None
+    first: int = field(init=False)
+    alpha: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self.settings.first_reduced(self.setup.schedule)
+        self.alpha = self.settings.anchor_spacing(self.setup.model)
+
+    # --- which tokens are run
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        self.voices = None
+        self.choice = self._choose(stage, canvas)
+        plan = self.plans[stage.index]
+        return replace(plan, width=self.choice.width) if self.choice is not None and self.choice.reduces else plan
+
+    def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+        score = self._score(stage, canvas) if stage.index >= self.first - 1 else None
+        if score is None:
+            return None
+        detail, excluded = score
+        before = torch.zeros_like(excluded) if self.excluded is None else self.excluded.at(stage.size, "nearest-exact")[..., 0] > 0.5
+        excluded = excluded | before
+        if self.alpha is None:
+            most = detail.masked_fill(before, -torch.inf).argmax(dim=1, keepdim=True)
+            kept = ~excluded.scatter_(1, most, False)
+        else:
+            kept = (~excluded).index_fill_(1, anchor_cells(stage.size, self.alpha, excluded.device), True)
+        counts = kept.sum(dim=1)
+        numbers = counts.tolist()  # the one thing that the host reads in a stage
+        return _Choice(excluded, kept, counts, min(numbers), max(numbers))
+
+    def _score(self, stage: Stage, canvas: Canvas) -> tuple[Tensor, Tensor] | None:
+        """How much detail every cell has, and which cells have little, [B, cells] each; None as long as nothing is known."""
+        tau, metric = self.settings.tau, self.settings.metric
+        if metric == "image":
+            before, self.image = self.image, canvas.decode()
+            if before is None:
+                return None
+            change = image_change(before, self.image, stage.size)
+            return change, low_change(change, tau)
+        if stage.index < self.first:
+            return None
+        if metric == "logits":
+            if self.logits is None:
+                return None
+            similarity = neighbour_similarity(self.logits.at(stage.size), stage.size)
+            return -similarity, high_similarity(similarity, tau)
+        if self.change is None:
+            return None
+        change = self.change.at(stage.size)[..., 0]
+        return change, low_change(change, tau)
+
+    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        if self.choice is None:
+            return x, tokens
+        self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
+        if not self.choice.reduces:
+            return x, tokens
+        kept = self.choice.tokens(tokens.stage).repeat(x.shape[0] // self.setup.batch)  # both branches of an image keep the same cells
+        return kept.gather(x), kept
+
+    def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
+        stage = tokens.stage
+        if layer not in self.plans[stage.index].taps:
+            return
+        change, tokens = tokens.on_grid(self._of_images(feature_change(before, after))[..., None])
+        earlier = change if self.change is None else self.change.at(stage.size)
+        self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), stage.size)
+
+    def _of_images(self, rows: Tensor) -> Tensor:
+        """[R, N], where one branch may have left, to [B, N]."""
+        batch = self.setup.batch
+        return rows[:batch] if self.settings.rows == "cond" else rows.unflatten(0, (-1, batch)).mean(dim=0)
+
+    def kept(self, stage: Stage) -> Tensor | None:
+        return self.choice.kept.float() if self.choice is not None and self.choice.reduces else None
+
+    # --- who speaks for those that were not
+
+    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        stage = tokens.stage
+        compared = self.alpha is not None or self.settings.metric == "logits"
+        if not compared or stage.index < self.first - 1:
+            return out, tokens
+        if tokens.index is None:
+            self.logits = GridMap(out.flatten(2), stage.size)
+        elif self.logits is not None:
+            expected = self.logits.at(stage.size)
+            if self.alpha is not None:
+                self.voices = self._voices(expected, self.alpha, stage)
+                out, tokens = self.voices.speak(out), self.voices.tokens
+            if not stage.last and tokens.index is not None:
+                # Written in place: such maps are large, 64 MiB an image for 64x64 cells of 4096 codes.
+                self.logits = GridMap(put_(expected, tokens.index, out.flatten(2)), stage.size)
+        return out, tokens
+
+    def _voices(self, expected: Tensor, alpha: int, stage: Stage) -> _Voices:
+        """Matches every cell that was left out with an anchor, by the logits that were to be expected at both."""
+        assert self.choice is not None
+        kept = self.choice.kept
+        similarity, anchor = best_anchor(expected, anchor_cells(stage.size, alpha, kept.device), stage.size)
+        speaker = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
+        heard = kept | (similarity >= self.settings.beta - ROUNDING)
+        cells, tokens = Tokens(stage).top(heard.float(), heard.sum(dim=1), stage.cells)
+        place = kept.cumsum(dim=1) - 1  # of a kept cell among all kept ones
+        return _Voices(tokens, place.gather(1, speaker.gather(1, cells)))
+
+    def spread(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        return (residual, tokens) if self.voices is None else (self.voices.speak(residual), self.voices.tokens)

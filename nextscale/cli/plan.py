@@ -1,0 +1,234 @@
+"""`nextscale plan`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+from ..accel.choice import resolve_method
+from ..accel.cost import RequestCost, StageCost, Workload, request_cost
+from ..accel.method import Method
+from ..errors import SizeError
+from ..guidance import GuidedRows
+from ..models.base import NextScaleModel, check_levels
+from ..models.var import Var
+from ..presets import build_model, model_spec
+from ..stage import Schedule
+from .options import Dtype, as_torch_dtype, choose_schedule
+from .program import app
+
+NOT_COUNTED = "Not counted: text encoder and prompt, canvas, decoding, and how a method chooses and restores tokens, unless it tells."
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METHOD", show_default="dense", help="A method with its settings, such as skip:last=2; given again, several at once."
+        ),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M.")
+    ] = None,
+    aspect: Annotated[str | None, typer.Option(metavar="W:H", help="Aspect ratio such as 16:9.")] = None,
+    sides: Annotated[
+        str | None, typer.Option(metavar="LIST", help="FlexVAR: the token maps to draw, such as 1,2,3,5,8 or 1,2,4x6; in place of a size.")
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Images drawn at a time.")] = 1,
+    kept: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the cells that is assumed to be kept where a method decides by the image.")
+    ] = 0.5,
+    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for models that attend to them.")] = 64,
+    unguided: Annotated[bool, typer.Option("--unguided", help="One row per image.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="Type of keys and values.")] = Dtype.bfloat16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a method would run, and what that costs, without weights and without running anything."""
+    spec, chosen = model_spec(model), resolve_method(method)
+    schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
+    with torch.device("meta"):
+        built = build_model(spec.model).to(as_torch_dtype(dtype))
+    check_schedule(built, schedule)
+    guided = not unguided and GuidedRows(spec.settings.guidance, schedule, len(built.blocks)).needs_both
+    read = text_tokens if built.stack[0].has_text else 0
+    forecast = forecast_of(spec.name, built, chosen, Workload(schedule, images, guided, read, spec.settings.sampling.refine), kept)
+    if as_json:
+        typer.echo(json.dumps(forecast.to_dict(), indent=2))
+    else:
+        show(forecast)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes for keys and values."""
+
+    reserved: int  # of a request, text included, whatever the method
+    dense: int  # kept for later stages by dense generation
+    planned: int  # and by the method
+
+
+@dataclass(frozen=True)
+class Forecast:
+    model: str
+    method: str
+    workload: Workload
+    kept: float | None  # None: what is run does not depend on it
+    spans: bool  # some blocks run fewer tokens than enter
+    dense: RequestCost
+    planned: RequestCost
+    memory: Memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        stages = zip(self.planned.stages, self.dense.stages, strict=True)
+        return {
+            "model": self.model,
+            "method": self.method,
+            "images": self.workload.images,
+            "guided": self.workload.guided,
+            "kept": self.kept,
+            "text_tokens": self.workload.text_tokens,
+            "stages": [stage_facts(stage, dense) for stage, dense in stages],
+            "dense": cost_facts(self.dense),
+            "planned": cost_facts(self.planned),
+            "share": self.planned.share(self.dense),
+            "memory": asdict(self.memory),
+        }
+
+
+def forecast_of(name: str, model: NextScaleModel, method: Method, workload: Workload, kept: float) -> Forecast:
+    schedule = workload.schedule
+    plans = method.forecast(model, schedule, kept)
+    decides_by_image = method.forecast(model, schedule, 0.5) != method.forecast(model, schedule, 1.0)
+    dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
+    rows = workload.images * (2 if workload.guided else 1)
+    per_key = 2 * model.block_config.width * model.dtype.itemsize  # with its value
+    return Forecast(
+        name,
+        method.label,
+        workload,
+        kept if decides_by_image else None,
+        any(plan.spans for plan in plans),
+        dense,
+        planned,
+        Memory(model.request_bytes(schedule, rows, workload.text_tokens), per_key * dense.held, per_key * planned.held),
+    )
+
+
+def check_schedule(model: NextScaleModel, schedule: Schedule) -> None:
+    """What a model says to a schedule when it reads a prompt."""
+    if isinstance(model, Var) and schedule != model.schedule:
+        raise SizeError(f"VAR has learned positions for {model.schedule} only; got {schedule}")
+    levels = getattr(model, "level_embed", None)
+    if isinstance(levels, nn.Embedding):
+        check_levels(schedule, levels.num_embeddings)
+
+
+def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:
+    stage = planned.stage
+    return {
+        "index": stage.index,
+        "height": stage.height,
+        "width": stage.width,
+        "cells": stage.cells,
+        "skipped": planned.skipped,
+        "tokens": planned.tokens,
+        "rows": planned.rows,
+        "key_share": None if stage.last else planned.keys / dense.keys,
+        "dense": dense.total,
+        "planned": planned.total,
+        "share": planned.share(dense),
+    }
+
+
+def cost_facts(cost: RequestCost) -> dict[str, int]:
+    return {"linear": cost.linear, "attention": cost.attention, "head": cost.head, "total": cost.total}
+
+
+# --- as a table
+
+
+def show(forecast: Forecast) -> None:
+    console = Console(highlight=False)
+    workload = forecast.workload
+    rows = "guided, two rows each" if workload.guided else "one row each"
+    console.print(f"[bold]{forecast.model}[/bold], {workload.images} image(s), {rows}; method: {escape(forecast.method)}")
+    if forecast.kept is not None:
+        console.print(f"Assumed: {percent(forecast.kept)} of the cells are kept where the method decides by the image (--kept).")
+    if workload.text_tokens:
+        console.print(f"Assumed: {workload.text_tokens} tokens of text (--text-tokens).")
+    console.print(stage_table(forecast))
+    if forecast.spans:
+        console.print("Run are the tokens that enter the first block; some blocks run fewer of them, which leave fewer keys.")
+    dense, planned = forecast.dense, forecast.planned
+    parts = [("linear layers", planned.linear, dense.linear), ("attention", planned.attention, dense.attention)]
+    shares = [f"{name} {percent(part / whole)}" for name, part, whole in [*parts, ("heads", planned.head, dense.head)]]
+    console.print(f"Multiply-adds of this request; of the dense ones: {', '.join(shares)}.")
+    console.print(NOT_COUNTED)
+    memory = forecast.memory
+    console.print(
+        f"Keys and values: {gib(memory.reserved)} are reserved whatever the method, text included; for later stages it keeps"
+        f" {gib(memory.planned)} of dense generation's {gib(memory.dense)}."
+    )
+
+
+def stage_table(forecast: Forecast) -> Table:
+    table = Table("stage", box=None, pad_edge=False, padding=(0, 2, 0, 0), show_footer=True)
+    dense, planned = forecast.dense, forecast.planned
+    early = [(stage.keys, same.keys) for stage, same in zip(planned.stages, dense.stages, strict=True) if not stage.stage.last]
+    kept_keys, all_keys = (sum(keys) for keys in zip(*early, strict=True)) if early else (0, 0)
+    totals = {
+        "grid": "",
+        "tokens": str(sum(stage.stage.cells for stage in planned.stages)),
+        "run": str(sum(stage.tokens for stage in planned.stages)),
+        "rows": "",
+        "keys": percent(kept_keys / all_keys) if all_keys else "",
+        "dense": short(dense.total),
+        "planned": short(planned.total),
+        "share": percent(planned.share(dense)),
+    }
+    table.columns[0].footer = "all"
+    for heading, total in totals.items():
+        table.add_column(heading, total, justify="right")
+    for stage, same in zip(planned.stages, dense.stages, strict=True):
+        size = stage.stage
+        table.add_row(
+            str(size.index),
+            f"{size.height}x{size.width}",
+            str(size.cells),
+            "skipped" if stage.skipped else str(stage.tokens),
+            str(stage.rows),
+            "" if size.last else percent(stage.keys / same.keys),  # nothing reads the last stage's keys again
+            short(same.total),
+            short(stage.total),
+            percent(stage.share(same)),
+        )
+    return table
+
+
+def short(number: int) -> str:
+    """Three digits and a unit."""
+    if number == 0:
+        return "0"
+    value, units = float(number), ["", "k", "M", "G", "T", "P"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{f'{value:#.3g}'.rstrip('.')} {units[0]}".strip()
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,201 @@
+"""`nextscale plan`: what a method would run and cost, told without weights. The counting itself is tested in test_cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from nextscale.accel import DENSE, Method, StagePlan
+from nextscale.accel.choice import METHODS
+from nextscale.cli import app
+from nextscale.cli.plan import short
+from nextscale.models import NextScaleModel
+from nextscale.presets import build_model, model_spec
+from nextscale.stage import Schedule
+
+from .test_cost import Thin
+
+INFINITY_TOKENS = 10521
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No files to read; whatever is written would be seen."""
+    monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path / "absent"))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: object, columns: int = 100) -> Result:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(
+        app, ["plan", *map(str, arguments)], catch_exceptions=False, prog_name="nextscale"
+    )
+
+
+def table(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert list(Path.cwd().iterdir()) == []
+    return result.stdout
+
+
+def facts(*arguments: object) -> dict[str, Any]:
+    return json.loads(table(*arguments, "--json"))
+
+
+def refused(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+@dataclass(frozen=True)
+class Half(Method):
+    """Runs what the image decides in the last three stages, on half of the rows in the last two; thins some blocks in the last."""
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        plans = [DENSE] * (len(schedule) - 3)
+        for late, stage in enumerate(schedule.stages[-3:]):
+            spans = (Thin(range(4)),) if stage.last else ()
+            plans.append(StagePlan(width=round(kept * stage.cells), branches="cond" if late > 0 else "both", spans=spans))
+        return tuple(plans)
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "half", Half)
+
+
+def test_dense_is_everything() -> None:
+    told = facts("infinity-2b")
+    assert (told["model"], told["method"], told["images"], told["guided"]) == ("infinity-2b", "dense", 1, True)
+    assert told["share"] == 1
+    assert told["dense"] == told["planned"]
+    assert sum(stage["tokens"] for stage in told["stages"]) == sum(stage["cells"] for stage in told["stages"]) == INFINITY_TOKENS
+    assert sum(stage["planned"] for stage in told["stages"]) == told["planned"]["total"]
+    assert [stage["key_share"] for stage in told["stages"]] == [1.0] * 12 + [None]
+    assert {stage["rows"] for stage in told["stages"]} == {2}
+    assert told["kept"] is None
+    assert round(told["dense"]["total"] / 1e12, 1) == 57.7
+
+
+def test_skipped_stages() -> None:
+    told = facts("infinity-2b", "--method", "skip:last=2")
+    assert told["method"] == "SkipStages(last=2)"
+    assert [stage["skipped"] for stage in told["stages"]] == [False] * 11 + [True] * 2
+    assert told["planned"]["total"] == sum(stage["dense"] for stage in told["stages"][:11])
+    assert told["share"] == told["planned"]["total"] / told["dense"]["total"]
+    assert (told["stages"][11]["rows"], told["stages"][11]["share"], told["stages"][11]["key_share"]) == (0, 0, 0)
+
+
+def test_methods_that_decide_by_the_image_tell_the_assumption(half: None) -> None:
+    arguments = ("var-d16", "--method", "half", "--kept", 0.25)
+    told = facts(*arguments)
+    assert told["kept"] == 0.25
+    assert [stage["tokens"] for stage in told["stages"][-3:]] == [25, 42, 64]
+    assert [stage["rows"] for stage in told["stages"][-4:]] == [2, 2, 1, 1]
+    assert told["stages"][7]["key_share"] == 0.25
+    assert 0.05 < told["stages"][8]["share"] < 0.13  # a quarter of the tokens on half of the rows
+    shown = table(*arguments)
+    assert "25.0% of the cells" in shown
+    assert "some blocks run fewer" in shown
+    assert "--kept" not in table("var-d16", "--method", "skip:last=1", "--kept", 0.25)
+    assert facts("var-d16", "--method", "half")["kept"] == 0.5
+    assert facts("var-d16", "--method", "half", "--kept", 1)["kept"] == 1
+
+
+def test_several_methods(half: None) -> None:
+    told = facts("var-d16", "--method", "half", "--method", "skip:last=1")
+    assert told["method"] == "Half + SkipStages(last=1)"
+    assert [stage["tokens"] for stage in told["stages"][-3:]] == [50, 84, 0]
+
+
+def test_images_rows_and_texts() -> None:
+    one, three, alone = facts("star-256"), facts("star-256", "--images", 3), facts("star-256", "--unguided")
+    assert three["planned"]["total"] == 3 * one["planned"]["total"]
+    assert {stage["rows"] for stage in three["stages"]} == {6}
+    assert {stage["rows"] for stage in alone["stages"]} == {1}
+    assert 2 * alone["planned"]["attention"] == one["planned"]["attention"]
+    longer = facts("star-256", "--text-tokens", 77)
+    assert (one["text_tokens"], longer["text_tokens"]) == (64, 77)
+    assert longer["planned"]["linear"] == one["planned"]["linear"]
+    assert longer["planned"]["attention"] - one["planned"]["attention"] == 13 * 2 * 680 * 2 * 30 * 1920
+    assert facts("var-d16")["text_tokens"] == facts("hart-0.7b")["text_tokens"] == 0
+
+
+def test_sizes() -> None:
+    small = facts("infinity-2b", "--size", "0.25M", "--aspect", "2:1")
+    last = small["stages"][-1]
+    assert (last["height"], last["width"]) == (23, 46)
+    sides = facts("flexvar-d16", "--sides", "1,2,4x6")
+    assert [(stage["height"], stage["width"]) for stage in sides["stages"]] == [(1, 1), (2, 2), (4, 6)]
+
+
+def test_memory_is_reserved_whatever_the_method(half: None) -> None:
+    plain, reduced = facts("var-d16"), facts("var-d16", "--method", "half")
+    with torch.device("meta"):
+        model = build_model(model_spec("var-d16").model).bfloat16()
+    reserved = model.request_bytes(model.schedule, 2, 0)
+    assert plain["memory"]["reserved"] == reduced["memory"]["reserved"] == reserved
+    early = model.schedule[-1].start
+    assert plain["memory"]["dense"] == plain["memory"]["planned"] == reduced["memory"]["dense"] == 16 * 2 * 2 * early * 1024 * 2
+    # Two rows of all stages but the last three, and half of the first of those: later stages have one row.
+    assert reduced["memory"]["planned"] == 16 * 2 * 2 * (model.schedule[7].start + 50) * 1024 * 2
+    assert facts("var-d16", "--dtype", "float32")["memory"]["reserved"] == 2 * reserved
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table(columns: int) -> None:
+    shown = run("infinity-2b", "--method", "skip:last=2", columns=columns).stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0] == "infinity-2b, 1 image(s), guided, two rows each; method: SkipStages(last=2)"
+    assert "stage grid tokens run rows keys dense planned share" in lines
+    assert "10 40x40 1600 1600 2 100.0% 7.77 T 7.77 T 100.0%" in lines
+    assert "11 48x48 2304 skipped 0 0.0% 12.6 T 0 0.0%" in lines
+    assert "12 64x64 4096 skipped 0 26.8 T 0 0.0%" in lines
+    assert "all 10521 4121 64.1% 57.7 T 18.3 T 31.8%" in lines
+    words = " ".join(shown.split())
+    assert "linear layers 39.2%, attention 15.7%, heads 39.2%" in words
+    assert "3.33 GiB are reserved whatever the method" in words
+    assert re.search(r"keeps 2\.01 GiB of dense generation's 3\.14 GiB", words)
+    assert "64 tokens of text" in words
+    assert "Not counted: text encoder and prompt, canvas, decoding" in words
+    assert max(len(line) for line in shown.splitlines()) <= columns
+
+
+def test_short_numbers() -> None:
+    assert [short(number) for number in (0, 7, 999, 1000, 123_456, 999_600, 10**9, 57_671_740_817_408, 10**19)] == [
+        "0",
+        "7.00",
+        "999",
+        "1.00 k",
+        "123 k",
+        "1.00 M",
+        "1.00 G",
+        "57.7 T",
+        "1.00e+04 P",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("var-d17",), "did you mean var-d16"),
+        (("var-d16", "--method", "skp"), "did you mean skip"),
+        (("var-d16", "--method", "skip:last=10"), "cannot skip 10 of 10 stages"),
+        (("var-d16", "--sides", "1,2"), "learned positions"),
+        (("star-256", "--sides", ",".join(["1"] * 11)), "11 stages; this model knows 10 levels"),
+        (("var-d16", "--size", 512), "no schedule draws 512x512"),
+        (("var-d16", "--kept", 1.5), "--kept"),
+        (("var-d16", "--images", 0), "--images"),
+    ],
+)
+def test_refusals(arguments: tuple[object, ...], message: str) -> None:
+    assert message in refused(*arguments)

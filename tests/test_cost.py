@@ -1,0 +1,435 @@
+"""Multiply-adds counted from plans, against what torch's own counter sees of real requests: equal to the last one.
+
+The counter sees mm, addmm and bmm; attention is run by torch's plain kernel, whose two products are bmm, because the counter does not
+know the fused kernel of the CPU. Left out of the comparison: convolutions (the canvas blends with them; decoding and the prompt are not
+inside what is counted), and mixtures of codes, which the canvas multiplies with its codebook (so codes are drawn one by one here).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from nextscale import pipeline as pipeline_module
+from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
+from nextscale.accel.choice import resolve_method
+from nextscale.accel.cost import PartTokens, RequestCost, Workload, as_run, request_cost
+from nextscale.cache import Branches, Env
+from nextscale.canvas import Canvas
+from nextscale.generate import StageDone
+from nextscale.models import NextScaleModel
+from nextscale.models.blocks import Block
+from nextscale.pipeline import Pipeline, Preview
+from nextscale.presets import build_model, model_spec
+from nextscale.random_weights import random_pipeline
+from nextscale.report import Report
+from nextscale.stage import Schedule, Stage, Tokens
+
+from . import tiny
+
+OUTSIDE = ("aten.convolution",)
+SELF_OR_TEXT_ATTENTION = re.compile(r"(?:(?:Modulated)?Block|ChunkStart)\.(?:text_)?attention|SelfAttention|CrossAttention")
+
+
+# --- methods that cost less
+
+
+@dataclass(frozen=True)
+class Planned(Method):
+    """Does what a function of the stage says, and keeps as many of the first tokens as its plan."""
+
+    of_stage: Callable[[Stage], StagePlan]
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return self.of_stage(stage)
+
+    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        width = self.of_stage(tokens.stage).width
+        return (x, tokens) if width is None else first_tokens(x, tokens, width)
+
+
+def first_tokens(x: Tensor, tokens: Tokens, width: int) -> tuple[Tensor, Tokens]:
+    selection = torch.arange(width).expand(x.shape[0], -1)
+    return x[:, :width], tokens.take(selection, None if tokens.count is None else tokens.count.clamp(max=width))
+
+
+@dataclass
+class KeepShare(Method):
+    """Keeps another share of each image's tokens from stage 1 on, without having said so in a plan."""
+
+    shares: tuple[float, ...]
+
+    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        if tokens.stage.index == 0:
+            return x, tokens
+        keep = torch.tensor([max(1, round(share * tokens.stage.cells)) for share in self.shares]).repeat(x.shape[0] // len(self.shares))
+        score = torch.rand(tokens.stage.cells, generator=torch.Generator().manual_seed(1)).expand(x.shape[0], -1)
+        selection, kept = tokens.top(score, keep, int(keep.max()))
+        return Tokens(tokens.stage, selection).gather(x), kept
+
+
+@dataclass(frozen=True)
+class Thin:
+    """Runs its blocks on a share of the tokens; the others stay as they are."""
+
+    layers: range
+    share: float = 0.5
+    key: str = "thin"
+
+    def width(self, tokens: int) -> int:
+        return max(1, round(self.share * tokens))
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        on_grid, cells = tokens.on_grid(x)
+        few, kept = first_tokens(on_grid, cells, self.width(cells.width))
+        few, kept = torch.cat([x[:, : tokens.prefix], few], dim=1), kept.with_prefix(tokens.prefix)
+        for block in blocks:
+            few = block(few, kept, env)
+        return torch.cat([few, x[:, few.shape[1] :]], dim=1)
+
+
+@dataclass(frozen=True)
+class ThinAttention(Thin):
+    """Only attention runs on fewer tokens."""
+
+    def part_tokens(self, tokens: int) -> PartTokens:
+        return PartTokens(self.width(tokens), tokens, tokens)
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        for block in blocks:
+            attention, *others = block.parts
+            few, kept = first_tokens(x, tokens, self.width(tokens.width))
+            x = torch.cat([few + attention(few, kept, env), x[:, few.shape[1] :]], dim=1)
+            for part in others:
+                x = x + part(x, tokens, env)
+        return x
+
+
+@dataclass(frozen=True)
+class Project(Thin):
+    """Mixes all tokens into fewer, and runs its blocks on those."""
+
+    def own_work(self, tokens: int, channels: int) -> int:
+        return tokens * self.width(tokens) * channels
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        few, kept = first_tokens(x, tokens, self.width(tokens.width))
+        few = torch.bmm(torch.full((x.shape[0], few.shape[1], x.shape[1]), 1 / x.shape[1]), x)
+        for block in blocks:
+            few = block(few, kept, env)
+        return torch.cat([few, x[:, few.shape[1] :]], dim=1)
+
+
+def only(late: int, plan: StagePlan) -> Planned:
+    return Planned(lambda stage: plan if stage.index >= late else DENSE)
+
+
+def keeping(branches: Branches) -> Planned:
+    return only(2, StagePlan(branches=branches))
+
+
+def half(stage: Stage) -> int:
+    return (stage.cells + 1) // 2
+
+
+METHODS: dict[str, Method] = {
+    "dense": Method(),
+    "skip the last": SkipStages(1),
+    "skip one in the middle": Planned(lambda stage: StagePlan(skip=stage.index == 1, branches="cond" if stage.index == 1 else "both")),
+    "skip the first": Planned(lambda stage: StagePlan(skip=stage.index == 0)),
+    "conditional rows": keeping("cond"),
+    "unconditional rows": keeping("uncond"),
+    "half of every stage": Planned(lambda stage: StagePlan(width=half(stage))),
+    "other shares per image": KeepShare((0.3, 0.8)),
+    "a span": only(1, StagePlan(spans=(Thin(range(1, 3)),))),
+    "a span from the first stage on": only(0, StagePlan(spans=(Thin(range(2)),))),
+    "a span of attention alone": only(1, StagePlan(spans=(ThinAttention(range(2)),))),
+    "a span with a product of its own": only(1, StagePlan(spans=(Project(range(1)), Thin(range(2, 3), share=0.3)))),
+    "a span in a reduced stage, rows dropped, the last skipped": resolve_method(
+        [
+            Planned(lambda stage: StagePlan(width=half(stage))),
+            only(2, StagePlan(spans=(Thin(range(1, 3)),))),
+            keeping("uncond"),
+            SkipStages(1),
+        ]
+    ),
+}
+
+
+# --- what torch counts
+
+
+@dataclass
+class Counted:
+    report: Report
+    cost: RequestCost
+    dense: RequestCost
+    products: list[int] = field(default_factory=list)  # per stage, multiply-adds
+    attention: list[int] = field(default_factory=list)
+
+
+def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
+    """Runs a request and counts what happens between its condition and its decoding."""
+    counter = FlopCounterMode(display=False, depth=2)
+    seen: list[StageDone] = []
+    inside: dict[str, Any] = {}
+    sums: list[tuple[int, int]] = [(0, 0)]
+
+    def watch(preview: Preview) -> None:
+        by_module = counter.get_flop_counts()
+        everything = sum(flops for op, flops in by_module.get("Global", {}).items() if str(op) not in OUTSIDE)
+        named = [flops for module, flops in by_module.items() if SELF_OR_TEXT_ATTENTION.fullmatch(module)]
+        sums.append((everything, sum(ops.get(torch.ops.aten.bmm, 0) for ops in named)))
+        seen.append(preview.done)
+
+    generate = pipeline_module.generate
+
+    def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> None:
+        text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
+        inside.update(request=request, text=text)
+        with sdpa_kernel(SDPBackend.MATH), counter:
+            generate(model, cond, canvas, request, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_module, "generate", counted)
+        output = pipeline(prompts, seed=11, on_stage=watch, **{"smooth": False} | settings)
+    request, model = inside["request"], pipeline.model
+    workload = Workload(
+        request.schedule,
+        request.batch,
+        request.guidance.needs_both,
+        inside["text"],
+        request.sampling.refine,
+        residual_guided=request.guidance.scales[len(request.schedule) - 1] != 2,
+    )
+    plans = [as_run(model, done.stage, done.plan, done.width) for done in seen]
+    cost, dense = request_cost(model, workload, plans), request_cost(model, workload)
+    per_stage = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(sums)]
+    assert all(flops % 2 == 0 for stage in per_stage for flops in stage)
+    return Counted(output.report, cost, dense, *([flops // 2 for flops in kind] for kind in zip(*per_stage, strict=True)))
+
+
+def count_tiny(family: str, **settings: Any) -> Counted:
+    return count(tiny.shared_pipeline(family), tiny.prompts(family, 2), **settings)
+
+
+@cache
+def dense(family: str) -> Counted:
+    return count_tiny(family)
+
+
+def assert_exact(counted: Counted) -> None:
+    assert [stage.total for stage in counted.cost.stages] == counted.products
+    assert [stage.attention for stage in counted.cost.stages] == counted.attention
+    assert counted.cost.total == sum(counted.products) == counted.cost.linear + counted.cost.attention + counted.cost.head
+
+
+LIKE_OTHERS = ("var_shared", "infinity_patchify")  # in all that methods change
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family in tiny.FAMILIES for name in METHODS if family not in LIKE_OTHERS or name == "dense"]
+)
+def test_every_product_is_counted(family: str, name: str) -> None:
+    counted = count_tiny(family, method=METHODS[name])
+    assert_exact(counted)
+    everything = dense(family).products
+    assert [stage.total for stage in counted.dense.stages] == everything
+    assert counted.report.cost_share == pytest.approx(sum(counted.products) / sum(everything), rel=1e-12)
+    shares = [stage / same for stage, same in zip(counted.products, everything, strict=True)]
+    assert [stage.cost_share for stage in counted.report.stages] == pytest.approx(shares, rel=1e-12)
+    assert (counted.report.cost_share == 1) == (name == "dense")
+    assert counted.report.cost_share <= 1
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_one_branch_alone(family: str) -> None:
+    counted = count_tiny(family, guidance=tiny.NO_GUIDANCE[family])
+    assert_exact(counted)
+    assert counted.report.cost_share == 1
+    assert {stage.branches for stage in counted.report.stages} == {1}
+    assert sum(counted.products) < 0.7 * sum(dense(family).products)
+
+
+@pytest.mark.parametrize("family", tiny.TEXT_FAMILIES)
+def test_longer_negative_texts(family: str) -> None:
+    counted = count_tiny(family, negative=tiny.text_features(family, (17,)))
+    assert_exact(counted)
+    more = [stage.attention - same.attention for stage, same in zip(counted.cost.stages, dense(family).cost.stages, strict=True)]
+    cells = [stage.cells for stage in tiny.schedule_of(family)]
+    kept, padded = (0, 0) if family == "hart" else (16, 24)
+    assert more == [2 * tiny.WIDTH * tiny.DEPTH * 4 * size * (padded - kept) for size in cells]
+
+
+def test_other_schedules() -> None:
+    assert_exact(count_tiny("flexvar", size=Schedule([(1, 1), (2, 3), (4, 6)]), method=SkipStages(1)))
+    assert_exact(count_tiny("hart", size=Schedule([(1, 1), (2, 3), (4, 6)]), method=KeepShare((0.5, 0.5))))
+
+
+def test_star_without_rounds_and_with_drafts_alone() -> None:
+    refined = tiny.SPECS["star_refined"].settings.sampling.refine
+    at_once = count_tiny("star_refined", refine=None)
+    drafted = count_tiny("star_refined", refine=replace(refined, drafted=(4, 9)))
+    assert_exact(at_once)
+    assert_exact(drafted)
+    assert drafted.products == at_once.products
+    assert sum(at_once.products) < sum(dense("star_refined").products)
+
+
+def test_star_as_released_reads_one_text_for_all_rows() -> None:
+    spec = tiny.star_spec()
+    counted = count(random_pipeline(replace(spec, model=replace(spec.model, as_released=True))), tiny.prompts("star", 2))
+    assert_exact(counted)
+    assert sum(counted.products) < sum(dense("star").products)
+
+
+def test_hart_s_diffusion_at_the_scale_that_means_no_guidance() -> None:
+    last = len(tiny.HART_SIDES) - 1
+    plain, special = (count_tiny("hart", guidance=[3.0] * last + [scale]) for scale in (3.0, 2.0))
+    assert_exact(plain)
+    assert_exact(special)
+    assert special.products[:-1] == plain.products[:-1]
+    assert special.products[-1] < plain.products[-1]
+
+
+def test_hart_with_a_table_of_levels() -> None:
+    spec = tiny.hart_spec()
+    assert_exact(count(random_pipeline(replace(spec, model=replace(spec.model, level_table=True))), tiny.prompts("hart", 2)))
+
+
+def test_mixtures_of_codes_are_the_canvas_s_own() -> None:
+    counted = count_tiny("hart", smooth=True)
+    mixed = [2 * stage.cells * tiny.CODES * tiny.LATENT_CHANNELS for stage in tiny.schedule_of("hart")]
+    assert [stage.total + own for stage, own in zip(counted.cost.stages, mixed, strict=True)] == counted.products
+
+
+# --- by hand
+
+
+class NoWork:
+    """A span that costs nothing."""
+
+    layers, key = range(1), "nothing"
+
+    def width(self, tokens: int) -> int:
+        return 0
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return x
+
+
+def test_a_small_sum_by_hand() -> None:
+    """VAR, one image, one branch, stages of 1 and 4 cells. Width 64: qkv, projection and a fourfold feed-forward are 12 * 64 * 64."""
+    spec = tiny.var_spec()
+    model = build_model(replace(spec.model, sides=(1, 2)))
+    first, second = request_cost(model, Workload(Schedule((1, 2)), guided=False)).stages
+    per_token, head = 3 * 12 * 64 * 64, 64 * tiny.CODES
+    assert (first.linear, first.attention, first.head) == (per_token, 3 * 2 * 64, head)
+    embedding = 4 * tiny.LATENT_CHANNELS * 64
+    assert (second.linear, second.attention, second.head) == (4 * per_token + embedding, 3 * 2 * 64 * 4 * (1 + 4), 4 * head)
+    assert (first.keys, first.held, second.keys, second.held) == (3, 3, 12, 3)
+    guided = request_cost(model, Workload(Schedule((1, 2)), images=3)).stages
+    assert guided[1].linear == 6 * 4 * per_token + 3 * embedding  # both branches read the same canvas
+    assert guided[1].attention == 6 * second.attention
+    thin = request_cost(model, Workload(Schedule((1, 2)), guided=False), [StagePlan(spans=(NoWork(),)), DENSE]).stages
+    assert (thin[0].linear, thin[0].keys) == (2 * per_token // 3, 2)
+    assert thin[1].attention == 2 * 64 * 4 * (4 + 5 + 5)  # the first layer has no key of the first stage
+
+
+def test_keys_of_spans_and_skipped_stages_are_not_held() -> None:
+    model = tiny.shared_pipeline("var").model
+    workload = Workload(Schedule(tiny.VAR_SIDES))
+    plans = [DENSE, StagePlan(skip=True), StagePlan(spans=(Thin(range(1, 3), 1 / 3),)), DENSE]
+    cost = request_cost(model, workload, plans)
+    assert [stage.keys for stage in cost.stages] == [3, 0, 9 + 3 + 3, 48]
+    assert [stage.held for stage in cost.stages] == [3, 3, 18, 18]
+    assert [stage.skipped for stage in cost.stages] == [False, True, False, False]
+    assert (cost.held, request_cost(model, workload).held) == (2 * 18, 2 * 3 * (1 + 4 + 9))
+    dropped = request_cost(model, workload, [DENSE, DENSE, StagePlan(branches="cond"), DENSE])
+    assert [stage.rows for stage in dropped.stages] == [2, 2, 1, 1]
+    assert dropped.held == 3 * 14  # one row at the end, two rows of 15 before
+
+
+def test_as_many_plans_as_stages() -> None:
+    with pytest.raises(ValueError, match="2 plans for the 4 stages"):
+        request_cost(tiny.shared_pipeline("var").model, Workload(Schedule(tiny.VAR_SIDES)), [DENSE, DENSE])
+
+
+def test_a_published_model_without_weights() -> None:
+    """Infinity-2B at one megapixel, one guided image: 115 million million floating-point operations, of which 36 are attention."""
+    spec = model_spec("infinity-2b")
+    with torch.device("meta"):
+        model = build_model(spec.model)
+    schedule = spec.settings.schedules.choose(None, None)
+    cost = request_cost(model, Workload(schedule, text_tokens=64))
+    tokens, width, depth = 10521, 2048, 32
+    assert cost.linear == 2 * tokens * depth * (4 + 2 + 8) * width**2 + (tokens - 1) * 32 * width
+    assert cost.attention == 2 * 2 * width * depth * sum(stage.cells * (stage.start + stage.cells + 64) for stage in schedule)
+    assert cost.head == 2 * tokens * width * 64
+    assert (round(2e-12 * cost.total), round(2e-12 * cost.attention)) == (115, 36)
+
+
+# --- forecasts and reports
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_forecast_costs_what_the_run_does(family: str) -> None:
+    method = resolve_method("skip:last=1")
+    counted = count_tiny(family, method=method)
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    forecast = [replace(plan, width=None) for plan in method.forecast(model, schedule)]
+    plain = Workload(schedule, 2, text_tokens=16, refine=tiny.SPECS[family].settings.sampling.refine)
+    assert request_cost(model, plain, forecast) == counted.cost
+    assert counted.cost.share(counted.dense) == counted.report.cost_share
+
+
+def test_the_report_tells_skipped_stages_and_branches() -> None:
+    method = Planned(lambda stage: StagePlan(skip=stage.index == 1, branches="cond" if stage.index > 1 else "both"))
+    stages = tiny.shared_pipeline("var")([3, 7], seed=1, method=method).report.stages
+    assert [stage.skipped for stage in stages] == [False, True, False, False]
+    assert [stage.branches for stage in stages] == [2, 0, 1, 1]
+    assert [stage.cost_share == 0 for stage in stages] == [False, True, False, False]
+
+
+@dataclass(frozen=True)
+class Named(Method):
+    tau: float = 0.5
+    stages: tuple[int, ...] = ()
+    mode: str | None = None
+
+    def start(self, setup: RunSetup) -> Method:
+        return self
+
+
+@dataclass(frozen=True)
+class Needing(Method):
+    depth: int
+
+
+@pytest.mark.parametrize(
+    ("method", "label"),
+    [
+        (None, "dense"),
+        ("dense", "dense"),
+        (SkipStages(), "SkipStages"),
+        ("skip:last=1", "SkipStages(last=1)"),
+        (Named(), "Named"),
+        (Named(tau=0.6, mode="mse"), "Named(tau=0.6, mode=mse)"),
+        (Named(stages=(1, 2)), "Named(stages=(1, 2))"),
+        (Needing(3), "Needing(depth=3)"),
+        ([Named(tau=0.6), SkipStages(1)], "Named(tau=0.6) + SkipStages(last=1)"),
+    ],
+)
+def test_methods_have_readable_names(method: Any, label: str) -> None:
+    assert resolve_method(method).label == label
+    assert isinstance(method, Needing) or tiny.shared_pipeline("var")(3, seed=1, method=method).report.method == label

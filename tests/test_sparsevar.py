@@ -1,0 +1,1111 @@
+"""SparseVAR: which tokens are left out, who speaks for them, and that nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
+from nextscale.accel.combine import Combined
+from nextscale.accel.frequency import (
+    GridMap,
+    anchor_cells,
+    best_anchor,
+    feature_change,
+    high_similarity,
+    image_change,
+    low_change,
+    neighbour_similarity,
+)
+from nextscale.accel.sparsevar import SparseVAR
+from nextscale.cache import Branches, Env
+from nextscale.canvas import Canvas
+from nextscale.errors import SettingError
+from nextscale.generate import StageDone
+from nextscale.models import HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
+from nextscale.models.blocks import Block
+from nextscale.pipeline import Output, Preview
+from nextscale.presets import ModelConfig, build_model
+from nextscale.sampling import ImageDraws
+from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.text import TextFeatures
+
+from . import tiny
+
+# Settings that leave out something of every image of `tiny.prompts`, and of different images differently much, and with which some
+# tokens resemble an anchor and others do not. Random weights change all cells about alike, hence so high a tau.
+STRONG = {family: SparseVAR(tau=0.97, alpha=3, beta=0.98, block=1) for family in tiny.FAMILIES} | {"flexvar": SparseVAR(tau=0.9, block=1)}
+RESIDUAL_FAMILIES = tuple(family for family in tiny.FAMILIES if family != "flexvar")
+ANY_SCHEDULE = tuple(family for family in tiny.FAMILIES if not family.startswith("var"))
+NON_SQUARE = {family: Schedule(((1, 1), (2, 3), (3, 5), (4, 6))) for family in ANY_SCHEDULE}
+NON_SQUARE["flexvar"] = Schedule(((1, 1), (2, 3), (3, 4), (3, 5), (4, 6)))  # torch normalises no single 1x1 image, so none is decoded
+WHOLE_CODES = {"hart": {"smooth": False}}  # mixtures of codes are equal to rounding only
+
+# Over 10 seeds and 3 images per family, codes and cells of a batch and of its images alone were equal, latents within 1.2e-6 (FlexVAR and
+# Infinity: bit for bit), HART's within 1.6e-5 (its diffusion amplifies rounding), pixels within 1e-5.
+LATENT_TOLERANCE = dict.fromkeys(tiny.FAMILIES, 1e-5) | {"hart": 2e-4}
+PIXEL_TOLERANCE = 1e-4  # of pixels with a standard deviation near 0.6
+
+
+def start(method: Method, family: str = "var", schedule: Schedule | None = None, batch: int = 1) -> Any:
+    model = tiny.shared_pipeline(family).model
+    return method.start(RunSetup(model, schedule or tiny.schedule_of(family), batch, ImageDraws([0] * batch, torch.device("cpu"))))
+
+
+@dataclass
+class Watched(Method):
+    """Hands out the method's run, so that a test can look at its state after every stage."""
+
+    method: Method
+    run: Any = None
+
+    def start(self, setup: RunSetup) -> Method:
+        self.run = self.method.start(setup)
+        return self.run
+
+
+@dataclass
+class Seen:
+    done: StageDone
+    excluded: Tensor | None  # [B, h, w]
+    counts: list[int] | None  # of tokens that were run, per image
+    spoken: Tokens | None
+
+
+def watched(family: str, method: Method | None = None, images: int = 3, **options: Any) -> tuple[Output, list[Seen]]:
+    watching, seen = Watched(method or STRONG[family]), []
+
+    def look(preview: Preview) -> None:
+        run = watching.run
+        choice = None if preview.done.skipped else run.choice
+        size = preview.done.stage.size
+        excluded = None if choice is None else choice.excluded.clone().unflatten(1, size)
+        counts = None if choice is None else choice.counts.tolist()
+        seen.append(Seen(preview.done, excluded, counts, None if run.voices is None else run.voices.tokens))
+
+    options = WHOLE_CODES.get(family, {}) | {"seed": 11} | options
+    prompts = options.pop("prompts", tiny.prompts(family, images))
+    return tiny.shared_pipeline(family)(prompts, method=watching, on_stage=look, **options), seen
+
+
+def drawn(family: str, images: int = 3, **options: Any) -> Output:
+    options = {"seed": 11} | options
+    return tiny.shared_pipeline(family)(options.pop("prompts", tiny.prompts(family, images)), **options)
+
+
+def assert_same_bits(ours: Output, theirs: Output) -> None:
+    assert len(ours.codes) == len(theirs.codes)
+    assert all(torch.equal(a, b) for a, b in zip(ours.codes, theirs.codes, strict=True))
+    assert torch.equal(ours.latent, theirs.latent)
+    assert torch.equal(ours.pixels, theirs.pixels)
+
+
+# --- the maths
+
+
+def square(*rows: Sequence[float]) -> Tensor:
+    """One image's values, row by row, [1, cells]."""
+    return torch.tensor([value for row in rows for value in row], dtype=torch.float32)[None]
+
+
+def test_the_change_is_the_mean_square_over_channels() -> None:
+    before = torch.tensor([[[1.0, 2.0], [0.0, 0.0]]], dtype=torch.bfloat16)
+    change = feature_change(before, torch.tensor([[[3.0, 2.0], [1.0, -3.0]]], dtype=torch.bfloat16))
+    assert change.tolist() == [[2.0, 5.0]]
+    assert change.dtype == torch.float32
+
+
+def test_maps_are_resized_between_cell_centres() -> None:
+    """Three cells to four: centres at 0, 0.625, 1.375 and 2 of the old cells; the nearest of them 0, 1, 1, 2."""
+    three = GridMap(square([0, 0, 8], [0, 0, 8], [0, 0, 8])[..., None], (3, 3))
+    assert three.at((4, 4)).view(4, 4).tolist() == [[0, 0, 3, 8]] * 4
+    assert three.at((1, 4), "nearest-exact").flatten().tolist() == [0, 0, 0, 8]
+    assert GridMap(square([0, 8, 0])[..., None], (1, 3)).at((1, 4), "nearest-exact").flatten().tolist() == [0, 8, 8, 0]
+    assert three.at((3, 3)).data_ptr() != three.values.data_ptr()
+    assert three.at((4, 4)).is_contiguous()
+
+
+def test_low_is_below_a_share_of_the_images_own_peak() -> None:
+    change = torch.tensor([[0.0, 3.9, 4.0, 8.0], [0.0, 1.0, 2.0, 2.0]])
+    assert low_change(change, 0.5).tolist() == [[True, True, False, False], [True, False, False, False]]
+    assert not low_change(change, 0.0).any()
+    assert low_change(change, 1.0).tolist() == [[True, True, True, False], [True, True, False, False]]
+    assert not low_change(torch.zeros(1, 4), 1.0).any()
+
+
+def test_similar_is_above_a_share_of_the_images_own_peak() -> None:
+    similarity = torch.tensor([[0.2, 0.4, 0.8, -0.5], [-0.4, -0.2, -0.1, -0.1]])
+    assert high_similarity(similarity, 0.5).tolist() == [[False, False, True, False], [False] * 4]
+    assert not high_similarity(similarity, 1.0).any()
+
+
+def test_neighbours_are_the_cells_around_inside_the_grid() -> None:
+    """One odd vector in the middle of 3x3: it is unlike all eight, a corner unlike one of three, an edge unlike one of five."""
+    vectors = torch.tensor([[2.0, 0.0]] * 9)
+    vectors[4] = torch.tensor([0.0, 3.0])
+    corner, edge = 2 / 3, 4 / 5
+    expected = square([corner, edge, corner], [edge, 0, edge], [corner, edge, corner])
+    assert torch.allclose(neighbour_similarity(vectors[None], (3, 3)), expected)
+    assert torch.allclose(
+        neighbour_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]), (1, 3)), square([0, sqrt(0.125), sqrt(0.5)])
+    )
+    assert neighbour_similarity(torch.ones(1, 1, 2), (1, 1)).tolist() == [[0.0]]
+
+
+def test_images_change_where_their_pixels_do() -> None:
+    before, after = torch.zeros(1, 3, 4, 4), torch.zeros(1, 3, 4, 4)
+    after[0, 0, 0, 0], after[0, :, 3, 3] = -3.0, 2.0
+    assert image_change(before, after, (2, 2)).tolist() == [[0.25, 0.0, 0.0, 0.5]]
+    assert torch.allclose(image_change(torch.ones(1, 3, 2, 2), torch.ones(1, 3, 4, 4), (2, 2)), torch.zeros(1, 4))
+
+
+def test_anchors_are_the_top_left_cells_of_windows() -> None:
+    cpu = torch.device("cpu")
+    assert anchor_cells((4, 4), 2, cpu).tolist() == [0, 2, 8, 10]
+    assert anchor_cells((4, 5), 3, cpu).tolist() == [0, 3, 15, 18]
+    assert anchor_cells((2, 3), 4, cpu).tolist() == [0]
+    assert anchor_cells((2, 2), 1, cpu).tolist() == [0, 1, 2, 3]
+
+
+def test_of_equally_similar_anchors_the_nearest_speaks() -> None:
+    """Equal to rounding: the cells of a 2x6 grid all point the same way. Anchors at columns 0, 2 and 4 of the first row."""
+    vectors = torch.rand(1, 12, 1, generator=torch.Generator().manual_seed(0)) + 0.1
+    vectors = vectors * torch.rand(1, 1, 4096, generator=torch.Generator().manual_seed(1))
+    similarity, anchor = best_anchor(vectors, torch.tensor([0, 2, 4]), (2, 6))
+    assert torch.allclose(similarity, torch.ones(1, 12))
+    assert anchor.view(2, 6).tolist() == [[0, 0, 2, 2, 4, 4]] * 2
+
+
+def test_the_best_anchor_has_the_smallest_angle_whatever_the_length() -> None:
+    vectors = torch.tensor([[[1.0, 0.0], [3.0, 4.0], [0.0, 9.0], [0.0, 0.0], [-1.0, 0.0]]])
+    similarity, anchor = best_anchor(vectors, torch.tensor([0, 2]), (1, 5))
+    assert torch.allclose(similarity, torch.tensor([[1.0, 0.8, 1.0, 0.0, 0.0]]))
+    assert anchor[0, [0, 1, 2, 4]].tolist() == [0, 2, 2, 2]
+
+
+# --- a toy whose arithmetic fits in the head: a 3x3 stage, then a 4x4 one
+
+TOY = Schedule((1, 2, 3, 4, 6))
+EAST = square([0, 0, 8], [0, 0, 8], [0, 0, 8])  # becomes columns 0, 0, 3, 8 at 4x4
+LEFT, RIGHT = [1.0, 0.0], [0.0, 1.0]
+
+
+def observed(run: Any, change: Tensor, stage: Stage, tokens: Tokens | None = None) -> None:
+    """A block that changes one channel of two rows per image so that the conditional row has this change, the other ten times as much."""
+    after = torch.cat([change.sqrt(), (10 * change).sqrt()])[..., None]
+    run.observe(0, torch.zeros_like(after), after, tokens or Tokens(stage))
+
+
+def toy(change: Tensor = EAST, family: str = "var", **fields: Any) -> tuple[Any, StagePlan]:
+    """A run that has seen the 3x3 stage, with logits that point left in two columns and right in the third; the plan of the 4x4 stage."""
+    run = start(SparseVAR(**{"tau": 0.5, "from_stage": 4, "block": 1} | fields), family, TOY, batch=change.shape[0])
+    for stage in TOY.stages[:3]:
+        assert run.plan(stage, None) == (StagePlan(taps=(0,)) if stage.index == 2 else DENSE)
+        run.enter(torch.zeros(2 * len(change), stage.cells, 1), Tokens(stage))
+        if stage.index == 2:
+            observed(run, change, stage)
+        out = torch.tensor([LEFT, LEFT, RIGHT] * 3)[: stage.cells].expand(len(change), -1, -1)
+        assert run.leave(out, tokens := Tokens(stage))[1] is tokens
+    return run, run.plan(TOY[3], None)
+
+
+def on_4x4(run: Any, rows: int = 2) -> Tokens:
+    """The tokens that enter the 4x4 stage; every row of x numbers its cells."""
+    x = torch.arange(16.0).expand(rows, 16)[..., None]
+    x, tokens = run.enter(x, Tokens(TOY[3]))
+    assert torch.equal(x[..., 0].long(), tokens.index)
+    return tokens
+
+
+def test_cells_below_the_threshold_are_left_out_except_anchors() -> None:
+    """Half of 8 is 4: the last column stays, and of the others the anchors 0, 2, 8 and 10."""
+    run, plan = toy(alpha=2)
+    assert plan == StagePlan(width=8, taps=(0,))
+    tokens = on_4x4(run)
+    assert tokens.index.tolist() == [[0, 2, 3, 7, 8, 10, 11, 15]] * 2
+    assert tokens.count is None
+    assert run.kept(TOY[3]).view(4, 4).tolist() == [[1, 0, 1, 1], [0, 0, 0, 1], [1, 0, 1, 1], [0, 0, 0, 1]]
+
+
+def test_a_lower_threshold_keeps_more() -> None:
+    run, plan = toy(tau=0.3, alpha=4)  # 2.4 < 3
+    assert on_4x4(run).index[0].tolist() == [0, 2, 3, 6, 7, 10, 11, 14, 15]
+    assert plan.width == 9
+    run, plan = toy(tau=0.0)
+    assert plan == StagePlan(taps=(0,))
+    assert run.enter(torch.zeros(2, 16, 1), tokens := Tokens(TOY[3]))[1] is tokens
+    assert run.kept(TOY[3]) is None
+
+
+def test_without_anchors_only_what_is_above_the_threshold_runs() -> None:
+    run, _ = toy(alpha=None)
+    assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
+    out = torch.arange(8.0).view(1, 4, 2)
+    left, tokens = run.leave(out, run.choice.tokens(TOY[3]))
+    assert left is out
+    assert tokens.index.tolist() == [[3, 7, 11, 15]]
+
+
+def test_images_of_a_batch_keep_their_own_numbers_of_tokens() -> None:
+    north = square([8, 8, 8], [6, 6, 6], [0, 0, 0])  # becomes rows 8, 6.75, 3.75, 0: with alpha 4 the first two stay
+    run, plan = toy(torch.cat([EAST, north]), alpha=4)
+    tokens = on_4x4(run, rows=4)
+    assert plan.width == 8
+    assert tokens.count.tolist() == [5, 8, 5, 8]
+    assert tokens.index.tolist() == [[0, 3, 7, 11, 15, 15, 15, 15], list(range(8))] * 2
+    assert torch.equal(run.enter(torch.zeros(2, 16, 1), Tokens(TOY[3]))[1].index, tokens.index[:2])  # with one branch gone
+
+
+def test_which_rows_are_scored() -> None:
+    """The toy's unconditional rows change ten times as much."""
+    for rows, factor in (("cond", 1.0), ("both", 5.5)):
+        run, _ = toy(rows=rows)
+        assert torch.allclose(run.change.values[..., 0], factor * EAST)
+        run.observe(0, torch.zeros(1, 9, 1), EAST.sqrt()[..., None], Tokens(TOY[2]))  # with one branch gone
+        assert torch.allclose(run.change.values[..., 0], EAST)
+
+
+def test_text_before_the_first_stage_is_not_scored() -> None:
+    run = start(SparseVAR(from_stage=2, block=1), "hart")
+    after = torch.tensor([9.0, 9.0, 2.0]).expand(2, 3)[..., None]
+    run.observe(0, torch.zeros(2, 3, 1), after, Tokens(tiny.schedule_of("hart")[0], prefix=2))
+    assert run.change.values.tolist() == [[[4.0]]]
+
+
+def spoken(run: Any, out: Tensor, channels: int = 2) -> Tensor:
+    """What the 4x4 stage says, cell by cell; NaN where it says nothing. The tail repeats the last token."""
+    values, tokens = run.leave(out, run.choice.tokens(TOY[3]))
+    assert tokens.index.shape == (1, 16)
+    count = int(tokens.count)
+    assert (tokens.index[0, count:] == tokens.index[0, count - 1]).all()
+    assert tokens.index[0, :count].tolist() == sorted(set(tokens.index[0].tolist()))
+    grid = torch.full((1, 16, channels), torch.nan)
+    return tokens.scatter(values, grid).view(4, 4, channels)
+
+
+def test_an_anchor_speaks_for_what_resembled_it() -> None:
+    """Expected logits at 4x4: left in columns 0 and 1, (0.625, 0.375) in column 2, 31 degrees away, right in column 3."""
+    run, _ = toy(alpha=4)
+    on_4x4(run)
+    fresh = torch.tensor([[[100.0, 1.0], [3.0, 3.0], [7.0, 7.0], [11.0, 11.0], [15.0, 15.0]]])  # of cells 0, 3, 7, 11, 15
+    said = spoken(run, fresh)
+    assert said[:, :2].tolist() == [[[100.0, 1.0]] * 2] * 4
+    assert said[:, 2].isnan().all()
+    assert said[:, 3, 0].tolist() == [3.0, 7.0, 11.0, 15.0]
+    carried = run.logits.values.view(4, 4, 2)
+    assert torch.equal(carried[:, [0, 1, 3]], said[:, [0, 1, 3]])
+    assert carried[:, 2].tolist() == [[0.625, 0.375]] * 4  # nobody spoke for these: what was expected stays
+
+
+@pytest.mark.parametrize(("beta", "silent"), [(0.857, 0), (0.858, 4), (1.0, 4), (-1.0, 0)])
+def test_beta_is_the_least_similarity(beta: float, silent: int) -> None:
+    """Column 2 has a cosine of 0.625 / sqrt(0.625² + 0.375²) = 0.8575 to the anchor."""
+    run, _ = toy(alpha=4, beta=beta)
+    on_4x4(run)
+    assert spoken(run, torch.ones(1, 5, 2))[..., 0].isnan().sum() == silent
+
+
+def test_of_several_anchors_the_most_similar_speaks() -> None:
+    """Anchors 0, 2, 8, 10. Columns 0 and 1 resemble those of column 0 alike, so that the nearest speaks; column 2 its own ones."""
+    run, _ = toy(alpha=2)
+    on_4x4(run)
+    fresh = torch.tensor([0.0, 2, 3, 7, 8, 10, 11, 15])[None, :, None].expand(-1, -1, 2)  # every token says its own number
+    assert spoken(run, fresh)[..., 0].tolist() == [[0, 0, 2, 3], [0, 0, 2, 7], [8, 8, 10, 11], [8, 8, 10, 15]]
+
+
+def test_a_distant_anchor_speaks_if_it_is_more_similar() -> None:
+    """The upper corners point right, all else left. Anchors are the corners 0, 3, 12, 15; cell 5 is nearest to 0, but resembles 12."""
+    run, _ = toy(alpha=3)
+    run.logits = GridMap(torch.tensor([RIGHT, LEFT, RIGHT, LEFT, LEFT, LEFT, LEFT, LEFT, LEFT])[None], (3, 3))
+    on_4x4(run)
+    numbers = torch.tensor([cell for cell in range(16) if run.choice.kept[0, cell]], dtype=torch.float32)
+    said = spoken(run, numbers[None, :, None].expand(-1, -1, 2))[..., 0]
+    assert said[1, 1] == 12
+
+
+def test_bits_are_compared_all_together() -> None:
+    """Infinity's logits [B, N, bits, 2] are one vector per token."""
+    run, _ = toy(alpha=4)
+    on_4x4(run)
+    values, _ = run.leave(torch.arange(10.0).view(1, 5, 1, 2), run.choice.tokens(TOY[3]))
+    assert values.shape == (1, 16, 1, 2)
+    assert values[0, :4, 0].tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]  # cells 0, 1, 3 and 4
+
+
+def test_a_residual_is_copied_from_the_anchor_and_nobody_elses_is_added() -> None:
+    run, _ = toy(alpha=4, family="hart")
+    entered = on_4x4(run).rows(slice(0, 1))
+    _, tokens = run.leave(torch.ones(1, 5, 2), entered)
+    values, where = run.spread(torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]]), entered)
+    assert where is tokens
+    grid = where.scatter(values, torch.zeros(1, 16, 1)).view(4, 4)
+    assert grid.tolist() == [[5, 5, 0, 3], [5, 5, 0, 7], [5, 5, 0, 11], [5, 5, 0, 15]]
+    run.plan(TOY[4], None)
+    assert run.spread(values, where) == (values, where)  # nobody has spoken at the next stage yet
+
+
+def test_residuals_stay_where_no_token_is_spoken_for() -> None:
+    for run in (toy(alpha=None)[0], toy(tau=0.0)[0]):
+        values, tokens = torch.ones(1, 16, 1), Tokens(TOY[3])
+        assert run.spread(values, tokens) == (values, tokens)
+
+
+def test_cells_for_which_nobody_speaks_leave_the_canvas_as_it_was() -> None:
+    schedule = Schedule((1, 2, 3, 4))
+    run = start(SparseVAR(tau=0.5, alpha=4, from_stage=4, block=1), "infinity", schedule)
+    canvas = tiny.shared_pipeline("infinity").tokenizer.canvas(schedule, 1)
+    canvas.latent = torch.randn(canvas.latent.shape)
+    run.plan(schedule[2], canvas)
+    observed(run, EAST, schedule[2])
+    run.leave(torch.tensor([LEFT, LEFT, RIGHT] * 3).repeat_interleave(tiny.BITS, 1).view(1, 9, tiny.BITS, 2), Tokens(schedule[2]))
+    run.plan(schedule[3], canvas)
+    out, tokens = run.leave(torch.zeros(1, 5, tiny.BITS, 2), run.choice.tokens(schedule[3]))
+    before = canvas.latent
+    canvas.add(out.argmax(dim=-1), tokens)
+    changed = (canvas.latent != before).any(dim=1)[0]
+    assert changed.tolist() == [[True, True, False, True]] * 4
+
+
+def test_changes_are_recorded_where_tokens_ran_and_carried_elsewhere() -> None:
+    """At 4x4 the cells 0, 3, 7, 11, 15 ran; the others keep 0, 0, 3 of the map before."""
+    run, _ = toy(alpha=4)
+    tokens = on_4x4(run)
+    observed(run, torch.tensor([[1.0, 30.0, 70.0, 110.0, 150.0]]), TOY[3], tokens)
+    changes = run.change.values.view(4, 4)
+    expected = square([1, 0, 3, 30], [0, 0, 3, 70], [0, 0, 3, 110], [0, 0, 3, 150]).view(4, 4)
+    assert torch.allclose(changes, expected)
+    assert run.change.size == (4, 4)
+
+
+def test_what_is_left_out_once_stays_out() -> None:
+    """Columns 0 to 2 of the four were left out. Now all cells change alike, but of the six columns those nearest to them stay out."""
+    run, _ = toy(alpha=4)
+    tokens = on_4x4(run)
+    run.change = GridMap(torch.full((1, 9, 1), 7.0), (3, 3))
+    observed(run, torch.full((1, 5), 7.0), TOY[3], tokens)
+    assert torch.allclose(run.change.values, torch.tensor(7.0))
+    run.leave(torch.ones(1, 5, 2), tokens.rows(slice(0, 1)))
+    plan = run.plan(TOY[4], None)
+    assert run.choice.excluded.view(6, 6).tolist() == [[True, True, True, True, False, False]] * 6
+    assert run.choice.tokens(TOY[4]).index[0].tolist() == [0, 4, 5, 10, 11, 16, 17, 22, 23, 24, 28, 29, 34, 35]
+    assert plan == StagePlan(width=14)  # nobody looks at the last stage's change
+
+
+def test_without_anchors_an_image_keeps_its_most_changed_cell() -> None:
+    """The peak may lie where nothing runs any more, so that everything else is below the threshold."""
+    run, _ = toy(alpha=None)
+    run.enter(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+    run.change = GridMap(square([9, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 1], [0, 0, 0, 0])[..., None], (4, 4))
+    plan = run.plan(TOY[4], None)
+    assert plan.width == 1
+    (cell,) = run.choice.tokens(TOY[4]).index[0].tolist()
+    assert cell in (11, 17)  # the last column at the second or third row of six
+
+
+def test_flexvar_has_no_anchors() -> None:
+    run, plan = toy(family="flexvar", alpha=2)
+    assert plan.width == 4
+    assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
+    assert run.logits is None  # nothing to compare with
+
+
+def test_a_stage_about_whose_past_nothing_is_known_is_dense() -> None:
+    """The stage before was skipped."""
+    for metric in ("mse", "logits"):
+        run = start(SparseVAR(metric=metric, from_stage=4, block=1, tau=0.5), schedule=TOY)
+        for stage in TOY:
+            assert run.plan(stage, None).width is None
+            assert run.enter(torch.zeros(2, stage.cells, 1), tokens := Tokens(stage))[1] is tokens
+
+
+def test_logits_as_the_metric() -> None:
+    """Of the toy's expected logits, columns 0 and 1 resemble their neighbours most."""
+    run, plan = toy(metric="mse")
+    expected = neighbour_similarity(run.logits.at((4, 4)), (4, 4))
+    run = start(SparseVAR(metric="logits", tau=0.9, alpha=4, from_stage=4), schedule=TOY)
+    for stage in TOY.stages[:3]:
+        assert run.plan(stage, None) == DENSE  # no block is looked at
+        run.leave(torch.tensor([LEFT, LEFT, RIGHT] * 3)[None, : stage.cells], Tokens(stage))
+    plan = run.plan(TOY[3], None)
+    assert torch.equal(run.choice.excluded, expected > 0.9 * expected.max())
+    assert run.choice.excluded.view(4, 4)[:, 0].all()
+    assert not run.choice.excluded.view(4, 4)[:, 3].any()
+    assert plan.taps == ()
+
+
+def test_without_anchors_the_cell_least_like_its_neighbours_is_kept() -> None:
+    """Everything resembles its neighbours somewhat; the right corners, with two of three neighbours in column 2, do so least."""
+    run, _ = toy(metric="mse")
+    run.settings, run.alpha = SparseVAR(metric="logits", tau=0.0, alpha=None, from_stage=4), None
+    assert run.plan(TOY[3], None).width == 1
+    assert run.choice.kept[0].nonzero().item() in (3, 15)
+
+
+class Film:
+    """A canvas that shows one prepared image after the other."""
+
+    def __init__(self, images: Sequence[Tensor]) -> None:
+        self.images, self.looks = list(images), 0
+
+    def decode(self) -> Tensor:
+        self.looks += 1
+        return self.images.pop(0)
+
+
+def test_images_as_the_metric() -> None:
+    """The last two images differ by 1 in the upper left and by 4 in the lower right quarter; so does the grid of the stage."""
+    first, second = torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8)
+    second[..., :4, :4], second[..., 4:, 4:] = 1.0, -4.0
+    film = Film([first, second])
+    run = start(SparseVAR(metric="image", tau=0.3, alpha=None, from_stage=4), schedule=TOY)
+    plans = [run.plan(stage, film) for stage in TOY.stages[:4]]
+    assert plans == [DENSE, DENSE, DENSE, StagePlan(width=4)]
+    assert run.choice.tokens(TOY[3]).index.tolist() == [[10, 11, 14, 15]]
+    film = Film([first, second])
+    run = start(SparseVAR(metric="image", tau=0.2, alpha=None, from_stage=4), schedule=TOY)
+    assert [run.plan(stage, film).width for stage in TOY.stages[2:4]] == [None, 8]
+    assert film.looks == 2
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where a value would have to come back from the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("metric", ["mse", "logits"])
+def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = toy(alpha=2)
+    run.settings = replace(run.settings, metric=metric, tau=0.9)
+    read, lists = Tensor.tolist, []
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(read(tensor)) or lists[-1])
+    with NoReads():
+        plan = run.plan(TOY[3], None)
+        _, tokens = run.enter(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+        run.observe(0, torch.zeros(2, plan.width, 1), torch.ones(2, plan.width, 1), tokens)
+        entered = tokens.rows(slice(0, 1))
+        run.leave(torch.ones(1, plan.width, 2), entered)
+        run.spread(torch.ones(1, plan.width, 3), entered)
+    assert lists == [[plan.width]]
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tau": -0.1}, "tau.*from 0 to 1; got -0.1"),
+        ({"tau": 1.5}, "tau"),
+        ({"tau": "much"}, "tau.*'much'"),
+        ({"tau": True}, "tau"),
+        ({"tau": float("nan")}, "tau"),
+        ({"beta": 1.01}, "beta.*got 1.01"),
+        ({"beta": -1.01}, "beta"),
+        ({"beta": None}, "beta"),
+        ({"alpha": 0}, "alpha.*None for no anchors; got 0"),
+        ({"alpha": 2.5}, "alpha"),
+        ({"from_stage": 1}, "from_stage.*mse at least 2.*got 1"),
+        ({"from_stage": 2, "metric": "image"}, "image at least 3.*got 2"),
+        ({"from_stage": 9.5}, "from_stage"),
+        ({"block": 0}, "block.*counted from 1.*got 0"),
+        ({"block": "last"}, "block"),
+        ({"metric": "l2"}, "metric is one of mse, logits, image; got 'l2'"),
+        ({"rows": "uncond"}, "rows is one of cond, both; got 'uncond'"),
+    ],
+)
+def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        SparseVAR(**fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (SparseVAR(from_stage=5), "from_stage=5, but there are 4 stages: choose 2 to 4"),
+        (SparseVAR(from_stage=5, metric="image"), "choose 3 to 4"),
+        (SparseVAR(block=4), "block=4, but this model has 3 blocks: choose 1 to 3"),
+        (Combined((SparseVAR(), SparseVAR(tau=0.5))), "SparseVAR and SparseVAR reduces whole stages"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(method: Method, message: str) -> None:
+    stages: list[Preview] = []
+    with pytest.raises(SettingError, match=message):
+        drawn("var", method=method, on_stage=stages.append)
+    with pytest.raises(SettingError, match=message):
+        tiny.shared_pipeline("var").accelerate(method)
+    assert stages == []
+
+
+def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
+    """There the first row's tokens are looked up for all rows, which only fits where all rows have the same cells."""
+    model = build_model(StarConfig(1, 64, 4, (1, 2), 8, 4, 8, as_released=True))
+    setup = RunSetup(model, Schedule((1, 2)), 1, ImageDraws([0], torch.device("cpu")))
+    SparseVAR().start(setup)
+    with pytest.raises(SettingError, match="one image at a time"):
+        SparseVAR().start(replace(setup, batch=2))
+
+
+def test_the_published_start_or_the_last_two_stages() -> None:
+    for stages, first in ((14, 9), (13, 9), (10, 9), (9, 7), (4, 2), (3, 1), (2, 1), (1, 1)):
+        assert SparseVAR().first_reduced(Schedule((1,) * stages)) == first
+    assert SparseVAR(metric="image").first_reduced(Schedule((1, 2, 3))) == 2
+    assert SparseVAR(from_stage=6).first_reduced(Schedule((1,) * 13)) == 5
+
+
+SMALL_HART = HartConfig(24, 64, 4, (1, 2), 8, 4, 8, text_tokens=2, residual_width=8, residual_depth=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "block"),
+    [
+        (InfinityConfig(32, 64, 4, 1, 8, text_channels=256, longest_text=4), 3),
+        (SMALL_HART, 16),
+        (InfinityConfig(40, 64, 4, 1, 8, text_channels=256, longest_text=4), 4),
+        (VarConfig(16, 64, 4, (1, 2), False, classes=2, codes=8, latent_channels=4), 2),
+        (replace(SMALL_HART, depth=12), 8),
+        (VarConfig(1, 64, 4, (1, 2), False, classes=2, codes=8, latent_channels=4), 1),
+    ],
+)
+def test_the_published_blocks_and_their_places_at_other_depths(config: ModelConfig, block: int) -> None:
+    model = build_model(config)
+    assert SparseVAR().tapped_layer(model) == block - 1
+    assert SparseVAR(block=1).tapped_layer(model) == 0
+
+
+def test_the_forecast_of_a_stage() -> None:
+    """Of 16 cells half, and half of the four anchors: 10. Stage 2 is only looked at."""
+    model, schedule = tiny.shared_pipeline("var").model, Schedule((1, 2, 3, 4, 8))
+    tap = StagePlan(taps=(1,))
+    plans = SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule, kept=0.5)
+    assert plans == (DENSE, DENSE, tap, replace(tap, width=10), StagePlan(width=40))
+    assert SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule) == (DENSE, DENSE, tap, tap, DENSE)
+    assert SparseVAR(alpha=None, from_stage=5, metric="logits").forecast(model, schedule, 0.25)[2:] == (DENSE, DENSE, StagePlan(width=16))
+    assert SparseVAR(alpha=None, from_stage=5).forecast(model, schedule, 0.0)[4].width == 1
+    flexvar = tiny.shared_pipeline("flexvar").model
+    assert SparseVAR(alpha=2, from_stage=5).forecast(flexvar, schedule, 0.5)[4].width == 32
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("metric", ["mse", "logits", "image"])
+def test_the_forecast_holds(family: str, metric: Any) -> None:
+    method = replace(STRONG[family], metric=metric)
+    pipeline = tiny.shared_pipeline(family)
+    _, seen = watched(family, method, images=1)
+    for stage, plan in zip(seen, method.forecast(pipeline.model, tiny.schedule_of(family)), strict=True):
+        assert replace(stage.done.plan, width=None) == plan
+    first = method.first_reduced(tiny.schedule_of(family))
+    assert all(stage.done.plan.width is None for stage in seen[:first])
+
+
+# --- all families
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    "method",
+    [SparseVAR(tau=0.0), SparseVAR(tau=0.0, metric="image", alpha=None), SparseVAR(tau=1.0, metric="logits"), SparseVAR(tau=0.95, alpha=1)],
+    ids=["mse", "image", "logits", "all anchors"],
+)
+def test_zero_strength_is_dense_bit_for_bit(family: str, method: SparseVAR) -> None:
+    if method.alpha == 1 and family == "flexvar":
+        method = replace(method, tau=0.0)  # no anchors there
+    ours = drawn(family, method=method, masks=True)
+    assert_same_bits(ours, drawn(family))
+    assert all((share == 1).all() for share in ours.kept)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> None:
+    output, seen = watched(family, masks=True)
+    dense = drawn(family, **WHOLE_CODES.get(family, {}))
+    reduced = [stage for stage in seen if stage.done.plan.width is not None]
+    assert [stage.done.stage.index for stage in reduced] == [len(seen) - 2, len(seen) - 1]
+    assert any(len(set(stage.counts)) > 1 for stage in reduced)
+    for stage in reduced:
+        assert stage.done.width == stage.done.plan.width == max(stage.counts)
+        assert min(stage.counts) < stage.done.stage.cells
+        shares = output.kept[stage.done.stage.index]
+        assert shares.sum(dim=(1, 2)).tolist() == stage.counts
+        assert set(shares.unique().tolist()) == {0.0, 1.0}
+    assert all(torch.equal(a, b) for a, b in zip(output.codes[: len(seen) - 2], dense.codes[: len(seen) - 2], strict=True))
+    assert not torch.equal(output.latent, dense.latent)
+    assert output.pixels.isfinite().all()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("metric", ["mse", "image"])
+def test_exclusion_never_shrinks_and_anchors_always_run(family: str, metric: Any) -> None:
+    method = replace(STRONG[family], metric=metric, tau=0.7 if metric == "image" else STRONG[family].tau)
+    output, seen = watched(family, method, masks=True)
+    chosen = [stage for stage in seen if stage.excluded is not None]
+    assert len(chosen) == 2
+    for earlier, later in pairwise(chosen):
+        parents = GridMap(earlier.excluded.flatten(1)[..., None].float(), earlier.done.stage.size)
+        parents = parents.at(later.done.stage.size, "nearest-exact")[..., 0].view_as(later.excluded) > 0.5
+        assert parents.any()
+        assert (later.excluded | ~parents).all()
+    for stage in chosen:
+        kept = output.kept[stage.done.stage.index] == 1
+        if family == "flexvar":
+            assert torch.equal(kept, ~stage.excluded)
+        else:
+            anchors = torch.zeros_like(kept)
+            anchors[:, :: method.alpha, :: method.alpha] = True
+            assert torch.equal(kept, ~stage.excluded | anchors)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("fields", [{}, {"alpha": None}, {"metric": "image", "tau": 0.8}], ids=["mse", "no anchors", "image"])
+def test_a_batch_equals_its_images_alone(family: str, fields: dict[str, Any]) -> None:
+    """Seeded codes and the cells they stand for are equal, all else to rounding."""
+    method = replace(STRONG[family], **fields)
+    together, seen = watched(family, method)
+    assert any(len(set(stage.counts)) > 1 for stage in seen if stage.counts)
+    for image in range(3):
+        alone, seen_alone = watched(family, method, prompts=tiny.one_prompt(family, image), seed=11 + image)
+        for ours, theirs, stage, stage_alone in zip(together.codes, alone.codes, seen, seen_alone, strict=True):
+            if stage.counts:
+                assert stage.counts[image] == stage_alone.counts[0]
+            cells, cells_alone = in_order(stage.done.tokens, image), in_order(stage_alone.done.tokens, 0)
+            assert cells == cells_alone
+            assert torch.equal(ours[image, : len(cells)], theirs[0, : len(cells)])
+        assert torch.allclose(together.latent[image], alone.latent[0], rtol=0, atol=LATENT_TOLERANCE[family])
+        assert torch.allclose(together.pixels[image], alone.pixels[0], rtol=0, atol=PIXEL_TOLERANCE)
+
+
+@pytest.mark.xfail(
+    reason="STAR's refiner draws for tokens that are spoken for from the image's stream only where there are any in the batch"
+)
+def test_a_refined_image_that_keeps_everything_equals_itself_beside_one_that_does_not() -> None:
+    family, method = "star_refined", replace(STRONG["star_refined"], tau=0.9)
+    together, seen = watched(family, method)
+    assert max(seen[-2].counts) == seen[-2].done.stage.cells > min(seen[-2].counts)
+    for image in range(3):
+        alone, _ = watched(family, method, prompts=tiny.one_prompt(family, image), seed=11 + image)
+        assert torch.allclose(together.latent[image], alone.latent[0], rtol=0, atol=LATENT_TOLERANCE[family])
+
+
+def in_order(tokens: Tokens, image: int) -> list[int]:
+    """The real cells of an image."""
+    if tokens.index is None:
+        return list(range(tokens.stage.cells))
+    count = tokens.width if tokens.count is None else int(tokens.count[image])
+    return tokens.index[image, :count].tolist()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_permuted_batch_permutes_the_images(family: str) -> None:
+    order, seeds = [2, 0, 1], [5, 60, 700]
+    permuted = [tiny.one_prompt(family, image) for image in order]
+    prompts = permuted if family in tiny.CLASS_FAMILIES else TextFeatures.joined(permuted)
+    straight, _ = watched(family, seed=seeds)
+    shuffled, _ = watched(family, prompts=prompts, seed=[seeds[image] for image in order])
+    assert all(torch.equal(a, b[order]) for a, b in zip(shuffled.codes, straight.codes, strict=True))
+    assert torch.allclose(shuffled.pixels, straight.pixels[order], rtol=0, atol=PIXEL_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_seed_repeats_its_images_bit_for_bit(family: str) -> None:
+    """And one method serves several requests: its state belongs to the run."""
+    method = STRONG[family]
+    first = drawn(family, method=method)
+    drawn(family, method=method, seed=99, images=1)
+    assert_same_bits(drawn(family, method=method), first)
+    assert not torch.equal(drawn(family, method=method, seed=12).latent, first.latent)
+
+
+def keeping(branches: Branches, first: int) -> Method:
+    @dataclass(frozen=True)
+    class Keeping(Method):
+        def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+            return StagePlan(branches=branches if stage.index >= first else "both")
+
+    return Keeping()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("first", [1, -1], ids=["early", "last"])
+def test_dropping_the_unconditional_rows_where_guidance_is_one_changes_nothing(family: str, first: int) -> None:
+    stages = len(tiny.schedule_of(family))
+    guidance = [2.5 if stage < first % stages else 1.0 for stage in range(stages)]
+    options = WHOLE_CODES.get(family, {}) | {"guidance": guidance}
+    both = drawn(family, method=STRONG[family], **options)
+    dropped = drawn(family, method=[STRONG[family], keeping("cond", first % stages)], **options)
+    assert [stage.rows for stage in dropped.report.stages][-1] == 3
+    assert min(stage.tokens / (stage.height * stage.width) for stage in both.report.stages) < 1
+    assert all(torch.equal(a, b) for a, b in zip(both.codes, dropped.codes, strict=True))
+    assert torch.allclose(both.pixels, dropped.pixels, rtol=0, atol=PIXEL_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", tiny.CLASS_FAMILIES)
+def test_unconditional_rows_alone_are_the_class_minus_one(family: str) -> None:
+    alone = drawn(family, method=[STRONG[family], keeping("uncond", 0)])
+    unconditional = drawn(family, prompts=[-1, -1, -1], guidance=0, method=STRONG[family])
+    assert all(torch.equal(a, b) for a, b in zip(alone.codes, unconditional.codes, strict=True))
+
+
+@pytest.mark.parametrize("family", ANY_SCHEDULE)
+@pytest.mark.parametrize("metric", ["mse", "logits", "image"])
+def test_non_square_images(family: str, metric: Any) -> None:
+    method = replace(STRONG[family], metric=metric, tau={"mse": 0.98, "logits": 0.9, "image": 0.8}[metric])
+    size = NON_SQUARE[family]
+    output, seen = watched(family, method, size=size)
+    assert [max(stage.counts) < stage.done.stage.cells for stage in seen[-2:]] == [True, True]
+    assert output.pixels.shape[2] * 6 == output.pixels.shape[3] * 4
+    alone, _ = watched(family, method, prompts=tiny.one_prompt(family, 1), seed=12, size=size)
+    assert torch.allclose(output.latent[1], alone.latent[0], rtol=0, atol=LATENT_TOLERANCE[family])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rows": "both"},
+        {"alpha": None},
+        {"alpha": 2},
+        {"beta": -1.0},
+        {"beta": 1.0},
+        {"block": 3},
+        {"from_stage": None},
+        {"metric": "logits"},
+    ],
+    ids=str,
+)
+def test_every_setting_does_something(family: str, fields: dict[str, Any]) -> None:
+    """Each changes the image, except where it has nothing to change: FlexVAR has no anchors."""
+    if "from_stage" in fields:
+        fields = {"from_stage": len(tiny.schedule_of(family))}
+    plain, changed = drawn(family, method=STRONG[family]), drawn(family, method=replace(STRONG[family], **fields))
+    without_effect = family == "flexvar" and {"alpha", "beta"} & set(fields)
+    assert torch.equal(plain.latent, changed.latent) == bool(without_effect)
+
+
+# --- what the canvas gets
+
+
+@pytest.mark.parametrize("family", RESIDUAL_FAMILIES)
+def test_an_excluded_token_has_its_anchors_logits_or_none(family: str) -> None:
+    """Every cell's logits are those of a cell that ran: its own, or an anchor's."""
+    _, seen = watched(family)
+    alpha, matched, silent = STRONG[family].alpha, 0, 0
+    for stage in (stage for stage in seen if stage.spoken is not None):
+        done = stage.done
+        assert done.tokens is stage.spoken
+        for image in range(3):
+            cells = in_order(done.tokens, image)
+            logits = dict(zip(cells, done.logits[image], strict=False))
+            excluded = stage.excluded[image].flatten().tolist()
+            anchors = anchor_cells(done.stage.size, alpha, torch.device("cpu")).tolist()
+            assert set(anchors) <= set(cells)
+            for cell in range(done.stage.cells):
+                if not excluded[cell] or cell in anchors:
+                    assert cell in cells
+                elif cell in cells:
+                    assert any(torch.equal(logits[cell], logits[anchor]) for anchor in anchors)
+                    matched += 1
+                else:
+                    silent += 1
+    assert matched > 0 and silent > 0
+
+
+def test_copied_logits_are_drawn_from_cell_by_cell() -> None:
+    """Two cells with the same logits may take different codes."""
+    _, seen = watched("var", replace(STRONG["var"], beta=-1.0), temperature=4.0)
+    done = seen[-1].done
+    same = (done.logits[:, :, None] == done.logits[:, None]).all(dim=-1)
+    different = done.codes[:, :, None] != done.codes[:, None]
+    assert (same & different).any()
+
+
+def test_flexvar_keeps_its_previous_estimate() -> None:
+    latents: list[Tensor] = []
+    pipeline = tiny.shared_pipeline("flexvar")
+    output = pipeline(
+        tiny.prompts("flexvar", 3), seed=11, method=STRONG["flexvar"], masks=True, on_stage=lambda preview: latents.append(preview.latent)
+    )
+    for stage in (3, 4):
+        size = output.kept[stage].shape[1:]
+        resized = torch.nn.functional.interpolate(latents[stage - 1], size=size, mode="bicubic")
+        kept = output.kept[stage][:, None] == 1
+        assert not kept.all()
+        assert torch.equal(latents[stage].where(~kept, resized), resized)
+        assert (latents[stage] != resized).any(dim=1).sum() == kept.sum()
+
+
+def test_hart_adds_the_anchors_residual() -> None:
+    """The last stage's latent is its codes' vectors, plus the residual of the cell whose logits a cell has."""
+    latents: list[Tensor] = []
+    watching = Watched(STRONG["hart"])
+    seen: list[StageDone] = []
+
+    def look(preview: Preview) -> None:
+        latents.append(preview.latent)
+        seen.append(preview.done)
+
+    pipeline = tiny.shared_pipeline("hart")
+    pipeline(tiny.prompts("hart", 3), seed=11, method=watching, on_stage=look, smooth=False)
+    done, tokens, choice = seen[-1], seen[-1].tokens, watching.run.choice
+    added = (latents[-1] - latents[-2]).flatten(2).transpose(1, 2)  # [B, cells, Z]
+    copied = 0
+    for image in range(3):
+        ran = choice.kept[image].nonzero().flatten().tolist()
+        spoken = in_order(tokens, image)
+        for place, cell in enumerate(spoken):
+            speakers = [
+                position for position, other in enumerate(ran) if torch.equal(logits_at(done, image, other), done.logits[image, place])
+            ]
+            vector = pipeline.tokenizer.codebook[done.codes[image, place]]
+            rest = added[image, cell] - vector
+            assert any(torch.allclose(rest, done.residual[image, position], atol=1e-5) for position in speakers)
+            copied += cell not in ran
+        silent = sorted(set(range(16)) - set(spoken))
+        assert (added[image, silent] == 0).all()
+    assert copied > 0
+
+
+def logits_at(done: StageDone, image: int, cell: int) -> Tensor:
+    return done.logits[image, in_order(done.tokens, image).index(cell)]
+
+
+def test_logits_that_were_shown_are_not_written_over() -> None:
+    """Also where a stage has the size of the one before, so that nothing has to be resized."""
+    shown: list[tuple[Tensor, Tensor]] = []
+    schedule = Schedule(((1, 1), (2, 2), (3, 3), (3, 3), (3, 3)))
+    method = replace(STRONG["infinity"], from_stage=3)
+    _, seen = watched("infinity", method, size=schedule)
+    assert [stage.done.plan.width is not None for stage in seen] == [False, False, True, True, True]
+    tiny.shared_pipeline("infinity")(
+        tiny.prompts("infinity", 3),
+        seed=11,
+        method=method,
+        size=schedule,
+        on_stage=lambda preview: shown.append((preview.done.logits, preview.done.logits.clone())),
+    )
+    assert all(torch.equal(logits, then) for logits, then in shown)
+
+
+# --- together with others
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_with_skipped_last_stages(family: str) -> None:
+    both = drawn(family, method=[STRONG[family], SkipStages(1)])
+    alone = drawn(family, method=STRONG[family])
+    assert [stage.tokens for stage in both.report.stages] == [stage.tokens for stage in alone.report.stages[:-1]] + [0]
+    assert all(torch.equal(a, b) for a, b in zip(both.codes, alone.codes[:-1], strict=True))
+
+
+@dataclass(frozen=True)
+class SkipOne(Method):
+    index: int
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return StagePlan(skip=stage.index == self.index)
+
+
+@pytest.mark.parametrize("metric", ["mse", "logits", "image"])
+@pytest.mark.parametrize("family", ["infinity", "flexvar", "hart"])
+def test_with_a_stage_skipped_on_the_way(family: str, metric: Any) -> None:
+    """What is known of the last stage that ran is used; where nothing is known, the stage is dense."""
+    stages = len(tiny.schedule_of(family))
+    method = replace(STRONG[family], metric=metric, from_stage=stages - 1, tau=0.99 if metric == "mse" else 0.5)
+    output = drawn(family, method=[method, SkipOne(stages - 2)])
+    assert output.report.stages[-2].tokens == 0
+    if metric != "image":
+        assert output.report.stages[-1].tokens < output.report.stages[-1].height * output.report.stages[-1].width
+    before = drawn(family, method=[replace(method, metric="mse"), SkipOne(stages - 3)])
+    assert before.report.stages[-2].tokens == before.report.stages[-2].height * before.report.stages[-2].width
+
+
+@dataclass(frozen=True)
+class HalfTheTokens:
+    """A span like FastVAR's: every branch of its blocks computes half of each row's tokens only."""
+
+    layers: range
+    key: str = "half"
+
+    def width(self, tokens: int) -> int:
+        return (tokens + 1) // 2
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        score = x.square().mean(dim=-1)
+        if tokens.count is None:
+            selection, kept = tokens.top(score, self.width(x.shape[1]))
+        else:
+            selection, kept = tokens.top(score, (tokens.count + 1) // 2, self.width(x.shape[1]))
+        where = selection[..., None].expand(-1, -1, x.shape[2])
+        for block in blocks:
+            for part in block.parts:
+                some = x.gather(1, where)
+                x = x.scatter(1, where, some + part(some, kept, env))
+        if tokens.count is None:
+            return x
+        last = torch.minimum(torch.arange(x.shape[1]), tokens.count[:, None] - 1)  # padding repeats the last token, as it came
+        return x.gather(1, last[..., None].expand_as(x))
+
+
+@dataclass(frozen=True)
+class Halving(Method):
+    layers: range
+    first: int
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return StagePlan(spans=(HalfTheTokens(self.layers),) if stage.index >= self.first else ())
+
+    def start(self, setup: RunSetup) -> Method:
+        return self
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        return tuple(self.plan(stage, None) for stage in schedule)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_with_spans_inside_reduced_stages(family: str) -> None:
+    """A ragged batch of both methods equals its images alone."""
+    method = Combined((STRONG[family], Halving(range(1, 3), len(tiny.schedule_of(family)) - 2)))
+    options = WHOLE_CODES.get(family, {})
+    together = drawn(family, method=method, **options)
+    plain = drawn(family, method=STRONG[family], **options)
+    assert not torch.equal(together.latent, plain.latent)
+    for image in range(3):
+        alone = drawn(family, prompts=tiny.one_prompt(family, image), seed=11 + image, method=method, **options)
+        assert torch.allclose(together.latent[image], alone.latent[0], rtol=0, atol=LATENT_TOLERANCE[family])
+
+
+def test_a_span_over_the_block_that_is_looked_at_is_refused() -> None:
+    with pytest.raises(SettingError, match="at stage 2 block 0 cannot be observed"):
+        drawn("var", method=[SparseVAR(from_stage=4), Halving(range(3), 2)])
+    drawn("var", method=[SparseVAR(from_stage=4, metric="logits"), Halving(range(3), 2)])
+
+
+# --- any map
+
+
+@st.composite
+def changes(draw: st.DrawFn, stages: int = 3) -> tuple[list[tuple[int, int]], list[Tensor]]:
+    """Growing sizes, and a map of changes of two images for each."""
+    height, width = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    sizes = [(height, width)]
+    for _ in range(stages - 1):
+        sizes.append((sizes[-1][0] + draw(st.integers(0, 3)), sizes[-1][1] + draw(st.integers(0, 3))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    power = draw(st.sampled_from([0.2, 1.0, 5.0]))
+    return sizes, [torch.rand(2, h * w, generator=generator) ** power for h, w in sizes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    changes(),
+    st.floats(0, 1),
+    st.sampled_from([None, 1, 2, 3, 4]),
+    st.sampled_from(["mse", "logits"]),
+    st.floats(-1, 1),
+)
+def test_any_map_keeps_the_promises(
+    drawn_maps: tuple[list[tuple[int, int]], list[Tensor]], tau: float, alpha: int | None, metric: Any, beta: float
+) -> None:
+    """Counts, widths and raster order fit; anchors run; what is out stays out; whoever ran speaks for himself."""
+    sizes, maps = drawn_maps
+    schedule = Schedule(((1, 1), *sizes))
+    run = start(SparseVAR(tau=tau, beta=beta, alpha=alpha, from_stage=3, block=1, metric=metric), schedule=schedule, batch=2)
+    out_before: GridMap | None = None
+    for stage, change in zip(schedule.stages[1:], maps, strict=True):
+        plan = run.plan(stage, None)
+        x = torch.arange(float(stage.cells)).expand(4, -1)[..., None]
+        x, tokens = run.enter(x, Tokens(stage))
+        plan.check_width(tokens)
+        if plan.width is None:
+            assert tokens.index is None
+        else:
+            counts = run.choice.counts.tolist()
+            assert plan.width == max(counts) and 1 <= min(counts) < stage.cells
+            assert (tokens.count is None) == (min(counts) == max(counts))
+            assert torch.equal(x[..., 0].long(), tokens.index)
+            assert torch.equal(tokens.index[:2], tokens.index[2:])
+            for image in range(2):
+                cells = in_order(tokens, image)
+                assert cells == sorted(set(cells)) and len(cells) == counts[image]
+                assert cells == run.choice.kept[image].nonzero().flatten().tolist()
+                if alpha is not None:
+                    assert set(anchor_cells(stage.size, alpha, torch.device("cpu")).tolist()) <= set(cells)
+        if run.choice is not None:
+            if out_before is not None:
+                parents = out_before.at(stage.size, "nearest-exact")[..., 0] > 0.5
+                assert (run.choice.excluded | ~parents).all()
+            out_before = GridMap(run.choice.excluded[..., None].float(), stage.size)
+        values = change[:, :, None] if tokens.index is None else tokens.rows(slice(0, 2)).gather(change[:, :, None])
+        after = values.sqrt().repeat(2, 1, 1)
+        run.observe(0, torch.zeros_like(after), after, tokens)
+        logits = torch.cat([values, 1 - values, values.square()], dim=-1)
+        said, spoken_tokens = run.leave(logits, tokens.rows(slice(0, 2)))
+        for image in range(2):
+            cells = in_order(spoken_tokens, image)
+            assert set(in_order(tokens, image)) <= set(cells)
+            if beta <= -1 and alpha is not None:
+                assert len(cells) == stage.cells
+            for place, cell in enumerate(cells):
+                if cell in in_order(tokens, image):
+                    assert torch.equal(said[image, place], logits[image, in_order(tokens, image).index(cell)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 7), st.integers(0, 2**31))
+def test_any_best_anchor_is_the_one_that_a_loop_finds(height: int, width: int, alpha: int, seed: int) -> None:
+    vectors = torch.randn(2, height * width, 5, generator=torch.Generator().manual_seed(seed))
+    anchors = anchor_cells((height, width), alpha, vectors.device)
+    expected = [row * width + column for row in range(height) for column in range(width) if row % alpha == 0 and column % alpha == 0]
+    assert anchors.tolist() == expected
+    similarity, best = best_anchor(vectors, anchors, (height, width))
+    for image in range(2):
+        for cell in range(height * width):
+            each = {anchor: float(torch.cosine_similarity(vectors[image, cell], vectors[image, anchor], dim=0)) for anchor in expected}
+            assert abs(float(similarity[image, cell]) - max(each.values())) < 1e-5
+            assert each[int(best[image, cell])] > max(each.values()) - 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31))
+def test_any_neighbour_similarity_is_the_one_that_a_loop_finds(height: int, width: int, seed: int) -> None:
+    vectors = torch.randn(1, height * width, 4, generator=torch.Generator().manual_seed(seed))
+    ours = neighbour_similarity(vectors, (height, width)).view(height, width)
+    for row in range(height):
+        for column in range(width):
+            around = [
+                (y, x)
+                for y in range(max(0, row - 1), min(height, row + 2))
+                for x in range(max(0, column - 1), min(width, column + 2))
+                if (y, x) != (row, column)
+            ]
+            here = vectors[0, row * width + column]
+            each = [float(torch.cosine_similarity(here, vectors[0, y * width + x], dim=0)) for y, x in around]
+            assert abs(float(ours[row, column]) - (sum(each) / len(each) if each else 0.0)) < 1e-5
+
+
+# --- the canvas's images
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_canvas_shows_what_is_drawn_so_far(family: str) -> None:
+    shown: list[tuple[Tensor, Tensor]] = []
+    pipeline = tiny.shared_pipeline(family)
+
+    def look(preview: Preview) -> None:
+        shown.append((preview.canvas.decode(), pipeline.tokenizer.decode(preview.latent)))
+
+    output = drawn(family, images=2, on_stage=look)
+    assert len(shown) == len(tiny.schedule_of(family))
+    assert all(torch.equal(ours, theirs) for ours, theirs in shown)
+    assert torch.equal(shown[-1][0], output.pixels)

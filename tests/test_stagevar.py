@@ -1,0 +1,1042 @@
+"""StageVAR: its arithmetic on toys, its ranks against the published ones, and what every method must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
+from nextscale.accel.choice import parse_method
+from nextscale.accel.combine import Combined
+from nextscale.accel.lowrank import (
+    Energy,
+    Share,
+    approximation,
+    energy_ranks,
+    factors,
+    least_squares_weights,
+    project,
+    projection,
+    repeat_tail,
+    representatives,
+    same_direction,
+    singular_energies,
+    squared_norms,
+    zero_tail,
+)
+from nextscale.accel.stagevar import (
+    CONSTANT_RATIO,
+    LeastSquaresRows,
+    LowRank,
+    Remember,
+    RepresentativeRows,
+    RunState,
+    SingularRows,
+    StageVAR,
+    Variant,
+    measure_ranks,
+    rank_tables,
+)
+from nextscale.cache import DenseLayerCache, Env, StageMemory
+from nextscale.canvas import Canvas
+from nextscale.errors import SettingError
+from nextscale.guidance import StageGuidance
+from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
+from nextscale.pipeline import Output
+from nextscale.sampling import ImageDraws
+from nextscale.schedules import HART_1024, INFINITY_SIZES, infinity_schedule
+from nextscale.stage import Schedule, Stage, Tokens
+
+from . import tiny
+
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+STAGES = {family: len(tiny.schedule_of(family)) for family in tiny.FAMILIES}
+OFF = StageVAR(guidance_off=99, alphas=())
+BATCH_TOLERANCE = 1e-4  # of pixels; the largest difference seen is 1.4e-5, HART's included
+INTEGER_CODES = {"hart": {"smooth": False}}
+
+
+def drawn(family: str, images: int = 2, method: Any = None, **settings: Any) -> Output:
+    settings = INTEGER_CODES.get(family, {}) | settings
+    return tiny.shared_pipeline(family)(tiny.prompts(family, images), seed=11, method=method, **settings)
+
+
+def alone(family: str, image: int, method: Method, **settings: Any) -> Output:
+    settings = INTEGER_CODES.get(family, {}) | settings
+    return tiny.shared_pipeline(family)(tiny.one_prompt(family, image), seed=11 + image, method=method, **settings)
+
+
+def assert_same_bits(ours: Output, theirs: Output) -> None:
+    assert_same_codes(ours, theirs)
+    assert torch.equal(ours.pixels, theirs.pixels)
+
+
+def assert_same_codes(ours: Output, theirs: Output) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours.codes, theirs.codes, strict=True))
+
+
+def last_stage(family: str) -> int:
+    return STAGES[family] - 1
+
+
+# --- representatives
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def exponential(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.empty(rows, columns).exponential_(generator=torch.Generator().manual_seed(seed))
+
+
+def test_pairs_of_representatives_have_the_probabilities_of_drawing_one_after_the_other() -> None:
+    trials = 60_000
+    pairs = representatives(WEIGHTS.expand(trials, -1), exponential(trials, 4), 2)
+    p = WEIGHTS / WEIGHTS.sum()
+    for first in range(4):
+        for second in range(4):
+            seen = float(((pairs[:, 0] == first) & (pairs[:, 1] == second)).float().mean())
+            expected = 0.0 if first == second else float(p[first] * p[second] / (1 - p[first]))
+            assert abs(seen - expected) < 4 * (expected * (1 - expected) / trials) ** 0.5 + 1e-9, (first, second)
+
+
+def test_representatives_are_those_of_multinomial() -> None:
+    weight = torch.rand(3, 50, generator=torch.Generator().manual_seed(5))
+    theirs = torch.multinomial(weight, 20, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(representatives(weight, exponential(3, 50, seed=1), 20), theirs)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 9])
+def test_representatives_are_drawn_without_replacement(rank: int) -> None:
+    chosen = representatives(torch.rand(40, 9), exponential(40, 9), rank)
+    assert chosen.shape == (40, rank)
+    assert all(len(set(row.tolist())) == rank for row in chosen)
+
+
+def test_tokens_of_length_zero_come_last_and_padding_never() -> None:
+    weight = torch.tensor([[0.0, 1.0, 0.0, 1.0, 5.0]]).repeat(50, 1)
+    chosen = representatives(weight, exponential(50, 5), 4, count=torch.full((50,), 4))
+    assert all(set(row.tolist()) == {1, 3} for row in chosen[:, :2])
+    assert all(set(row.tolist()) == {0, 2} for row in chosen[:, 2:])
+
+
+def test_squared_norms_are_float32() -> None:
+    x = torch.tensor([[[300.0, 400.0]]], dtype=torch.float16)
+    assert squared_norms(x).tolist() == [[250_000.0]]
+
+
+def test_projections_keep_lengths_on_average() -> None:
+    """Entries are N(0, 1/r), so a row of ones times r of them has the length of the row."""
+    q = projection(ImageDraws((3,), torch.device("cpu")).normal((1, 400, 300), torch.device("cpu")), 300)
+    assert abs(float(q.mean())) < 5 * (1 / 300 / q.numel()) ** 0.5
+    assert float(q.var()) == pytest.approx(1 / 300, rel=0.02)
+    per_row = projection(torch.ones(2, 1, 4), torch.tensor([4, 16]))
+    assert per_row[:, 0, 0].tolist() == [0.5, 0.25]
+
+
+# --- tails of rows with different counts
+
+
+def test_tails_repeat_or_vanish() -> None:
+    x = torch.arange(8.0).view(2, 4, 1)
+    count = torch.tensor([4, 2])
+    assert repeat_tail(x, count)[..., 0].tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert repeat_tail(x[..., 0], count).tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert zero_tail(x, count)[..., 0].tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]]
+    assert repeat_tail(x, None) is x
+    assert zero_tail(x, None) is x
+
+
+# --- energy
+
+
+def with_singular_values(values: Sequence[float], tokens: int = 12, channels: int = 7, seed: int = 0) -> Tensor:
+    """[1, tokens, channels], mean-centred, with these singular values."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(tokens, len(values), generator=generator)
+    u = torch.linalg.qr(left - left.mean(dim=0)).Q
+    v = torch.linalg.qr(torch.randn(channels, len(values), generator=generator)).Q
+    return ((u * torch.tensor(values)) @ v.T)[None]
+
+
+@pytest.mark.parametrize(("alpha", "rank"), [(0.1, 1), (0.63, 1), (0.65, 2), (0.79, 2), (0.81, 3), (0.95, 3), (0.97, 4), (0.999, 4)])
+def test_the_energy_rule_on_known_singular_values(alpha: float, rank: int) -> None:
+    """Energies 16, 4, 4, 1: shares 0.64, 0.8, 0.96, 1."""
+    x = with_singular_values((4, 2, 2, 1))
+    assert singular_energies(x)[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-4)
+    shifted = x + 100 * torch.randn(1, 1, 7)
+    for matrix in (x, shifted):  # what all tokens have in common is no energy
+        assert energy_ranks(singular_energies(matrix), alpha).tolist() == [rank]
+
+
+def test_padding_has_no_energy() -> None:
+    x = with_singular_values((4, 2, 2, 1)) + 3
+    padded = torch.cat([x, x[:, -1:].expand(-1, 5, -1)], dim=1)
+    energies = singular_energies(torch.cat([padded, torch.randn(1, 17, 7)]), count=torch.tensor([12, 17]))
+    assert energies[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-3)
+
+
+def test_ranks_of_nothing_and_of_everything() -> None:
+    assert energy_ranks(torch.zeros(2, 5), 0.9).tolist() == [1, 1]
+    assert energy_ranks(torch.ones(1, 5), 1.0).tolist() == [5]
+
+
+# --- decompositions
+
+
+def test_factors_are_leading_directions_with_signs_of_their_own() -> None:
+    x = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(1))
+    u, rows = factors(x, 5)
+    assert torch.allclose(u @ rows, x, atol=1e-5)
+    u, rows = factors(x, 2)
+    assert torch.allclose(u.transpose(1, 2) @ u, torch.eye(2).expand(2, 2, 2), atol=1e-5)
+    assert (rows.gather(2, rows.abs().argmax(dim=2, keepdim=True)) > 0).all()
+    flipped, same = factors(-x, 2)
+    assert torch.allclose(same, rows, atol=1e-5)
+    assert torch.allclose(flipped, -u, atol=1e-5)
+
+
+def test_directions_that_are_not_there_are_zero() -> None:
+    x = with_singular_values((3, 2))
+    u, rows = factors(x, 4)
+    assert (u[..., 2:] == 0).all()
+    assert torch.allclose(u @ rows, x, atol=1e-5)
+
+
+def test_approximations_of_each_rank() -> None:
+    x = with_singular_values((4, 2, 1)).repeat(3, 1, 1)
+    near = approximation(x, torch.tensor([1, 2, 3]))
+    errors = (near - x).square().sum(dim=(1, 2)).tolist()
+    assert errors == pytest.approx([5, 1, 0], abs=1e-4)
+    assert [int(torch.linalg.matrix_rank(one, rtol=1e-4)) for one in near] == [1, 2, 3]
+
+
+def test_directions_are_compared_column_by_column() -> None:
+    like = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
+    u = torch.tensor([[[-1.0, 2.0, 0.0], [5.0, 1.0, 1.0], [3.0, 4.0, 0.0]]])
+    assert same_direction(u, like).tolist() == [[[1.0, 2.0, 0.0], [-5.0, 1.0, 1.0], [-3.0, 4.0, 0.0]]]
+
+
+def test_least_squares_weights_restore_what_the_rows_span() -> None:
+    x = with_singular_values((4, 2))
+    rows = project(x, torch.randn(1, 12, 3, generator=torch.Generator().manual_seed(0)))
+    assert torch.allclose(least_squares_weights(rows, x) @ rows, x, atol=1e-4)
+    padded = torch.cat([rows, torch.zeros(1, 2, 7)], dim=1)
+    weights = least_squares_weights(padded, x)
+    assert (weights[..., 3:].abs() < 1e-6).all()
+    assert torch.allclose(weights @ padded, x, atol=1e-4)
+
+
+# --- toys: four tokens of two channels
+
+
+class Given:
+    """Draws as written down."""
+
+    def __init__(self, race: Sequence[float], normal: Sequence[Sequence[float]]) -> None:
+        self.race, self.table = torch.tensor([race]), torch.tensor([normal])
+
+    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        assert tuple(shape) == tuple(self.race.shape)
+        return self.race
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        assert tuple(shape) == tuple(self.table.shape)
+        return self.table
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        raise AssertionError("not needed")
+
+
+class Doubling:
+    """A block."""
+
+    layer = 0
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tokens]] = []
+
+    def __call__(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        self.seen.append((x, tokens))
+        return 2 * x
+
+
+FOUR = Tokens(Stage(1, 2, 2, start=1, last=False))
+X = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 0.0], [0.0, 4.0]]])  # squared norms 1, 4, 9, 16
+NORMAL = [[2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [4.0, 0.0]]  # Q is this over sqrt(2)
+
+
+def toy_span(kind: type[LowRank] = RepresentativeRows, race: Sequence[float] = (0.1, 8.0, 1.0, 8.0), **settings: Any) -> LowRank:
+    """Two rows of four tokens; with this race the ratios are 10, 0.5, 9, 2."""
+    setup = RunSetup(torch.nn.Module(), Schedule((1, 2)), 1, Given(race, NORMAL), track_kept=True)  # type: ignore[arg-type]
+    return kind(range(1), 1, 0, Share(0.25), state=RunState(setup), **settings)
+
+
+def toy_env(previous: Tensor) -> Env:
+    env = Env(1, None, (), StageMemory(), "both")  # type: ignore[arg-type]
+    env.memory.store(("stagevar", 0), previous, Tokens(Stage(0, 1, 1, start=0, last=False)))
+    return env
+
+
+def test_projection_by_hand() -> None:
+    """Columns of Q over sqrt(2): (2, 0, 2, 4) and (0, 2, 2, 0)."""
+    q = projection(torch.tensor([NORMAL]), 4)
+    assert project(X, q).tolist() == [[[(2 * 1 + 2 * 3) / 2, 4 * 4 / 2], [2 * 3 / 2, 2 * 2 / 2]]]
+
+
+def test_projected_rows_go_to_their_representatives_and_the_rest_is_filled_from_the_previous_stage() -> None:
+    block, env = Doubling(), toy_env(torch.tensor([[[-1.0, -2.0]]]))
+    out = toy_span(remember=True)([block], X, FOUR, env)  # type: ignore[list-item]
+    half = 2**-0.5
+    rows = torch.tensor([[8.0, 16.0], [6.0, 4.0]]) * half
+    (entered, tokens), *rest = block.seen
+    assert not rest
+    assert torch.allclose(entered[0], rows)
+    assert tokens.index.tolist() == [[0, 2]]  # in the order of being drawn, at the positions of the representatives
+    expected = torch.tensor([[0.0, 0.0], [-1.0, -2.0], [0.0, 0.0], [-1.0, -2.0]])
+    expected[0], expected[2] = 2 * rows[0], 2 * rows[1]
+    assert torch.allclose(out[0], expected)
+    assert torch.equal(env.memory.fill(("stagevar", 0), FOUR), out)
+
+
+def test_the_order_of_drawing_decides_which_row_goes_where() -> None:
+    block, env = Doubling(), toy_env(torch.zeros(1, 1, 2))
+    out = toy_span(race=(8.0, 8.0, 9.0, 1.0))([block], X, FOUR, env)  # type: ignore[list-item]
+    assert block.seen[0][1].index.tolist() == [[3, 2]]
+    assert torch.allclose(out[0, 3], torch.tensor([16.0, 32.0]) / 2**0.5)
+    assert torch.allclose(out[0, 2], torch.tensor([12.0, 8.0]) / 2**0.5)
+
+
+def test_as_released_the_rows_take_the_first_positions() -> None:
+    block, env = Doubling(), toy_env(torch.zeros(1, 1, 2))
+    out = toy_span(race=(8.0, 8.0, 9.0, 1.0), first_positions=True)([block], X, FOUR, env)  # type: ignore[list-item]
+    assert block.seen[0][1].index.tolist() == [[0, 1]]
+    assert torch.allclose(out[0, 3], torch.tensor([16.0, 32.0]) / 2**0.5)
+
+
+def test_least_squares_doubles_what_the_block_doubles() -> None:
+    """All of X lies in the span of two rows, so the input's solution restores 2 X; the previous map is X too and gives as much again."""
+    env = Env(1, None, (), StageMemory(), "both")  # type: ignore[arg-type]
+    env.memory.store(("stagevar", 0), X, FOUR)
+    out = toy_span(LeastSquaresRows)([Doubling()], X, FOUR, env)  # type: ignore[list-item]
+    assert torch.allclose(out, 4 * X, atol=1e-4)
+
+
+def test_singular_rows_double_what_the_block_doubles() -> None:
+    env = Env(1, None, (), StageMemory(), "both")  # type: ignore[arg-type]
+    env.memory.store(("stagevar", 0), -3 * X, FOUR)  # the same directions with other signs and lengths
+    block = Doubling()
+    out = toy_span(SingularRows)([block], X, FOUR, env)  # type: ignore[list-item]
+    assert torch.allclose(out, 4 * X, atol=1e-4)
+    assert torch.allclose(block.seen[0][0][0], torch.tensor([[0.0, 20**0.5], [10**0.5, 0.0]]), atol=1e-5)
+    assert block.seen[0][1].index.tolist() == [[0, 1]]
+
+
+def test_rows_of_a_batch_with_different_counts_are_those_rows_alone() -> None:
+    """Half of four tokens and half of two, padded by two."""
+    short = Tokens(FOUR.stage, torch.tensor([[0, 1, 2, 3], [1, 3, 3, 3]]), torch.tensor([4, 2]))
+    x = torch.cat([X, X[:, [1, 3, 3, 3]]])
+    draws = ImageDraws((1, 2), torch.device("cpu"))
+    results = []
+    for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        draws = ImageDraws((1, 2)[rows], torch.device("cpu"))
+        tokens, entered = short.rows(rows), x[rows]
+        if rows == slice(1, 2):
+            tokens, entered = Tokens(FOUR.stage, tokens.index[:, :2]), entered[:, :2]
+        batch = len(entered)
+        setup = RunSetup(torch.nn.Module(), Schedule((1, 2)), batch, draws)  # type: ignore[arg-type]
+        env = Env(batch, None, (), StageMemory(), "both")  # type: ignore[arg-type]
+        env.memory.store(("stagevar", 0), torch.full((batch, 1, 2), -7.0), Tokens(Stage(0, 1, 1, start=0, last=False)))
+        results.append(RepresentativeRows(range(1), 1, 0, Share(0.5), state=RunState(setup))([Doubling()], entered, tokens, env))  # type: ignore[list-item]
+    together, first, second = results
+    assert torch.allclose(together[0], first[0])
+    assert torch.allclose(together[1, :2], second[0])
+    assert torch.equal(together[1, 2:], together[1, 1:2].expand(2, -1))  # the tail repeats the last real token
+    assert (together[0] == -7).any(dim=1).sum() == 1
+
+
+# --- ranks
+
+
+def on_meta(model: type[NextScaleModel], config: Any) -> NextScaleModel:
+    with torch.device("meta"):
+        return model(config)
+
+
+@cache
+def infinity(depth: int = 32, width: int = 48) -> NextScaleModel:
+    config = InfinityConfig(depth, width, 3, 8, bits_per_token=4, text_channels=128, longest_text=16)
+    return on_meta(Infinity, config)
+
+
+def widths(plan: StagePlan, stage: Stage) -> list[int]:
+    return [span.width(stage.cells) for span in plan.spans]
+
+
+ONE_MEGAPIXEL = infinity_schedule(1.0, "1M")
+RANKS_40 = [11, 30, 48, 60, 67, 58, 64, 80]  # as the authors' program ran them at alpha 0.70
+RANKS_48 = [13, 37, 58, 68, 80, 72, 80, 102]
+
+
+def test_ranks_of_the_released_program() -> None:
+    plans = StageVAR(alphas={10: 0.7, 11: 0, 12: 0}).forecast(infinity(), ONE_MEGAPIXEL)
+    assert widths(plans[10], ONE_MEGAPIXEL[10]) == RANKS_40
+    assert [plan.skip for plan in plans] == [False] * 11 + [True] * 2
+    smaller = infinity_schedule(1.0, "0.60M")
+    plans = StageVAR(guidance_off=10, alphas={10: 0.7, 11: 0.7}, as_released=True).forecast(infinity(), smaller)
+    assert [widths(plans[stage], smaller[stage]) for stage in (10, 11)] == [RANKS_40, RANKS_48]
+
+
+def test_cache_lengths_of_the_released_program() -> None:
+    """Keys per layer after the 40 and 48 stages: 2521 of the dense stages, and one per projected row."""
+    plans = StageVAR(guidance_off=10, alphas={10: 0.7, 11: 0.7}).forecast(infinity(), infinity_schedule(1.0, "0.60M"))
+    lengths = [2521 + r40 + r48 for r40, r48 in zip(RANKS_40, RANKS_48, strict=True) for _ in range(4)]
+    assert lengths[:8] == [2545] * 4 + [2588] * 4
+    seen = [0] * 32
+    for plan, stage in zip(plans, ONE_MEGAPIXEL, strict=False):
+        own = {layer: span.width(stage.cells) for span in plan.spans for layer in span.layers}
+        seen = [length + own.get(layer, stage.cells) for layer, length in enumerate(seen)]
+    assert seen == lengths
+
+
+def test_the_published_setting_of_infinity() -> None:
+    plans = StageVAR().forecast(infinity(width=2048 // 16 * 3), ONE_MEGAPIXEL)
+    assert [plan.branches for plan in plans] == ["both"] * 10 + ["uncond"] + ["both"] * 2
+    assert [plan.skip for plan in plans] == [False] * 11 + [True] * 2
+    assert [span.layers for span in plans[10].spans] == [range(first, first + 4) for first in range(0, 32, 4)]
+    assert plans[9].spans == tuple(Remember(range(first, first + 4), first // 4) for first in range(0, 32, 4))
+    assert all(plan == DENSE for plan in plans[:9])
+    kept = sum(widths(plans[10], ONE_MEGAPIXEL[10])) / 8 / 1600
+    assert kept == pytest.approx(0.177, abs=5e-4)
+
+
+def test_infinity_8b_has_eight_groups_too_and_other_depths_a_constant_ratio() -> None:
+    plans = StageVAR().forecast(infinity(depth=40), ONE_MEGAPIXEL)
+    assert [len(span.layers) for span in plans[10].spans] == [5] * 8
+    assert plans[10].spans[1].rank == Share(0.136483)
+    plans = StageVAR().forecast(infinity(depth=16), ONE_MEGAPIXEL)
+    assert [len(span.layers) for span in plans[10].spans] == [2] * 8
+    plans = StageVAR().forecast(infinity(depth=24, width=96), infinity_schedule(1.0, "0.25M"))
+    assert plans[9].spans[1].rank == Share(0.136483)  # of side 40, the nearest to 32
+    plans = StageVAR(groups=5).forecast(infinity(), ONE_MEGAPIXEL)
+    assert [len(span.layers) for span in plans[10].spans] == [5] * 6 + [2]
+    assert {span.rank for span in plans[10].spans} == {Share(CONSTANT_RATIO)}
+
+
+@pytest.mark.parametrize("template", INFINITY_SIZES)
+def test_all_aspect_ratios_take_the_side_with_the_nearest_number_of_tokens(template: float) -> None:
+    schedule = infinity_schedule(template, "1M")
+    plans = StageVAR(alphas={10: 0.96, 11: 0.96, 12: 0.96}).forecast(infinity(), schedule)
+    sides = rank_tables()["infinity"][0.96]
+    for index in (10, 11, 12):
+        nearest = min((40, 48, 64), key=lambda side: abs(side**2 - schedule[index].cells))
+        assert [span.rank.ratio for span in plans[index].spans] == list(sides[nearest])
+        assert widths(plans[index], schedule[index]) == [int(ratio * schedule[index].cells) + 1 for ratio in sides[nearest]]
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        (on_meta(Star, StarConfig(30, 60, 3, HART_1024, 40, 8, 256)), 30),
+        (on_meta(Hart, HartConfig(24, 60, 3, HART_1024, 40, 8, 256, residual_width=32, residual_depth=1)), 24),
+    ],
+    ids=["star", "hart"],
+)
+def test_the_published_setting_of_star_and_hart(model: NextScaleModel, groups: int) -> None:
+    schedule = Schedule(HART_1024)
+    plans = StageVAR().forecast(model, schedule)
+    assert [plan.branches for plan in plans] == ["both"] * 12 + ["uncond"] * 2
+    assert not any(plan.skip for plan in plans)
+    assert [span.layers for span in plans[13].spans] == [range(layer, layer + 1) for layer in range(groups)]
+    ratios = rank_tables()["star" if isinstance(model, Star) else "hart"][0.96][64]
+    assert widths(plans[13], schedule[13]) == [int(ratio * 60) + 1 for ratio in ratios]  # of min(4096, width)
+    assert len(plans[12].spans) == groups
+    assert StageVAR(as_released=True).forecast(model, schedule) == plans
+
+
+def test_shares_follow_the_tokens_that_are_there() -> None:
+    share = Share(0.3, counted=10)
+    assert [share.rows(tokens) for tokens in (1, 2, 4, 10, 50)] == [1, 1, 2, 4, 4]
+    assert Share(1.0).rows(7) == 7
+    assert Share(0.9, most=3).rows(7) == 3
+    ragged = Tokens(FOUR.stage, torch.zeros(3, 50, dtype=torch.long), torch.tensor([50, 4, 1]))
+    width, ranks = share.of(torch.zeros(3, 50, 2), ragged)
+    assert (width, ranks.tolist()) == (4, [4, 2, 1])
+    assert share.of(torch.zeros(3, 50, 2), Tokens(FOUR.stage)) == (4, None)
+
+
+def test_shares_on_the_device_are_those_of_the_host() -> None:
+    """Where ratio * tokens is a whole number rounding decides; both must round alike."""
+    for ratio in (0.1, 0.29, 0.57, 0.7):
+        share = Share(ratio)
+        counts = torch.arange(1, 401)
+        ragged = Tokens(FOUR.stage, torch.zeros(400, 400, dtype=torch.long), counts)
+        assert share.of(torch.zeros(400, 400, 1), ragged)[1].tolist() == [share.rows(count) for count in range(1, 401)]
+
+
+def test_measured_ranks_forecast_what_is_assumed() -> None:
+    energy = Energy(0.9, width=30, assumed=0.5)
+    assert [energy.rows(tokens) for tokens in (1, 10, 100)] == [1, 5, 15]
+    assert energy.drawn(100) == 30
+    plans = StageVAR(ranks="measured").forecast(infinity(), ONE_MEGAPIXEL, kept=0.25)
+    assert widths(plans[10], ONE_MEGAPIXEL[10]) == [12] * 8
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"guidance_off": -1}, "guidance_off .* got -1"),
+        ({"guidance_off": 2.5}, "guidance_off .* got 2.5"),
+        ({"alphas": {3: 1.5}}, "alphas .* got {3: 1.5}"),
+        ({"alphas": {-1: 0.5}}, "alphas"),
+        ({"alphas": 0.96}, "alphas .* got 0.96"),
+        ({"alphas": ((1, 0.5), (1, 0.6))}, "names a stage twice"),
+        ({"alphas": ((1, 0.5, 2),)}, "alphas"),
+        ({"alphas": "10"}, "alphas"),
+        ({"ranks": "tabel"}, "ranks is .* got 'tabel'"),
+        ({"ranks": 0}, "ranks is .* got 0"),
+        ({"ranks": 1.2}, "ranks is"),
+        ({"ranks": ()}, "ranks is"),
+        ({"ranks": (0.2, 0)}, "ranks is"),
+        ({"ranks": {3: 0.2}}, "ranks is"),
+        ({"groups": 0}, "groups .* got 0"),
+        ({"variant": "pca"}, "variant 'pca': choose one of vanilla, svd_approximation"),
+        ({"variant": "vanilla", "ranks": 0.2}, "full rank"),
+        ({"variant": "svd", "ranks": 0.2}, "finds ranks from alpha"),
+        ({"variant": "svd_fixed", "ranks": "measured"}, 'variant "svd"'),
+        ({"variant": "svd", "as_released": True}, "as_released"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        StageVAR(**settings)
+
+
+def test_settings_are_values() -> None:
+    one = StageVAR(alphas={3: 0, 2: 0.96}, ranks={3: [0.2, 0.3], 2: (1, 0.5)})
+    assert one.alphas == ((2, 0.96), (3, 0.0))
+    assert one.ranks == ((2, (1.0, 0.5)), (3, (0.2, 0.3)))
+    assert one == StageVAR(alphas=((2, 0.96), (3, 0)), ranks=((3, (0.2, 0.3)), (2, (1.0, 0.5))))
+    assert len({one, StageVAR(), StageVAR(ranks=0.2), StageVAR(ranks=(0.2,))}) == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (StageVAR(alphas={4: 0}), "alphas name stage 4; .* has stages 0 to 3"),
+        (StageVAR(alphas={0: 0.96}), "stage 0 cannot run at low rank"),
+        (StageVAR(alphas={0: 0, 1: 0.96}), "stage 1 cannot run at low rank"),
+        (StageVAR(groups=4), "groups of 4 blocks: this model has 3"),
+        (StageVAR(ranks="table"), "no published ranks for Var with 3 groups .* Infinity with 8 groups"),
+        (StageVAR(alphas={3: 0.9}), "no published ranks"),
+        (StageVAR(ranks=(0.2, 0.3)), "2 ratios for the 3 groups"),
+        (StageVAR(ranks={2: (0.2, 0.3, 0.4)}), "stage 3 runs at low rank too"),
+        (StageVAR(as_released=True), "programs for Infinity, Star, Hart only, not for Var"),
+    ],
+)
+def test_what_does_not_fit_the_model_or_the_schedule_is_refused_before_anything_runs(method: StageVAR, message: str) -> None:
+    pipe = tiny.shared_pipeline("var")
+    with pytest.raises(SettingError, match=message):
+        method.forecast(pipe.model, tiny.schedule_of("var"))
+    with pytest.raises(SettingError, match=message):
+        drawn("var", method=method, on_stage=lambda preview: pytest.fail("a stage has run"))
+
+
+def test_an_alpha_without_a_table_names_those_that_there_are() -> None:
+    with pytest.raises(SettingError, match="alpha 0.93 at stage 10 .* 0.7, 0.8, 0.85, 0.9, 0.91, 0.92, 0.95, 0.96"):
+        StageVAR(alphas={10: 0.93}).forecast(infinity(), ONE_MEGAPIXEL)
+    StageVAR(alphas={10: 0.93}, ranks=0.2).forecast(infinity(), ONE_MEGAPIXEL)
+
+
+@pytest.mark.parametrize(
+    ("method", "schedule", "message"),
+    [
+        (StageVAR(as_released=True), infinity_schedule(0.75, "1M"), "square images only"),
+        (StageVAR(as_released=True), infinity_schedule(1.0, "0.25M"), "acts at sides 40, 48, 64"),
+        (StageVAR(alphas={9: 0.96}, as_released=True), ONE_MEGAPIXEL, "sides 40, 48, 64 at low rank, not 32"),
+    ],
+)
+def test_as_released_refuses_what_the_program_does_not_do(method: StageVAR, schedule: Schedule, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        method.forecast(infinity(), schedule)
+
+
+def test_as_released_goes_by_sides_and_takes_first_positions() -> None:
+    plans = StageVAR(as_released=True).forecast(infinity(), infinity_schedule(1.0, "0.60M"))
+    assert [plan.branches for plan in plans] == ["both"] * 10 + ["uncond", "both"]
+    assert [plan.skip for plan in plans] == [False] * 11 + [True]
+    assert all(span.first_positions for span in plans[10].spans)
+    assert not any(span.first_positions for span in StageVAR().forecast(infinity(), ONE_MEGAPIXEL)[10].spans)
+
+
+def test_each_low_rank_stage_is_restored_from_the_stage_that_runs_before_it() -> None:
+    model, schedule = on_meta(Var, VarConfig(3, 64, 4, (1, 2, 3, 4, 5, 6), False)), Schedule((1, 2, 3, 4, 5, 6))
+    plans = StageVAR(alphas={2: 0, 3: 0.96, 4: 0.96, 5: 1}).forecast(model, schedule)
+    assert [type(plan.spans[0]) if plan.spans else None for plan in plans] == [
+        None,
+        Remember,
+        None,
+        RepresentativeRows,
+        RepresentativeRows,
+        None,
+    ]
+    assert plans[3].spans[0].remember
+    assert not plans[4].spans[0].remember
+    assert [plan.width for plan in plans] == [None, 4, None, 16, None, None]  # what is remembered must be whole
+    approximated = StageVAR(alphas={3: 0.96}, variant="svd_approximation").forecast(model, schedule)
+    assert [len(plan.spans) for plan in approximated] == [0, 0, 0, 3, 0, 0]
+    assert widths(approximated[3], schedule[3]) == [16] * 3
+    assert StageVAR(alphas={2: 0.96}, guidance_off=9, variant="vanilla").forecast(model, schedule) == (DENSE,) * 6
+
+
+# --- all families
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_everything_off_is_dense_bit_for_bit(family: str) -> None:
+    dense = drawn(family)
+    assert_same_bits(drawn(family, method=OFF), dense)
+    assert_same_bits(drawn(family, method=StageVAR(guidance_off=STAGES[family], alphas={last_stage(family): 1})), dense)
+    vanilla = StageVAR(guidance_off=99, alphas={last_stage(family): 0.5}, variant="vanilla")
+    assert_same_bits(drawn(family, method=vanilla), dense)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_remembering_changes_nothing_before_the_low_rank_stage(family: str) -> None:
+    dense, ours = drawn(family), drawn(family, method=StageVAR(guidance_off=99))
+    assert all(torch.equal(a, b) for a, b in zip(ours.codes[:-1], dense.codes[:-1], strict=True))
+    assert not torch.equal(ours.codes[-1], dense.codes[-1])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("first", [1, 2])
+def test_guidance_off_is_a_scale_of_zero(family: str, first: int) -> None:
+    """Unconditional logits alone. Latents to rounding, since other numbers of rows round differently. HART's diffusion takes its
+    variances from the first rows, which are the conditional ones while there are any."""
+    stages = STAGES[family]
+    mixed = drawn(family, guidance=StageGuidance(values=(2.5,) * first + (0.0,) * (stages - first)))
+    off = drawn(family, guidance=StageGuidance(values=(2.5,) * stages), method=StageVAR(guidance_off=first, alphas=()))
+    assert [stage.rows for stage in off.report.stages] == [4] * first + [2] * (stages - first)
+    assert_same_codes(off, mixed)
+    assert family == "hart" or torch.allclose(off.pixels, mixed.pixels, atol=BATCH_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_without_guidance_the_conditional_rows_go_on(family: str) -> None:
+    unguided = {"guidance": tiny.NO_GUIDANCE[family]}
+    assert_same_bits(drawn(family, method=StageVAR(guidance_off=1, alphas=()), **unguided), drawn(family, **unguided))
+    ours = drawn(family, method=StageVAR(), **unguided)
+    assert [stage.rows for stage in ours.report.stages] == [2] * STAGES[family]
+    assert not torch.equal(ours.codes[-1], drawn(family, **unguided).codes[-1])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_last_stages_can_be_skipped(family: str) -> None:
+    last = last_stage(family)
+    ours = drawn(family, method=StageVAR(guidance_off=99, alphas={last: 0, last - 1: 0}))
+    assert_same_bits(ours, drawn(family, method=SkipStages(2)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_batch_is_its_images_alone(family: str, variant: Variant) -> None:
+    method = StageVAR(variant=variant)
+    together = drawn(family, 3, method)
+    for image in (0, 2):
+        single = alone(family, image, method)
+        assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
+        assert torch.allclose(together.pixels[image], single.pixels[0], atol=BATCH_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_variant_changes_the_low_rank_stage_and_no_other(family: str) -> None:
+    vanilla = drawn(family, method=StageVAR(variant="vanilla"))
+    last = [vanilla.codes[-1]]
+    for variant in VARIANTS[1:]:
+        ours = drawn(family, method=StageVAR(variant=variant))
+        assert all(torch.equal(a, b) for a, b in zip(ours.codes[:-1], vanilla.codes[:-1], strict=True))
+        assert not any(torch.equal(ours.codes[-1], other) for other in last)
+        assert ours.pixels.isfinite().all()
+        last.append(ours.codes[-1])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_measured_ranks_differ_between_images_and_a_batch_is_its_images_alone(family: str) -> None:
+    last = last_stage(family)
+    method = StageVAR(ranks="measured", alphas={last - 1: 0.9, last: 0.96})
+    together = drawn(family, 3, method, masks=True)
+    shares = [kept.mean(dim=(1, 2)).tolist() for kept in together.kept[-2:]]
+    assert any(len(set(row)) > 1 for row in shares)
+    for image in range(3):
+        single = alone(family, image, method)
+        assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
+        assert torch.allclose(together.pixels[image], single.pixels[0], atol=BATCH_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_guided_rows_of_one_image_share_the_draws(family: str) -> None:
+    """With the prompt as its own negative both rows are the same, whatever the guidance."""
+    method = StageVAR(guidance_off=99, ranks=0.3)
+    together = drawn(family, 2, method)
+    for image in range(2):
+        single = alone(family, image, method)
+        assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
+    if family in tiny.TEXT_FAMILIES:
+        prompts = tiny.prompts(family, 2)
+        same = drawn(family, method=method, negative=prompts)
+        once = drawn(family, method=method, guidance=tiny.NO_GUIDANCE[family])
+        assert_same_codes(same, once)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_permuted_batch_permutes_the_images(family: str) -> None:
+    pipe, settings = tiny.shared_pipeline(family), INTEGER_CODES.get(family, {})
+    prompts = tiny.prompts(family, 3)
+    order = [2, 0, 1]
+    method = StageVAR()
+    first = pipe(prompts, seed=[5, 6, 7], method=method, **settings)
+    turned = [prompts[i] for i in order] if isinstance(prompts, list) else type(prompts).joined([prompts.one(i) for i in order])
+    second = pipe(turned, seed=[[5, 6, 7][i] for i in order], method=method, **settings)
+    for a, b in zip(first.codes, second.codes, strict=True):
+        assert torch.equal(a[order], b)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_seed_fixes_the_image(family: str) -> None:
+    assert_same_bits(drawn(family, method=StageVAR()), drawn(family, method=StageVAR()))
+
+
+def test_another_seed_draws_other_representatives() -> None:
+    pipe = tiny.shared_pipeline("var")
+    masks = [pipe([3], seed=seed, greedy=True, method=StageVAR(), masks=True).kept[-1] for seed in (1, 2)]
+    assert not torch.equal(*masks)
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if not family.startswith("var")])  # VAR's positions are square
+def test_images_that_are_not_square(family: str) -> None:
+    schedule = Schedule([(1, 1), (2, 3), (4, 6), (6, 9)])
+    method = StageVAR(alphas={2: 0.96, 3: 0.96}, ranks=0.3)
+    together = drawn(family, 2, method, size=schedule, masks=True)
+    assert together.kept[-1].shape == (2, *schedule.grid)
+    single = alone(family, 1, method, size=schedule)
+    assert all(torch.equal(a[1], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
+
+
+# --- what was run
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_kept_is_the_share_of_groups_in_which_a_cell_was_a_representative(family: str) -> None:
+    output = drawn(family, method=StageVAR(ranks=0.3), masks=True)
+    assert all((kept == 1).all() for kept in output.kept[:-1])
+    last = output.kept[-1].flatten(1)
+    rows = Share(0.3).rows(last.shape[1])
+    assert torch.allclose(last.sum(dim=1), torch.tensor(float(rows)))
+    assert set((3 * last).round(decimals=4).unique().tolist()) <= {0.0, 1.0, 2.0, 3.0}
+    assert last.unique().numel() > 2  # groups choose for themselves
+
+
+@pytest.mark.parametrize(("variant", "share"), [("vanilla", 1), ("svd_approximation", 1), ("svd_fixed", 3 / 16), ("least_squares", 3 / 16)])
+def test_kept_without_representatives_is_the_share_of_rows(variant: Variant, share: float) -> None:
+    kept = drawn("var", method=StageVAR(variant=variant), masks=True).kept
+    assert all(torch.allclose(stage, torch.tensor(expected)) for stage, expected in zip(kept, (1.0, 1.0, 1.0, float(share)), strict=True))
+
+
+def test_both_branches_count_for_what_is_kept() -> None:
+    kept = drawn("var", method=StageVAR(guidance_off=99, groups=3), masks=True).kept[-1].flatten(1)
+    assert set(kept.unique().tolist()) <= {0.0, 0.5, 1.0}
+    assert torch.allclose(kept.sum(dim=1), torch.tensor(3.0))
+
+
+class CountingCache(DenseLayerCache):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: list[int] = []
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        found = super().append(q, k, v, tokens)
+        self.read.append(found[0].shape[1])
+        return found
+
+
+@dataclass(frozen=True)
+class Counting(Method):
+    own_hooks = frozenset({"layer_cache"})
+    caches: list[CountingCache]
+
+    def layer_cache(self, spec: Any, workspace: Any) -> CountingCache:
+        self.caches.append(CountingCache(spec, workspace))
+        return self.caches[-1]
+
+
+@pytest.mark.parametrize("family", ["var", "infinity", "hart", "star"])
+def test_projected_rows_are_what_the_cache_holds(family: str) -> None:
+    caches: list[CountingCache] = []
+    method = StageVAR(alphas={2: 0.96, 3: 0.96}, ranks=(0.1, 0.3, 0.5))
+    drawn(family, method=Combined((method, Counting(caches))))
+    stages = tiny.schedule_of(family).stages
+    text = tiny.HART_TEXT - 1 if family == "hart" else 0  # the last one is the first stage's cell
+    for held, ratio in zip(caches, (0.1, 0.3, 0.5), strict=True):
+        cells = [stages[0].cells + text, stages[1].cells, *(int(ratio * stage.cells) + 1 for stage in stages[2:])]
+        assert held.read == [sum(cells[: stage + 1]) for stage in range(4)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_forecast_is_what_runs(variant: Variant) -> None:
+    pipe, schedule = tiny.shared_pipeline("star"), tiny.schedule_of("star")
+    method = StageVAR(variant=variant)
+    plans: list[StagePlan] = []
+    drawn("star", method=method, on_stage=lambda preview: plans.append(preview.done.plan))
+    assert tuple(plans) == method.forecast(pipe.model, schedule)
+    assert len({*plans}) == len({*method.forecast(pipe.model, schedule)})
+
+
+def test_a_measured_rank_is_known_once_it_has_run() -> None:
+    plans: list[StagePlan] = []
+    output = drawn("var", 3, StageVAR(variant="svd"), masks=True, on_stage=lambda preview: plans.append(preview.done.plan))
+    ran = [span.width(16) for span in plans[-1].spans]
+    assert all(1 <= width < 16 for width in ran)
+    assert sum(ran) / 48 >= float(output.kept[-1].mean()) - 1e-6  # padding counts
+
+
+def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
+    """Where the second low-rank stage has no representative its rows are those of the first one, resized."""
+    maps: dict[int, Tensor] = {}
+
+    class Looking(Method):
+        def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+            maps[tokens.stage.index] = out
+            return out, tokens
+
+    output = drawn("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3), Looking())), masks=True)
+    small, large = maps[2], maps[3]  # logits [2, 9, V] and [2, 16, V]; STAR's head sees one token at a time
+    untouched = output.kept[3].flatten(1) == 0
+    corners = torch.tensor([0, 3, 12, 15])  # an area resize from 3 to 4 leaves the corners as they are
+    for image in range(2):
+        free = [corner for corner in range(4) if untouched[image, corners[corner]]]
+        assert free
+        for corner in free:
+            source = small[image, (0, 2, 6, 8)[corner]]
+            assert torch.allclose(large[image, corners[corner]], source, atol=1e-4)
+
+
+# --- with other methods
+
+
+@dataclass(frozen=True)
+class RunBlocks:
+    layers: range
+    key: str = "identity"
+
+    def width(self, tokens: int) -> int:
+        return tokens
+
+    def __call__(self, blocks: Sequence[Any], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        for block in blocks:
+            x = block(x, tokens, env)
+        return x
+
+
+@dataclass(frozen=True)
+class SpansAt(Method):
+    """Blocks run their own way at one stage, as FastVAR's do."""
+
+    stage: int
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        return tuple(StagePlan(spans=(RunBlocks(range(1, 3)),)) if stage.index == self.stage else DENSE for stage in schedule)
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return StagePlan(spans=(RunBlocks(range(1, 3)),)) if stage.index == self.stage else DENSE
+
+
+@dataclass(frozen=True)
+class KeepAt(Method):
+    """Keeps a share of each image's tokens at one stage, the same cells for all images."""
+
+    own_hooks = frozenset({"enter"})
+    stage: int
+    shares: tuple[float, ...]
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        return tuple(StagePlan(width=self.counts(stage)[1]) if stage.index == self.stage else DENSE for stage in schedule)
+
+    def counts(self, stage: Stage) -> tuple[Tensor, int]:
+        counts = [max(1, round(share * stage.cells)) for share in self.shares]
+        return torch.tensor(counts), max(counts)
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return StagePlan(width=self.counts(stage)[1]) if stage.index == self.stage else DENSE
+
+    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        if tokens.stage.index != self.stage:
+            return x, tokens
+        score = torch.rand(tokens.stage.cells, generator=torch.Generator().manual_seed(1)).expand(x.shape[0], -1)
+        counts, width = self.counts(tokens.stage)
+        ragged = len(set(counts.tolist())) > 1
+        selection, kept = tokens.top(score, counts.repeat(x.shape[0] // len(counts)) if ragged else width, width)
+        return Tokens(tokens.stage, selection).gather(x), kept
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_spans_of_others_at_low_rank_stages_and_before_are_refused(stage: int) -> None:
+    pipe = tiny.shared_pipeline("infinity")
+    combined = Combined((StageVAR(), SpansAt(stage)))
+    with pytest.raises(SettingError, match=f"at stage {stage} two spans run the same blocks"):
+        combined.forecast(pipe.model, tiny.schedule_of("infinity"))
+    with pytest.raises(SettingError, match="two spans"):
+        drawn("infinity", method=combined, on_stage=lambda preview: pytest.fail("a stage has run"))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_guidance_off_goes_with_spans_of_others(family: str) -> None:
+    for method in (StageVAR(variant="vanilla"), StageVAR(alphas=())):
+        assert_same_bits(drawn(family, method=Combined((method, SpansAt(last_stage(family))))), drawn(family, method=method))
+
+
+def test_a_method_that_reduces_the_stage_to_restore_from_is_refused() -> None:
+    pipe = tiny.shared_pipeline("star")
+    combined = Combined((KeepAt(2, (0.5, 0.5)), StageVAR()))
+    with pytest.raises(SettingError, match="at stage 2 two methods reduce the whole stage"):
+        combined.forecast(pipe.model, tiny.schedule_of("star"))
+    Combined((KeepAt(1, (0.5, 0.5)), StageVAR())).forecast(pipe.model, tiny.schedule_of("star"))
+
+
+SHARES = (0.4, 1.0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[1:])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_low_rank_inside_a_reduced_stage(family: str, variant: Variant) -> None:
+    """Images that keep different numbers of tokens equal those images alone; the rank is a share of what is kept."""
+    last = last_stage(family)
+    method = StageVAR(variant=variant)
+    together = drawn(family, 2, Combined((KeepAt(last, SHARES), method)), greedy=True, masks=True)
+    for image, share in enumerate(SHARES):
+        single = alone(family, image, Combined((KeepAt(last, (share,)), method)), greedy=True)
+        assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes[:-1], single.codes[:-1], strict=True))
+        kept = single.codes[-1].shape[1]
+        assert torch.equal(together.codes[-1][image, :kept], single.codes[-1][0])
+        if variant == "representative":
+            assert int(together.kept[last][image].count_nonzero()) <= 3 * Share(CONSTANT_RATIO).rows(kept)
+
+
+def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
+    @dataclass(frozen=True)
+    class SkipTwo(Method):
+        def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+            return StagePlan(skip=stage.index == 2)
+
+    with pytest.raises(SettingError, match="stage 3 cannot be restored: another method skipped"):
+        drawn("star", method=Combined((SkipTwo(), StageVAR())))
+
+
+# --- names
+
+
+def test_settings_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("nextscale.accel.choice", fromlist=["METHODS"]).METHODS, "stagevar", StageVAR)
+    assert parse_method("stagevar") == StageVAR()
+    text = "stagevar:guidance_off=10,alphas={10: 0.9, 11: 0},ranks=[0.1,0.2],variant=least_squares"
+    assert parse_method(text) == StageVAR(10, {10: 0.9, 11: 0}, (0.1, 0.2), variant="least_squares")
+    assert parse_method("stagevar:guidance_off=99,alphas=[]") == OFF
+    assert parse_method("stagevar:ranks=measured,alphas=[(3,0.9)]") == StageVAR(ranks="measured", alphas={3: 0.9})
+
+
+# --- replaying stored draws
+
+
+def test_the_draws_of_a_method_can_be_replayed() -> None:
+    """The i-th pair of draws belongs to the i-th group of the low-rank stages in order."""
+
+    class Replayed:
+        def __init__(self) -> None:
+            self.asked: list[tuple[str, tuple[int, ...]]] = []
+
+        def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
+            self.asked.append(("exponential", tuple(shape)))
+            return torch.arange(1.0, 1 + shape[1]).pow(8).expand(tuple(shape))  # the first cells win
+
+        def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+            self.asked.append(("normal", tuple(shape)))
+            return torch.zeros(tuple(shape))
+
+        def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+            raise AssertionError("not needed")
+
+    draws = Replayed()
+    pipe = tiny.shared_pipeline("infinity")
+    kept = pipe(tiny.prompts("infinity", 2), seed=draws, greedy=True, method=StageVAR(ranks=0.2), masks=True).kept[-1]
+    assert draws.asked == [("exponential", (2, 12)), ("normal", (2, 12, 3))] * 3
+    assert (kept.flatten(1)[:, :3] > 0).all()
+
+
+# --- measuring
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_ranks_are_measured_with_one_call_and_can_be_used(family: str) -> None:
+    pipe, stages = tiny.shared_pipeline(family), STAGES[family]
+    prompts = [tiny.one_prompt(family, image) for image in range(2)]
+    measured = measure_ranks(pipe, prompts, alphas=(0.6, 0.96))
+    assert list(measured) == [0.6, 0.96]
+    assert list(measured[0.96]) == [stages - 2, stages - 1]
+    for few, many in zip(measured[0.6].values(), measured[0.96].values(), strict=True):
+        assert len(few) == len(many) == 3
+        assert all(0 < a < b <= 1 for a, b in zip(few, many, strict=True))
+    drawn(family, method=StageVAR(ranks=measured[0.96]))
+
+
+def test_measured_ratios_are_the_mean_over_prompts_of_ranks_over_tokens() -> None:
+    pipe = tiny.shared_pipeline("var")
+    inputs: list[Tensor] = []
+
+    class Looking(Method):
+        def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+            return StagePlan(taps=(0, 2), branches="uncond" if stage.index >= 2 else "both")
+
+        def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
+            if tokens.stage.index == 3:
+                inputs.append(before)
+
+    for image in range(2):
+        pipe([3, 7][image], seed=4 + image, method=Looking())
+    ranks = [int(energy_ranks(singular_energies(x), 0.9)) for x in inputs]  # image 0 group 0, image 0 group 1, ...
+    expected = tuple((ranks[group] + ranks[group + 2]) / 2 / 16 for group in range(2))
+    assert measure_ranks(pipe, [3, 7], (0.9,), StageVAR(groups=2), stages=[3], seed=4) == {0.9: {3: pytest.approx(expected)}}
+
+
+def test_measuring_refuses_what_it_cannot_measure() -> None:
+    pipe = tiny.shared_pipeline("var")
+    with pytest.raises(SettingError, match=r"stages \[4\]"):
+        measure_ranks(pipe, [3], stages=[4])
+    with pytest.raises(SettingError, match="no ranks to measure"):
+        measure_ranks(pipe, [3], method=OFF)
+    with pytest.raises(SettingError, match="at least one prompt"):
+        measure_ranks(pipe, [])
+    with pytest.raises(SettingError, match="alphas"):
+        measure_ranks(pipe, [3], alphas=())
+
+
+# --- the table
+
+
+def test_the_published_table() -> None:
+    tables = rank_tables()
+    assert {name: len(table) for name, table in tables.items()} == {"infinity": 12, "star": 6, "hart": 1}
+    assert {len(ratios) for sides in tables["infinity"].values() for ratios in sides.values()} == {8}
+    assert all(0 < ratio < 1 for table in tables.values() for sides in table.values() for ratios in sides.values() for ratio in ratios)
+    alphas = sorted(tables["star"])
+    for fewer, more in pairwise(alphas):
+        assert sum(tables["star"][fewer][64]) < sum(tables["star"][more][64])
+    assert sum(tables["infinity"][0.96][40]) / 8 == pytest.approx(CONSTANT_RATIO, abs=5e-4)
