@@ -99,7 +99,7 @@ def generate(
             with request.clock.time("residual", stage.index):
                 residual = model.residual(hidden, settled)
             canvas.add_residual(residual, hidden.tokens)
-        finite[stage.index] = out.isfinite().all()
+        finite[stage.index] = torch.stack([out.isfinite().all(), *hidden.finite]).all()
         watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual))
     finite[len(schedule) - 1] = canvas.latent.isfinite().all() & finite.get(len(schedule) - 1, True)
     require_finite(finite, len(schedule))
