@@ -91,12 +91,13 @@ class DenseLayerCache:
             keys.narrow(1, self.width, new).copy_(k)
             values.narrow(1, self.width, new).copy_(v)
         else:
-            mask = self._append_ragged(keys, values, k, v, tokens.count, end)
+            added = None if tokens.count is None else tokens.prefix + tokens.count
+            mask = self._append_ragged(keys, values, k, v, added, end)
         if not tokens.stage.last:
             self.width = end
         return keys.narrow(1, 0, end), values.narrow(1, 0, end), mask
 
-    def _append_ragged(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, count: Tensor | None, end: int) -> Tensor:
+    def _append_ragged(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, added: Tensor | None, end: int) -> Tensor:
         """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding.
 
         What lies beyond a row's end is masked, but must be finite all the same: zero times NaN is NaN.
@@ -113,7 +114,7 @@ class DenseLayerCache:
         place = self.lengths[:, None] + torch.arange(new, device=k.device)
         keys[row, place] = k.to(keys.dtype)
         values[row, place] = v.to(values.dtype)
-        self.lengths = self.lengths + (new if count is None else count)
+        self.lengths = self.lengths + (new if added is None else added)
         return (torch.arange(end, device=k.device) < self.lengths[:, None])[:, None, None, :]
 
     def keep_rows(self, rows: slice) -> None:

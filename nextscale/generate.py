@@ -104,7 +104,7 @@ def generate(
             with request.clock.time("residual", stage.index):
                 residual = model.residual(hidden, settled)
             canvas.add_residual(*run.spread(residual, hidden.tokens))
-        finite[stage.index] = out.isfinite().all()
+        finite[stage.index] = torch.stack([out.isfinite().all(), *hidden.finite]).all()
         kept = run.kept(stage) if request.track_kept else None
         watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept))
     finite[len(schedule) - 1] = canvas.latent.isfinite().all() & finite.get(len(schedule) - 1, True)

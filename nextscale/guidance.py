@@ -121,9 +121,13 @@ class GuidedRows:
         self._logits = guidance.logits
         self._last = self.scales[len(schedule) - 1]
 
+    def output_scale(self, stage: Stage) -> float:
+        """Of what a stage puts out; 1 where only hidden states are guided."""
+        return self.scales[stage.index] if self._logits else 1.0
+
     def on_logits(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
         """[R, ...] to [B, ...]."""
-        return mix(out, self.scales[stage.index], batch) if self._logits else out[:batch]
+        return mix(out, self.output_scale(stage), batch)
 
     def on_hidden(self, x: Tensor, stage: Stage, batch: int) -> Tensor:
         """Both halves replaced by the mixture."""

@@ -45,6 +45,8 @@ class Sampling:
             raise SettingError(f"top_k is 0 (off) or a whole number of codes, or a tuple of one per stage; got {self.top_k!r}")
         if not isinstance(self.top_p, Real) or not 0 <= self.top_p <= 1:
             raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
+        if self.refine is not None and not isinstance(self.refine, Refinement):
+            raise SettingError(f"refine is a Refinement, or None (off); got {self.refine!r}")
         if self.greedy and self.smooth:
             raise SettingError("greedy takes the most likely code and smooth a random mixture of codes: choose one of them")
         temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)

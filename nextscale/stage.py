@@ -158,9 +158,18 @@ class Tokens:
             return self
         return Tokens(self.stage, self.index[rows], None if self.count is None else self.count[rows], self.prefix)
 
+    @property
+    def whole(self) -> bool:
+        """Every cell of the stage is among these, in whatever order."""
+        return self.count is None and self.width == self.prefix + self.stage.cells
+
+    def aligned(self, other: Tokens) -> bool:
+        """Known without looking at the cells: a tensor of these tokens is one of the others too."""
+        return other is self or (other.index is None and self.index is None)
+
     def move(self, values: Tensor, target: Tokens) -> Tensor:
         """Values [R, N, ...] of these tokens at the tokens of `target` [R, M, ...]; zero at those that are not among these."""
-        if target is self or (target.index is None and self.index is None):
+        if self.aligned(target):
             return values
         flat = values.flatten(2) if values.ndim > 2 else values[..., None]
         grid = self.scatter(flat, flat.new_zeros(flat.shape[0], self.stage.cells, flat.shape[2]))

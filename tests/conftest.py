@@ -10,7 +10,7 @@ import torch
 PROJECT = Path(__file__).parent.parent
 COMPACT = Path(__file__).parent / "parity" / "golden"
 SHARED = PROJECT.parent / "shared" / "golden"
-FAMILIES = ("var", "flexvar", "infinity")  # folders of SHARED whose models are built
+FAMILIES = ("var", "flexvar", "infinity", "hart", "star")  # folders of SHARED whose models are built
 
 tensors_compared = pytest.StashKey[dict[str, int]]()
 

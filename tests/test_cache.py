@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.accel import Method
-from nextscale.cache import CacheSpec, DenseLayerCache, Env, StageMemory, Workspace
+from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageMemory, Workspace
 from nextscale.generate import new_env
+from nextscale.models.base import Conditioning
 from nextscale.models.blocks import attend
-from nextscale.prompts import Labels
+from nextscale.models.rope import HalvesRope
+from nextscale.prompts import Labels, Prompts
 from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
@@ -23,8 +25,8 @@ from . import tiny
 HEADS, HEAD_DIM = 2, 4
 
 
-def spec(schedule: Schedule, rows: int, layers: int = 1, dtype: torch.dtype = torch.float32) -> CacheSpec:
-    return CacheSpec(layers, rows, HEADS, HEAD_DIM, schedule, dtype, torch.device("cpu"))
+def spec(schedule: Schedule, rows: int, layers: int = 1, dtype: torch.dtype = torch.float32, prefix: int = 0) -> CacheSpec:
+    return CacheSpec(layers, rows, HEADS, HEAD_DIM, schedule, dtype, torch.device("cpu"), prefix)
 
 
 def numbers(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -49,15 +51,23 @@ MEMORY = pytest.mark.parametrize("memory", [0.0, float("nan")])
 
 
 @settings(deadline=None)
-@given(sides=st.lists(st.integers(1, 4), min_size=1, max_size=5), rows=st.integers(1, 4), drop_after=st.integers(0, 5), data=st.data())
-def test_the_dense_cache_is_concatenation(sides: list[int], rows: int, drop_after: int, data: st.DataObject) -> None:
+@given(
+    sides=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    rows=st.integers(1, 4),
+    prefix=st.integers(0, 3),
+    drop_after=st.integers(0, 5),
+    data=st.data(),
+)
+def test_the_dense_cache_is_concatenation(sides: list[int], rows: int, prefix: int, drop_after: int, data: st.DataObject) -> None:
     schedule = Schedule((1, *sides))
-    cache = DenseLayerCache(spec(schedule, rows), Workspace(spec(schedule, rows)))
+    sizes = spec(schedule, rows, prefix=prefix)
+    cache = DenseLayerCache(sizes, Workspace(sizes))
     keys, values = [], []
     for stage in schedule:
-        k, v = numbers(rows, stage.cells)
+        tokens = Tokens(stage, prefix=prefix if stage.index == 0 else 0)
+        k, v = numbers(rows, tokens.width)
         keys, values = [*keys, k], [*values, v]
-        all_keys, all_values, mask = cache.append(k, k, v, Tokens(stage))
+        all_keys, all_values, mask = cache.append(k, k, v, tokens)
         assert mask is None
         assert torch.equal(all_keys, torch.cat(keys, dim=1))
         assert torch.equal(all_values, torch.cat(values, dim=1))
@@ -67,11 +77,15 @@ def test_the_dense_cache_is_concatenation(sides: list[int], rows: int, drop_afte
             keys, values, rows = [k[kept] for k in keys], [v[kept] for v in values], rows - 1
 
 
+@pytest.mark.parametrize("prefix", [0, 2])
 @settings(deadline=None)
 @given(sides=st.lists(st.integers(1, 4), min_size=1, max_size=5), rows=st.integers(1, 4), drop_after=st.integers(0, 5), data=st.data())
-def test_rows_of_different_length_continue_at_their_own_end(sides: list[int], rows: int, drop_after: int, data: st.DataObject) -> None:
+def test_rows_of_different_length_continue_at_their_own_end(
+    prefix: int, sides: list[int], rows: int, drop_after: int, data: st.DataObject
+) -> None:
     schedule = Schedule((1, *sides))
-    cache = DenseLayerCache(spec(schedule, rows), Workspace(spec(schedule, rows)))
+    sizes = spec(schedule, rows, prefix=prefix)
+    cache = DenseLayerCache(sizes, Workspace(sizes))
     keys: list[Tensor] = [torch.empty(0, HEADS, HEAD_DIM)] * rows
     values = list(keys)
     ragged_yet = False
@@ -81,11 +95,12 @@ def test_rows_of_different_length_continue_at_their_own_end(sides: list[int], ro
         ragged = data.draw(st.booleans(), label="ragged")
         ragged_yet |= ragged
         counts = counts if ragged else [width] * rows
-        k, v = numbers(rows, width)
+        before = prefix if stage.index == 0 else 0
+        k, v = numbers(rows, before + width)
         index = torch.arange(width).expand(rows, -1)
-        all_keys, all_values, mask = cache.append(k, k, v, Tokens(stage, index, torch.tensor(counts) if ragged else None))
-        keys = [torch.cat([old, new[:count]]) for old, new, count in zip(keys, k, counts, strict=True)]
-        values = [torch.cat([old, new[:count]]) for old, new, count in zip(values, v, counts, strict=True)]
+        all_keys, all_values, mask = cache.append(k, k, v, Tokens(stage, index, torch.tensor(counts) if ragged else None, before))
+        keys = [torch.cat([old, new[: before + count]]) for old, new, count in zip(keys, k, counts, strict=True)]
+        values = [torch.cat([old, new[: before + count]]) for old, new, count in zip(values, v, counts, strict=True)]
         assert (mask is None) == (not ragged_yet)
         for row, (row_keys, row_values) in enumerate(zip(keys, values, strict=True)):
             length = len(row_keys)
@@ -156,6 +171,25 @@ def test_a_reduced_stage_takes_less_room() -> None:
     assert torch.equal(values, torch.cat(parts, dim=1))
 
 
+def test_blocks_without_a_cache_see_the_stage_alone() -> None:
+    """Keys in the type of the values; where rows differ in length, a prefix and the real tokens."""
+    stage = Schedule((1, 2))[1]
+    k, v = numbers(2, 4)
+    keys, values, mask = NoCache().append(k, k, v.bfloat16(), Tokens(stage))
+    assert torch.equal(keys, k.bfloat16())
+    assert torch.equal(values, v.bfloat16())
+    assert mask is None
+    k, v = numbers(2, 5)
+    ragged = Tokens(stage, torch.tensor([[0, 1, 3], [2, 2, 2]]), torch.tensor([3, 1]), prefix=2)
+    cache = NoCache()
+    for _ in range(2):  # nothing is kept
+        keys, values, mask = cache.append(k, k, v, ragged)
+        assert torch.equal(keys, k) and torch.equal(values, v)
+        assert mask.shape == (2, 1, 1, 5)
+        assert mask[:, 0, 0].tolist() == [[True] * 5, [True, True, True, False, False]]
+        cache.keep_rows(slice(0, 1))
+
+
 # --- planned memory
 
 
@@ -165,8 +199,9 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(1,), (1, 2), (1, (3, 2), (5, 4))])
-def test_planned_bytes_are_the_bytes_allocated(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    planned = spec(Schedule(sizes), rows=3, layers=5, dtype=dtype)
+@pytest.mark.parametrize("prefix", [0, 7])
+def test_planned_bytes_are_the_bytes_allocated(dtype: torch.dtype, sizes: tuple[int, ...], prefix: int) -> None:
+    planned = spec(Schedule(sizes), rows=3, layers=5, dtype=dtype, prefix=prefix)
     workspace = Workspace(planned)
     caches = [DenseLayerCache(planned, workspace) for _ in range(5)]
     allocated = [tensor for owner in (workspace, *caches) for tensor in (owner.keys, owner.values)]
@@ -177,6 +212,14 @@ def test_planned_bytes_are_the_bytes_allocated(dtype: torch.dtype, sizes: tuple[
 def test_the_last_stage_is_stored_once_for_all_layers() -> None:
     """2 (keys, values) x 3 rows x 8 channels x 4 bytes = 192 per token; 5 layers keep 1 + 4 tokens, all share 1 + 4 + 9."""
     assert spec(Schedule((1, 2, 3)), rows=3, layers=5).bytes == 192 * (5 * 5 + 14)
+    assert spec(Schedule((1, 2, 3)), rows=3, layers=5, prefix=7).bytes == 192 * (5 * (7 + 5) + 7 + 14)
+
+
+def two_prompts(family: str, lengths: tuple[int, int], seed: int = 0) -> Prompts:
+    """As the model's condition takes them: classes, or texts of these lengths."""
+    if family in tiny.CLASS_FAMILIES:
+        return Labels(torch.tensor([1, 2]) + 2 * seed)
+    return tiny.text_features(family, lengths, seed)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -184,9 +227,10 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
     """Prompts of 8 and 16 tokens, since text is padded to a multiple of 8."""
     pipeline = tiny.shared_pipeline(family)
     schedule = tiny.schedule_of(family)
-    prompts = Labels(torch.tensor([1, 2])) if family in tiny.CLASS_FAMILIES else tiny.text_features(family, (8, 16))
+    prompts = two_prompts(family, (8, 16))
+    empty = pipeline.reader.empty()
     for guided in (False, True):
-        cond = pipeline.model.condition(prompts, guided, schedule)
+        cond = pipeline.model.condition(prompts, guided, schedule, empty.repeat(2) if guided and empty else None)
         env = new_env(pipeline.model, cond, schedule, 2, Method())
         tensors = [tensor for cache in env.cache for tensor in (cache.keys, cache.values)]
         tensors += [env.cache[0].workspace.keys, env.cache[0].workspace.values]
@@ -208,6 +252,12 @@ def test_memory_is_resized_by_averaging_and_gathered() -> None:
     assert memory.fill("attention", Tokens(coarse, torch.tensor([[3, 0]]))).flatten().tolist() == [12.5, 2.5]
     finer = memory.fill("attention", Tokens(Stage(2, 8, 8, 17, True)))
     assert torch.equal(finer.view(8, 8), grid.view(4, 4).repeat_interleave(2, 0).repeat_interleave(2, 1))
+
+
+def test_memory_keeps_the_grid_without_a_prefix() -> None:
+    memory, stage = StageMemory(), Stage(0, 1, 2, 0, False)
+    memory.store("x", torch.tensor([[[9.0], [8.0], [1.0], [2.0]]]), Tokens(stage, prefix=2))
+    assert memory.fill("x", Tokens(stage)).flatten().tolist() == [1.0, 2.0]
 
 
 def test_memory_of_a_wide_grid_keeps_rows_and_columns_apart() -> None:
@@ -237,27 +287,33 @@ def test_memory_takes_whole_grids_only() -> None:
 
 def running_env(family: str) -> tuple[Env, Schedule]:
     """Two images with both branches, after the first stage; every row's number can be read off its memory."""
-    pipeline = tiny.shared_pipeline(family)
-    schedule = tiny.schedule_of(family)
-    prompts, negative = tiny.text_features("infinity", (3, 5)), tiny.text_features("infinity", (7, 2), seed=1)  # so that no two rows have the same text mask
-    if family in tiny.CLASS_FAMILIES:
-        prompts, negative = Labels(torch.tensor([1, 2])), Labels(torch.tensor([3, 4]))
-    env = new_env(pipeline.model, pipeline.model.condition(prompts, True, schedule, negative), schedule, 2, Method())
-    x = pipeline.model.embed(None, schedule[0], env)
-    for block in pipeline.model.blocks:
-        x = block(x, Tokens(schedule[0]), env)
-    env.memory.store("row", torch.arange(4.0).view(4, 1, 1), Tokens(schedule[0]))
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    prompts, negative = two_prompts(family, (3, 5)), two_prompts(family, (7, 2), seed=1)  # no two rows have the same text mask
+    env = new_env(model, model.condition(prompts, True, schedule, negative), schedule, 2, Method())
+    x, tokens = model.with_text(model.embed(None, schedule[0], env), Tokens(schedule[0]), env)
+    for block in model.blocks:
+        x = block(x, tokens, env)
+    env.memory.store("row", torch.arange(4.0).view(4, 1, 1).expand(-1, tokens.width, -1), tokens)
     return env, schedule
+
+
+def conditioning_tensors(cond: Conditioning) -> list[Tensor]:
+    """Everything in it that has one entry per row."""
+    tensors = [cond.start, *(part for modulation in cond.modulation for part in modulation), *(cond.head or ())]
+    if cond.prefix is not None:
+        tensors.append(cond.prefix)
+    if cond.text is not None:
+        tensors += [*(tensor for pair in cond.text.keys_values for tensor in pair), cond.text.mask]
+    if isinstance(cond.rope, HalvesRope):
+        tensors += [tensor for table in cond.rope.tables for tensor in table]
+    return tensors + (conditioning_tensors(cond.refiner) if cond.refiner is not None else [])
 
 
 def row_tensors(env: Env) -> list[Tensor]:
     """Everything that has one entry per row, stage 0 of the caches included."""
-    cond = env.cond
-    tensors = [cond.start, cond.head_scale, cond.head_shift, *(part for modulation in cond.modulation for part in modulation)]
-    tensors += [tensor[:, :1] for cache in env.cache for tensor in (cache.keys, cache.values)]
-    if cond.text is not None:
-        tensors += [*(tensor for pair in cond.text.keys_values for tensor in pair), cond.text.mask]
-    return [tensor.clone() for tensor in tensors]
+    written = env.cache[0].width
+    caches = [tensor[:, :written] for cache in env.cache for tensor in (cache.keys, cache.values)]
+    return [tensor.clone() for tensor in (*conditioning_tensors(env.cond), *caches)]
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -265,6 +321,7 @@ def row_tensors(env: Env) -> list[Tensor]:
 def test_keeping_one_branch_keeps_its_rows_of_everything(family: str, branches: str, rows: list[int]) -> None:
     env, schedule = running_env(family)
     before = row_tensors(env)
+    assert all(len(tensor) == 4 and len(tensor.flatten(1).unique(dim=0)) == 4 for tensor in before)
     env.keep("both")
     assert env.branches == "both"
     env.keep(branches)
@@ -286,15 +343,16 @@ def test_rows_never_return(left: str, wanted: str) -> None:
         env.keep(wanted)
 
 
-def test_blocks_go_on_after_rows_have_left() -> None:
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_blocks_go_on_after_rows_have_left(family: str) -> None:
     """The rows that stay compute what they would have computed in company."""
     outcomes = []
     for branches in ("both", "cond", "uncond"):
-        env, schedule = running_env("infinity")
+        env, schedule = running_env(family)
         env.keep(branches)
         rows = {"both": slice(0, 4), "cond": slice(0, 2), "uncond": slice(2, 4)}[branches]
         x = F.normalize(torch.arange(4 * 4 * tiny.WIDTH).float().sin().view(4, 4, tiny.WIDTH), dim=-1)[rows]
-        for block in tiny.shared_pipeline("infinity").model.blocks:
+        for block in tiny.shared_pipeline(family).model.blocks:
             x = block(x, Tokens(schedule[1]), env)
         outcomes.append(x)
     both, cond, uncond = outcomes

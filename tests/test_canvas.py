@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import SizeError
-from nextscale.pipeline import Pipeline
+from nextscale.pipeline import Pipeline, Preview
 from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.tokenizers import (
     FlexVarTokenizer,
@@ -41,8 +42,15 @@ def columns(*values: float) -> Tensor:
 
 
 def var_toy(codebook: list[list[float]], weights: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0), bias: float = 0.0) -> VarTokenizer:
-    """Blend k multiplies by weights[k] and adds `bias`; half of it is mixed with half of its input."""
     tokenizer = VarTokenizer(VarTokenizerConfig(len(codebook), len(codebook[0]), channels=32, multipliers=(1,), blocks_per_level=1))
+    return with_codes(tokenizer, codebook, weights, bias)
+
+
+Residual = TypeVar("Residual", bound=VarTokenizer)
+
+
+def with_codes(tokenizer: Residual, codebook: list[list[float]], weights: tuple[float, ...], bias: float) -> Residual:
+    """Blend k multiplies by weights[k] and adds `bias`; half of it is mixed with half of its input."""
     tokenizer.codebook.copy_(torch.tensor(codebook))
     for blend, weight in zip(tokenizer.blends, weights, strict=True):
         blend.weight.zero_()
@@ -106,7 +114,10 @@ def test_var_blends_after_upsampling() -> None:
 def test_var_takes_mixtures_of_codes() -> None:
     schedule = Schedule((1, 1))
     canvas = var_toy([[0.0], [2.0], [8.0]]).canvas(schedule, batch=2)
-    canvas.add(torch.tensor([[[0.5, 0.25, 0.25]], [[0.0, 0.0, 1.0]]]), Tokens(schedule[0]))
+    mixtures = torch.tensor([[[0.5, 0.25, 0.25]], [[0.0, 0.0, 1.0]]])
+    assert canvas.vectors(mixtures).tolist() == [[[2.5]], [[8.0]]]
+    assert canvas.vectors(torch.tensor([[1], [2]])).tolist() == [[[2.0]], [[8.0]]]
+    canvas.add(mixtures, Tokens(schedule[0]))
     assert canvas.latent.flatten().tolist() == [1.25, 4.0]
 
 
@@ -139,6 +150,7 @@ BLENDS = {
     8: "0 0 1 1 2 2 3 3",
     9: "0 0 1 1 2 2 2 3 3",
     10: "0 0 1 1 1 2 2 3 3 3",
+    14: "0 0 0 1 1 1 1 2 2 2 2 3 3 3",
 }
 
 
@@ -153,7 +165,7 @@ def test_other_numbers_of_blends_sit_in_the_middle_of_equal_shares() -> None:
     assert blend_index(0, 1, 4) == 0
 
 
-@pytest.mark.parametrize("stages", [4, 10])
+@pytest.mark.parametrize("stages", [4, 10, 14])
 def test_the_canvas_uses_the_blend_of_its_stage(stages: int) -> None:
     weights = (1.0, 10.0, 100.0, 1000.0)
     schedule = Schedule((1,) * stages)
@@ -278,15 +290,35 @@ def test_absent_tokens_of_flexvar_keep_the_previous_estimate() -> None:
 # --- raster order and batches, for all
 
 
+def last_residual(previews: list[Preview]) -> Tensor | None:
+    """What the last stage added to its codes; nothing before it has any."""
+    *earlier, last = (preview.done.residual for preview in previews)
+    assert all(residual is None for residual in earlier)
+    return last
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_images_of_a_batch_stay_apart(family: str) -> None:
-    output = tiny.shared_pipeline(family)(tiny.prompts(family, 3), seed=1)
+    previews: list[Preview] = []
+    output = tiny.shared_pipeline(family)(tiny.prompts(family, 3), seed=1, on_stage=previews.append)
     tokenizer, schedule = tiny.shared_pipeline(family).tokenizer, tiny.schedule_of(family)
+    residual = last_residual(previews)
+    assert (residual is not None) == (family == "hart")
     for image in range(3):
         alone = tokenizer.canvas(schedule, 1)
         for stage, codes in zip(schedule, output.codes, strict=True):
             alone.add(codes[image : image + 1], Tokens(stage))
+        if residual is not None:
+            alone.add_residual(residual[image : image + 1], Tokens(schedule[-1]))
         assert torch.allclose(alone.latent[0], output.latent[image], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "hart"])
+def test_a_canvas_of_codes_takes_no_residual(family: str) -> None:
+    schedule = tiny.schedule_of(family)
+    canvas = tiny.shared_pipeline(family).tokenizer.canvas(schedule, 1)
+    with pytest.raises(TypeError, match=f"{type(canvas).__name__} is drawn with codes alone"):
+        canvas.add_residual(torch.zeros(1, schedule[-1].cells, canvas.latent.shape[1]), Tokens(schedule[-1]))
 
 
 # --- encoding
@@ -348,6 +380,7 @@ def test_codes_of_an_image_replayed_through_a_request_draw_that_image(family: st
     _, codes = encoded_images(pipeline, schedule, images=2)
     canvas = pipeline.tokenizer.canvas(schedule, 2)
     seen, expected = [], []
+    previews: list[Preview] = []
     embed = pipeline.model.embed
 
     def recording_embed(shown: Tensor | None, *rest: object) -> Tensor:
@@ -356,7 +389,7 @@ def test_codes_of_an_image_replayed_through_a_request_draw_that_image(family: st
 
     pipeline.model.embed = recording_embed
     try:
-        output = pipeline(tiny.prompts(family, 2), seed=0, revise=lambda stage, drawn: codes[stage.index])
+        output = pipeline(tiny.prompts(family, 2), seed=0, revise=lambda stage, drawn: codes[stage.index], on_stage=previews.append)
     finally:
         del pipeline.model.embed
     for stage in schedule:
@@ -365,6 +398,9 @@ def test_codes_of_an_image_replayed_through_a_request_draw_that_image(family: st
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(output.codes, codes, strict=True))
     assert seen[0] is None and expected[0] is None
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen[1:], expected[1:], strict=True))
+    residual = last_residual(previews)
+    if residual is not None:
+        canvas.add_residual(residual, Tokens(schedule[-1]))
     assert torch.equal(output.latent, canvas.latent)
     assert len({codes_of_stage.float().mean().item() for codes_of_stage in codes}) > 1
 

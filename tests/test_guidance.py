@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nextscale.errors import SettingError
-from nextscale.guidance import ConstantGuidance, Guidance, GuidedRows, RampGuidance, StageGuidance, resolve_guidance
+from nextscale.guidance import ConstantGuidance, Guidance, GuidedRows, RampGuidance, StageGuidance, mix, resolve_guidance
 from nextscale.presets import FLEXVAR_SETTINGS, MODELS
-from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, VAR_256, VAR_512, infinity_schedule
+from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024, VAR_256, VAR_512, infinity_schedule
 from nextscale.stage import Schedule
 
 from . import tiny
@@ -81,8 +81,24 @@ def test_infinity_is_constant_over_all_thirteen_stages(name: str, strength: floa
     assert MODELS[name].settings.guidance.scales(infinity_schedule(1.0, "1M")) == (strength,) * 13
 
 
-def test_a_single_stage_is_not_divided_by_zero() -> None:
-    assert RampGuidance(strength=4.0).scales(Schedule((1,))) == (1.0,)
+def test_hart_guides_its_last_stage_like_the_one_before() -> None:
+    """t = 4.5 * 12 / 13 = 4.1538 at both of them."""
+    scales = MODELS["hart-0.7b"].settings.guidance.scales(Schedule(HART_1024))
+    assert scales == (*(1 + 4.5 * (i / 13) for i in range(13)), 1 + 4.5 * (12 / 13))
+    assert scales[-1] - 1 == pytest.approx(4.1538, abs=1e-4)
+    assert MODELS["hart-0.7b"].settings.guidance.with_strength(13.0).scales(Schedule(HART_1024))[-3:] == (12, 13, 13)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("star-256", 10), ("star-512", 10), ("star-1024", 14), ("star-1024-sampler", 14)])
+def test_star_ramps_like_var(name: str, stages: int) -> None:
+    settings = MODELS[name].settings
+    scales = settings.guidance.scales(settings.schedules.choose(None, None))
+    assert scales == tuple(1 + 4.0 * (i / (stages - 1)) for i in range(stages))
+
+
+@pytest.mark.parametrize("last_repeats", [False, True])
+def test_a_single_stage_is_not_divided_by_zero(last_repeats: bool) -> None:
+    assert RampGuidance(strength=4.0, last_repeats=last_repeats).scales(Schedule((1,))) == (1.0,)
 
 
 # --- mixing
@@ -145,6 +161,24 @@ def test_a_list_shorter_than_the_schedule_is_refused(values: tuple[float, ...]) 
         rows(StageGuidance(values=values))
 
 
+@pytest.mark.parametrize("guidance", [RampGuidance(strength=3.0), StageGuidance(values=(1.0, 2.0, 4.0, 9.0))])
+def test_full_strength_is_that_of_the_last_stage_whatever_the_stage(guidance: Guidance) -> None:
+    """Not of the tail past it. STAR's refiner is guided so."""
+    guided = rows(guidance)
+    both = torch.tensor([[[2.0]], [[5.0]]])
+    assert guided.in_full(both, 1).item() == 4 * 2 - 3 * 5 == guided.on_logits(both, THREE[-1], 1).item()
+    assert guided.in_full(both, 2).tolist() == both.tolist()
+    assert rows(StageGuidance(logits=False, values=(1.0, 1.0, 4.0))).in_full(both, 1).tolist() == [[[2.0]]]
+
+
+def test_mixing_takes_any_shape_and_leaves_one_branch_as_it_is() -> None:
+    both = torch.rand(4, 3, 2, 2)
+    assert torch.equal(mix(both, 3.0, 2), 3 * both[:2] - 2 * both[2:])
+    assert torch.equal(mix(both, 0.0, 2), both[2:])
+    assert torch.equal(mix(both, 1.0, 2), both[:2])
+    assert torch.equal(mix(both[:2], 3.0, 2), both[:2])
+
+
 # --- guidance inside the network
 
 
@@ -198,6 +232,7 @@ def test_numbers_keep_the_published_form() -> None:
     assert resolve_guidance(None, default) is default
     assert resolve_guidance(1.5, default) == RampGuidance(strength=1.5, longest_span=9, full_above=16, layers=(2,))
     assert resolve_guidance(2, ConstantGuidance(strength=4.0)) == ConstantGuidance(strength=2.0)
+    assert resolve_guidance(2, RampGuidance(strength=4.5, last_repeats=True)) == RampGuidance(strength=2.0, last_repeats=True)
     own = ConstantGuidance(strength=7.0)
     assert resolve_guidance(own, default) is own
 

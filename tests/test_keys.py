@@ -71,7 +71,6 @@ def left_out(key: str, family: str) -> bool:
     return key in LEFT_OUT[family] or key.startswith(DISCRIMINATOR)
 
 
-
 @cache
 def published() -> dict[str, tuple[str, dict[str, Shape]]]:
     """List name -> (family, key -> shape)."""

@@ -14,8 +14,20 @@ from torch import Tensor
 
 from nextscale.errors import SettingError
 from nextscale.presets import FLEXVAR_SETTINGS, MODELS
-from nextscale.sampling import ImageDraws, Sampling, SharedDraws, choose, draw, filter_logits, soften
-from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS
+from nextscale.sampling import (
+    Draws,
+    ImageDraws,
+    Refinement,
+    Sampling,
+    SharedDraws,
+    cell_noise,
+    choose,
+    draw,
+    draw_codes,
+    filter_logits,
+    soften,
+)
+from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024
 from nextscale.stage import Schedule, Stage, Tokens
 
 CPU = torch.device("cpu")
@@ -29,6 +41,8 @@ class NoDraws:
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
         raise AssertionError("random numbers were used")
 
+    uniform = normal = exponential
+
 
 class ScriptedDraws:
     """Hands out the given noise, one tensor per call."""
@@ -40,6 +54,8 @@ class ScriptedDraws:
         noise = self.noise.pop(0)
         assert tuple(shape) == noise.shape
         return noise
+
+    uniform = normal = exponential
 
 
 def square(side: int) -> Stage:
@@ -173,23 +189,59 @@ def test_images_with_their_own_seeds_equal_multinomial_image_by_image(shape: tup
             assert torch.equal(drawn, torch.multinomial(image.softmax(-1).view(-1, shape[-1]), 1, generator=generator).view(shape[1:-1]))
 
 
+DISTRIBUTIONS = ("exponential", "uniform", "normal")
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     seeds=st.lists(st.integers(0, 2**32), min_size=1, max_size=4),
-    shapes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3),
+    calls=st.lists(st.tuples(st.sampled_from(DISTRIBUTIONS), st.lists(st.integers(1, 9), min_size=1, max_size=3)), min_size=1, max_size=3),
 )
-def test_an_image_does_not_depend_on_its_neighbours(seeds: list[int], shapes: list[list[int]]) -> None:
+def test_an_image_does_not_depend_on_its_neighbours(seeds: list[int], calls: list[tuple[str, list[int]]]) -> None:
     together = ImageDraws(seeds, CPU)
     alone = [ImageDraws([seed], CPU) for seed in seeds]
-    for shape in shapes:
-        noise = together.exponential((len(seeds), *shape), CPU)
+    for distribution, shape in calls:
+        noise = getattr(together, distribution)((len(seeds), *shape), CPU)
         for image, own in zip(noise, alone, strict=True):
-            assert torch.equal(image, own.exponential((1, *shape), CPU)[0])
+            assert torch.equal(image, getattr(own, distribution)((1, *shape), CPU)[0])
 
 
-def test_the_number_of_generators_is_the_number_of_images() -> None:
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_number_of_generators_is_the_number_of_images(distribution: str) -> None:
     with pytest.raises(ValueError, match="shorter|longer"):
-        ImageDraws([1, 2], CPU).exponential((3, 4), CPU)
+        getattr(ImageDraws([1, 2], CPU), distribution)((3, 4), CPU)
+
+
+@pytest.mark.parametrize("draws", [ImageDraws([3], CPU), SharedDraws(torch.Generator().manual_seed(3))], ids=["per image", "shared"])
+def test_numbers_are_distributed_as_their_name_says(draws: Draws) -> None:
+    """Mean, standard deviation and range of 40000 numbers: means within five standard errors."""
+    shape, standard_error = (1, 200, 200), 1 / 200
+    exponential, uniform, normal = (getattr(draws, distribution)(shape, CPU) for distribution in DISTRIBUTIONS)
+    assert exponential.min() >= 0
+    assert 0 <= uniform.min() < 0.001 < 0.999 < uniform.max() < 1
+    assert normal.min() < -3 < 3 < normal.max()
+    for noise, mean, deviation in ((exponential, 1, 1), (uniform, 0.5, 12**-0.5), (normal, 0, 1)):
+        assert abs(noise.mean().item() - mean) < 5 * standard_error * deviation
+        assert noise.std().item() == pytest.approx(deviation, rel=0.05)
+
+
+def test_one_stream_gives_what_torch_would_give() -> None:
+    shape = (2, 3, 50)
+    ours, theirs = SharedDraws(torch.Generator().manual_seed(9)), torch.Generator().manual_seed(9)
+    for _ in range(2):
+        assert torch.equal(ours.uniform(shape, CPU), torch.rand(shape, generator=theirs))
+        assert torch.equal(ours.normal(shape, CPU), torch.randn(shape, generator=theirs))
+
+
+@pytest.mark.parametrize("channels", [(), (4,), (3, 2)])
+def test_noise_belongs_to_the_cells_of_a_stage(channels: tuple[int, ...]) -> None:
+    stage, seeds = STAGES[2], [1, 2]
+    everywhere = ImageDraws(seeds, CPU).normal((2, stage.cells, *channels), CPU)
+    dense = cell_noise(ImageDraws(seeds, CPU).normal, Tokens(stage), everywhere.shape, CPU)
+    assert torch.equal(dense, everywhere)
+    some = Tokens(stage, torch.tensor([[4, 0, 1], [2, 5, 5]]), torch.tensor([3, 2]))
+    taken = cell_noise(ImageDraws(seeds, CPU).normal, some, (2, 3, *channels), CPU)
+    assert torch.equal(taken, torch.stack([everywhere[0, [4, 0, 1]], everywhere[1, [2, 5, 5]]]))
 
 
 def test_frequencies_follow_the_softmax() -> None:
@@ -240,6 +292,27 @@ def test_smoothing_draws_first_and_mixes_what_the_filters_left() -> None:
     assert mixture.sum().item() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("stages", [2, 4, 14])
+def test_progress_is_the_place_of_a_stage_and_hart_repeats_it_at_the_last(stages: int) -> None:
+    schedule, last = Schedule((1,) * stages), stages - 1
+    assert [Sampling().progress(stage, stages) for stage in schedule] == [stage.index / last for stage in schedule]
+    repeated = [Sampling(last_repeats=True).progress(stage, stages) for stage in schedule]
+    assert repeated == [*(index / last for index in range(last)), (last - 1) / last]
+
+
+@pytest.mark.parametrize("last_repeats", [False, True])
+def test_a_single_stage_has_made_no_progress(last_repeats: bool) -> None:
+    assert Sampling(last_repeats=last_repeats).progress(Schedule((1,))[0], 1) == 0
+
+
+def test_hart_repeats_the_temperature_of_its_smoothing() -> None:
+    """Of its 14 stages, the last two are both smoothed with 12 / 13: tau 0.27 * (1 - 0.95 * 12 / 13)."""
+    sampling, schedule = MODELS["hart-0.7b"].settings.sampling, Schedule(HART_1024)
+    progress = [sampling.progress(stage, 14) for stage in schedule]
+    assert progress == [*(index / 13 for index in range(13)), 12 / 13]
+    assert max(0.27 * (1 - 0.95 * progress[-1]), 0.005) == pytest.approx(0.033231, abs=1e-6)
+
+
 # --- choosing
 
 
@@ -248,6 +321,15 @@ def test_greedy_takes_the_likeliest_and_no_random_numbers() -> None:
     ids, codes = choose(logits, Tokens(STAGES[1]), len(STAGES), Sampling(greedy=True, top_k=2, top_p=0.5), NoDraws())
     assert ids.tolist() == [[1, 0]]
     assert codes is ids
+
+
+def test_a_draw_tells_what_it_was_drawn_from() -> None:
+    logits = torch.tensor([[[0.0, 3.0, 1.0]]])
+    for sampling, expected in ((Sampling(top_k=2), 2), (Sampling(top_k=2, greedy=True), 1)):
+        drawn, kept = draw_codes(logits, Tokens(STAGES[0]), sampling, ScriptedDraws(torch.tensor([[[1e-6, 1.0, 1e-6]]])))
+        assert drawn.item() == expected
+        assert kept.tolist() == [[[INFINITELY_UNLIKELY, 3.0, 1.0]]]
+    draw_codes(logits, Tokens(STAGES[0]), Sampling(greedy=True), NoDraws())
 
 
 def test_forced_greedy_stages_still_use_up_their_random_numbers() -> None:
@@ -299,6 +381,17 @@ def test_temperatures_may_be_more_than_the_stages_but_not_fewer() -> None:
         Sampling(temperature=(1.0, 1.0)).check(STAGES)
 
 
+def test_every_stage_may_have_its_own_top_k() -> None:
+    per_stage = Sampling(top_k=(3, 0, 7))
+    assert [per_stage.top_k_at(stage) for stage in STAGES] == [3, 0, 7]
+    assert [Sampling(top_k=5).top_k_at(stage) for stage in STAGES] == [5, 5, 5]
+    assert Sampling(top_k=(3, 4, 7), widest_drawn=1).top_k_at(STAGES[1]) == 1
+    assert Sampling().changed(top_k=[3, 0, 7]) == per_stage
+    Sampling(top_k=(1,) * 4).check(STAGES)
+    with pytest.raises(SettingError, match="2 values of top_k for 3 stages"):
+        Sampling(top_k=(1, 1)).check(STAGES)
+
+
 def test_forbidden_codes_get_minus_one_hundred() -> None:
     logits = torch.tensor([[[5.0, 4.0, 3.0]]])
     assert Sampling(forbidden=(0, 2)).prepare(logits, STAGES[0]).tolist() == [[[-100.0, 4.0, -100.0]]]
@@ -345,11 +438,23 @@ def test_published_settings() -> None:
     assert MODELS["var-d30"].settings.sampling == Sampling(top_k=900, top_p=0.95)
     assert MODELS["infinity-2b"].settings.sampling == Sampling(top_k=900, top_p=0.97, temperature=0.5)
     assert MODELS["infinity-8b"].settings.sampling == Sampling(top_k=900, top_p=0.97, temperature=1.0)
+    assert MODELS["hart-0.7b"].settings.sampling == Sampling(top_k=(600,) * 7 + (300,) * 7, smooth=True, last_repeats=True)
+    for name in ("star-256-d16", "star-256", "star-512", "star-1024"):
+        assert MODELS[name].settings.sampling == Sampling(top_k=600, top_p=0.8)
+    assert MODELS["star-1024-sampler"].settings.sampling == Sampling(top_k=600, top_p=0.8, refine=Refinement())
 
 
 def test_settings_left_out_keep_their_values() -> None:
     changed = Sampling(top_k=900, top_p=0.95).changed(top_p=0.5, temperature=[1.0, 2.0])
     assert changed == Sampling(top_k=900, top_p=0.5, temperature=(1.0, 2.0))
+
+
+def test_greedy_alone_turns_a_published_smoothing_off() -> None:
+    published = Sampling(smooth=True, top_k=5)
+    assert published.changed(greedy=True) == Sampling(greedy=True, top_k=5)
+    assert published.changed(greedy=False) == published
+    with pytest.raises(SettingError, match="choose one of them"):
+        published.changed(greedy=True, smooth=True)
 
 
 def test_unknown_settings_are_named_with_the_known_ones() -> None:
@@ -369,6 +474,7 @@ def test_unknown_settings_are_named_with_the_known_ones() -> None:
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": (1.0, 0.0)}, "temperature"),
         ({"greedy": True, "smooth": True}, "smooth"),
+        ({"top_k": (5, -1)}, "top_k"),
     ],
 )
 def test_values_out_of_range_are_refused(bad: dict[str, Any], named: str) -> None:
@@ -378,7 +484,41 @@ def test_values_out_of_range_are_refused(bad: dict[str, Any], named: str) -> Non
         Sampling().changed(**bad)
 
 
-@pytest.mark.parametrize("bad", [{"top_k": 1.5}, {"top_p": "0.9"}, {"temperature": None}, {"temperature": "hot"}, {"forbidden": 3}])
+@pytest.mark.parametrize(
+    "bad", [{"top_k": 1.5}, {"top_k": (3, 1.5)}, {"top_p": "0.9"}, {"temperature": None}, {"temperature": "hot"}, {"forbidden": 3}]
+)
 def test_values_of_another_type_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingError):
         Sampling(**bad)
+
+
+# --- refinement
+
+
+def test_the_published_refinement() -> None:
+    """Eight rounds at stages 9 to 12, the first five drafted by the main model; fifteen at stage 13, none drafted."""
+    stages = Schedule(HART_1024).stages[9:]
+    assert [Refinement().at(stage) for stage in stages] == [(8, 5)] * 4 + [(15, 0)]
+    assert (Refinement().first_stage, Refinement().random) == (9, 5)
+
+
+def test_later_stages_repeat_the_last_entry() -> None:
+    refinement = Refinement(first_stage=1, rounds=(3, 7), drafted=(2, 0))
+    assert [refinement.at(stage) for stage in Schedule((1,) * 6).stages[1:]] == [(3, 2)] + [(7, 0)] * 4
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"rounds": (), "drafted": ()},
+        {"rounds": (3,), "drafted": (1, 1)},
+        {"rounds": (3, 0), "drafted": (1, 1)},
+        {"rounds": (3,), "drafted": (-1,)},
+        {"first_stage": -1},
+        {"random": -1},
+    ],
+    ids=str,
+)
+def test_impossible_refinements_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="a refinement has as many numbers of rounds"):
+        Refinement(**bad)

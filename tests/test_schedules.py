@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nextscale.errors import SizeError
-from nextscale.presets import FLEXVAR_SETTINGS, MODELS
+from nextscale.presets import FLEXVAR_SETTINGS, MODELS, build_model
 from nextscale.schedules import (
     BUDGETS,
     FLEXVAR_512,
     FLEXVAR_STEPS,
+    HART_1024,
     VAR_256,
     VAR_512,
     InfinityBook,
@@ -136,7 +138,7 @@ def test_size_and_aspect_together_contradict() -> None:
         InfinityBook().choose((1024, 1024), "1:1")
 
 
-# --- VAR and FlexVAR
+# --- square schedules
 
 
 def test_the_published_square_schedules() -> None:
@@ -156,6 +158,21 @@ def test_the_published_square_schedules() -> None:
         14: (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16),
     }
     assert all(len(sides) == steps for steps, sides in FLEXVAR_STEPS.items())
+    assert HART_1024 == (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
+    assert sum(side * side for side in HART_1024) == 9451
+
+
+def test_hart_keeps_its_text_before_the_image() -> None:
+    """The specification's lengths of the cache after every stage, for 300 tokens of text."""
+    spec = MODELS["hart-0.7b"]
+    with torch.device("meta"):
+        model = build_model(spec.model)
+    schedule = spec.settings.schedules.choose(None, None)
+    assert schedule == Schedule(HART_1024)
+    cached = [model.text_prefix + stage.start + stage.cells for stage in schedule]
+    assert cached == [300, 304, 313, 329, 354, 403, 484, 628, 884, 1325, 2054, 3350, 5654, 9750]
+    sizes = model.cache_spec(schedule, rows=2)
+    assert (sizes.tokens, sizes.kept_tokens) == (9750, 5654)
 
 
 @pytest.mark.parametrize("name", ["var-d16", "var-d20", "var-d24", "var-d30", "var-d36"])
@@ -166,6 +183,25 @@ def test_var_offers_the_one_size_it_was_trained_for(name: str) -> None:
     assert book.offers() == [(16 * sides[-1],) * 2]
     with pytest.raises(SizeError, match=f"{other}x{other}.*nearest: {16 * sides[-1]}x{16 * sides[-1]}"):
         book.choose(other, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("hart-0.7b", HART_1024),
+        ("star-256-d16", VAR_256),
+        ("star-256", VAR_256),
+        ("star-512", VAR_512),
+        ("star-1024", HART_1024),
+        ("star-1024-sampler", HART_1024),
+    ],
+)
+def test_hart_and_star_offer_the_one_size_they_were_trained_for(name: str, sides: tuple[int, ...]) -> None:
+    book, side = MODELS[name].settings.schedules, 16 * sides[-1]
+    assert book.choose(None, None) == book.choose(side, None) == Schedule(sides)
+    assert book.offers() == [(side, side)]
+    with pytest.raises(SizeError, match=f"nearest: {side}x{side}"):
+        book.choose(side - 16, None)
 
 
 def test_flexvar_draws_256_and_512() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -179,3 +181,83 @@ def test_scatter_restores_what_gather_took(choice: tuple[Stage, Tensor, Tensor, 
     assert torch.equal(restored[present], values[present])
     assert torch.equal(restored[~present], background[~present])
     assert torch.equal(kept.scatter(kept.gather(values), values), values)
+
+
+# --- tokens that are not on the grid
+
+WITH_PREFIX = Tokens(GRID_2X3, torch.tensor([[4, 0], [1, 1]]), torch.tensor([2, 1]), prefix=3)
+
+
+def test_a_prefix_counts_in_the_width_and_is_cut_off_at_the_front() -> None:
+    assert Tokens(GRID_2X3, prefix=3).width == 3 + 6
+    assert WITH_PREFIX.width == 3 + 2
+    x = torch.arange(10.0).view(2, 5, 1)
+    grid, tokens = WITH_PREFIX.on_grid(x)
+    assert grid.squeeze(-1).tolist() == [[3, 4], [8, 9]]
+    assert (tokens.prefix, tokens.width, tokens.stage) == (0, 2, GRID_2X3)
+    assert torch.equal(tokens.index, WITH_PREFIX.index)
+    assert torch.equal(tokens.count, WITH_PREFIX.count)
+    dense = Tokens(GRID_2X3)
+    assert dense.on_grid(x) == (x, dense)
+
+
+def test_a_prefix_survives_where_rows_are_cut_or_repeated() -> None:
+    twice, second = WITH_PREFIX.repeat(2), WITH_PREFIX.rows(slice(1, None))
+    assert twice.index.tolist() == [[4, 0], [1, 1]] * 2
+    assert twice.count.tolist() == [2, 1, 2, 1]
+    assert (second.index.tolist(), second.count.tolist()) == ([[1, 1]], [1])
+    assert twice.prefix == second.prefix == 3
+    for dense in (Tokens(GRID_2X3), Tokens(GRID_2X3, prefix=3)):
+        assert dense.repeat(2) is dense
+        assert dense.rows(slice(1, None)) is dense
+    without_count = Tokens(GRID_2X3, torch.tensor([[4, 0]])).repeat(3)
+    assert (without_count.index.tolist(), without_count.count) == ([[4, 0]] * 3, None)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda tokens: tokens.take(torch.tensor([[0], [0]])),
+        lambda tokens: tokens.top(torch.rand(2, 2), 1),
+        lambda tokens: tokens.gather(torch.rand(2, 6, 1)),
+        lambda tokens: tokens.scatter(torch.rand(2, 2, 1), torch.rand(2, 6, 1)),
+        lambda tokens: tokens.move(torch.rand(2, 2), Tokens(GRID_2X3)),
+        lambda tokens: Tokens(GRID_2X3).move(torch.rand(2, 6), tokens),
+    ],
+    ids=["take", "top", "gather", "scatter", "move from", "move to"],
+)
+def test_tokens_that_are_not_on_the_grid_cannot_be_selected_among_its_cells(select: Callable[[Tokens], object]) -> None:
+    with pytest.raises(ValueError, match="3 tokens of stage 2 are not on its grid"):
+        select(WITH_PREFIX)
+    select(WITH_PREFIX.with_prefix(0))
+
+
+# --- from some tokens to others
+
+
+def test_values_move_to_the_same_cells_and_are_zero_elsewhere() -> None:
+    some, others = Tokens(GRID_2X3, torch.tensor([[4, 0], [1, 2]])), Tokens(GRID_2X3, torch.tensor([[0, 1, 4], [5, 1, 2]]))
+    values = torch.tensor([[7, 8], [9, 6]])
+    assert some.move(values, others).tolist() == [[8, 0, 7], [0, 9, 6]]
+    assert some.move(values, Tokens(GRID_2X3)).tolist() == [[8, 0, 0, 0, 7, 0], [0, 9, 6, 0, 0, 0]]
+    assert Tokens(GRID_2X3).move(torch.arange(6).expand(2, -1), some).tolist() == some.index.tolist()
+    assert some.move(values, some) is values
+    assert Tokens(GRID_2X3).move(values, Tokens(GRID_2X3)) is values
+
+
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 3)])
+def test_what_moves_may_have_any_number_of_channels(trailing: tuple[int, ...]) -> None:
+    some, values = Tokens(GRID_2X3, torch.tensor([[4, 0]])), torch.rand(1, 2, *trailing)
+    moved = some.move(values, Tokens(GRID_2X3, torch.tensor([[0, 3, 4]])))
+    assert torch.equal(moved, torch.stack([values[:, 1], torch.zeros_like(values[:, 0]), values[:, 0]], dim=1))
+
+
+@settings(deadline=None)
+@given(ragged_choices())
+def test_what_moves_to_the_whole_grid_moves_back(choice: tuple[Stage, Tensor, Tensor, int]) -> None:
+    stage, score, keep, width = choice
+    _, kept = Tokens(stage).top(score, keep, width)
+    values = kept.gather(torch.rand(len(keep), stage.cells, 2))
+    whole = kept.move(values, Tokens(stage))
+    assert torch.equal(Tokens(stage).move(whole, kept), values)
+    assert torch.equal((whole == 0).all(dim=-1).sum(dim=1), stage.cells - keep)

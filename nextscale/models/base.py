@@ -66,6 +66,7 @@ class Hidden:
     canvas: Canvas
     env: Env
     request: Request
+    finite: list[Tensor] = field(default_factory=list)  # whether what was computed after the logits is finite, one entry each
 
     @property
     def branches(self) -> int:

@@ -131,5 +131,5 @@ class Hart(NextScaleModel):
         codes = self.word_embed(hidden.canvas.vectors(ids).to(self.dtype))
         condition = self.residual_norm(hidden.x + codes.repeat(hidden.branches, 1, 1))
         request = hidden.request
-        scale = request.guidance.scales[hidden.tokens.stage.index]
+        scale = request.guidance.output_scale(hidden.tokens.stage)
         return self.residual_head.draw(condition, hidden.tokens, scale, request.draws, request.batch)

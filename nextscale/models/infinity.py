@@ -125,8 +125,8 @@ class Infinity(NextScaleModel):
     def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
         """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
         check_levels(schedule, self.config.levels)
-        self._check(prompts)
-        rows, lengths = prompts.to(self.device).compact()
+        prompts = self._checked(prompts)
+        rows, lengths = prompts.compact()
         if guided:
             rest, rest_lengths = self._unconditional(prompts, negative)
             rows, lengths = torch.cat([rows, rest.to(rows.dtype)]), lengths + rest_lengths
@@ -151,15 +151,16 @@ class Infinity(NextScaleModel):
     def _unconditional(self, prompts: TextFeatures, negative: TextFeatures | None) -> tuple[Tensor, tuple[int, ...]]:
         if negative is None:
             return torch.cat([self.no_text[:length] for length in prompts.lengths]).float(), prompts.lengths
-        self._check(negative)
-        return negative.to(self.device).compact()
+        return self._checked(negative).compact()
 
-    def _check(self, features: TextFeatures) -> None:
+    def _checked(self, features: TextFeatures) -> TextFeatures:
         check_channels(features, self.config.text_channels)
+        features = features.to(self.device).unpadded()
         if features.longest > self.config.longest_text:
             raise PromptError(
                 f"a prompt has {features.longest} tokens; this model takes at most {self.config.longest_text}: shorten the prompt"
             )
+        return features
 
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index]

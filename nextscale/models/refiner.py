@@ -67,6 +67,7 @@ class Refiner(nn.Module):
                 with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device):
                     raw = self(hidden.x, tokens.gather(known), with_prompt, env)
                 out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
+                hidden.finite.append(out.isfinite().all())
             drawn, kept = draw_codes(out, tokens, sampling, request.draws)
             certainty = kept.softmax(dim=-1).gather(-1, drawn[..., None]).squeeze(-1)
             if turn < drafted:  # a drafted round settles twice; at first the most certain of all cells, those already settled included

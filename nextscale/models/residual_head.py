@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import SettingError
 from ..guidance import mix
 from ..sampling import Draws, cell_noise
 from ..stage import Tokens
@@ -88,6 +89,8 @@ class ResidualBlock(nn.Module):
 class ResidualHead(nn.Module):
     def __init__(self, channels: int, condition_width: int, width: int, depth: int, steps: int) -> None:
         super().__init__()
+        if not 2 <= steps <= TRAINED_STEPS:
+            raise SettingError(f"the residual diffusion takes 2 to {TRAINED_STEPS} steps; got {steps}")
         self.channels, self.steps = channels, steps
         self.time_embed = SinusoidEmbedding(width)
         self.condition_embed = nn.Linear(condition_width, width)
@@ -119,6 +122,7 @@ class ResidualHead(nn.Module):
             predicted, variance = self(both, embedded, timestep).chunk(2, dim=-1)
             predicted, variance = mix(predicted, scale, batch), variance[:batch]
             clean = (step.clean_from_state * state - step.clean_from_noise * predicted).clamp(-1, 1)
+            clean = clean + 0 * predicted  # NaN where the network overflowed, which clamping would hide
             state_mean = step.mean_from_clean * clean + step.mean_from_state * state
             if step.first:
                 return RESIDUAL_SCALE * state_mean

@@ -118,7 +118,7 @@ class Star(NextScaleModel):
                 f"STAR reads a pooled vector of {self.config.text_channels} channels besides the tokens' features; got {found}: "
                 "give TextFeatures(rows, pooled=...), as ClipEncoder does"
             )
-        return text.to(self.device)
+        return text.to(self.device).unpadded()
 
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index]
@@ -130,7 +130,9 @@ class Star(NextScaleModel):
                 sampling = replace(sampling, top_k=0, top_p=0.0)
             return choose(logits, tokens, len(request.schedule), sampling, request.draws)
         ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
-        if tokens is not hidden.tokens:  # a method speaks for tokens that were not run: those keep what it says
+        if hidden.tokens.whole:
+            ids = hidden.tokens.move(ids, tokens)
+        elif not tokens.aligned(hidden.tokens):  # a method speaks for tokens that were not run: those keep what it says
             spoken, _ = super().choose(hidden, logits, tokens)
             settled = hidden.tokens.move(ids + 1, tokens)
             ids = torch.where(settled > 0, settled - 1, spoken)

@@ -161,6 +161,12 @@ class TextFeatures:
             None if self.mask is None else self.mask.expand(images, -1),
         )
 
+    def unpadded(self) -> TextFeatures:
+        """Without the padding that `mask` tells of, for models that do not read it."""
+        if self.mask is None:
+            return self
+        return TextFeatures(tuple(row[mask] for row, mask in zip(self.rows, self.mask, strict=True)), self.pooled)
+
     def compact(self) -> tuple[Tensor, tuple[int, ...]]:
         """All rows under one another without padding, [sum n_i, channels], and the lengths n_i that split them again."""
         return torch.cat(self.rows), self.lengths

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from .class_cases import replay_flexvar, replay_published_tokenizer, replay_var
 from .compare import Expected
+from .hart_cases import replay_hart
 from .infinity_cases import replay_infinity, replay_rope, replay_roundtrip
+from .star_cases import replay_star, replay_star_encoder
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,25 @@ class Case:
 
 
 def find_cases(root: Path) -> list[Case]:
-    """Every json with a safetensors of the same name is a case; a folder with other files and no case is reported as not understood."""
-    cases = []
+    """Every json with a safetensors of the same name is a case; a folder with other files and no case is reported as not understood.
+
+    A folder is passed over if all its tensors are weights that cases in other folders name.
+    """
+    cases, weights = [], weights_elsewhere(root)
     for folder in sorted({path.parent for path in root.rglob("*") if path.is_file() and path.name != "README.md"}):
+        tensors = set(folder.glob("*.safetensors"))
+        if tensors and tensors <= weights:
+            continue
         name = str(Path(root.name) / folder.relative_to(root))
         found = [path for path in sorted(folder.glob("*.json")) if path.with_suffix(".safetensors").exists()]
         cases += [Case(name if path.stem == "case" else f"{name}/{path.stem}", path) for path in found] or [Case(name, None)]
     return cases
+
+
+def weights_elsewhere(root: Path) -> set[Path]:
+    """Files that a case reads from another folder, e.g. "../vae/vae.safetensors"."""
+    mentions = [(path, name) for path in root.rglob("case.json") for name in re.findall(r"\.\./[\w./-]+\.safetensors", path.read_text())]
+    return {Path(os.path.normpath(path.parent / name)) for path, name in mentions}
 
 
 def replay(description: Path) -> int:
@@ -37,6 +53,7 @@ def replay(description: Path) -> int:
     expected = Expected.read(description.with_suffix(".safetensors"))
     folder, config = description.parent, case.get("config", {})
     model = config.get("model", "")
+    in_other_files = 0
     if model == "VAR":
         replay_var(folder, case, expected)
     elif model == "FlexVAR":
@@ -49,6 +66,12 @@ def replay(description: Path) -> int:
         replay_roundtrip(folder, case, expected)
     elif "RoPE" in case.get("what", ""):
         replay_rope(case, expected)
+    elif "transformer_config" in case and "HART" in case.get("generator", ""):
+        replay_hart(folder, case, expected)
+    elif "runs" in case and case.get("model", "").startswith("STAR"):
+        in_other_files = replay_star(folder, case, expected)
+    elif "official VQVAE" in case.get("what", "") and "patch_nums" in case:
+        replay_star_encoder(folder, case, expected)
     else:
         raise AssertionError(f"{description}: no reader understands this case")
-    return expected.finish()
+    return in_other_files + expected.finish()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nextscale import ConstantGuidance, Guidance, Pipeline, RampGuidance, Sampling, Schedule, Stage, Tokens
-from nextscale.checkpoints import load_weights, published_slots
 from nextscale.models import FlexVar, FlexVarConfig, Var, VarConfig
 from nextscale.models.var import ClassConditioned
 from nextscale.presets import FLEXVAR_DRAWN_SIDES, Settings
@@ -25,9 +21,9 @@ from nextscale.schedules import SquareBook
 from nextscale.tokenizers import FlexVarTokenizer, FlexVarTokenizerConfig, VarTokenizer, VarTokenizerConfig
 from nextscale.tokenizers.base import Tokenizer
 
-from .compare import Expected, Tolerance
-from .recipe import recipe_value
+from .compare import Expected, Reading, Readings, Tolerance
 from .recorder import Recorder, RecordingDraws, Watch, outputs_of
+from .weights import fill
 
 UNGUIDED = ConstantGuidance(strength=1.0)
 
@@ -38,18 +34,6 @@ class Tolerances:
         self.other = Tolerance(stated.get("other_float_atol", stated.get("float_atol")), rtol)
         self.logits = Tolerance(stated.get("logits_atol", self.other.atol), rtol)
         self.guided = Tolerance(stated.get("logits_cfg_atol", self.other.atol), rtol)
-
-
-def fill(module: ClassConditioned | Tokenizer, folder: Path, file: str, salt: str | None = None) -> None:
-    """Loads a case's weights under their published names, computed by recipe where the case gives a salt instead of a file."""
-    if salt is None:
-        load_weights(module, folder / file, module.layout)
-        return
-    slots = published_slots(module, module.layout)
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / file
-        save_file({key: torch.from_numpy(recipe_value(key, slot.shape, salt)) for key, slot in slots.items()}, path)
-        load_weights(module, path, module.layout)
 
 
 def var_tokenizer(config: dict[str, Any]) -> VarTokenizer:
@@ -95,11 +79,6 @@ def inputs_of(tokenizer: Tokenizer, codes: list[Tensor], schedule: Schedule) -> 
         canvas.add(numbers, Tokens(stage))
         latents.append(canvas.latent)
     return torch.cat(inputs, dim=1), latents
-
-
-class Reading(NamedTuple):
-    tensor: Tensor
-    tolerance: Tolerance | None  # None: exact
 
 
 class ClassCase:
@@ -150,33 +129,10 @@ class ClassCase:
     def run(self, name: str, labels: Tensor, schedule: Schedule, guidance: Guidance, **settings: Any) -> None:
         """A generation whose stored tensors start with `name`."""
         run = partial(self.readings, name, labels, schedule, guidance, settings)
-        for key, reading in run().items():
-            if settings.get("smooth") and not self.within(key, reading):
-                self.compare_grown(run, key, reading)
-            elif reading.tolerance is None:
-                self.expected.equal(key, reading.tensor)
-            else:
-                self.expected.close(key, reading.tensor, reading.tolerance)
-
-    def within(self, key: str, reading: Reading) -> bool:
-        if reading.tolerance is None:
-            return torch.equal(reading.tensor, self.expected.tensors[key])
-        return self.expected.excess(key, reading.tensor, reading.tolerance.rtol) <= reading.tolerance.atol
-
-    def compare_grown(self, run: Callable[..., dict[str, Reading]], key: str, reading: Reading) -> None:
-        """A tensor of a smoothed run may differ as far as it moves when the logits differ by what the case allows.
-
-        Smoothing divides logits by a temperature down to 0.0135 and feeds the mixture back, so rounding grows from stage to stage:
-        other orders of the same float32 sums move the image of var/shared by 2e-4 to 3e-3. A drawn code may differ where it also
-        changes with such logits.
-        """
-        noisy = [run(noise=self.tolerance.logits.atol, noise_seed=seed)[key].tensor for seed in range(6)]
-        if reading.tolerance is None:
-            unstable = torch.stack([other != reading.tensor for other in noisy]).any(dim=0)
-            self.expected.equal(key, torch.where(unstable, self.expected.tensors[key], reading.tensor))
+        if settings.get("smooth"):
+            self.expected.compare_grown(run, self.tolerance.logits.atol)
         else:
-            growth = max(float((other - reading.tensor).abs().max()) for other in noisy)
-            self.expected.close(key, reading.tensor, Tolerance(reading.tolerance.atol + growth, reading.tolerance.rtol))
+            self.expected.compare(run())
 
     def readings(
         self,
@@ -187,8 +143,8 @@ class ClassCase:
         settings: dict[str, Any],
         noise: float = 0.0,
         noise_seed: int = 0,
-    ) -> dict[str, Reading]:
-        """Everything the case stored of this run, computed; `noise` is added to the guided logits."""
+    ) -> Readings:
+        """Everything the case may have stored of this run; `noise` is added to the guided logits."""
         settings, tolerance = dict(settings), self.tolerance
         draws = RecordingDraws(torch.Generator().manual_seed(settings.pop("g_seed", 0)))
         recorder, watch = Recorder(noise=noise, noise_seed=noise_seed), Watch(schedule)
@@ -209,7 +165,7 @@ class ClassCase:
                 found[f"{name}.s{i}.next_map"] = Reading(self.next_map(watch.next_inputs[i], schedule[i + 1]), tolerance.other)
             if settings.get("smooth"):
                 found[f"{name}.s{i}.gumbel_noise"] = Reading(-draws.drawn[2 * i + 1].log(), tolerance.other)
-        return {key: reading for key, reading in found.items() if key in self.expected}
+        return found
 
     def filters(self) -> None:
         for name in [name for name in self.expected.tensors if name.startswith("filter.out.")]:
@@ -243,8 +199,8 @@ def replay_var(folder: Path, case: dict[str, Any], expected: Expected) -> None:
         )
     )
     tokenizer = var_tokenizer(config["vae"])
-    fill(model, folder, "weights_transformer.safetensors", case.get("salt"))
-    fill(tokenizer, folder, "weights_vae.safetensors", case.get("salt"))
+    fill(model, folder, "weights_transformer.safetensors", case)
+    fill(tokenizer, folder, "weights_vae.safetensors", case)
     replay = VarCase(case, expected, model, tokenizer)
     if "tf.logits" in expected:
         replay.teacher_forced(schedule)
@@ -300,8 +256,8 @@ def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
         )
     )
     tokenizer = flexvar_tokenizer(config["vae"])
-    fill(model, folder, "weights_transformer.safetensors", case.get("salt"))
-    fill(tokenizer, folder, "weights_vae.safetensors", case.get("salt"))
+    fill(model, folder, "weights_transformer.safetensors", case)
+    fill(tokenizer, folder, "weights_vae.safetensors", case)
     replay = FlexVarCase(case, expected, model, tokenizer)
     if "tf.logits" in expected:
         replay.teacher_forced(Schedule(case["sampling"]["ar"]["pns"]))
@@ -351,7 +307,7 @@ def replay_published_tokenizer(folder: Path, case: dict[str, Any], expected: Exp
     is_var = "v_patch_nums" in config
     with torch.device("meta"):
         tokenizer = var_tokenizer(config) if is_var else flexvar_tokenizer(config)
-    fill(tokenizer, folder, "weights_vae.safetensors", case["salt"])
+    fill(tokenizer, folder, "weights_vae.safetensors", case)
     with torch.inference_mode():
         if is_var:
             schedule = Schedule(config["v_patch_nums"])

@@ -22,9 +22,10 @@ from nextscale.sampling import filter_logits
 from nextscale.schedules import INFINITY_SIZES, InfinityBook
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 
-from .class_cases import fill
 from .compare import Expected, Tolerance
 from .recorder import Recorder, RecordingDraws, Watch, outputs_of
+from .supplied import FeatureReader
+from .weights import fill
 
 TOLERANCE = Tolerance(2e-4, 1e-4)
 TABLE_TOLERANCE = Tolerance(1e-5, 0.0)
@@ -87,24 +88,14 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
             level_every_chunk=not config["add_lvl_embeding_only_first_block"],
         )
     )
-    fill(model, folder, weights_file(case, "transformer"))
+    fill(model, folder, weights_file(case, "transformer"), case)
     if case.get("vae_weights_left_out"):
         for parameter in tokenizer.parameters():
             torch.nn.init.zeros_(parameter)
     else:
-        fill(tokenizer, folder, weights_file(case, "vae"))
+        fill(tokenizer, folder, weights_file(case, "vae"), case)
     settings = Settings(InfinityBook(), StageGuidance(), Sampling())
     return Pipeline(model, tokenizer, FeatureReader(), settings)
-
-
-class FeatureReader:
-    """Features as they are."""
-
-    def read(self, prompt: TextFeatures) -> TextFeatures:
-        return prompt
-
-    def empty(self) -> None:
-        return None
 
 
 def replay_infinity(folder: Path, case: dict[str, Any], expected: Expected) -> None:
@@ -202,7 +193,7 @@ def replay_roundtrip(folder: Path, case: dict[str, Any], expected: Expected) -> 
     patchify = scales[0][1:] == [2, 2]
     cells = 2 if patchify else 1
     tokenizer = tokenizer_of(case["vae"], patchify)
-    fill(tokenizer, folder, case["weights"])
+    fill(tokenizer, folder, case["weights"], case)
     schedule = Schedule([(height // cells, width // cells) for _, height, width in scales])
     images = expected.input("in.image")
     with torch.inference_mode():

@@ -4,21 +4,28 @@
 
 The weights of the tiny VAR and FlexVAR cases are recipe values bit for bit, so a salt replaces their files (a salt with the same
 checksum as the original one, which is not stored). Infinity's weights are stored; of its two tokenizers the stride-8 one is kept.
+The transformers of HART and STAR are scaled normal numbers of a seed, also bit for bit. Of their tokenizers the quantizer is kept: the
+networks around it are VAR's, which the cases of VAR cover.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from safetensors.numpy import load_file, save_file
+from torch import Tensor
 
-from .recipe import recipe_value
+from .recipe import drawn_value, recipe_value
 
 TARGET = Path(__file__).parent / "golden"
 BUFFERS = r"lvl_1L|attn_bias_for_masking|quantize\.(ema_vocab_hit_SV|codebook_used)"
@@ -28,14 +35,25 @@ IMAGE = r"image_\w+"
 @dataclass(frozen=True)
 class Cut:
     case: str  # folder, or folder and file name without ending
-    drop: str  # pattern of the expected tensors that are left out
+    drop: str  # pattern of the expected tensors that are left out; of cases with several runs, of "run/tensor"
     salt: str | None = None
     weights: str | None = None  # a weights file to keep beside the case
-    without_vae: bool = False  # nothing kept depends on the autoencoder's weights
+    without_vae: bool = False  # nothing kept depends on the autoencoder's weights, or only on its quantizer's
+    seed: int | None = None  # of a transformer made of normal numbers
 
 
 INFINITY_DROP = rf"{IMAGE}|s[456]\.(block_in|hidden|block\d.*)|s3\.(block_in|hidden)|s[345]\.summed_codes"
 VARIANT_DROP = r"s[456]\.(logits|probs)"
+HART_NETWORKS = r"image|ae\.(img|enc|disc_img|fwd_\w+)"  # what an encoder reads or a decoder writes
+SAMPLER_DROP = "|".join(
+    (
+        r"\w+/(image|rope\.\w+)",
+        r"\w+/s([3-8]|1\d)\.(hidden|logits)",
+        r"main/s([0-7]|1[0-2])\.(f_hat|h|next_map)",
+        r"main/s(9\.k[07]|1[0-2]\.k\d+|13\.k\d)\.(logits|known_emb)",
+        r"new/s(9|1\d)\.k[1-9]\.logits|new/s1\d\.k0\.logits",
+    )
+)
 CUTS = (
     Cut("var/plain/case", r"", salt="kieiacye"),
     Cut("var/shared/case", r"tf\..*", salt="kieiacze"),
@@ -58,7 +76,24 @@ CUTS = (
     ),
     Cut("infinity/rope/case", r"ratio1.*"),
     Cut("infinity/vae_roundtrip_f8/case", r"recon|summed_from_bits", weights="infinity/patchify_8b_layout/weights_vae.safetensors"),
+    Cut("hart/a_base/case", rf"{HART_NETWORKS}|logits\.[23]", without_vae=True, seed=3011),
+    Cut("hart/b_smooth/case", rf"{HART_NETWORKS}|logits\.[3-8]|x_(in|out)\.[2-7]", without_vae=True, seed=3012),
+    Cut("hart/c_variant/case", rf"{HART_NETWORKS}|logits\.[23]", without_vae=True, seed=8013),
+    Cut("star/base/case", r"\w+/image|main/s5\.logits|(b2|b2_perrow|nonorm)/s([3-5]\.logits|[0-4]\.f_hat)", without_vae=True, seed=101),
+    Cut("star/sampler/case", SAMPLER_DROP, without_vae=True, seed=204),
+    Cut("star/vae_encode/case", r"image_in|recon", without_vae=True),
 )
+QUANTIZERS = (
+    "hart/a_base/weights_autoencoder",
+    "hart/b_smooth/weights_autoencoder",
+    "hart/c_variant/weights_autoencoder",
+    "star/vae/vae",
+    "star/vae_encode/vae_encoder",
+)
+# Means and standard deviations of normal weights: the logarithms of temperatures, norms, and the others, as they are or per input
+TEMPERATURES, NORM = ((math.log(4), 0.5), (math.log(9), 0.35)), (1.0, 0.25)
+DEVIATIONS = (0.15, 0.25, 0.3, 0.5)
+DEVIATIONS_PER_INPUT = (0.25, 0.3, 0.5, 0.6, 0.7, 0.8, 1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 6.0)
 
 
 def follows_recipe(folder: Path, salt: str) -> bool:
@@ -67,15 +102,63 @@ def follows_recipe(folder: Path, salt: str) -> bool:
     return all(np.array_equal(recipe_value(key, value.shape, salt), value) for key, value in parameters.items())
 
 
+def spreads(shape: Sequence[int]) -> Iterator[tuple[float, float]]:
+    yield from (*TEMPERATURES, NORM)
+    yield from ((0.0, deviation) for deviation in DEVIATIONS)
+    yield from ((0.0, deviation / math.sqrt(math.prod(shape[1:]))) for deviation in DEVIATIONS_PER_INPUT)
+
+
+def how_drawn(tensor: Tensor, normal: Tensor) -> dict[str, Any] | None:
+    """How a parameter follows from normal numbers, bit for bit; None if it does not."""
+    for mean, deviation in spreads(tensor.shape):
+        value = drawn_value(normal, mean, deviation)
+        other = value != tensor
+        entry = {"shape": list(tensor.shape), "mean": mean, "deviation": deviation}
+        if not other.any():
+            return entry
+        if tensor.numel() <= 4 and not other.all():  # a temperature beyond the largest one, put in by hand
+            return entry | {"replaced": {str(place): float(tensor.view(-1)[place]) for place in other.view(-1).nonzero()[:, 0].tolist()}}
+        if torch.equal(value[-1], tensor[-1]):  # queries and keys larger than values
+            ratio = (tensor / value).chunk(3)
+            entry["factors"] = [round(float(part.median()), 3) for part in ratio]
+            if torch.equal(drawn_value(normal, mean, deviation, entry["factors"]), tensor):
+                return entry
+    return None
+
+
+def drawn_recipe(weights: dict[str, Tensor], seed: int) -> dict[str, Any]:
+    """The weights as `recipe.drawn_weights` takes them: finds the order in which they were drawn. Constant zeros are left out."""
+    left = {key: tensor for key, tensor in weights.items() if tensor.is_floating_point() and tensor.any()}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    while left:
+        state = generator.get_state()
+        for key, tensor in left.items():
+            entry = how_drawn(tensor, torch.randn(tensor.shape, generator=generator.set_state(state)))
+            if entry:
+                tensors[key] = entry
+                break
+        else:
+            raise AssertionError(f"after {list(tensors)[-1:]} none of {list(left)} was drawn with seed {seed}")
+        del left[key]
+    return {"seed": seed, "tensors": tensors}
+
+
 def cut(full: Path, how: Cut) -> None:
     source, target = full / how.case, TARGET / how.case
     target.parent.mkdir(parents=True, exist_ok=True)
-    tensors = load_file(source.with_suffix(".safetensors"))
-    save_file({name: value for name, value in tensors.items() if not re.fullmatch(how.drop, name)}, target.with_suffix(".safetensors"))
     case = json.loads(source.with_suffix(".json").read_text())
+    if "runs" in case:
+        for name, run in case["runs"].items():
+            cut_tensors(source.parent / run["file"], target.parent / run["file"], how.drop, f"{name}/")
+            del run["tensors"]
+    else:
+        cut_tensors(source.with_suffix(".safetensors"), target.with_suffix(".safetensors"), how.drop)
     if how.salt:
         assert follows_recipe(source.parent, how.salt), f"{how.case}: the stored weights do not follow the recipe"
         case["salt"] = how.salt
+    if how.seed is not None:
+        (path,) = source.parent.glob("*transformer.safetensors")
+        case["drawn_weights"] = drawn_recipe({key: torch.from_numpy(value) for key, value in load_file(path).items()}, how.seed)
     if how.without_vae:
         case["vae_weights_left_out"] = True
     if how.weights:
@@ -83,14 +166,28 @@ def cut(full: Path, how: Cut) -> None:
         if "weights" in case:
             case["weights"] = Path(how.weights).name
     case["expected_left_out"] = how.drop
-    del case["tensors"]  # a list of what the full case stores
+    case.pop("tensors", None)  # a list of what the full case stores
     target.with_suffix(".json").write_text(json.dumps(case) + "\n")
+
+
+def cut_tensors(source: Path, target: Path, drop: str, prefix: str = "") -> None:
+    save_file({name: value for name, value in load_file(source).items() if not re.fullmatch(drop, prefix + name)}, target)
+
+
+def cut_quantizer(full: Path, file: str) -> None:
+    source, target = (folder / f"{file}.safetensors" for folder in (full, TARGET))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    cut_tensors(source, target, r"(?!(vae\.)?quantize\.(embedding|quant_resi)).*")
+    if source.with_suffix(".json").exists():
+        shutil.copyfile(source.with_suffix(".json"), target.with_suffix(".json"))
 
 
 def main(full: Path) -> None:
     shutil.rmtree(TARGET, ignore_errors=True)
     for how in CUTS:
         cut(full, how)
+    for file in QUANTIZERS:
+        cut_quantizer(full, file)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Weights given by recipe: values that follow from key, shape and salt, so that large files need not be stored."""
+"""Weights given by recipe, so that large files need not be stored: values that follow from key, shape and salt, or from a seed."""
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 WORD = (1 << 64) - 1
 
@@ -67,3 +71,25 @@ def recipe_value(key: str, shape: tuple[int, ...], salt: str) -> np.ndarray:
         return value.astype(np.float32)
     deviation, mean = spread(key, shape)
     return (mean + deviation * noise).astype(np.float32)
+
+
+def drawn_value(normal: Tensor, mean: float, deviation: float, factors: Sequence[float] = (1.0,)) -> Tensor:
+    """Standard normal numbers, shifted and scaled; `factors`: of equal parts along the first axis."""
+    value = deviation * normal + mean
+    return torch.cat([part * factor for part, factor in zip(value.chunk(len(factors)), factors, strict=True)])
+
+
+def drawn_weights(seed: int, tensors: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """Weights whose normal numbers come from one generator, in this order.
+
+    Torch computes them in another way where a processor lacks vector instructions: last bits differ then, which tolerances cover.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for key, entry in tensors.items():
+        how = dict(entry)
+        replaced = how.pop("replaced", {})
+        weights[key] = drawn_value(torch.randn(how.pop("shape"), generator=generator), **how)
+        for position, value in replaced.items():
+            weights[key].view(-1)[int(position)] = value
+    return weights

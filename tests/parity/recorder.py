@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ class Recorder(Method):
         self.taps = tuple(sorted(set(taps)))
         self.stages = stages
         self.first_inputs: list[Tensor] = []
-        self.outputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer)
+        self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers
+        self.outputs: dict[tuple[int, int], Tensor] = {}
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return StagePlan(skip=self.stages is not None and stage.index >= self.stages, taps=self.taps)
@@ -38,7 +40,7 @@ class Recorder(Method):
         return out, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        self.outputs[tokens.stage.index, layer] = after
+        self.inputs[tokens.stage.index, layer], self.outputs[tokens.stage.index, layer] = before, after
 
 
 class Watch:
@@ -72,15 +74,30 @@ class RecordingDraws(SharedDraws):
         return self.drawn[-1]
 
 
+class Call(NamedTuple):
+    inputs: tuple[Any, ...]
+    output: Tensor
+
+
 @contextmanager
-def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Every output of some modules, in order, while the block runs."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in modules}
+def calls_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
+    """Every call of some modules, in order, while the block runs."""
+    seen: dict[str, list[Call]] = {name: [] for name in modules}
     handles = [
-        module.register_forward_hook(lambda _m, _i, output, name=name: seen[name].append(output)) for name, module in modules.items()
+        module.register_forward_hook(lambda _, inputs, output, name=name: seen[name].append(Call(inputs, output)))
+        for name, module in modules.items()
     ]
     try:
         yield seen
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+    """Every output of some modules, in order; complete when the block has ended."""
+    outputs: dict[str, list[Tensor]] = {}
+    with calls_of(modules) as seen:
+        yield outputs
+    outputs.update({name: [call.output for call in calls] for name, calls in seen.items()})

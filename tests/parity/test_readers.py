@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,28 +12,46 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .cases import find_cases, replay
+from .compare import Expected, Tolerance
 from .make_compact import TARGET as COMPACT
+from .recipe import drawn_weights
 
-INFINITY = "infinity/dense"
+INFINITY, HART, STAR, SAMPLER = "infinity/dense", "hart/a_base", "star/base", "star/sampler"
+PARTLY_READ = {"lvl_embed.weight", "cfg_uncond", "lvl_embed_2.weight"}  # Infinity reads their first rows, the refiner the last
+
+
+def copy_of(case: str, tmp_path: Path) -> Path:
+    """The folder of a case that can be damaged, beside the weights that it shares with others."""
+    shared = "star/vae"
+    for folder in (case, shared) if case.startswith("star/") else (case,):
+        shutil.copytree(COMPACT / folder, tmp_path / folder)
+    return tmp_path / case
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A damaged copy is made of this one."""
-    shutil.copytree(COMPACT / INFINITY, tmp_path / INFINITY)
-    return tmp_path / INFINITY
+    return copy_of(INFINITY, tmp_path)
 
 
-def change_one_value(path: Path, key: str, by: float) -> None:
+def change_one_value(path: Path, key: str, by: float, position: int | None = None) -> None:
+    """Whole numbers change by 1."""
     tensors = load_file(path)
-    flat = tensors[key].flatten()
-    flat[flat.numel() // 2] += by
-    tensors[key] = flat.view(tensors[key].shape)
+    flat = tensors[key].view(-1)
+    flat[flat.numel() // 2 if position is None else position] += by if flat.is_floating_point() else 1
     save_file(tensors, path)
 
 
-def test_the_undamaged_copy_passes(copy: Path) -> None:
-    assert replay(copy / "case.json") > 40
+def change_drawn_weight(description: Path, key: str, by: float) -> None:
+    case = json.loads(description.read_text())
+    weight = drawn_weights(**case["drawn_weights"])[key].view(-1)
+    position = weight.numel() - 1 if key in PARTLY_READ else weight.numel() // 2
+    case["drawn_weights"]["tensors"][key]["replaced"] = {position: float(weight[position]) + by}
+    description.write_text(json.dumps(case))
+
+
+@pytest.mark.parametrize("case", [INFINITY, HART, STAR, SAMPLER])
+def test_the_undamaged_copy_passes(case: str, tmp_path: Path) -> None:
+    assert replay(copy_of(case, tmp_path) / "case.json") > 40
 
 
 @pytest.mark.parametrize(
@@ -47,22 +66,136 @@ def test_the_undamaged_copy_passes(copy: Path) -> None:
     ],
 )
 def test_one_changed_weight_fails(copy: Path, key: str) -> None:
-    path = copy / "weights_transformer.safetensors"
-    tensors = load_file(path)
-    position = 0 if key in ("lvl_embed.weight", "cfg_uncond") else tensors[key].numel() // 2  # later rows of these are not read
-    tensors[key].view(-1)[position] += 0.25
-    save_file(tensors, path)
+    change_one_value(copy / "weights_transformer.safetensors", key, 0.25, 0 if key in PARTLY_READ else None)
     with pytest.raises(AssertionError):
         replay(copy / "case.json")
 
 
 @pytest.mark.parametrize(
-    "key", ["s1.logits", "s3.bits", "s6.bits", "s2.summed_codes", "s0.block0.sa_out", "final_codes", "gss", "s5.next_tokens"]
+    ("case", "key"),
+    [
+        (HART, "context_norm.weight"),
+        (HART, "context_embed.bias"),
+        (HART, "lvl_embed.mlp.2.weight"),
+        (HART, "blocks.0.attn.qkv_proj.weight"),
+        (HART, "blocks.1.attn.v_bias"),
+        (HART, "blocks.1.ln_wo_grad.weight"),
+        (HART, "blocks.0.ffn.gate_proj.weight"),
+        (HART, "head_nm.ada_lin.1.weight"),
+        (HART, "head.bias"),
+        (HART, "decoder_norm.weight"),
+        (HART, "diffloss.net.time_embed.mlp.0.weight"),
+        (HART, "diffloss.net.res_blocks.1.mlp.0.weight"),
+        (HART, "diffloss.net.res_blocks.0.adaLN_modulation.1.bias"),
+        (HART, "diffloss.net.final_layer.linear.bias"),
+        ("hart/c_variant", "lvl_embed.weight"),
+        ("hart/c_variant", "blocks.0.attn.scale_mul_1H11"),
+        (STAR, "pos_start"),
+        (STAR, "lvl_embed.weight"),
+        (STAR, "encoder_proj.weight"),
+        (STAR, "blocks.0.attn.scale_mul_1H11"),
+        (STAR, "blocks.1.cross_attn.mat_kv.weight"),
+        (STAR, "blocks.2.cross_attn.scale_mul_1H11"),
+        (STAR, "blocks.2.cross_attn.q_bias"),
+        (STAR, "head_logits.weight"),
+        (SAMPLER, "pos_start_last"),
+        (SAMPLER, "lvl_embed_2.weight"),
+        (SAMPLER, "encoder_proj2.bias"),
+        (SAMPLER, "word_embed_head.weight"),
+        (SAMPLER, "head_proj.weight"),
+        (SAMPLER, "feat_extract_blocks.2.attn.mat_qkv.weight"),
+        (SAMPLER, "head_logits2.bias"),
+    ],
 )
-def test_one_changed_expectation_fails(copy: Path, key: str) -> None:
-    change_one_value(copy / "case.safetensors", key, 1 if key.endswith("bits") else 1e-2)
-    with pytest.raises(AssertionError, match=key):
-        replay(copy / "case.json")
+def test_one_changed_weight_of_a_seed_fails(case: str, key: str, tmp_path: Path) -> None:
+    description = copy_of(case, tmp_path) / "case.json"
+    change_drawn_weight(description, key, 0.25)
+    with pytest.raises(AssertionError):
+        replay(description)
+
+
+@pytest.mark.parametrize(
+    ("case", "file"), [("hart/b_smooth", "b_smooth/weights_autoencoder"), (STAR, "vae/vae"), ("star/vae_encode", "vae_encode/vae_encoder")]
+)
+def test_a_changed_quantizer_fails(case: str, file: str, tmp_path: Path) -> None:
+    folder = copy_of(case, tmp_path)
+    (key,) = (key for key in load_file(folder.parent / f"{file}.safetensors") if key.endswith("qresi_ls.0.bias"))
+    change_one_value(folder.parent / f"{file}.safetensors", key, 0.25)
+    with pytest.raises(AssertionError):
+        replay(folder / "case.json")
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        *((INFINITY, key) for key in ("s1.logits", "s3.bits", "s6.bits", "s2.summed_codes", "s0.block0.sa_out", "final_codes", "gss")),
+        (INFINITY, "s5.next_tokens"),
+        *((HART, key) for key in ("x_in.0", "x_out.2", "logits.1", "idx.3", "h.2", "f_hat.1", "next_map.3", "f_hat.final")),
+        *((HART, key) for key in ("diff.cond", "diff.t", "diff.out", "in.position_ids", "ae.disc_idx.2", "ae.disc_fhat.3", "ae.hyb_rest")),
+        *((STAR, key) for key in ("s3.x_in", "s2.hidden", "s1.logits", "s5.idx", "s4.h", "s0.f_hat", "s2.next_map", "rope.sin")),
+        *((STAR, f"probe.s2.block{part}") for part in ("0.self_attn_out", "0.cross_attn_out_full", "1.out")),
+        *((SAMPLER, key) for key in ("s9.k5.logits", "s13.k14.known_emb", "s9.k4.idx", "s13.k6.conf", "s13.h")),
+    ],
+)
+def test_one_changed_expectation_fails(case: str, key: str, tmp_path: Path) -> None:
+    folder = copy_of(case, tmp_path)
+    change_one_value(folder / "case.safetensors", key, 1e-2)
+    with pytest.raises(AssertionError, match=re.escape(key)):
+        replay(folder / "case.json")
+
+
+@pytest.mark.parametrize(
+    ("case", "run", "key"),
+    [
+        (STAR, "b2_perrow", "s5.idx"),
+        (STAR, "smooth", "s2.logits_scaled"),
+        (STAR, "smooth", "s5.h"),
+        (SAMPLER, "new", "s9.k0.logits"),
+    ],
+)
+def test_one_changed_expectation_of_another_run_fails(case: str, run: str, key: str, tmp_path: Path) -> None:
+    folder = copy_of(case, tmp_path)
+    change_one_value(folder / f"case_{run}.safetensors", key, 1e-2)
+    with pytest.raises(AssertionError, match=re.escape(key)) as caught:
+        replay(folder / "case.json")
+    assert caught.value.__notes__ == [f"in run {run!r}"]
+
+
+@pytest.mark.parametrize(("case", "key"), [(HART, "diff.noise_init"), ("hart/b_smooth", "gumbel_exp.0"), (SAMPLER, "s13.k0.rand_conf")])
+def test_other_random_numbers_fail(case: str, key: str, tmp_path: Path) -> None:
+    folder = copy_of(case, tmp_path)
+    tensors = load_file(folder / "case.safetensors")
+    save_file(tensors | {key: tensors[key].flip(-1)}, folder / "case.safetensors")
+    with pytest.raises(AssertionError):
+        replay(folder / "case.json")
+
+
+def test_a_share_of_outliers_may_be_allowed() -> None:
+    expected = Expected({"x": torch.zeros(2000)})
+    actual = torch.cat([torch.ones(2), torch.zeros(1998)])
+    expected.close("x", actual, Tolerance(1e-4, outliers=1e-3))
+    for outliers in (0.0, 0.9e-3):
+        with pytest.raises(AssertionError, match="x: off by 1"):
+            expected.close("x", actual, Tolerance(1e-4, outliers=outliers))
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "setting", "value"),
+    [
+        (HART, "transformer_config", "use_cross_attn", True),
+        (HART, "transformer_config", "new_setting", 1),
+        (HART, "autoencoder_config", "using_znorm", True),
+        (HART, "sampling", "diffusion_temperature", 0.5),
+        (STAR, "config", "new_setting", 1),
+    ],
+)
+def test_a_setting_nobody_reads_fails(case: str, part: str, setting: str, value: object, tmp_path: Path) -> None:
+    path = copy_of(case, tmp_path) / "case.json"
+    content = json.loads(path.read_text())
+    content[part][setting] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(AssertionError, match=setting):
+        replay(path)
 
 
 def test_a_changed_salt_fails(tmp_path: Path) -> None:
@@ -78,6 +211,20 @@ def test_an_expectation_nobody_reads_fails(copy: Path) -> None:
     save_file(tensors | {"s0.unheard_of": torch.zeros(1)}, copy / "case.safetensors")
     with pytest.raises(AssertionError, match=r"not compared.*s0\.unheard_of"):
         replay(copy / "case.json")
+
+
+def test_a_file_that_no_run_names_fails(tmp_path: Path) -> None:
+    folder = copy_of(STAR, tmp_path)
+    save_file({"x": torch.zeros(1)}, folder / "case_stray.safetensors")
+    with pytest.raises(AssertionError, match="case_stray"):
+        replay(folder / "case.json")
+
+
+def test_weights_that_other_cases_use_are_no_case() -> None:
+    assert [case.name for case in find_cases(COMPACT / "star")] == ["star/base", "star/sampler", "star/vae_encode"]
+    (alone,) = find_cases(COMPACT / "star" / "vae")
+    with pytest.raises(AssertionError, match="no reader understands"):
+        alone.replay()
 
 
 def test_a_case_of_an_unknown_kind_fails(tmp_path: Path) -> None:

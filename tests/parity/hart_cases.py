@@ -1,0 +1,230 @@
+"""Cases of HART."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nextscale import Pipeline, Schedule, TextFeatures, Tokens
+from nextscale.canvas import to_map
+from nextscale.models import Hart, HartConfig
+from nextscale.presets import hart_settings
+from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig
+
+from .class_cases import inputs_of
+from .compare import Expected, Reading, Readings, Tolerance, understood
+from .recorder import Call, Recorder, Watch, calls_of
+from .supplied import FeatureReader, StoredDraws, images_with_features, with_both_branches
+from .weights import NETWORKS, NOTHING, fill, fill_with
+
+LOGITS, SMOOTH_LOGITS = Tolerance(2e-3), Tolerance(1e-4)
+HIDDEN = Tolerance(5e-4)
+LATENT = Tolerance(2e-4)
+DIFFUSED = Tolerance(2e-4, outliers=1e-3)  # the first step's estimate is nearly a sign, and a number close to zero may flip
+
+
+def replay_hart(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    pipe = build(folder, case)
+    check_sampling(pipe, case["sampling"])
+    run = partial(readings, pipe, case["sampling"], expected)
+    if case["sampling"]["more_smooth"]:
+        expected.compare_grown(run, SMOOTH_LOGITS.atol)
+    else:
+        expected.compare(run())
+    if "ae.f" in expected:
+        round_trip(expected, pipe.tokenizer, Schedule(case["autoencoder_config"]["v_patch_nums"]), bool(case.get("vae_weights_left_out")))
+
+
+def build(folder: Path, case: dict[str, Any]) -> Pipeline:
+    config, autoencoder = case["transformer_config"], case["autoencoder_config"]
+    model = Hart(model_config(config, autoencoder))
+    fill(model, folder, "weights_transformer.safetensors", case)
+    tokenizer = HartTokenizer(tokenizer_config(autoencoder))
+    left_out = NETWORKS if case.get("vae_weights_left_out") else NOTHING
+    fill_with(tokenizer, load_file(folder / "weights_autoencoder.safetensors"), zero=left_out)
+    return Pipeline(model, tokenizer, FeatureReader(), hart_settings(model.config.sides))
+
+
+def model_config(config: dict[str, Any], autoencoder: dict[str, Any]) -> HartConfig:
+    read = {
+        "depth",
+        "embed_dim",
+        "num_heads",
+        "patch_nums",
+        "context_dim",
+        "context_token",
+        "mlp_ratio",
+        "attn_l2_norm",
+        "use_context_norm",
+        "use_timestep_embed",
+        "diff_width",
+        "diff_depth",
+        "num_sampling_steps",
+    }
+    fixed = {
+        "mlp_type": "llama",
+        "attn_type": "llama",
+        "disable_aln": True,
+        "shared_aln": False,
+        "use_cross_attn": False,
+        "norm_eps": 1e-6,
+    }
+    understood(config, read, fixed)
+    return HartConfig(
+        depth=config["depth"],
+        width=config["embed_dim"],
+        heads=config["num_heads"],
+        sides=tuple(config["patch_nums"]),
+        codes=autoencoder["vocab_size"],
+        latent_channels=autoencoder["z_channels"],
+        text_channels=config["context_dim"],
+        text_tokens=config["context_token"],
+        mlp_ratio=config["mlp_ratio"],
+        cosine=config["attn_l2_norm"],
+        text_norm=config["use_context_norm"],
+        level_table=not config["use_timestep_embed"],
+        residual_width=config["diff_width"],
+        residual_depth=config["diff_depth"],
+        residual_steps=int(config["num_sampling_steps"]),
+    )
+
+
+def tokenizer_config(config: dict[str, Any]) -> HartTokenizerConfig:
+    read = {"vocab_size", "z_channels", "ch", "ch_mult", "v_patch_nums", "share_quant_resi", "quant_resi"}
+    fixed = {"quantizer_type": "var_hybrid", "quant_conv_ks": 3, "using_znorm": False, "double_decoder": False}
+    understood(config, read, fixed)
+    return HartTokenizerConfig(
+        codes=config["vocab_size"],
+        latent_channels=config["z_channels"],
+        channels=config["ch"],
+        multipliers=tuple(config["ch_mult"]),
+        blends=config["share_quant_resi"],
+        blend_share=config["quant_resi"],
+    )
+
+
+def check_sampling(pipe: Pipeline, sampling: dict[str, Any]) -> None:
+    """What the released program has built in is not passed but must be as the case says."""
+    read = {
+        "batch",
+        "cfg",
+        "more_smooth",
+        "top_p",
+        "top_k_per_stage",
+        "cfg_at_last_stage",
+        "diffusion_steps",
+        "prompt_lengths",
+        "padding_side",
+        "discrete_choice",
+    }
+    understood(sampling, read, {"diffusion_temperature": 1.0})
+    assert sampling["discrete_choice"].startswith("argmax of the guided logits")
+    assert list(pipe.settings.sampling.top_k) == sampling["top_k_per_stage"]
+
+
+def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, noise: float = 0.0, noise_seed: int = 0) -> Readings:
+    """Everything a case may have stored of its generation; `noise` is added to the guided logits."""
+    model, schedule, smooth = pipe.model, pipe.settings.schedules.choose(None, None), sampling["more_smooth"]
+    guidance = pipe.settings.guidance.with_strength(sampling["cfg"])
+    assert abs(1 + sampling["cfg_at_last_stage"] - guidance.scales(schedule)[-1]) < 1e-6
+    last_layer = len(model.blocks) - 1
+    recorder, watch = Recorder(taps=(0, last_layer), noise=noise, noise_seed=noise_seed), Watch(schedule)
+    with calls_of({"condition": model.residual_norm, "network": model.residual_head}) as seen:
+        out = pipe(
+            text_of(expected, sampling),
+            seed=StoredDraws(
+                smoothing=[expected.input(f"gumbel_exp.{stage.index}") for stage in schedule if smooth],
+                normal=[expected.input("diff.noise_init"), *expected.input("diff.noise_steps")],
+            ),
+            guidance=with_both_branches(guidance, schedule),
+            smooth=smooth,
+            top_p=sampling["top_p"],
+            method=recorder,
+            on_stage=watch,
+        )
+    found = {
+        "f_hat.final": Reading(out.latent, DIFFUSED),
+        "image": Reading((out.pixels.clamp(-1, 1) + 1) / 2, DIFFUSED),
+        "diff.cond": Reading(seen["condition"][0].output.flatten(0, 1), HIDDEN),
+        "diff.out": Reading(watch.done[-1].residual.flatten(0, 1), DIFFUSED),
+        **diffusion_readings(seen["network"], sampling["batch"], expected.tensors.get("diff.net_out")),
+    }
+    assert found["diff.t"].tensor.tolist() == sampling["diffusion_steps"]
+    for i, done in enumerate(watch.done):
+        found |= {
+            f"x_in.{i}": Reading(recorder.inputs[i, 0], HIDDEN),
+            f"x_out.{i}": Reading(recorder.outputs[i, last_layer], HIDDEN),
+            f"logits.{i}": Reading(done.logits, SMOOTH_LOGITS if smooth else LOGITS),
+            f"idx.{i}": Reading(done.ids, None),
+            f"h.{i}": Reading(to_map(done.canvas.vectors(done.codes), done.stage), LATENT),
+        }
+        if not done.stage.last:
+            found |= {
+                f"f_hat.{i}": Reading(watch.latents[i], LATENT),
+                f"next_map.{i + 1}": Reading(to_map(watch.next_inputs[i], schedule[i + 1]), LATENT),
+            }
+    return found
+
+
+def text_of(expected: Expected, sampling: dict[str, Any]) -> TextFeatures:
+    features, mask = expected.input("in.context"), expected.tensors["in.mask"]
+    expected.equal("in.mask", mask_of(sampling, mask.shape[1]))
+    expected.equal("in.position_ids", mask.long().cumsum(dim=1) - 1)  # what the library makes of the mask
+    return TextFeatures(tuple(features), mask=mask)
+
+
+def mask_of(sampling: dict[str, Any], tokens: int) -> Tensor:
+    real = torch.arange(tokens) < torch.tensor(sampling["prompt_lengths"])[:, None]
+    return {"left": real.flip(1), "right": real}[sampling["padding_side"]]
+
+
+def diffusion_readings(calls: list[Call], batch: int, stored_outputs: Tensor | None) -> Readings:
+    """Of every step, in the order in which they are taken."""
+    outputs = torch.stack([call.output.flatten(0, 1) for call in calls])
+    if calls[0].output.shape[0] == batch and stored_outputs is not None:
+        # Unguided. The program runs the other half all the same, from noise that it does not keep: there is nothing to compare.
+        outputs = torch.cat([outputs, stored_outputs[:, outputs.shape[1] :]], dim=1)
+    return {
+        "diff.net_out": Reading(outputs, DIFFUSED),
+        "diff.x_t": Reading(torch.stack([call.inputs[0][:batch].flatten(0, 1) for call in calls]), DIFFUSED),
+        "diff.t": Reading(torch.cat([call.inputs[2] for call in calls]), None),
+    }
+
+
+@torch.inference_mode()
+def round_trip(expected: Expected, tokenizer: HartTokenizer, schedule: Schedule, features_given: bool) -> None:
+    """Images to codes and back. `features_given`: the networks' weights are left out, so that their output is taken from the case."""
+    if features_given:
+        images = images_with_features(tokenizer, expected.input("ae.f"), schedule)
+    else:
+        images = expected.input("ae.img")
+        expected.close("ae.enc", tokenizer.encoder(images), LATENT)
+        expected.close("ae.f", tokenizer.features(images), LATENT)
+    codes, residual = tokenizer.encode_hybrid(images, schedule)
+    discrete, hybrid = tokenizer.discrete_canvas(schedule, images.shape[0]), tokenizer.canvas(schedule, images.shape[0])
+    for stage, numbers in zip(schedule, codes, strict=True):
+        discrete.add(numbers, Tokens(stage))
+        hybrid.add(numbers, Tokens(stage))
+        found = {name: Reading(numbers, None) for name in (f"ae.disc_idx.{stage.index}", f"ae.hyb_idx.{stage.index}")}
+        expected.compare(found | {f"ae.disc_fhat.{stage.index}": Reading(discrete.latent, LATENT)})
+    rest = residual + hybrid.vectors(codes[-1])
+    hybrid.add_residual(residual, Tokens(schedule[-1]))
+    decoded = tokenizer.decode(discrete.latent)
+    expected.compare(
+        {
+            "ae.f": Reading(hybrid.latent, LATENT),
+            "ae.hyb_rest": Reading(rest, LATENT),
+            "ae.var_input": Reading(inputs_of(tokenizer, codes, schedule)[0], LATENT),
+            "ae.disc_img": Reading(decoded.clamp(-1, 1), LATENT),
+            "ae.fwd_disc": Reading(decoded, LATENT),
+            "ae.fwd_cont": Reading(tokenizer.decode(expected.tensors["ae.f"]), LATENT),  # ours: the decoder makes rounding ten times larger
+        }
+    )
+    for name in ("ae.fwd_vq_loss", "ae.fwd_usage_pct"):  # statistics of training, which the library does not compute
+        if name in expected:
+            expected.input(name)

@@ -1,0 +1,52 @@
+"""What a replay hands to the pipeline in place of prompts and random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+
+import torch
+from torch import Tensor
+
+from nextscale import Guidance, Schedule, StageGuidance, TextFeatures
+from nextscale.tokenizers.base import Tokenizer
+
+
+class FeatureReader:
+    """Features as they are."""
+
+    def read(self, prompt: TextFeatures) -> TextFeatures:
+        return prompt
+
+    def empty(self) -> None:
+        return None
+
+
+class StoredDraws:
+    """Stored random numbers in the order of their use. A code is not drawn but the most likely one: all codes get the same noise."""
+
+    def __init__(self, smoothing: Iterable[Tensor] = (), uniform: Iterable[Tensor] = (), normal: Iterable[Tensor] = ()) -> None:
+        """`smoothing`: exponential numbers of every smoothed stage, asked for after those that draw its codes."""
+        pairs = chain.from_iterable((None, noise) for noise in smoothing)
+        self._exponential, self._uniform, self._normal = chain(pairs, repeat(None)), iter(uniform), iter(normal)
+
+    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        noise = next(self._exponential)
+        return torch.ones(tuple(shape)) if noise is None else noise.view(tuple(shape))
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return next(self._uniform).view(tuple(shape))
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return next(self._normal).view(tuple(shape))
+
+
+def with_both_branches(guidance: Guidance, schedule: Schedule) -> StageGuidance:
+    """The same scales, but the second branch runs even if no stage mixes it in, as in the authors' programs."""
+    return StageGuidance(values=(*guidance.scales(schedule), 0.0))
+
+
+def images_with_features(tokenizer: Tokenizer, features: Tensor, schedule: Schedule) -> Tensor:
+    """Images that the tokenizer takes to have these features: stands in for an encoder whose weights are left out."""
+    tokenizer.features = lambda images: features
+    return torch.zeros(features.shape[0], 3, *(side * tokenizer.pixels_per_token for side in schedule.grid))
