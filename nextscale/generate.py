@@ -75,6 +75,8 @@ def generate(
     schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
     guided = cond.start.shape[0] > batch
     run = method.start(RunSetup(model, schedule, batch, request.method_draws, request.track_kept, guided))
+    for forecast in method.forecast(model, schedule):
+        forecast.check(len(model.blocks), guidance.layers)
     env = new_env(model, cond, schedule, batch, run)
     finite: dict[int, Tensor] = {}
     for stage in schedule:

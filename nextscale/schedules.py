@@ -63,6 +63,11 @@ def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeEr
     return SizeError(f"no schedule draws {size[0]}x{size[1]} (height x width); nearest: {named}")
 
 
+def pixels_of(schedule: Schedule) -> tuple[int, int]:
+    height, width = schedule.grid
+    return height * PIXELS_PER_TOKEN, width * PIXELS_PER_TOKEN
+
+
 @dataclass(frozen=True)
 class SquareBook:
     """Square schedules by image side; the first is the default (VAR, FlexVAR, HART, STAR)."""
@@ -109,6 +114,8 @@ HART_1024 = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
 
 BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
 """Infinity's pixel budgets: how many stages of the aspect ratio's list they run."""
+LARGER_BUDGETS = {"1.8M": (21 / 16,), "4M": (21 / 16, 2.0)}
+"""Budgets past Infinity's training: one more stage for each factor, by which it is larger than the last trained one (64: 84 and 128)."""
 
 _TALL = {
     1.0: "1x1 2x2 4x4 6x6 8x8 12x12 16x16 20x20 24x24 32x32 40x40 48x48 64x64",
@@ -140,14 +147,17 @@ FARTHEST_ASPECT = 0.125  # relative; every ratio from 1:3 to 3:1 is nearer to a 
 
 
 def infinity_schedule(template: float, budget: str) -> Schedule:
-    """Positions always refer to the one-megapixel grid of the template, whatever the budget."""
+    """Positions refer to the one-megapixel grid of the template, whatever the budget; to the last grid where that is larger."""
     sizes = INFINITY_SIZES[template]
-    return Schedule(sizes[: BUDGETS[budget]], extent=sizes[-1])
+    if budget in BUDGETS:
+        return Schedule(sizes[: BUDGETS[budget]], extent=sizes[-1])
+    height, width = sizes[-1]
+    return Schedule((*sizes, *((round(height * factor), round(width * factor)) for factor in LARGER_BUDGETS[budget])))
 
 
 @dataclass(frozen=True)
 class InfinityBook:
-    """Fifteen aspect ratios times four pixel budgets."""
+    """Fifteen aspect ratios times four pixel budgets, and two larger ones that the models were not trained for."""
 
     budget: str = "1M"
 
@@ -156,22 +166,22 @@ class InfinityBook:
             return without_aspect(size, aspect)
         if isinstance(size, str) or size is None:
             budget = self.budget if size is None else size
-            if budget not in BUDGETS:
-                raise SizeError(f"unknown pixel budget {budget!r}; choose one of {', '.join(BUDGETS)}, or (height, width)")
+            if budget not in (*BUDGETS, *LARGER_BUDGETS):
+                known = ", ".join((*BUDGETS, *LARGER_BUDGETS))
+                raise SizeError(f"unknown pixel budget {budget!r}; choose one of {known}, or (height, width)")
             return infinity_schedule(self._template(1.0 if aspect is None else parse_aspect(aspect)), budget)
         wanted = without_aspect(parse_size(size), aspect)
-        for template, sizes in INFINITY_SIZES.items():
-            for budget, stages in BUDGETS.items():
-                if wanted == tuple(side * PIXELS_PER_TOKEN for side in sizes[stages - 1]):
-                    return infinity_schedule(template, budget)
+        for schedule in self._schedules():
+            if wanted == pixels_of(schedule):
+                return schedule
         raise no_such_size(wanted, self.offers())
 
     def offers(self) -> list[tuple[int, int]]:
-        return [
-            (sizes[stages - 1][0] * PIXELS_PER_TOKEN, sizes[stages - 1][1] * PIXELS_PER_TOKEN)
-            for sizes in INFINITY_SIZES.values()
-            for stages in BUDGETS.values()
-        ]
+        return [pixels_of(schedule) for schedule in self._schedules()]
+
+    @staticmethod
+    def _schedules() -> list[Schedule]:
+        return [infinity_schedule(template, budget) for template in INFINITY_SIZES for budget in (*BUDGETS, *LARGER_BUDGETS)]
 
     @staticmethod
     def _template(ratio: float) -> float:

@@ -116,12 +116,13 @@ class Tokens:
         if self.count is not None:
             padding = torch.arange(score.shape[1], device=score.device) >= self.count[:, None]
             score = score.masked_fill(padding, float("-inf"))
+        order = score.argsort(dim=1, descending=True, stable=True)  # of equals the first, so that padding changes nothing
         if isinstance(keep, int):
-            selection = score.topk(keep, dim=1).indices.sort(dim=1).values
+            selection = order[:, :keep].sort(dim=1).values
             return selection, self.take(selection)
         if width is None:
             raise ValueError("rows that keep different numbers of tokens need a common width")
-        best = score.topk(width, dim=1).indices  # [R, width], best first
+        best = order[:, :width]
         slot = torch.arange(width, device=score.device)
         # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
         kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values

@@ -27,7 +27,7 @@ from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text import TextFeatures
 
 from . import tiny
-from .test_method import STAGES, KeepShare, Planned, assert_same_bits, keeping, one_from
+from .test_method import STAGES, KeepShare, Planned, keeping, one_from
 
 HARSH = FastVAR({2: 0.7, 3: 0.8})  # every tiny schedule has stages 2 and 3
 # Of pixels with a standard deviation near 0.6. The largest difference seen is 9.6e-6; HART's residual may amplify rounding 20000 times.
@@ -409,7 +409,7 @@ def test_blocks_that_are_more_than_their_branches_are_refused() -> None:
 def test_no_strength_is_dense_bit_for_bit(family: str, ratios: dict[int, float]) -> None:
     method = FastVAR(ratios)
     assert forecast(method, family) == (DENSE,) * STAGES[family]
-    assert_same_bits(drawn(family, method=method), drawn(family))
+    tiny.assert_same_bits(drawn(family, method=method), drawn(family))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -453,7 +453,7 @@ def test_a_permuted_batch_permutes_the_images(family: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_same_seed_gives_the_same_image(family: str) -> None:
-    assert_same_bits(drawn(family, method=HARSH), drawn(family, method=HARSH))
+    tiny.assert_same_bits(drawn(family, method=HARSH), drawn(family, method=HARSH))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -488,14 +488,14 @@ def test_outputs_of_the_very_first_stage_can_be_kept(family: str) -> None:
 
 def test_another_stage_to_keep_gives_another_image() -> None:
     images = {stage: drawn("var", method=FastVAR({3: 0.8}, cache_stage=stage)) for stage in (0, 1, 2)}
-    assert_same_bits(images[2], drawn("var", method=FastVAR({3: 0.8})))
+    tiny.assert_same_bits(images[2], drawn("var", method=FastVAR({3: 0.8})))
     assert not torch.equal(images[1].latent, images[2].latent)
     assert not torch.equal(images[0].latent, images[1].latent)
 
 
 def test_other_blocks_give_another_image() -> None:
     images = [drawn("infinity", method=FastVAR({3: 0.8}, layers=layers)) for layers in ((0, 3), (1, 3), (0, 1))]
-    assert_same_bits(images[0], drawn("infinity", method=FastVAR({3: 0.8})))
+    tiny.assert_same_bits(images[0], drawn("infinity", method=FastVAR({3: 0.8})))
     assert not torch.equal(images[0].latent, images[1].latent)
     assert not torch.equal(images[1].latent, images[2].latent)
 
@@ -554,7 +554,7 @@ def test_one_megapixel_of_hart(lengths: dict[int, int]) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_share_of_one_skips_the_stage(family: str) -> None:
     last = STAGES[family] - 1
-    assert_same_bits(drawn(family, method=FastVAR({last: 1.0})), drawn(family, method=SkipStages(1)))
+    tiny.assert_same_bits(drawn(family, method=FastVAR({last: 1.0})), drawn(family, method=SkipStages(1)))
 
 
 # --- together with other methods
@@ -564,7 +564,7 @@ def test_a_share_of_one_skips_the_stage(family: str) -> None:
 def test_with_skipped_stages(family: str) -> None:
     last = STAGES[family] - 1
     both = drawn(family, method=[FastVAR({last - 1: 0.5, last: 0.8}), SkipStages(1)])
-    assert_same_bits(both, drawn(family, method=FastVAR({last - 1: 0.5, last: 1.0})))
+    tiny.assert_same_bits(both, drawn(family, method=FastVAR({last - 1: 0.5, last: 1.0})))
 
 
 @dataclass
@@ -617,7 +617,7 @@ def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
     """Three blocks of two branches, of which blocks 1 and 2 are thinned: 2 branches for all cells, up to 6 for some."""
     method = FastVAR({2: 0.7, 3: 0.8}, layers=(1, 3))
     output = drawn("var", method=method, masks=True)
-    assert_same_bits(output, drawn("var", method=method))
+    tiny.assert_same_bits(output, drawn("var", method=method))
     assert [tuple(share.shape) for share in output.kept] == [(2, side, side) for side in tiny.VAR_SIDES]
     assert all((share == 1).all() for share in output.kept[:2])
     for share, cells, run in ((output.kept[2], 9, 9 - 6), (output.kept[3], 16, 16 - 12)):

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.accel import DENSE, Method, SkipStages, StagePlan
+from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
 from nextscale.cache import Branches, Env
 from nextscale.canvas import Canvas
 from nextscale.guidance import ConstantGuidance, StageGuidance
-from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
 from nextscale.pipeline import Output
 from nextscale.stage import Schedule, Stage, Tokens
@@ -31,6 +30,9 @@ class RunBlocks:
 
     layers: range
     key: str = "identity"
+
+    def width(self, tokens: int) -> int:
+        return tokens
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
@@ -494,9 +496,9 @@ def test_state_belongs_to_the_run() -> None:
     started = []
 
     class Starting(Method):
-        def start(self, model: NextScaleModel, schedule: Schedule, batch: int) -> Method:
-            started.append((model, schedule, batch))
-            return SkipStages(1).start(model, schedule, batch)
+        def start(self, setup: RunSetup) -> Method:
+            started.append((setup.model, setup.schedule, setup.batch))
+            return SkipStages(1).start(setup)
 
         def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
             raise AssertionError("the method itself was asked, not its run")

@@ -753,9 +753,15 @@ def test_kept_without_representatives_is_the_share_of_rows(variant: Variant, sha
 
 
 def test_both_branches_count_for_what_is_kept() -> None:
-    kept = drawn("var", method=StageVAR(guidance_off=99, groups=3), masks=True).kept[-1].flatten(1)
-    assert set(kept.unique().tolist()) <= {0.0, 0.5, 1.0}
-    assert torch.allclose(kept.sum(dim=1), torch.tensor(3.0))
+    """Three blocks ran cells 0 and 1 of the conditional row, and 1 and 3 of the other; one more ran three quarters of everything."""
+    model = torch.nn.Module()
+    model.blocks = [None] * 4  # type: ignore[assignment]
+    state = RunState(RunSetup(model, Schedule((1, 2)), 1, Given((0,), ((0,),)), track_kept=True))  # type: ignore[arg-type]
+    rows = torch.zeros(2, 2, 5)
+    state.record(Tokens(FOUR.stage, torch.tensor([[0, 1], [1, 3]])), rows, blocks=3)
+    state.record(FOUR, torch.zeros(2, 4, 5), blocks=1, share=torch.tensor([0.5, 1.0]))
+    assert state.take().tolist() == [[(1.5 + 0.75) / 4, (3 + 0.75) / 4, 0.75 / 4, (1.5 + 0.75) / 4]]
+    assert state.take() is None
 
 
 class CountingCache(DenseLayerCache):

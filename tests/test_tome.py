@@ -25,7 +25,7 @@ from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
 from .test_fastvar import PIXELS, KeepLateShare, NoReads, drawn, drawn_from, forecast, lengths, on_meta, picked, ragged
-from .test_method import STAGES, assert_same_bits, keeping, one_from
+from .test_method import STAGES, keeping, one_from
 
 __all__ = ["lengths"]  # a fixture
 
@@ -313,7 +313,7 @@ def test_the_last_three_stages_merge_unless_others_are_named() -> None:
 @pytest.mark.parametrize("method", [ToMe(0.0, stages=(1, 2, 3)), ToMe(0.0, random=True), ToMe(0.5, stages=()), ToMe(0.5, parts=())])
 def test_no_strength_is_dense_bit_for_bit(family: str, method: ToMe) -> None:
     assert forecast(method, family) == (DENSE,) * STAGES[family]
-    assert_same_bits(drawn(family, method=method), drawn(family))
+    tiny.assert_same_bits(drawn(family, method=method), drawn(family))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -369,7 +369,7 @@ def test_a_permuted_batch_permutes_the_images(family: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_same_seed_gives_the_same_image(family: str) -> None:
-    assert_same_bits(drawn(family, method=ToMe(random=True)), drawn(family, method=ToMe(random=True)))
+    tiny.assert_same_bits(drawn(family, method=ToMe(random=True)), drawn(family, method=ToMe(random=True)))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -424,7 +424,9 @@ def test_inside_stages_that_another_method_reduces(family: str) -> None:
 
 
 def test_with_skipped_stages() -> None:
-    assert_same_bits(drawn("var", method=[ToMe(stages=(2, 3)), SkipStages(1)]), drawn("var", method=[SkipStages(1), ToMe(stages=(2,))]))
+    tiny.assert_same_bits(
+        drawn("var", method=[ToMe(stages=(2, 3)), SkipStages(1)]), drawn("var", method=[SkipStages(1), ToMe(stages=(2,))])
+    )
 
 
 def test_with_fastvar_only_at_other_stages() -> None:
@@ -458,4 +460,4 @@ def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
     assert times.min() >= 3
     assert (times[:, ::2, ::2] == 6).all()
     assert times.sum(dim=(1, 2)).tolist() == [3 * 16 + 3 * 8] * 2
-    assert_same_bits(output, drawn("var", method=ToMe(0.5, stages=(3,), parts=("attention",))))
+    tiny.assert_same_bits(output, drawn("var", method=ToMe(0.5, stages=(3,), parts=("attention",))))

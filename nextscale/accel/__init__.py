@@ -1,6 +1,27 @@
 """Acceleration methods. `Method` is dense generation; a paper's method overrides the parts it changes."""
 
+from .choice import METHODS, MethodLike, resolve_method
+from .combine import Combined
+from .fastvar import FastVAR
 from .method import DENSE, Method, RunSetup, Span, StagePlan
 from .skip import SkipStages
+from .sparsevar import SparseVAR
+from .stagevar import StageVAR
+from .tome import ToMe
 
-__all__ = ["DENSE", "Method", "RunSetup", "SkipStages", "Span", "StagePlan"]
+__all__ = [
+    "DENSE",
+    "METHODS",
+    "Combined",
+    "FastVAR",
+    "Method",
+    "MethodLike",
+    "RunSetup",
+    "SkipStages",
+    "Span",
+    "SparseVAR",
+    "StagePlan",
+    "StageVAR",
+    "ToMe",
+    "resolve_method",
+]

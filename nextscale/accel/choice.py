@@ -9,12 +9,23 @@ from dataclasses import fields
 
 from ..errors import SettingError
 from .combine import Combined
+from .fastvar import FastVAR
 from .method import Method
 from .skip import SkipStages
+from .sparsevar import SparseVAR
+from .stagevar import StageVAR
+from .tome import ToMe
 
 MethodLike = Method | str | Sequence[Method | str] | None
 
-METHODS: dict[str, type[Method]] = {"dense": Method, "skip": SkipStages}
+METHODS: dict[str, type[Method]] = {
+    "dense": Method,
+    "skip": SkipStages,
+    "sparsevar": SparseVAR,
+    "fastvar": FastVAR,
+    "stagevar": StageVAR,
+    "tome": ToMe,
+}
 
 
 def resolve_method(method: MethodLike) -> Method:

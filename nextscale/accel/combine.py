@@ -33,6 +33,10 @@ class Combined(Method):
 
     methods: tuple[Method, ...]
 
+    @property
+    def label(self) -> str:
+        return " + ".join(method.label for method in self.methods)
+
     def start(self, setup: RunSetup) -> Method:
         self.forecast(setup.model, setup.schedule)
         return Combined(tuple(method.start(setup) for method in self.methods))

@@ -37,6 +37,7 @@ Ratios = tuple[tuple[int, float], ...]
 
 INFINITY_RATIOS = {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}
 INFINITY_LAYERS = range(3, 28)
+LARGER_INFINITY_RATIOS = {9: 0.4, 10: 0.5, 11: 0.6, 12: 0.75, 13: 0.85, 14: 0.9}
 HART_RATIOS = {12: 0.5, 13: 0.75}
 HART_STAGES = 14
 OTHER_RATIOS = (0.4, 0.5)  # of the last two stages
@@ -51,8 +52,8 @@ class FastVAR(Method):
     The knobs that matter:
     ratios: {stage index: share of its tokens that is not run}; 1.0 skips the stage. Late stages bear more: the paper found 0.4 to 0.75
         a good range. None is the published choice: for Infinity {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}, as far as the schedule goes; for
-        HART {12: 0.5, 13: 0.75}. Ours, and not the paper's, are the same for STAR, and for every other model or number of stages 0.4
-        and 0.5 in the last two.
+        HART {12: 0.5, 13: 0.75}. Ours, and not the paper's, are the same for STAR, for Infinity past its training (14 and 15 stages)
+        shares that grow from 0.4 to 0.9 with no stage skipped, and for every other model or number of stages 0.4 and 0.5 in the last two.
 
     To tinker with:
     cache_stage: the stage whose branch outputs are kept. None is the last one that runs before the first thinned one, which the paper
@@ -155,9 +156,11 @@ def block_range(layers: Sequence[int]) -> tuple[int, int]:
 
 
 def default_ratios(model: NextScaleModel, stages: int) -> dict[int, float]:
-    """Published for Infinity and HART; STAR's and all others are ours."""
+    """Published for Infinity as trained and for HART; STAR's and all others are ours."""
     if isinstance(model, Infinity) and min(INFINITY_RATIOS) < stages <= max(INFINITY_RATIOS) + 1:
         return {stage: ratio for stage, ratio in INFINITY_RATIOS.items() if stage < stages}
+    if isinstance(model, Infinity) and max(INFINITY_RATIOS) + 1 < stages <= max(LARGER_INFINITY_RATIOS) + 1:
+        return {stage: ratio for stage, ratio in LARGER_INFINITY_RATIOS.items() if stage < stages}
     if isinstance(model, Hart | Star) and stages == HART_STAGES:
         return dict(HART_RATIOS)
     last_two = range(stages - len(OTHER_RATIOS), stages)
@@ -214,6 +217,7 @@ def memory_key(block: Block, branch: int) -> Hashable:
 class RememberedBlocks(Span):
     """Runs all tokens, branch by branch, and keeps what every branch added."""
 
+    whole_stage = True
     layers: range
     key: Hashable = "fastvar cache"
 

@@ -32,7 +32,9 @@ class RunSetup:
 
 
 class Span(Protocol):
-    """Runs consecutive blocks more cheaply than one after the other on all tokens."""
+    """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass."""
+
+    whole_stage: ClassVar[bool] = False  # cannot run on some of a stage's cells only
 
     layers: range
     key: Hashable
@@ -64,6 +66,8 @@ class StagePlan:
                 raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
         for span in self.spans:
             inside = [layer for layer in self.taps if layer in span.layers]
+            if getattr(span, "whole_stage", False) and self.width is not None:
+                raise ValueError(f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.width} are kept")
             if inside:
                 raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
 
@@ -113,9 +117,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """A readable name: "dense", or the class with those settings that differ from its defaults; of several methods, all of them."""
-        if several := getattr(self, "methods", ()):
-            return " + ".join(method.label for method in several)
+        """A readable name: "dense", or the class with those settings that differ from its defaults."""
         settings: dict[str, object] = {field.name: field.default for field in fields(self)} if is_dataclass(self) else {}
         chosen = [f"{name}={getattr(self, name)}" for name, default in settings.items() if getattr(self, name) != default]
         name = "dense" if type(self) is Method else type(self).__name__

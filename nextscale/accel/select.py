@@ -85,27 +85,12 @@ def distance_from_mean(x: Tensor, tokens: Tokens) -> Tensor:
     return torch.linalg.vector_norm(x - row_mean(x, tokens), dim=-1)
 
 
-def top(tokens: Tokens, score: Tensor, keep: int | Tensor, width: int) -> tuple[Tensor, Tokens]:
-    """Like `Tokens.top`, but of equal scores the first in the row win, whatever the padding: small stages have many equal tokens."""
-    real = real_tokens(tokens, score.shape[1])
-    if real is not None:
-        score = score.masked_fill(~real, float("-inf"))
-    best = score.argsort(dim=1, descending=True, stable=True)[:, :width]
-    if isinstance(keep, int):
-        selection = best.sort(dim=1).values
-        return selection, tokens.take(selection)
-    slot = torch.arange(width, device=score.device)
-    kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values  # those to spare go to the end
-    selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
-    return selection, tokens.take(selection, keep)
-
-
 def top_share(tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Tokens]:
     """All but the lowest share `ratio` of every row by `score` [R, N], in raster order: their positions and they themselves."""
     width = tokens.width - share_of(tokens.width, ratio)
     if tokens.count is None:
-        return top(tokens, score, width, width)
-    return top(tokens, score, tokens.count - share_of(tokens.count, ratio), width)
+        return tokens.top(score, width)
+    return tokens.top(score, tokens.count - share_of(tokens.count, ratio), width)
 
 
 # --- merging alike tokens
@@ -170,7 +155,7 @@ class Merge:
         if into.count is not None:
             count = torch.full_like(into.count, tokens.width) if tokens.count is None else tokens.count
             keep = torch.maximum(count - share_of(count, ratio), into.count)
-        selection, kept = top(tokens, novelty, keep, width)
+        selection, kept = tokens.top(novelty, keep, width)
         stays = torch.zeros_like(into.mask).scatter(1, selection, True)
         own = torch.arange(x.shape[1], device=x.device)
         target = torch.where(stays, own, into.positions.gather(1, destination))  # [R, N], among all N

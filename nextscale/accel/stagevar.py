@@ -209,7 +209,7 @@ class LeastSquaresRows(LowRank):
         y = run(blocks, repeat_tail(rows, ranks), first_tokens(tokens, rows, ranks), env)
         self.record_rows(x, tokens, width, ranks)
         weights = least_squares_weights(rows, x) + least_squares_weights(previous_rows, previous)
-        return weights @ zero_tail(y.float(), ranks)
+        return weights @ y.float()  # which are 0 beyond the ranks
 
 
 class SingularRows(LowRank):

@@ -11,17 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import nn
 
 from ..accel.choice import resolve_method
 from ..accel.cost import RequestCost, StageCost, Workload, request_cost
 from ..accel.method import Method
-from ..errors import SizeError
 from ..guidance import GuidedRows
-from ..models.base import NextScaleModel, check_levels
-from ..models.var import Var
+from ..models.base import NextScaleModel
 from ..presets import build_model, model_spec
-from ..stage import Schedule
 from .options import Dtype, as_torch_dtype, choose_schedule
 from .program import app
 
@@ -58,7 +54,7 @@ def plan(
     schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
     with torch.device("meta"):
         built = build_model(spec.model).to(as_torch_dtype(dtype))
-    check_schedule(built, schedule)
+    built.check_schedule(schedule)
     guided = not unguided and GuidedRows(spec.settings.guidance, schedule, len(built.blocks)).needs_both
     read = text_tokens if built.stack[0].has_text else 0
     forecast = forecast_of(spec.name, built, chosen, Workload(schedule, images, guided, read, spec.settings.sampling.refine), kept)
@@ -123,15 +119,6 @@ def forecast_of(name: str, model: NextScaleModel, method: Method, workload: Work
         planned,
         Memory(model.request_bytes(schedule, rows, workload.text_tokens), per_key * dense.held, per_key * planned.held),
     )
-
-
-def check_schedule(model: NextScaleModel, schedule: Schedule) -> None:
-    """What a model says to a schedule when it reads a prompt."""
-    if isinstance(model, Var) and schedule != model.schedule:
-        raise SizeError(f"VAR has learned positions for {model.schedule} only; got {schedule}")
-    levels = getattr(model, "level_embed", None)
-    if isinstance(levels, nn.Embedding):
-        check_levels(schedule, levels.num_embeddings)
 
 
 def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:

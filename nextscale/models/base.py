@@ -117,6 +117,9 @@ class NextScaleModel(nn.Module):
         if sampling.refine is not None:
             raise SettingError(f"refine: {type(self).__name__} has no refiner; leave it out")
 
+    def check_schedule(self, schedule: Schedule) -> None:
+        """SizeError if the model cannot draw these stages."""
+
     def condition(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Conditioning:
         """Rows for the prompts, then, if guided, as many for what to steer away from."""
         raise NotImplementedError

@@ -95,8 +95,7 @@ class Hart(NextScaleModel):
 
     def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
         """Rows of the prompts, then, if guided, of the negative prompts or of zeros at position 0. Padding is read like text."""
-        if self.config.level_table:
-            check_levels(schedule, len(self.config.sides))
+        self.check_schedule(schedule)
         features, positions = self._read(prompts)
         if guided:
             rest, rest_positions = self._read(negative) if negative is not None else (features * 0, positions * 0)
@@ -109,6 +108,10 @@ class Hart(NextScaleModel):
             head=self.head_modulation(text.amax(dim=1)),
             rope=HalvesRope.over_text_and_grid(schedule, self.block_config.head_dim, positions),
         )
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        if self.config.level_table:
+            check_levels(schedule, len(self.config.sides))
 
     def _read(self, prompts: TextFeatures) -> tuple[Tensor, Tensor]:
         """Features [B, T, channels] and positions [B, T]: how many real tokens there were so far, minus one."""

@@ -124,7 +124,7 @@ class Infinity(NextScaleModel):
 
     def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
         """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
-        check_levels(schedule, self.config.levels)
+        self.check_schedule(schedule)
         prompts = self._checked(prompts)
         rows, lengths = prompts.compact()
         if guided:
@@ -143,6 +143,9 @@ class Infinity(NextScaleModel):
             text=padding.context(self.stack, self.text_proj(text)),
             rope=PairRope(infinity_rotations(stage, extent, head_dim, self.config.rope, self.device) for stage in schedule),
         )
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        check_levels(schedule, self.config.levels)
 
     def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
         text = context_bytes(len(self.blocks), rows, text_tokens, self.config.width, self.dtype)

@@ -83,7 +83,7 @@ class Star(NextScaleModel):
 
     def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
         """Rows of the prompts, then, if guided, of the negative prompts, which are empty texts unless the caller says otherwise."""
-        check_levels(schedule, len(self.config.sides))
+        self.check_schedule(schedule)
         if guided and negative is None:
             raise PromptError("guidance of STAR needs the features of an empty text: pass them as the negative prompt, or a text encoder")
         texts = [self._checked(text) for text in (prompts, negative) if text is not None]
@@ -99,6 +99,9 @@ class Star(NextScaleModel):
             rope=rope,
             refiner=None if self.refiner is None else self.refiner.condition(pooled, rope),
         )
+
+    def check_schedule(self, schedule: Schedule) -> None:
+        check_levels(schedule, len(self.config.sides))
 
     def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
         text = context_bytes(len(self.blocks), rows, text_tokens, self.config.width, self.dtype)

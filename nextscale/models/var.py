@@ -101,9 +101,12 @@ class Var(ClassConditioned):
             self.shared_modulation = nn.Linear(config.width, 6 * config.width)
 
     def condition(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> Conditioning:
+        self.check_schedule(schedule)
+        return super().condition(prompts, guided, schedule, negative)
+
+    def check_schedule(self, schedule: Schedule) -> None:
         if schedule != self.schedule:
             raise SizeError(f"VAR has learned positions for {self.schedule} only; got {schedule}")
-        return super().condition(prompts, guided, schedule, negative)
 
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index] + self.pos_embed[stage.start : stage.start + stage.cells]
