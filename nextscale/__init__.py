@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import Method, SkipStages, StagePlan
+from .accel import FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import load
@@ -14,6 +14,7 @@ from .text import T5Encoder, TextFeatures
 __all__ = [
     "MODELS",
     "ConstantGuidance",
+    "FastVAR",
     "Guidance",
     "Method",
     "ModelSpec",
@@ -26,11 +27,14 @@ __all__ = [
     "Sampling",
     "Schedule",
     "SkipStages",
+    "SparseVAR",
     "Stage",
     "StageGuidance",
     "StagePlan",
+    "StageVAR",
     "T5Encoder",
     "TextFeatures",
+    "ToMe",
     "Tokens",
     "load",
 ]

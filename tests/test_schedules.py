@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nextscale.errors import SizeError
+from nextscale.models.rope import grid_positions
 from nextscale.presets import FLEXVAR_SETTINGS, MODELS, build_model
 from nextscale.schedules import (
     BUDGETS,
     FLEXVAR_512,
     FLEXVAR_STEPS,
     HART_1024,
+    INFINITY_SIZES,
+    LARGER_BUDGETS,
     VAR_256,
     VAR_512,
     InfinityBook,
@@ -67,8 +70,28 @@ def test_a_size_in_pixels_finds_its_entry_whatever_the_budget(template: float, b
         assert book.choose((height, width), None) == infinity_schedule(template, budget)
 
 
-def test_offers_are_exactly_the_published_sizes() -> None:
-    assert sorted(InfinityBook().offers()) == sorted(tuple(published(*entry)["pixel"]) for entry in ENTRIES)
+def test_offers_are_the_published_sizes_and_two_larger_ones_per_aspect_ratio() -> None:
+    larger = [infinity_schedule(template, budget).grid for template in INFINITY_SIZES for budget in LARGER_BUDGETS]
+    published_sizes = [tuple(published(*entry)["pixel"]) for entry in ENTRIES]
+    assert sorted(InfinityBook().offers()) == sorted([*published_sizes, *((16 * height, 16 * width) for height, width in larger)])
+
+
+@pytest.mark.parametrize(("budget", "stages", "grid"), [("1.8M", 14, (84, 84)), ("4M", 15, (128, 128))])
+def test_larger_images_append_stages_and_stretch_the_positions(budget: str, stages: int, grid: tuple[int, int]) -> None:
+    trained, larger = InfinityBook().choose("1M", None), InfinityBook().choose(budget, None)
+    assert larger.sizes[:13] == trained.sizes
+    assert (len(larger), larger.grid, larger.extent) == (stages, grid, grid)
+    assert InfinityBook().choose((16 * grid[0], 16 * grid[1]), None) == larger
+    assert max(grid_positions(larger[12], larger.extent)[0]).item() == round(63 * grid[0] / 64)
+
+
+@pytest.mark.parametrize("template", INFINITY_SIZES)
+@pytest.mark.parametrize("budget", LARGER_BUDGETS)
+def test_larger_images_keep_their_aspect_ratio_and_budget(template: float, budget: str) -> None:
+    schedule = infinity_schedule(template, budget)
+    (height, width), (trained_height, trained_width) = schedule.grid, INFINITY_SIZES[template][-1]
+    assert abs(height / width - trained_height / trained_width) < 0.02 * trained_height / trained_width
+    assert abs(256 * height * width / 1e6 - {"1.8M": 1.8, "4M": 4.2}[budget]) < 0.25
 
 
 def test_the_square_megapixel_is_the_default() -> None:

@@ -686,9 +686,6 @@ def test_a_batch_equals_its_images_alone(family: str, fields: dict[str, Any]) ->
         assert torch.allclose(together.pixels[image], alone.pixels[0], rtol=0, atol=PIXEL_TOLERANCE)
 
 
-@pytest.mark.xfail(
-    reason="STAR's refiner draws for tokens that are spoken for from the image's stream only where there are any in the batch"
-)
 def test_a_refined_image_that_keeps_everything_equals_itself_beside_one_that_does_not() -> None:
     family, method = "star_refined", replace(STRONG["star_refined"], tau=0.9)
     together, seen = watched(family, method)

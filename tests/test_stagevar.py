@@ -732,6 +732,14 @@ def test_images_that_are_not_square(family: str) -> None:
     assert all(torch.equal(a[1], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
 
 
+@pytest.mark.parametrize("family", ["infinity", "hart"])
+def test_half_precision(family: str) -> None:
+    """Decompositions need float32; what enters and leaves the blocks has the model's type."""
+    pipe = tiny.shared_pipeline(family, torch.bfloat16)
+    for method in (*(StageVAR(variant=variant) for variant in VARIANTS), StageVAR(ranks="measured")):
+        assert pipe(tiny.prompts(family, 2), seed=1, method=method).pixels.isfinite().all()
+
+
 # --- what was run
 
 

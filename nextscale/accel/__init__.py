@@ -6,7 +6,7 @@ from .fastvar import FastVAR
 from .method import DENSE, Method, RunSetup, Span, StagePlan
 from .skip import SkipStages
 from .sparsevar import SparseVAR
-from .stagevar import StageVAR
+from .stagevar import StageVAR, measure_ranks
 from .tome import ToMe
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
+    "measure_ranks",
     "resolve_method",
 ]

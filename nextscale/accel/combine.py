@@ -38,7 +38,8 @@ class Combined(Method):
         return " + ".join(method.label for method in self.methods)
 
     def start(self, setup: RunSetup) -> Method:
-        self.forecast(setup.model, setup.schedule)
+        for kept in (1.0, 0.5):  # conflicts may show only where tokens are left out
+            self.forecast(setup.model, setup.schedule, kept)
         return Combined(tuple(method.start(setup) for method in self.methods))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:

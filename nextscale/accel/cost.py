@@ -151,7 +151,8 @@ def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[Stag
 
 def as_run(model: NextScaleModel, stage: Stage, plan: StagePlan, width: int) -> StagePlan:
     """The plan with the number of tokens that really ran, of which `width` went through the blocks, text included."""
-    return plan if plan.skip else replace(plan, width=width - (model.text_prefix if stage.index == 0 else 0))
+    cells = width - (model.text_prefix if stage.index == 0 else 0)
+    return plan if plan.skip or (plan.width is None and cells == stage.cells) else replace(plan, width=cells)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError, SettingError
-from ..sampling import Sampling, choose
+from ..sampling import Sampling, choose, draw_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
 from .base import Conditioning, Hidden, NextScaleModel, check_levels, temperatures
@@ -136,7 +136,7 @@ class Star(NextScaleModel):
         if hidden.tokens.whole:
             ids = hidden.tokens.move(ids, tokens)
         elif not tokens.aligned(hidden.tokens):  # a method speaks for tokens that were not run: those keep what it says
-            spoken, _ = super().choose(hidden, logits, tokens)
+            spoken, _ = draw_codes(logits, tokens, sampling, request.method_draws)
             settled = hidden.tokens.move(ids + 1, tokens)
             ids = torch.where(settled > 0, settled - 1, spoken)
         return ids, ids
