@@ -4,8 +4,8 @@
 
 Methods take turns: every repeat draws one request with each of them, and a ratio is that repeat's dense time over the method's. Small
 stages wait for the host, whose speed varies by the minute, so ratios say more than times. Random weights draw noise, so quality is not
-measured here. How many tokens SparseVAR keeps depends on the image, and noise has detail everywhere; so its threshold is replaced by a share:
-each stage leaves out the flattest 75 % of its cells, besides those left out before. What it really ran is in the row.
+measured here. How many tokens SparseVAR keeps depends on the image, and noise has detail everywhere; so its threshold is replaced by a
+share: each stage leaves out the flattest 75 % of its cells, besides those left out before. What it really ran is in the row.
 """
 
 from __future__ import annotations
