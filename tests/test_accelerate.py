@@ -1,0 +1,249 @@
+"""Choosing methods: by value, by name, several at once, for one call, for a block or for good; and which of them go together."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale.accel import METHODS, Combined, resolve_method
+from nextscale.accel.choice import parse_method, parse_value, split_settings
+from nextscale.errors import SettingError
+from nextscale.guidance import StageGuidance
+from nextscale.pipeline import Output, Pipeline
+from nextscale.schedules import infinity_schedule
+from nextscale.stage import Schedule
+
+from . import tiny
+
+# Settings that act on the four stages of a tiny schedule.
+SPARSE, FAST, LOW_RANK = SparseVAR(tau=0.9, from_stage=3), FastVAR({2: 0.5, 3: 0.5}), StageVAR(guidance_off=2, alphas={3: 0.96})
+GUIDANCE_OFF, MERGE = StageVAR(guidance_off=2, alphas=()), ToMe(stages=(2, 3))
+
+
+@pytest.fixture
+def pipeline() -> Pipeline:
+    return tiny.fresh_pipeline("infinity")
+
+
+def drawn(pipeline: Pipeline, **settings: Any) -> Output:
+    return pipeline(tiny.prompts("infinity", 2), seed=5, **settings)
+
+
+# --- for good, for a block, for a call
+
+
+def test_accelerate_holds_until_dense(pipeline: Pipeline) -> None:
+    dense, skipped = drawn(pipeline), drawn(pipeline, method=SkipStages(1))
+    pipeline.accelerate(SkipStages(1))
+    tiny.assert_same_bits(drawn(pipeline), skipped)
+    assert drawn(pipeline).report.method == "SkipStages(last=1)"
+    pipeline.dense()
+    tiny.assert_same_bits(drawn(pipeline), dense)
+    assert drawn(pipeline).report.method == "dense"
+
+
+def test_a_with_block_ends_what_it_began(pipeline: Pipeline) -> None:
+    dense = drawn(pipeline)
+    with pipeline.accelerate("skip:last=1") as same:
+        assert same is pipeline
+        skipped = drawn(pipeline)
+        with pipeline.dense():
+            tiny.assert_same_bits(drawn(pipeline), dense)
+        tiny.assert_same_bits(drawn(pipeline), skipped)
+    assert len(skipped.codes) == len(dense.codes) - 1
+    tiny.assert_same_bits(drawn(pipeline), dense)
+
+
+def test_an_error_inside_a_block_ends_it_too(pipeline: Pipeline) -> None:
+    with pytest.raises(RuntimeError, match="stop"), pipeline.accelerate(SkipStages(1)):
+        raise RuntimeError("stop")
+    assert type(pipeline.method) is Method
+
+
+def test_a_call_may_choose_another_method(pipeline: Pipeline) -> None:
+    dense = drawn(pipeline)
+    pipeline.accelerate(SkipStages(1))
+    tiny.assert_same_bits(drawn(pipeline, method="dense"), dense)
+    tiny.assert_same_bits(drawn(pipeline, method=[]), dense)
+    assert len(drawn(pipeline, method=SkipStages(2)).codes) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("fastvr", "did you mean fastvar"),
+        ("nothing", "Known methods: dense, skip, sparsevar, fastvar, stagevar, tome"),
+        ("skip:first=2", "'first=2' is no setting of skip; it takes last"),
+        ("skip:2", "'2' is no setting of skip"),
+        ("dense:last=1", "it takes none"),
+        (3, "give a Method, a name"),
+        (SkipStages(9), "cannot skip 9 of 4 stages"),
+        ("sparsevar:tau=-1", "tau"),
+        ("sparsevar:block=9", "this model has 3 blocks"),
+        ([FAST, LOW_RANK], "cannot be combined"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(pipeline: Pipeline, method: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        pipeline.accelerate(method)
+    assert type(pipeline.method) is Method
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("dense", Method()),
+        ("skip:last=2", SkipStages(2)),
+        ("sparsevar", SparseVAR()),
+        ("sparsevar: tau=0.7 , alpha=none,metric=logits", SparseVAR(tau=0.7, alpha=None, metric="logits")),
+        ("fastvar:ratios={2:0.4,3:1.0},layers=[0,2]", FastVAR({2: 0.4, 3: 1.0}, layers=(0, 2))),
+        ("fastvar:as_released=true", FastVAR(as_released=True)),
+        ("stagevar:alphas=[],guidance_off=2", StageVAR(alphas=(), guidance_off=2)),
+        ("tome:ratio=0.25,stages=(2,3)", ToMe(0.25, stages=(2, 3))),
+    ],
+)
+def test_names_stand_for_methods(text: str, method: Method) -> None:
+    if isinstance(method, SkipStages | SparseVAR | FastVAR | StageVAR | ToMe):
+        assert parse_method(text) == method
+    assert type(parse_method(text)) is type(method)
+
+
+def test_values_are_read_and_never_executed() -> None:
+    assert [parse_value(text) for text in ("1", "0.5", "True", "none", "[1, 2]", "word", "__import__('os')")] == [
+        1, 0.5, True, None, (1, 2), "word", "__import__('os')",
+    ]  # fmt: skip
+    assert split_settings("a=[1,2],b={3:4,5:6}, ,c=1") == ["a=[1,2]", "b={3:4,5:6}", "c=1"]
+
+
+def test_several_names_are_one_combined_method() -> None:
+    both = resolve_method(["skip:last=1", GUIDANCE_OFF])
+    assert both == Combined((SkipStages(1), GUIDANCE_OFF))
+    assert both.label == "SkipStages(last=1) + StageVAR(guidance_off=2, alphas=())"
+    assert resolve_method(["skip:last=1"]) == SkipStages(1)
+    assert type(resolve_method([])) is type(resolve_method(None)) is Method
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: str) -> None:
+    pipeline = tiny.shared_pipeline(family)
+    output = pipeline(tiny.prompts(family, 2), seed=1, method=name, masks=True)
+    assert output.pixels.isfinite().all()
+    assert len(output.kept) == len(tiny.schedule_of(family))
+    for stage, share in zip(tiny.schedule_of(family), output.kept, strict=True):
+        assert share.shape == (2, *stage.size)
+        assert 0 <= share.min() <= share.max() <= 1
+    assert 0 < output.report.cost_share <= 1
+    assert (output.report.cost_share < 1) == (name not in ("dense", "skip", "sparsevar")) or name == "sparsevar"
+
+
+# --- several at once
+
+GO_TOGETHER = [
+    (SPARSE, GUIDANCE_OFF),
+    (FAST, GUIDANCE_OFF),
+    (MERGE, GUIDANCE_OFF),
+    (SPARSE, SkipStages(1)),
+    (FastVAR({2: 0.5}), SkipStages(1)),
+    (StageVAR(guidance_off=2, alphas={2: 0.96}), SkipStages(1)),
+    (GUIDANCE_OFF, SkipStages(1)),
+    (SPARSE, GUIDANCE_OFF, SkipStages(1)),
+]
+
+
+@pytest.mark.parametrize("methods", GO_TOGETHER, ids=lambda methods: resolve_method(methods).label)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_goes_together_does_so_for_a_batch_and_its_images_alone(family: str, methods: tuple[Method, ...]) -> None:
+    pipeline = tiny.shared_pipeline(family)
+    settings = {"method": methods, "smooth": False, "greedy": True}
+    together = pipeline(tiny.prompts(family, 2), seed=[3, 8], **settings)
+    for image, seed in enumerate((3, 8)):
+        alone = pipeline(tiny.one_prompt(family, image), seed=seed, **settings)
+        one = tiny.one_image(together, image)
+        assert torch.allclose(one.latent, alone.latent, rtol=0, atol=tiny.ROUNDING[family].latents)
+        tiny.assert_close_pixels(family, one.pixels, alone.pixels)
+
+
+@pytest.mark.parametrize("methods", [(SPARSE, GUIDANCE_OFF), (FAST, GUIDANCE_OFF)], ids=["sparsevar", "fastvar"])
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in ("hart", "star_refined")])
+def test_both_methods_act(family: str, methods: tuple[Method, Method]) -> None:
+    pipeline, prompt = tiny.shared_pipeline(family), tiny.prompts(family, 2)
+    both, *each = (pipeline(prompt, seed=3, method=method) for method in (methods, *methods))
+    assert [stage.rows for stage in both.report.stages] == [4, 4] + [2] * (len(both.report.stages) - 2)
+    assert both.report.cost_share < each[1].report.cost_share
+    assert all(not torch.equal(both.latent, output.latent) for output in each)
+
+
+def test_spans_run_inside_stages_that_another_method_reduces() -> None:
+    """SparseVAR looks at a block before those that FastVAR thins."""
+    pipeline = tiny.shared_pipeline("infinity")
+    methods = [SparseVAR(tau=0.95, from_stage=4, block=1), FastVAR({3: 0.5}, layers=(1, 3))]
+    settings = {"greedy": True, "size": Schedule(((1, 1), (2, 2), (4, 3), (8, 6)))}
+    both = pipeline(tiny.prompts("infinity", 2), seed=3, method=methods, **settings)
+    assert both.report.stages[3].tokens < 48
+    sparse = pipeline(tiny.prompts("infinity", 2), seed=3, method=methods[0], **settings)
+    assert both.report.cost_share < sparse.report.cost_share < 1
+    for image in range(2):
+        alone = pipeline(tiny.one_prompt("infinity", image), seed=3 + image, method=methods, **settings)
+        assert torch.equal(both.latent[image], alone.latent[0])
+
+
+@pytest.mark.parametrize(
+    ("methods", "reason"),
+    [
+        ((FAST, LOW_RANK), "two spans run the same blocks"),
+        ((FAST, MERGE), "two spans run the same blocks"),
+        ((SPARSE, SparseVAR(tau=0.5)), "each of SparseVAR and SparseVAR reduces whole stages"),
+        ((SPARSE, FAST), "cannot be observed"),
+        ((SparseVAR(metric="logits", from_stage=2), FastVAR({2: 0.5})), "needs every cell of the stage"),
+    ],
+    ids=["fastvar+stagevar", "fastvar+tome", "sparsevar twice", "a tapped block in a span", "a reduced cache stage"],
+)
+@pytest.mark.parametrize("order", [1, -1], ids=["as given", "the other way round"])
+def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tuple[Method, ...], reason: str, order: int) -> None:
+    pipeline = tiny.shared_pipeline("infinity")
+
+    def never(preview: object) -> None:
+        raise AssertionError("a stage ran")
+
+    with pytest.raises(SettingError, match=reason):
+        pipeline(tiny.prompts("infinity", 1), seed=0, method=methods[::order], on_stage=never)
+
+
+def test_zero_strength_of_all_at_once_is_dense_bit_for_bit() -> None:
+    nothing = [SparseVAR(tau=0), FastVAR({3: 0.0}), StageVAR(guidance_off=99, alphas=()), ToMe(ratio=0), SkipStages(0)]
+    for family in tiny.FAMILIES:
+        pipeline, prompt = tiny.shared_pipeline(family), tiny.prompts(family, 2)
+        dense = pipeline(prompt, seed=6)
+        for pair in combinations(nothing, 2):
+            tiny.assert_same_bits(pipeline(prompt, seed=6, method=list(pair)), dense)
+
+
+def test_dropping_branches_at_guidance_one_changes_nothing() -> None:
+    """The unconditional rows are those that stay, so with the prompt itself as the negative one they draw the same."""
+    for family in ("var", "infinity", "star"):
+        pipeline, prompt = tiny.shared_pipeline(family), tiny.prompts(family, 2)
+        guidance = StageGuidance(values=(1.0,) * len(tiny.schedule_of(family)) + (2.0,))
+        settings = {"seed": 6, "negative": prompt, "guidance": guidance, "greedy": True}
+        plain, off = pipeline(prompt, **settings), pipeline(prompt, method=GUIDANCE_OFF, **settings)
+        tiny.assert_close(family, off, plain)
+
+
+# --- past the trained size
+
+
+def test_images_past_the_trained_size_with_fastvar() -> None:
+    """1344 px: a stage of 84x84 tokens after the trained ones, nothing skipped, late stages thinned."""
+    pipeline = tiny.shared_pipeline("infinity")
+    output = pipeline(tiny.prompts("infinity", 1), seed=1, size=infinity_schedule(1.0, "1.8M"), method=FastVAR())
+    assert [stage.height for stage in output.report.stages][-2:] == [64, 84]
+    assert not any(stage.skipped for stage in output.report.stages)
+    assert output.report.cost_share < 0.5
+    assert output.pixels.shape[-1] == 84 * tiny.CELL_PIXELS

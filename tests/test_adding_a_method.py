@@ -1,0 +1,96 @@
+"""The example of docs/adding-a-method.md is code that works: it is taken from the page and run on every family."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from nextscale.accel import METHODS, Method
+from nextscale.errors import SettingError
+from nextscale.guidance import StageGuidance
+
+from . import tiny
+from .test_method import keeping
+
+PAGE = Path(__file__).parent.parent / "docs" / "adding-a-method.md"
+
+
+@cache
+def example() -> tuple[str, type[Method]]:
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
+    module = ModuleType("example_of_the_docs")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(code, str(PAGE), "exec"), module.__dict__)
+    METHODS.pop("keepdetail")
+    return code, module.KeepDetail
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    METHODS["keepdetail"] = example()[1]
+    yield
+    METHODS.pop("keepdetail")
+
+
+def test_it_is_complete_in_less_than_sixty_lines() -> None:
+    assert len(example()[0].splitlines()) < 60
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_zero_strength_is_dense_bit_for_bit(family: str) -> None:
+    keep_detail, prompt, pipeline = example()[1], tiny.prompts(family, 2), tiny.shared_pipeline(family)
+    tiny.assert_same_bits(pipeline(prompt, seed=3, method=keep_detail(share=1)), pipeline(prompt, seed=3))
+    tiny.assert_same_bits(pipeline(prompt, seed=3, method=keep_detail(last=0)), pipeline(prompt, seed=3))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_batch_equals_its_images_alone(family: str) -> None:
+    pipeline, method = tiny.shared_pipeline(family), example()[1](share=0.4)
+    together = pipeline(tiny.prompts(family, 2), seed=[3, 9], method=method)
+    assert {stage.tokens for stage in together.report.stages[-2:]} != {stage.cells for stage in tiny.schedule_of(family)}
+    for image, seed in enumerate((3, 9)):
+        alone = pipeline(tiny.one_prompt(family, image), seed=seed, method=method)
+        tiny.assert_close(family, tiny.one_image(together, image), alone)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_dropping_a_branch_at_guidance_one_changes_nothing(family: str) -> None:
+    pipeline, stages = tiny.shared_pipeline(family), len(tiny.schedule_of(family))
+    guidance = StageGuidance(values=(1.0,) * stages + (2.0,))
+    method = example()[1](share=0.4)
+    both = pipeline(tiny.prompts(family, 2), seed=4, guidance=guidance, method=method)
+    one = pipeline(tiny.prompts(family, 2), seed=4, guidance=guidance, method=[method, keeping("cond", 1)])
+    tiny.assert_close(family, one, both)
+
+
+def test_it_is_known_by_name(registered: None) -> None:
+    pipeline, method = tiny.shared_pipeline("var"), example()[1](share=0.3)
+    tiny.assert_same_bits(pipeline(1, seed=2, method="keepdetail:share=0.3"), pipeline(1, seed=2, method=method))
+
+
+@pytest.mark.parametrize("settings", [{"share": 0}, {"share": 1.5}])
+def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(SettingError, match="share is above 0"):
+        example()[1](**settings)
+
+
+def test_a_stage_by_hand() -> None:
+    """Of the cells 1, 2, 9, 4 the mean is 4: 9 is farthest, then 1."""
+    from nextscale.accel import RunSetup
+    from nextscale.sampling import ImageDraws
+    from nextscale.stage import Schedule, Tokens
+
+    schedule = Schedule([1, 2])
+    setup = RunSetup(tiny.shared_pipeline("var").model, schedule, 1, ImageDraws([0], torch.device("cpu")))
+    run = example()[1](share=0.5, last=1).start(setup)
+    x = torch.tensor([[[1.0], [2.0], [9.0], [4.0]], [[5.0], [6.0], [7.0], [8.0]]])
+    kept, tokens = run.enter(x, Tokens(schedule[1]))
+    assert tokens.index.tolist() == [[0, 2], [0, 2]]
+    assert kept.flatten().tolist() == [1, 9, 5, 7]
