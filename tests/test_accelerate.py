@@ -185,7 +185,7 @@ def test_spans_run_inside_stages_that_another_method_reduces() -> None:
     """SparseVAR looks at a block before those that FastVAR thins."""
     pipeline = tiny.shared_pipeline("infinity")
     methods = [SparseVAR(tau=0.95, from_stage=4, block=1), FastVAR({3: 0.5}, layers=(1, 3))]
-    settings = {"greedy": True, "size": Schedule(((1, 1), (2, 2), (4, 3), (8, 6)))}
+    settings = {"size": Schedule(((1, 1), (2, 2), (4, 3), (8, 6)))}
     both = pipeline(tiny.prompts("infinity", 2), seed=3, method=methods, **settings)
     assert both.report.stages[3].tokens < 48
     sparse = pipeline(tiny.prompts("infinity", 2), seed=3, method=methods[0], **settings)
