@@ -1,6 +1,6 @@
-"""Writes the README's tables and picture from the results file.
+"""Writes what the pages show: `python -m benchmarks.table`.
 
-python -m benchmarks.table
+The README's tables and picture come from the results file; the table of planned work in docs/methods.md is computed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nextscale.accel import resolve_method
+from nextscale.accel.cost import Workload, request_cost
+from nextscale.presets import build_model, model_spec
+
 from .results import RESULTS
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
+METHODS_PAGE = PROJECT / "docs" / "methods.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
 
 # The authors' program on the same kind of GPU, same sizes, random weights: generation in ms, peak memory in GB, decoding in ms.
@@ -86,9 +93,45 @@ def methods_table(rows: list[Row]) -> str:
     lines.append("")
     lines.append(
         f"Median of {any_row['repeats']} runs in which the methods take turns (20th–80th percentile); {any_row['hardware']}, torch"
-        f" {any_row['torch']}, {any_row['dtype']}; guided, plain eager, random weights, so no quality column; SparseVAR's threshold is replaced"
-        " by a share there, because noise has detail everywhere (benchmarks/methods.py). Eager generation waits for the host in small stages,"
-        " so most of what the methods save in work is not saved in time yet: that is what an engine of captured graphs is for."
+        f" {any_row['torch']}, {any_row['dtype']}; guided, plain eager, random weights, so no quality column; SparseVAR's threshold is"
+        " replaced by a share there, because noise has detail everywhere (benchmarks/methods.py). Eager generation waits for the host in"
+        " small stages, so most of what the methods save in work is not saved in time yet: that is what captured graphs are for."
+    )
+    return "\n".join(lines)
+
+
+PLANNED = {
+    "skip the last two stages": "skip:last=2",
+    "SparseVAR, 30 % of the cells kept": "sparsevar",
+    "FastVAR": "fastvar",
+    "StageVAR": "stagevar",
+    "StageVAR, guidance off only": "stagevar:alphas=[]",
+    "ToMe": "tome",
+}
+PLANNED_MODELS = ("infinity-2b", "hart-0.7b", "star-1024", "var-d30")
+
+
+def plans_table() -> str:
+    """Shares of dense generation's multiply-adds at the published settings, guided, one image: all, linear layers, attention, keys."""
+    lines = [f"| | {' | '.join(PLANNED_MODELS)} |", f"|---|{'---|' * len(PLANNED_MODELS)}"]
+    models = {}
+    for name in PLANNED_MODELS:
+        spec = model_spec(name)
+        with torch.device("meta"):
+            models[name] = (build_model(spec.model), spec.settings.schedules.choose(None, None))
+    for title, method in PLANNED.items():
+        cells = []
+        for model, schedule in models.values():
+            workload = Workload(schedule, text_tokens=64 if model.stack[0].has_text else 0)
+            dense = request_cost(model, workload)
+            planned = request_cost(model, workload, resolve_method(method).forecast(model, schedule, kept=0.3))
+            shares = (planned.linear / dense.linear, planned.attention / dense.attention, planned.held / dense.held)
+            cells.append(f"**{planned.share(dense):.0%}** ({', '.join(f'{share:.0%}' for share in shares)})")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    lines.append("")
+    lines.append(
+        "Multiply-adds against dense generation, guided, one image of the model's own size: in all (linear layers, attention, keys kept"
+        " for later stages). Attention falls faster than the rest, since both queries and keys are fewer."
     )
     return "\n".join(lines)
 
@@ -122,18 +165,22 @@ def picture(row: Row) -> str:
     )
 
 
-def with_tables(readme: str, rows: list[Row]) -> str:
-    tables = {"dense": dense_table(newest(rows, "dense")), "methods": methods_table(rows)}
+def with_readme_tables(readme: str, rows: list[Row]) -> str:
+    return with_tables(readme, {"dense": dense_table(newest(rows, "dense")), "methods": methods_table(rows)})
+
+
+def with_tables(page: str, tables: dict[str, str]) -> str:
     for name, table in tables.items():
         block = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        assert block.search(readme), f"README.md has no place for the table {name!r}"
-        readme = block.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", readme)
-    return readme
+        assert block.search(page), f"the page has no place for the table {name!r}"
+        page = block.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", page)
+    return page
 
 
 def main() -> None:
     rows = read_rows()
-    README.write_text(with_tables(README.read_text(), rows))
+    README.write_text(with_readme_tables(README.read_text(), rows))
+    METHODS_PAGE.write_text(with_tables(METHODS_PAGE.read_text(), {"plans": plans_table()}))
     PICTURE.write_text(picture(newest(rows, "dense")["2b-1024"]))
 
 

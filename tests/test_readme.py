@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.table import PICTURE, PROJECT, README, newest, picture, read_rows, with_tables
+from benchmarks.table import (
+    METHODS_PAGE,
+    PICTURE,
+    PROJECT,
+    README,
+    newest,
+    picture,
+    plans_table,
+    read_rows,
+    with_readme_tables,
+    with_tables,
+)
 from nextscale import MODELS
 
 
 def test_tables_and_picture_are_the_generated_ones() -> None:
     rows = read_rows()
-    assert README.read_text() == with_tables(README.read_text(), rows), "run python -m benchmarks.table"
+    assert README.read_text() == with_readme_tables(README.read_text(), rows), "run python -m benchmarks.table"
+    page = METHODS_PAGE.read_text()
+    assert page == with_tables(page, {"plans": plans_table()}), "run python -m benchmarks.table"
     assert PICTURE.read_text() == picture(newest(rows, "dense")["2b-1024"]), "run python -m benchmarks.table"
 
 
