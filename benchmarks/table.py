@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nextscale.accel import resolve_method
-from nextscale.accel.cost import Workload, request_cost
+from nextscale.accel.cost import RequestCost, Workload, request_cost
 from nextscale.presets import build_model, model_spec
 
 from .results import RESULTS
@@ -108,23 +109,43 @@ PLANNED = {
     "StageVAR, guidance off only": "stagevar:alphas=[]",
     "ToMe": "tome",
 }
+IN_SHORT = {
+    "skip the last two stages": "SkipStages: the baseline to beat",
+    "SparseVAR, 30 % of the cells kept": "SparseVAR: smooth cells leave the sequence, anchors speak for them (30 % of the cells kept)",
+    "FastVAR": "FastVAR: only tokens that stand out run, the rest is restored from an earlier stage",
+    "StageVAR": "StageVAR: late stages unguided, at low rank, or skipped",
+    "ToMe": "ToMe: alike tokens merged around each branch",
+}
 PLANNED_MODELS = ("infinity-2b", "hart-0.7b", "star-1024", "var-d30")
+
+
+@cache
+def planned_costs(name: str, method: str) -> tuple[RequestCost, RequestCost]:
+    """Of a method at its published settings and of dense generation; guided, one image, 64 tokens of text."""
+    spec = model_spec(name)
+    with torch.device("meta"):
+        model = build_model(spec.model)
+    schedule = spec.settings.schedules.choose(None, None)
+    workload = Workload(schedule, text_tokens=64 if model.stack[0].has_text else 0)
+    plans = resolve_method(method).forecast(model, schedule, kept=0.3)
+    return request_cost(model, workload, plans), request_cost(model, workload)
+
+
+def shares_table() -> str:
+    lines = ["| method | multiply-adds of `infinity-2b` at 1024 px, against dense |", "|---|---:|"]
+    for title, short in IN_SHORT.items():
+        planned, dense = planned_costs("infinity-2b", PLANNED[title])
+        lines.append(f"| {short} | {planned.share(dense):.0%} |")
+    return "\n".join(lines)
 
 
 def plans_table() -> str:
     """Shares of dense generation's multiply-adds at the published settings, guided, one image: all, linear layers, attention, keys."""
     lines = [f"| | {' | '.join(PLANNED_MODELS)} |", f"|---|{'---|' * len(PLANNED_MODELS)}"]
-    models = {}
-    for name in PLANNED_MODELS:
-        spec = model_spec(name)
-        with torch.device("meta"):
-            models[name] = (build_model(spec.model), spec.settings.schedules.choose(None, None))
     for title, method in PLANNED.items():
         cells = []
-        for model, schedule in models.values():
-            workload = Workload(schedule, text_tokens=64 if model.stack[0].has_text else 0)
-            dense = request_cost(model, workload)
-            planned = request_cost(model, workload, resolve_method(method).forecast(model, schedule, kept=0.3))
+        for name in PLANNED_MODELS:
+            planned, dense = planned_costs(name, method)
             shares = (planned.linear / dense.linear, planned.attention / dense.attention, planned.held / dense.held)
             cells.append(f"**{planned.share(dense):.0%}** ({', '.join(f'{share:.0%}' for share in shares)})")
         lines.append(f"| {title} | {' | '.join(cells)} |")
@@ -166,7 +187,8 @@ def picture(row: Row) -> str:
 
 
 def with_readme_tables(readme: str, rows: list[Row]) -> str:
-    return with_tables(readme, {"dense": dense_table(newest(rows, "dense")), "methods": methods_table(rows)})
+    tables = {"shares": shares_table(), "dense": dense_table(newest(rows, "dense")), "methods": methods_table(rows)}
+    return with_tables(readme, tables)
 
 
 def with_tables(page: str, tables: dict[str, str]) -> str:
