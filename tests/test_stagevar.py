@@ -31,19 +31,10 @@ from nextscale.accel.lowrank import (
     squared_norms,
     zero_tail,
 )
-from nextscale.accel.stagevar import (
-    CONSTANT_RATIO,
-    LeastSquaresRows,
-    LowRank,
-    Remember,
-    RepresentativeRows,
-    RunState,
-    SingularRows,
-    StageVAR,
-    Variant,
-    measure_ranks,
-    rank_tables,
-)
+from nextscale.accel.stagevar import Remember, RepresentativeRows, StageVAR, Variant, measure_ranks
+from nextscale.accel.stagevar_groups import LowRank, RunState
+from nextscale.accel.stagevar_ranks import CONSTANT_RATIO, rank_tables
+from nextscale.accel.stagevar_variants import LeastSquaresRows, SingularRows
 from nextscale.cache import DenseLayerCache, Env, StageMemory
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.resources import files
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..cache import Env
 from ..errors import SettingError
-from ..models import Hart, Infinity, NextScaleModel, Star
-from ..sampling import Noise, cell_noise
+from ..models import Infinity, NextScaleModel
 from ..stage import Schedule, Stage, Tokens
 from .combine import Combined
-from .lowrank import (
-    Energy,
-    Rank,
-    Share,
-    approximation,
-    energy_ranks,
-    factors,
-    least_squares_weights,
-    project,
-    projection,
-    repeat_tail,
-    representatives,
-    same_direction,
-    singular_energies,
-    squared_norms,
-    zero_tail,
-)
+from .lowrank import Energy, Rank, Share, project, projection, repeat_tail, representatives, squared_norms, zero_tail
 from .method import Method, RunSetup, StagePlan
+from .stagevar_groups import LowRank, RunState, first_tokens, memory_name, run
+from .stagevar_ranks import CONSTANT_RATIO, RankProbe, counted_tokens, no_table, table_for, table_ratios
+from .stagevar_settings import (
+    PUBLISHED,
+    PUBLISHED_ALPHA,
+    RELEASED_SIDES,
+    Alphas,
+    StageRatios,
+    checked_alphas,
+    checked_ranks,
+    group_layers,
+    is_count,
+    is_share,
+    published_for,
+)
+from .stagevar_variants import ApproximatedRows, LeastSquaresRows, SingularRows
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -45,318 +40,6 @@ if TYPE_CHECKING:
     from ..pipeline import Pipeline
 
 Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
-Alphas = tuple[tuple[int, float], ...]
-StageRatios = tuple[tuple[int, tuple[float, ...]], ...]
-
-PUBLISHED_ALPHA = 0.96
-CONSTANT_RATIO = 0.177  # where no table fits: the share of its tokens that Infinity's 40 x 40 stage keeps at alpha 0.96
-RELEASED_SIDES = {40: PUBLISHED_ALPHA, 48: 0.0, 64: 0.0}  # what the released program for Infinity goes by
-
-
-# --- the groups of blocks of a stage
-
-
-class RunState:
-    """What the spans of one request share: where their random numbers come from, and which cells they ran."""
-
-    def __init__(self, setup: RunSetup) -> None:
-        self.setup = setup
-        self.ran: Tensor | None = None  # [B, cells], in blocks
-        self.widths: dict[tuple[int, int], int] = {}  # (stage, group): rows that the blocks computed, padding included
-
-    def race(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Unit exponential numbers [R, N] for all tokens of x, the same for both branches of an image."""
-        return self._noise(self.setup.draws.exponential, tokens, x)
-
-    def normal(self, x: Tensor, tokens: Tokens, columns: int) -> Tensor:
-        """Standard normal numbers [R, N, columns], likewise."""
-        return self._noise(self.setup.draws.normal, tokens, x, columns)
-
-    def _noise(self, noise: Noise, tokens: Tokens, x: Tensor, *columns: int) -> Tensor:
-        batch = self.setup.batch
-        drawn = cell_noise(noise, tokens.rows(slice(0, batch)), (batch, x.shape[1], *columns), x.device)
-        return drawn.repeat(x.shape[0] // batch, *[1] * (drawn.ndim - 1))
-
-    def record(self, tokens: Tokens, rows: Tensor, blocks: int, share: Tensor | None = None) -> None:
-        """`blocks` blocks computed `rows` [R, n, C] for these tokens, in full or in the given share [R]; 0 elsewhere."""
-        if not self.setup.track_kept:
-            return
-        whole = torch.ones(*rows.shape[:2], 1, device=rows.device)
-        values = whole if share is None else whole * share[:, None, None]
-        grid = tokens.scatter(values, values.new_zeros(rows.shape[0], tokens.stage.cells, 1))
-        ran = blocks * grid.view(-1, self.setup.batch, tokens.stage.cells).mean(dim=0)  # over the branches
-        self.ran = ran if self.ran is None else self.ran + ran
-
-    def take(self) -> Tensor | None:
-        """Share of the network per cell [B, cells] since the last call; None if no span ran."""
-        ran, self.ran = self.ran, None
-        return None if ran is None else ran / len(self.setup.model.blocks)
-
-
-@dataclass(frozen=True)
-class Remember:
-    """Runs a group of blocks as it is and keeps its output for the next stage."""
-
-    layers: range
-    group: int
-
-    @property
-    def key(self) -> Hashable:
-        return f"stagevar memory of group {self.group}"
-
-    def width(self, tokens: int) -> int:
-        return tokens
-
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        x = run(blocks, x, tokens, env)
-        env.memory.store(memory_name(self.group), x, tokens)
-        return x
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """Runs a group of blocks on few rows that stand for all tokens."""
-
-    restores_from_memory: ClassVar[bool] = True
-
-    layers: range
-    stage: int
-    group: int
-    rank: Rank
-    remember: bool = False  # the next stage is restored from this one
-    first_positions: bool = False  # the rows take the first positions of the stage instead of their representatives'
-    state: RunState | None = field(default=None, compare=False, repr=False)  # None: a forecast
-
-    @property
-    def key(self) -> Hashable:
-        return f"stagevar {type(self).__name__} of group {self.group}, {self.rank}"
-
-    def width(self, tokens: int) -> int:
-        """Once it has run: what was run, which a measured rank does not know before."""
-        known = {} if self.state is None else self.state.widths
-        return known.get((self.stage, self.group), self.rank.rows(tokens))
-
-    def own_work(self, tokens: int, channels: int) -> int:
-        """Multiply-adds of the projection of one row; decompositions do not count."""
-        return tokens * self.width(tokens) * channels
-
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        out = repeat_tail(self.replaced(blocks, x, tokens, env).to(x.dtype), tokens.count)
-        if self.remember:
-            env.memory.store(memory_name(self.group), out, tokens)
-        return out
-
-    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        """The group's output [R, N, C] for its input; what lies beyond the count of a row does not matter."""
-        raise NotImplementedError
-
-    @property
-    def run_state(self) -> RunState:
-        assert self.state is not None, "a forecast cannot be run"
-        return self.state
-
-    def ranks(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
-        """Rows for x [R, N, C]: the padded number, and where rows of the batch differ, those of each [R]."""
-        width, ranks = self.rank.of(x, tokens)
-        self.run_state.widths[self.stage, self.group] = width
-        return width, ranks
-
-    def remembered(self, tokens: Tokens, env: Env) -> Tensor:
-        """The same group's output at the previous stage that ran, resized to these tokens (equation 7)."""
-        try:
-            return env.memory.fill(memory_name(self.group), tokens)
-        except KeyError:
-            raise SettingError(
-                f"stage {tokens.stage.index} cannot be restored: another method skipped the stage before it, whose outputs StageVAR"
-                " needs. Skip stages with StageVAR's own alphas (0), which know what is skipped"
-            ) from None
-
-    def record_rows(self, x: Tensor, tokens: Tokens, width: int, ranks: Tensor | None) -> None:
-        """Every token had the same part in the rows that ran."""
-        rows = torch.full((x.shape[0],), width, device=x.device) if ranks is None else ranks
-        self.run_state.record(tokens, x, len(self.layers), rows / (x.shape[1] if tokens.count is None else tokens.count))
-
-
-class RepresentativeRows(LowRank):
-    """Random projection, put back at representative tokens (equation 8): the method itself."""
-
-    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        width, ranks = self.ranks(x, tokens)
-        noise = self.run_state.race(x, tokens)
-        chosen = repeat_tail(representatives(squared_norms(x), noise, width, tokens.count), ranks)  # [R, r]
-        normal = self.run_state.normal(x, tokens, self.rank.drawn(tokens.stage.cells))[..., :width]
-        q = projection(normal, width if ranks is None else ranks)
-        rows = repeat_tail(project(zero_tail(x, tokens.count), q), ranks)
-        places = tokens.take(chosen, ranks)
-        y = run(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, env)
-        self.run_state.record(places, rows, len(self.layers))
-        return self.remembered(tokens, env).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
-
-
-class LeastSquaresRows(LowRank):
-    """Random projection, undone by least squares; what the blocks have changed is made up for with the previous stage's solution."""
-
-    def own_work(self, tokens: int, channels: int) -> int:
-        return 5 * super().own_work(tokens, channels)  # project and solve, for input and previous output; restore
-
-    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        width, ranks = self.ranks(x, tokens)
-        normal = self.run_state.normal(x, tokens, self.rank.drawn(tokens.stage.cells))[..., :width]
-        q = projection(normal, width if ranks is None else ranks)
-        rows = zero_tail(project(zero_tail(x, tokens.count), q), ranks)
-        previous = self.remembered(tokens, env)
-        previous_rows = zero_tail(project(zero_tail(previous, tokens.count), q), ranks)
-        y = run(blocks, repeat_tail(rows, ranks), first_tokens(tokens, rows, ranks), env)
-        self.record_rows(x, tokens, width, ranks)
-        weights = least_squares_weights(rows, x) + least_squares_weights(previous_rows, previous)
-        return weights @ y.float()  # which are 0 beyond the ranks
-
-
-class SingularRows(LowRank):
-    """The leading singular directions; their left vectors and those of the previous stage's output restore the tokens."""
-
-    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        width, ranks = self.ranks(x, tokens)
-        u, rows = factors(zero_tail(x, tokens.count), width)
-        previous, _ = factors(zero_tail(self.remembered(tokens, env), tokens.count), width)
-        y = run(blocks, repeat_tail(rows, ranks).to(x.dtype), first_tokens(tokens, rows, ranks), env)
-        self.record_rows(x, tokens, width, ranks)
-        return (u + same_direction(previous, u)) @ zero_tail(y.float(), ranks)
-
-
-class ApproximatedRows(LowRank):
-    """All tokens run, but their input is replaced by its nearest matrix of low rank."""
-
-    restores_from_memory: ClassVar[bool] = False
-
-    def width(self, tokens: int) -> int:
-        return tokens
-
-    def own_work(self, tokens: int, channels: int) -> int:
-        return tokens * self.rank.rows(tokens) * channels
-
-    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        assert isinstance(self.rank, Energy)
-        ranks = energy_ranks(singular_energies(x, tokens.count), self.rank.alpha)
-        near = repeat_tail(approximation(zero_tail(x, tokens.count), ranks).to(x.dtype), tokens.count)
-        self.run_state.record(tokens, x, len(self.layers))
-        return run(blocks, near, tokens, env)
-
-
-SPANS: dict[str, type[LowRank]] = {
-    "svd_approximation": ApproximatedRows,
-    "svd": SingularRows,
-    "svd_fixed": SingularRows,
-    "least_squares": LeastSquaresRows,
-    "representative": RepresentativeRows,
-}
-
-
-def memory_name(group: int) -> Hashable:
-    return "stagevar", group
-
-
-def run(blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-    for block in blocks:
-        x = block(x, tokens, env)
-    return x
-
-
-def first_tokens(tokens: Tokens, rows: Tensor, count: Tensor | None) -> Tokens:
-    """The first of these tokens, as places of `rows` [R, r, C] that stand for no token in particular."""
-    place = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[0], -1)
-    return tokens.take(repeat_tail(place, count), count)
-
-
-# --- the published settings
-
-
-@dataclass(frozen=True)
-class Published:
-    """What the authors' program does for one backbone."""
-
-    table: str  # in stagevar_ranks.json
-    stages: int
-    guidance_off: int
-    alphas: Alphas
-    blocks_per_group: int | None = None  # None: an eighth of the depth
-
-
-PUBLISHED: dict[type[NextScaleModel], Published] = {
-    Infinity: Published("infinity", 13, 10, ((10, PUBLISHED_ALPHA), (11, 0.0), (12, 0.0))),
-    Star: Published("star", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
-    Hart: Published("hart", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
-}
-
-
-def published_for(model: NextScaleModel) -> Published | None:
-    return next((published for backbone, published in PUBLISHED.items() if isinstance(model, backbone)), None)
-
-
-Table = dict[float, dict[int, tuple[float, ...]]]
-
-
-@cache
-def rank_tables() -> dict[str, Table]:
-    """The published ratios: table, alpha, side of the stage, one per group."""
-    text = files(__package__).joinpath("stagevar_ranks.json").read_text()
-    return {
-        name: {float(alpha): {int(side): tuple(ratios) for side, ratios in sides.items()} for alpha, sides in table.items()}
-        for name, table in json.loads(text).items()
-        if name != "note"
-    }
-
-
-def groups_in(table: Table) -> int:
-    return len(next(iter(next(iter(table.values())).values())))
-
-
-def table_for(model: NextScaleModel, groups: int) -> Table | None:
-    """The published table of this kind of model, if it has as many groups."""
-    published = published_for(model)
-    table = None if published is None else rank_tables()[published.table]
-    return table if table is not None and groups_in(table) == groups else None
-
-
-def table_ratios(table: Table, alpha: float, stage: Stage) -> tuple[float, ...]:
-    """Of the side whose square has nearly as many cells as the stage."""
-    if alpha not in table:
-        raise SettingError(
-            f"alpha {alpha} at stage {stage.index} has no published ranks; there are {', '.join(str(known) for known in sorted(table))}."
-            ' Choose one of them, or set ranks to a ratio or "measured"'
-        )
-    sides = table[alpha]
-    return sides[min(sides, key=lambda side: abs(side * side - stage.cells))]
-
-
-def no_table(model: NextScaleModel, groups: int) -> SettingError:
-    known = []
-    for backbone, published in PUBLISHED.items():
-        table = rank_tables()[published.table]
-        sides = ", ".join(str(side) for side in next(iter(table.values())))
-        known.append(f"{backbone.__name__} with {groups_in(table)} groups (sides {sides})")
-    return SettingError(
-        f"there are no published ranks for {type(model).__name__} with {groups} groups of blocks, only for {'; '.join(known)}."
-        ' Set ranks to a ratio such as 0.2, to one per group, to "measured", or to what measure_ranks returns'
-    )
-
-
-def counted_tokens(model: NextScaleModel) -> int | None:
-    """What a ratio is a share of: all tokens on Infinity (None), elsewhere at most as many as the network has channels."""
-    return None if isinstance(model, Infinity) else model.block_config.width
-
-
-def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[range, ...]:
-    """Consecutive blocks; the last group may have fewer."""
-    depth = len(model.blocks)
-    published = published_for(model)
-    size = blocks_per_group or (published and published.blocks_per_group) or max(1, depth // 8)
-    if size > depth:
-        raise SettingError(f"groups of {size} blocks: this model has {depth}; choose 1 to {depth}")
-    return tuple(range(first, min(first + size, depth)) for first in range(0, depth, size))
-
-
-# --- the method
 
 
 @dataclass(frozen=True)
@@ -550,80 +233,55 @@ class _Run(Method):
         return self.state.take()
 
 
-# --- settings as they are given
+# --- the groups of blocks of a stage
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+@dataclass(frozen=True)
+class Remember:
+    """Runs a group of blocks as it is and keeps its output for the next stage."""
+
+    layers: range
+    group: int
+
+    @property
+    def key(self) -> Hashable:
+        return f"stagevar memory of group {self.group}"
+
+    def width(self, tokens: int) -> int:
+        return tokens
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        x = run(blocks, x, tokens, env)
+        env.memory.store(memory_name(self.group), x, tokens)
+        return x
 
 
-def is_count(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+class RepresentativeRows(LowRank):
+    """Random projection, put back at representative tokens (equation 8): the method itself."""
+
+    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        width, ranks = self.ranks(x, tokens)
+        noise = self.run_state.race(x, tokens)
+        chosen = repeat_tail(representatives(squared_norms(x), noise, width, tokens.count), ranks)  # [R, r]
+        normal = self.run_state.normal(x, tokens, self.rank.drawn(tokens.stage.cells))[..., :width]
+        q = projection(normal, width if ranks is None else ranks)
+        rows = repeat_tail(project(zero_tail(x, tokens.count), q), ranks)
+        places = tokens.take(chosen, ranks)
+        y = run(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, env)
+        self.run_state.record(places, rows, len(self.layers))
+        return self.remembered(tokens, env).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
 
 
-def is_share(value: Any) -> bool:
-    return is_number(value) and 0 < value <= 1
-
-
-def checked_alphas(given: object) -> Alphas:
-    pairs = pairs_of(given)
-    if pairs is None or not all(is_count(stage, least=0) and is_number(alpha) and 0 <= alpha <= 1 for stage, alpha in pairs):
-        raise SettingError(f"alphas is a mapping of stages to numbers from 0 (skip) to 1 (full rank), or such pairs; got {given!r}")
-    if len({stage for stage, _ in pairs}) < len(pairs):
-        raise SettingError(f"alphas names a stage twice: {given!r}")
-    return tuple(sorted((int(stage), float(alpha)) for stage, alpha in pairs))
-
-
-def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios:
-    if is_share(given):
-        return float(given)
-    if isinstance(given, str) and given in ("table", "measured"):
-        return given
-    if isinstance(given, Sequence) and given and all(is_share(ratio) for ratio in given):
-        return tuple(float(ratio) for ratio in given)
-    pairs = pairs_of(given)
-    if not pairs or not all(
-        is_count(stage, least=0) and isinstance(ratios, Sequence) and ratios and all(is_share(ratio) for ratio in ratios)
-        for stage, ratios in pairs
-    ):
-        raise SettingError(
-            'ranks is "table", "measured", a ratio above 0 and up to 1, a tuple of one per group, or a mapping of stages to such tuples;'
-            f" got {given!r}"
-        )
-    return tuple(sorted((int(stage), tuple(float(ratio) for ratio in ratios)) for stage, ratios in pairs))
-
-
-def pairs_of(given: object) -> list[tuple[Any, Any]] | None:
-    """Of a mapping or a sequence of pairs; None if it is neither."""
-    items = list(given.items()) if isinstance(given, Mapping) else given
-    if not isinstance(items, Sequence) or isinstance(items, str):
-        return None
-    pairs = [tuple(item) for item in items if isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2]
-    return pairs if len(pairs) == len(items) else None  # type: ignore[return-value]
+SPANS: dict[str, type[LowRank]] = {
+    "svd_approximation": ApproximatedRows,
+    "svd": SingularRows,
+    "svd_fixed": SingularRows,
+    "least_squares": LeastSquaresRows,
+    "representative": RepresentativeRows,
+}
 
 
 # --- measuring ranks
-
-
-@dataclass
-class RankProbe(Method):
-    """Dense generation that notes, before each group of blocks, how many singular directions hold each alpha."""
-
-    layers: tuple[range, ...]
-    stages: frozenset[int]
-    alphas: tuple[float, ...]
-    found: dict[tuple[float, int, int], list[Tensor]] = field(default_factory=dict)  # (alpha, stage, group): one mean per request
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(taps=tuple(blocks.start for blocks in self.layers) if stage.index in self.stages else ())
-
-    def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        x, grid = tokens.on_grid(before)
-        energies = singular_energies(x, grid.count)
-        group = next(group for group, blocks in enumerate(self.layers) if blocks.start == layer)
-        for alpha in self.alphas:
-            rank = energy_ranks(energies, alpha).double().mean()
-            self.found.setdefault((alpha, tokens.stage.index, group), []).append(rank)
 
 
 def measure_ranks(
