@@ -6,7 +6,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: test lint demo clean
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

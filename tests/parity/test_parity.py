@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from ..conftest import golden_roots, tensors_compared
+from ..conftest import TENSORS_COMPARED, golden_roots
 from .cases import Case, find_cases
 
 
@@ -17,5 +19,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-def test_case(case: Case, request: pytest.FixtureRequest) -> None:
-    request.config.stash[tensors_compared][case.name] = case.replay()
+def test_case(case: Case, record_property: Callable[[str, object], None]) -> None:
+    record_property(TENSORS_COMPARED, (case.name, case.replay()))
