@@ -10,7 +10,16 @@ import torch
 PROJECT = Path(__file__).parent.parent
 COMPACT = Path(__file__).parent / "parity" / "golden"
 SHARED = PROJECT.parent / "shared" / "golden"
-FAMILIES = ("var", "flexvar", "infinity", "hart", "star")  # folders of SHARED whose models are built
+FAMILIES = (  # folders of SHARED whose models and methods are built
+    "var",
+    "flexvar",
+    "infinity",
+    "hart",
+    "star",
+    "fastvar_infinity",
+    "fastvar_hart",
+    "stagevar_infinity",
+)
 
 TENSORS_COMPARED = "tensors compared"  # a property of a test's report, which reaches the closing table from every process
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from .class_cases import replay_flexvar, replay_published_tokenizer, replay_var
 from .compare import Expected
+from .fastvar_cases import replay_fastvar_hart, replay_fastvar_infinity
 from .hart_cases import replay_hart
 from .infinity_cases import replay_infinity, replay_rope, replay_roundtrip
+from .recipe import drawn_tensors
+from .stagevar_cases import replay_stagevar
 from .star_cases import replay_star, replay_star_encoder
 
 
@@ -50,7 +53,7 @@ def weights_elsewhere(root: Path) -> set[Path]:
 
 def replay(description: Path) -> int:
     case = json.loads(description.read_text())
-    expected = Expected.read(description.with_suffix(".safetensors"))
+    expected = Expected.read(description.with_suffix(".safetensors"), drawn_tensors(case.get("drawn_tensors", {})))
     folder, config = description.parent, case.get("config", {})
     model = config.get("model", "")
     in_other_files = 0
@@ -60,12 +63,18 @@ def replay(description: Path) -> int:
         replay_flexvar(folder, case, expected)
     elif model.endswith("published size") and "salt" in case:
         replay_published_tokenizer(folder, case, expected)
+    elif "FastVAR-on-Infinity" in case.get("what", ""):
+        replay_fastvar_infinity(folder, case, expected)
+    elif case.get("what", "").startswith("StageVAR on Infinity"):
+        replay_stagevar(folder, case, expected)
     elif "vae_bits" in config and "cfg_list" in case:
         replay_infinity(folder, case, expected)
     elif "vae_scale_schedule" in case:
         replay_roundtrip(folder, case, expected)
     elif "RoPE" in case.get("what", ""):
         replay_rope(case, expected)
+    elif "transformer_config" in case and "FastVAR" in case.get("generator", ""):
+        replay_fastvar_hart(folder, case, expected)
     elif "transformer_config" in case and "HART" in case.get("generator", ""):
         replay_hart(folder, case, expected)
     elif "runs" in case and case.get("model", "").startswith("STAR"):

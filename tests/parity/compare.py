@@ -39,8 +39,9 @@ class Expected:
     compared: set[str] = field(default_factory=set)
 
     @classmethod
-    def read(cls, path: Path) -> Expected:
-        return cls(load_file(path))
+    def read(cls, path: Path, left_out: Mapping[str, Tensor] | None = None) -> Expected:
+        """`left_out`: tensors that are not in the file but computed."""
+        return cls({**(left_out or {}), **load_file(path)})
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,22 @@ DIFFUSED = Tolerance(2e-4, outliers=1e-3)  # the first step's estimate is nearly
 
 def replay_hart(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     pipe = build(folder, case)
-    check_sampling(pipe, case["sampling"])
-    run = partial(readings, pipe, case["sampling"], expected)
-    if case["sampling"]["more_smooth"]:
+    compare_generation(
+        pipe,
+        case["sampling"],
+        expected,
+        lambda **noise: readings(pipe, case["sampling"], expected, Recorder(ends_of(pipe), **noise)),
+    )
+    if "ae.f" in expected:
+        round_trip(expected, pipe.tokenizer, Schedule(case["autoencoder_config"]["v_patch_nums"]), bool(case.get("vae_weights_left_out")))
+
+
+def compare_generation(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, run: Callable[..., Readings]) -> None:
+    check_sampling(pipe, sampling)
+    if sampling["more_smooth"]:
         expected.compare_grown(run, SMOOTH_LOGITS.atol)
     else:
         expected.compare(run())
-    if "ae.f" in expected:
-        round_trip(expected, pipe.tokenizer, Schedule(case["autoencoder_config"]["v_patch_nums"]), bool(case.get("vae_weights_left_out")))
 
 
 def build(folder: Path, case: dict[str, Any]) -> Pipeline:
@@ -127,13 +135,18 @@ def check_sampling(pipe: Pipeline, sampling: dict[str, Any]) -> None:
     assert list(pipe.settings.sampling.top_k) == sampling["top_k_per_stage"]
 
 
-def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, noise: float = 0.0, noise_seed: int = 0) -> Readings:
-    """Everything a case may have stored of its generation; `noise` is added to the guided logits."""
+def ends_of(pipe: Pipeline) -> tuple[int, int]:
+    """The first and the last block."""
+    return 0, len(pipe.model.blocks) - 1
+
+
+def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, recorder: Recorder) -> Readings:
+    """Everything a case may have stored of its generation. `recorder` has tapped both ends."""
     model, schedule, smooth = pipe.model, pipe.settings.schedules.choose(None, None), sampling["more_smooth"]
     guidance = pipe.settings.guidance.with_strength(sampling["cfg"])
     assert abs(1 + sampling["cfg_at_last_stage"] - guidance.scales(schedule)[-1]) < 1e-6
-    last_layer = len(model.blocks) - 1
-    recorder, watch = Recorder(taps=(0, last_layer), noise=noise, noise_seed=noise_seed), Watch(schedule)
+    first, last = ends_of(pipe)
+    watch = Watch(schedule)
     with calls_of({"condition": model.residual_norm, "network": model.residual_head}) as seen:
         out = pipe(
             text_of(expected, sampling),
@@ -147,19 +160,21 @@ def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, noise
             method=recorder,
             on_stage=watch,
         )
+    diffused = stored_rows(expected, "diff.rows")
     found = {
         "f_hat.final": Reading(out.latent, DIFFUSED),
         "image": Reading((out.pixels.clamp(-1, 1) + 1) / 2, DIFFUSED),
-        "diff.cond": Reading(seen["condition"][0].output.flatten(0, 1), HIDDEN),
+        "diff.cond": Reading(rows_of(seen["condition"][0].output, sampling["batch"], diffused), HIDDEN),
         "diff.out": Reading(watch.done[-1].residual.flatten(0, 1), DIFFUSED),
-        **diffusion_readings(seen["network"], sampling["batch"], expected.tensors.get("diff.net_out")),
+        **diffusion_readings(seen["network"], sampling["batch"], expected.tensors.get("diff.net_out"), diffused),
     }
     assert found["diff.t"].tensor.tolist() == sampling["diffusion_steps"]
     for i, done in enumerate(watch.done):
+        rows = stored_rows(expected, f"rows.{i}")
         found |= {
-            f"x_in.{i}": Reading(recorder.inputs[i, 0], HIDDEN),
-            f"x_out.{i}": Reading(recorder.outputs[i, last_layer], HIDDEN),
-            f"logits.{i}": Reading(done.logits, SMOOTH_LOGITS if smooth else LOGITS),
+            f"x_in.{i}": Reading(recorder.inputs[i, first][:, rows], HIDDEN),
+            f"x_out.{i}": Reading(recorder.outputs[i, last][:, rows], HIDDEN),
+            f"logits.{i}": Reading(done.logits[:, rows], SMOOTH_LOGITS if smooth else LOGITS),
             f"idx.{i}": Reading(done.ids, None),
             f"h.{i}": Reading(to_map(done.canvas.vectors(done.codes), done.stage), LATENT),
         }
@@ -169,6 +184,16 @@ def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, noise
                 f"next_map.{i + 1}": Reading(to_map(watch.next_inputs[i], schedule[i + 1]), LATENT),
             }
     return found
+
+
+def stored_rows(expected: Expected, name: str) -> Tensor | slice:
+    """Of large tensors, which rows are stored; all where nothing is said."""
+    return expected.input(name) if name in expected else slice(None)
+
+
+def rows_of(x: Tensor, batch: int, rows: Tensor | slice) -> Tensor:
+    """x [branches * B, cells, C] at some of the B * cells rows of every branch: [branches * rows, C]."""
+    return x.unflatten(0, (-1, batch)).flatten(1, 2)[:, rows].flatten(0, 1)
 
 
 def text_of(expected: Expected, sampling: dict[str, Any]) -> TextFeatures:
@@ -183,15 +208,15 @@ def mask_of(sampling: dict[str, Any], tokens: int) -> Tensor:
     return {"left": real.flip(1), "right": real}[sampling["padding_side"]]
 
 
-def diffusion_readings(calls: list[Call], batch: int, stored_outputs: Tensor | None) -> Readings:
-    """Of every step, in the order in which they are taken."""
-    outputs = torch.stack([call.output.flatten(0, 1) for call in calls])
+def diffusion_readings(calls: list[Call], batch: int, stored_outputs: Tensor | None, rows: Tensor | slice) -> Readings:
+    """Of every step, in the order in which they are taken. `rows`: those that are stored of each branch."""
+    outputs = torch.stack([rows_of(call.output, batch, rows) for call in calls])
     if calls[0].output.shape[0] == batch and stored_outputs is not None:
         # Unguided. The program runs the other half all the same, from noise that it does not keep: there is nothing to compare.
         outputs = torch.cat([outputs, stored_outputs[:, outputs.shape[1] :]], dim=1)
     return {
         "diff.net_out": Reading(outputs, DIFFUSED),
-        "diff.x_t": Reading(torch.stack([call.inputs[0][:batch].flatten(0, 1) for call in calls]), DIFFUSED),
+        "diff.x_t": Reading(torch.stack([rows_of(call.inputs[0][:batch], batch, rows) for call in calls]), DIFFUSED),
         "diff.t": Reading(torch.cat([call.inputs[2] for call in calls]), None),
     }
 

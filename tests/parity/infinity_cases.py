@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale import Pipeline, Sampling, Schedule, Stage, StageGuidance, TextFeatures, Tokens
+from nextscale import Output, Pipeline, Sampling, Schedule, Stage, StageGuidance, TextFeatures, Tokens
 from nextscale.canvas import to_map, to_rows
 from nextscale.images import to_pil
 from nextscale.models import Infinity, InfinityConfig
@@ -22,15 +22,17 @@ from nextscale.sampling import filter_logits
 from nextscale.schedules import INFINITY_SIZES, InfinityBook
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 
-from .compare import Expected, Tolerance
+from .compare import Expected, Tolerance, understood
 from .recorder import Recorder, RecordingDraws, Watch, outputs_of
-from .supplied import FeatureReader
+from .supplied import FeatureReader, without_decoder
 from .weights import fill
 
 TOLERANCE = Tolerance(2e-4, 1e-4)
 TABLE_TOLERANCE = Tolerance(1e-5, 0.0)
 ROPE_MODES: dict[int, RopeMode] = {0: "raw", 1: "resampled", 2: "normalized"}
 OFFICIAL_SAMPLER = {"top_k": 900, "top_p": 0.97}
+PARTS = {"sa_out": "attention", "ca_out": "text_attention", "ffn_out": "feed_forward"}
+Read = dict[str, Callable[[], Tensor]]
 
 
 def schedule_of(scales: list[list[int]], template: float) -> Schedule:
@@ -50,8 +52,9 @@ def tokenizer_of(config: dict[str, Any], patchify: bool) -> InfinityTokenizer:
 
 
 def weights_file(case: dict[str, Any], part: str) -> str:
-    """Beside the case, or where it says, e.g. "../dense/weights_*.safetensors"."""
-    return case.get("weights", "weights_*.safetensors").replace("*", part)
+    """Beside the case, or where it says: "../dense/weights_*.safetensors" or "../dense"."""
+    where = case.get("weights", ".")
+    return (where if where.endswith(".safetensors") else f"{where}/weights_*.safetensors").replace("*", part)
 
 
 def to_cells(tokenizer: InfinityTokenizer, codes: Tensor, stage: Stage) -> Tensor:
@@ -71,10 +74,9 @@ def split_text(expected: Expected, name: str) -> TextFeatures:
 
 def build(folder: Path, case: dict[str, Any]) -> Pipeline:
     config = case["config"]
+    check_config(config)
     patchify = bool(config["apply_spatial_patchify"])
     tokenizer = tokenizer_of(config["vae"], patchify)
-    assert config["mlp_ratio"] == 4, "all published models have ratio 4"
-    assert config["vae_bits"] == config["vae"]["codebook_dim"]
     model = Infinity(
         InfinityConfig(
             depth=config["depth"],
@@ -92,80 +94,96 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
     if case.get("vae_weights_left_out"):
         for parameter in tokenizer.parameters():
             torch.nn.init.zeros_(parameter)
+        without_decoder(tokenizer)
     else:
         fill(tokenizer, folder, weights_file(case, "vae"), case)
     settings = Settings(InfinityBook(), StageGuidance(), Sampling())
     return Pipeline(model, tokenizer, FeatureReader(), settings)
 
 
+def check_config(config: dict[str, Any]) -> None:
+    read = {
+        "depth",
+        "embed_dim",
+        "num_heads",
+        "block_chunks",
+        "text_channels",
+        "text_maxlen",
+        "apply_spatial_patchify",
+        "rope2d_normalized_by_hw",
+        "add_lvl_embeding_only_first_block",
+        "h_div_w_template",
+        "scale_schedule",
+        "vae",
+        "pn",  # says what the schedule says
+        "B",  # says what the texts say
+    }
+    understood(config, read, {"mlp_ratio": 4, "vae_bits": config["vae"]["codebook_dim"]})
+    vae = {"codebook_dim", "base_ch", "ch_mult", "num_res_blocks"}
+    patch = 2 ** (len(config["vae"]["ch_mult"]) - 1)
+    understood(config["vae"], vae, {"patch_size": patch, "norm_groups": "32 if channels % 32 == 0 else 24"})
+
+
 def replay_infinity(folder: Path, case: dict[str, Any], expected: Expected) -> None:
-    pipe, config, chosen = build(folder, case), case["config"], case.get("settings", {})
-    model, tokenizer = pipe.model, pipe.tokenizer
-    known = {"gt_leak", "trunk_scale", "g_seed", "cfg_insertion_layer"}
-    assert set(chosen) <= known, f"settings not understood: {sorted(set(chosen) - known)}"
-    schedule = schedule_of(config["scale_schedule"], config["h_div_w_template"])
-    forced = {i: to_tokens(tokenizer, expected.input(f"in.gt_bits{i}")) for i in range(chosen.get("gt_leak", 0))}
-    insertion = chosen.get("cfg_insertion_layer", case.get("cfg_insertion_layer", [0]))
-    recorder = Recorder(taps=range(len(model.blocks)), stages=chosen.get("trunk_scale"))
-    watch = Watch(schedule)
-    draws = RecordingDraws(torch.Generator().manual_seed(chosen.get("g_seed", 0)))
-    with outputs_of(recorded_modules(model)) as seen:
-        out = pipe(
-            split_text(expected, "text"),
-            negative=split_text(expected, "neg") if "in.neg_kv" in expected else None,
-            seed=draws,
-            size=schedule,
-            guidance=StageGuidance(0 in insertion, tuple(layer for layer in insertion if layer < 0), tuple(case["cfg_list"])),
-            temperature=tuple(case["tau_list"]),
-            method=recorder,
-            on_stage=watch,
-            revise=lambda stage, codes: forced.get(stage.index, codes),
-            **(OFFICIAL_SAMPLER if "g_seed" in chosen else {"greedy": True}),
-        )
-    for name, read in readings(pipe, schedule, recorder, watch, seen, out.pixels, case).items():
-        if name in expected and name.endswith("bits"):
-            expected.equal(name, read())
-        elif name == "image_uint8_bgr" and name in expected:
-            expected.close(name, read(), Tolerance(1.0, 0.0))
-        elif name in expected:
-            expected.close(name, read(), TOLERANCE)
+    pipe, chosen = build(folder, case), case.get("settings", {})
+    understood(chosen, {"gt_leak", "trunk_scale", "g_seed", "cfg_insertion_layer"}, {})
+    forced = {i: to_tokens(pipe.tokenizer, expected.input(f"in.gt_bits{i}")) for i in range(chosen.get("gt_leak", 0))}
+    read, out = generation(
+        pipe,
+        {"cfg_insertion_layer": [0]} | case | chosen,
+        expected,
+        Recorder(taps=range(len(pipe.model.blocks)), stages=chosen.get("trunk_scale")),
+        seed=RecordingDraws(torch.Generator().manual_seed(chosen.get("g_seed", 0))),
+        revise=lambda stage, codes: forced.get(stage.index, codes),
+        **(OFFICIAL_SAMPLER if "g_seed" in chosen else {"greedy": True}),
+    )
+    compare(expected, read, TOLERANCE)
     if "image_uint8_mean" in case and "vae_weights_left_out" not in case:
         means = bgr(out.pixels).float().mean(dim=(1, 2)).flatten()
         assert (means - torch.tensor(case["image_uint8_mean"])).abs().max() < 0.05, "image_uint8_mean"
 
 
+def generation(pipe: Pipeline, case: dict[str, Any], expected: Expected, recorder: Recorder, **request: Any) -> tuple[Read, Output]:
+    """What a case has stored of its generation, by its name there, and the output. `request`: what else the pipeline is called with."""
+    schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
+    insertion, watch = case["cfg_insertion_layer"], Watch(schedule)
+    with outputs_of(recorded_modules(pipe.model)) as seen:
+        out = pipe(
+            split_text(expected, "text"),
+            negative=split_text(expected, "neg") if "in.neg_kv" in expected else None,
+            size=schedule,
+            guidance=StageGuidance(0 in insertion, tuple(layer for layer in insertion if layer < 0), tuple(case["cfg_list"])),
+            temperature=tuple(case["tau_list"]),
+            method=recorder,
+            on_stage=watch,
+            **request,
+        )
+    if "stages_run" in case:
+        assert [done.stage.index for done in watch.done] == case["stages_run"], "stages_run"
+    return readings(pipe, recorder, watch, seen, out, case), out
+
+
 def recorded_modules(model: Infinity) -> dict[str, torch.nn.Module]:
-    parts = {"sa_out": "attention", "ca_out": "text_attention", "ffn_out": "feed_forward"}
     return {
         "text_normed": model.text_norm,
         "cond": model.text_pool,
         "ca_kv": model.text_proj,
         "gss": model.shared_modulation,
-        **{f"block{i}.{name}": getattr(block, part) for i, block in enumerate(model.blocks) for name, part in parts.items()},
+        **{f"block{i}.{name}": getattr(block, part) for i, block in enumerate(model.blocks) for name, part in PARTS.items()},
     }
 
 
-def readings(
-    pipe: Pipeline,
-    schedule: Schedule,
-    recorder: Recorder,
-    watch: Watch,
-    seen: dict[str, list[Tensor]],
-    pixels: Tensor,
-    case: dict[str, Any],
-) -> dict[str, Callable[[], Tensor]]:
-    """Everything a case may have stored, by its name there."""
-    read: dict[str, Callable[[], Tensor]] = {
+def readings(pipe: Pipeline, recorder: Recorder, watch: Watch, seen: dict[str, list[Tensor]], out: Output, case: dict[str, Any]) -> Read:
+    read: Read = {
         "text_normed": lambda: seen["text_normed"][0],
         "cond": lambda: seen["cond"][0],
         "ca_kv": lambda: seen["ca_kv"][0],
         "gss": lambda: seen["gss"][0].unflatten(-1, (6, -1))[:, None],
-        "final_codes": lambda: watch.latents[-1],
-        "image_uint8_bgr": lambda: bgr(pixels),
+        "final_codes": lambda: out.latent,
+        "image_uint8_bgr": lambda: every(bgr(out.pixels), said_of(case, "image_uint8_bgr")),
+        "image_float": lambda: every(out.pixels.clamp(-1, 1), case.get("image_float_subsample") or said_of(case, "image_float")),
+        "kv_len_per_layer": lambda: torch.tensor([cache.length for cache in recorder.caches]),
     }
-    if "image_float_subsample" in case:
-        step = int(re.fullmatch(r"\[:, :, ::(\d+), ::\1\]", case["image_float_subsample"]).group(1))
-        read["image_float"] = lambda: pixels.clamp(-1, 1)[:, :, ::step, ::step]
     last = len(pipe.model.blocks) - 1
     for i, done in enumerate(watch.done):
         read[f"s{i}.block_in"] = lambda i=i: recorder.first_inputs[i]
@@ -176,12 +194,38 @@ def readings(
         read[f"s{i}.probs"] = lambda done=done: filter_logits(done.logits, **OFFICIAL_SAMPLER).softmax(-1).flatten(0, 2)
         for j in range(last + 1):
             read[f"s{i}.block{j}.out"] = lambda i=i, j=j: recorder.outputs[i, j]
-            for part in ("sa_out", "ca_out", "ffn_out"):
+            for part in PARTS:
                 read[f"s{i}.block{j}.{part}"] = lambda i=i, key=f"block{j}.{part}": seen[key][i]
         if not done.stage.last:
             read[f"s{i}.next_tokens"] = lambda i=i: watch.next_inputs[i]
             read[f"s{i}.next_embed"] = lambda i=i: pipe.model.word_embed(watch.next_inputs[i]).detach()
     return read
+
+
+def said_of(case: dict[str, Any], name: str) -> str:
+    return case.get("legend", {}).get(name, "")
+
+
+def every(x: Tensor, said: str) -> Tensor:
+    """The entries that a case says it has stored: "[:, ::4, ::4]" somewhere in its words; all if there is nothing like it."""
+    found = re.search(r"\[:(, :|, ::\d+)*\]", said)
+    steps = [int(step or 1) for step in re.findall(r":(?::(\d+))?", found.group())] if found else []
+    return x[tuple(slice(None, None, step) for step in steps)]
+
+
+def compare(expected: Expected, read: Read, tolerance: Tolerance, special: dict[str, Tolerance] | None = None) -> None:
+    """What was stored of these. A name that ends in ".sub4" is every fourth token. `special`: tolerances by the end of a name."""
+    for name, stored in expected.tensors.items():
+        whole, _, step = name.partition(".sub")
+        if whole not in read:
+            continue
+        actual = read[whole]()[:, :: int(step)] if step else read[whole]()
+        if name == "image_uint8_bgr":
+            expected.close(name, actual, Tolerance(1.0))
+        elif stored.is_floating_point():
+            expected.close(name, actual, next((other for end, other in (special or {}).items() if whole.endswith(end)), tolerance))
+        else:
+            expected.equal(name, actual)
 
 
 def bgr(pixels: Tensor) -> Tensor:
@@ -212,8 +256,7 @@ def replay_roundtrip(folder: Path, case: dict[str, Any], expected: Expected) -> 
             expected.close(name, canvas.latent, TOLERANCE)
     for name in ("recon", "recon_from_bits"):
         if name in expected:
-            step = int(re.search(r"\[:, :, ::(\d+), ::\1\]", case["legend"][name]).group(1))
-            expected.close(name, decoded.clamp(-1, 1)[:, :, ::step, ::step], TOLERANCE)
+            expected.close(name, every(decoded.clamp(-1, 1), said_of(case, name)), TOLERANCE)
 
 
 def replay_rope(case: dict[str, Any], expected: Expected) -> None:

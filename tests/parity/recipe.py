@@ -73,23 +73,60 @@ def recipe_value(key: str, shape: tuple[int, ...], salt: str) -> np.ndarray:
     return (mean + deviation * noise).astype(np.float32)
 
 
-def drawn_value(normal: Tensor, mean: float, deviation: float, factors: Sequence[float] = (1.0,)) -> Tensor:
-    """Standard normal numbers, shifted and scaled; `factors`: of equal parts along the first axis."""
+def drawn_value(normal: Tensor, mean: float, deviation: float, factors: Sequence[float] = (1.0,), half: bool = False) -> Tensor:
+    """Standard normal numbers, shifted and scaled. `factors`: of equal parts along the first axis. `half`: rounded to float16."""
     value = deviation * normal + mean
-    return torch.cat([part * factor for part, factor in zip(value.chunk(len(factors)), factors, strict=True)])
+    value = torch.cat([part * factor for part, factor in zip(value.chunk(len(factors)), factors, strict=True)])
+    return value.half().float() if half else value
 
 
 def drawn_weights(seed: int, tensors: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Weights whose normal numbers come from one generator, in this order.
+    """Weights whose normal numbers come from one generator, in this order; "values" are written out, though numbers were drawn for them.
 
     Torch computes them in another way where a processor lacks vector instructions: last bits differ then, which tolerances cover.
+    Of weights rounded to float16 those are "replaced" whose last bits decide.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for key, entry in tensors.items():
         how = dict(entry)
         replaced = how.pop("replaced", {})
-        weights[key] = drawn_value(torch.randn(how.pop("shape"), generator=generator), **how)
-        for position, value in replaced.items():
-            weights[key].view(-1)[int(position)] = value
+        normal = torch.randn(how.pop("shape"), generator=generator)
+        weights[key] = torch.tensor(how["values"]).view(normal.shape) if "values" in how else drawn_value(normal, **how)
+        replace_(weights[key], replaced)
     return weights
+
+
+def replace_(tensor: Tensor, replaced: dict[str, float]) -> None:
+    """Writes values at positions of the flattened tensor."""
+    for position, value in replaced.items():
+        tensor.view(-1)[int(position)] = value
+
+
+def diffusion_noise(seed: int, rows: int, channels: int, steps: int) -> dict[str, Tensor]:
+    """HART: what the residual starts from, and what every step adds to its conditional half. Numbers are drawn for both halves."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(rows, channels, generator=generator)
+    noise = [torch.randn(2, rows, channels, generator=generator)[0] for _ in range(steps)]
+    return {"diff.noise_init": start, "diff.noise_steps": torch.stack(noise)}
+
+
+def projections(seed: int, tensors: dict[str, dict[str, Any]], half: bool = True) -> dict[str, Tensor]:
+    """StageVAR: Q [1, cells, rank] by name, rounded to float16, each drawn after the numbers that choose its representatives."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for name, how in tensors.items():
+        cells, rank = how["shape"]
+        torch.rand(cells, dtype=torch.float64, generator=generator)  # takes as much off the stream as exponential numbers do
+        drawn[name] = torch.randn(1, cells, rank, generator=generator) * rank**-0.5
+        drawn[name] = drawn[name].half() if half else drawn[name]
+        replace_(drawn[name], how.get("replaced", {}))
+    return drawn
+
+
+RECIPES = {"diffusion_noise": diffusion_noise, "projections": projections}
+
+
+def drawn_tensors(recipes: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    """Stored random numbers that a compact case leaves out."""
+    return {name: tensor for kind, settings in recipes.items() for name, tensor in RECIPES[kind](**settings).items()}

@@ -4,43 +4,111 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
+from nextscale.accel.method import RunSetup, Span
+from nextscale.cache import CacheSpec, Env, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
+from nextscale.models import NextScaleModel
+from nextscale.models.blocks import Block
 from nextscale.sampling import SharedDraws
 
 
 class Recorder(Method):
-    """Block inputs and outputs per stage. `stages`: how many to run, the rest is skipped. `noise`: added to the guided logits."""
+    """Block inputs and outputs per stage. `stages`: how many to run, the rest is skipped. `noise`: added to the guided logits.
 
-    def __init__(self, taps: Sequence[int] = (), stages: int | None = None, noise: float = 0.0, noise_seed: int = 0) -> None:
+    `method`: what runs meanwhile. Of blocks that it runs as a group the input of the first and the output of the last one are seen.
+    """
+
+    def __init__(
+        self,
+        taps: Sequence[int] = (),
+        stages: int | None = None,
+        noise: float = 0.0,
+        noise_seed: int = 0,
+        method: Method | None = None,
+    ) -> None:
         self.noise = noise
         self.generator = torch.Generator().manual_seed(noise_seed)
         self.taps = tuple(sorted(set(taps)))
         self.stages = stages
+        self.method = self.run = Method() if method is None else method
         self.first_inputs: list[Tensor] = []
-        self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers
-        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers, and of the first ones of groups
+        self.outputs: dict[tuple[int, int], Tensor] = {}  # likewise, and of the last ones of groups
+        self.groups: dict[int, list[range]] = {}  # by stage
+        self.memory = StageMemory()
+        self.caches: list[CountingCache] = []
+
+    def start(self, setup: RunSetup) -> Method:
+        self.run = self.method.start(setup)
+        return self
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        return self.method.forecast(model, schedule, kept)
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(skip=self.stages is not None and stage.index >= self.stages, taps=self.taps)
+        plan = self.run.plan(stage, canvas)
+        self.groups[stage.index] = [span.layers for span in plan.spans]
+        grouped = {layer for layers in self.groups[stage.index] for layer in layers}
+        return replace(
+            plan,
+            skip=plan.skip or (self.stages is not None and stage.index >= self.stages),
+            spans=tuple(ObservedSpan(span, self) for span in plan.spans),
+            taps=tuple(layer for layer in self.taps if layer not in grouped),
+        )
 
     def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         self.first_inputs.append(x)
-        return x, tokens
+        return self.run.enter(x, tokens)
 
     def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.noise:
             out = out + self.noise * (2 * torch.rand(out.shape, generator=self.generator) - 1)
-        return out, tokens
+        return self.run.leave(out, tokens)
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         self.inputs[tokens.stage.index, layer], self.outputs[tokens.stage.index, layer] = before, after
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        self.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
+        return self.caches[-1]
+
+
+class ObservedSpan:
+    def __init__(self, span: Span, recorder: Recorder) -> None:
+        self.span, self.recorder = span, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.span, name)
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        out = self.span(blocks, x, tokens, env)
+        stage, layers = tokens.stage.index, self.span.layers
+        self.recorder.inputs[stage, layers[0]], self.recorder.outputs[stage, layers[-1]] = x, out
+        self.recorder.memory = env.memory
+        return out
+
+
+class CountingCache:
+    def __init__(self, cache: LayerCache) -> None:
+        self.cache = cache
+        self.length = 0  # keys that the last stage so far has seen
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        keys, values, mask = self.cache.append(q, k, v, tokens)
+        self.length = keys.shape[1]
+        return keys, values, mask
+
+    def keep_rows(self, rows: slice) -> None:
+        self.cache.keep_rows(rows)
 
 
 class Watch:
@@ -76,7 +144,7 @@ class RecordingDraws(SharedDraws):
 
 class Call(NamedTuple):
     inputs: tuple[Any, ...]
-    output: Tensor
+    output: Any
 
 
 @contextmanager
@@ -101,3 +169,17 @@ def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]
     with calls_of(modules) as seen:
         yield outputs
     outputs.update({name: [call.output for call in calls] for name, calls in seen.items()})
+
+
+@contextmanager
+def calls_to(owner: Any, name: str) -> Iterator[list[Call]]:
+    """Every call of a function that a module finds under its name, in order, while the block runs."""
+    seen: list[Call] = []
+    function = getattr(owner, name)
+
+    def noted(*inputs: Any) -> Any:
+        seen.append(Call(inputs, function(*inputs)))
+        return seen[-1].output
+
+    with mock.patch.object(owner, name, noted):
+        yield seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 
@@ -25,20 +26,31 @@ class FeatureReader:
 class StoredDraws:
     """Stored random numbers in the order of their use. A code is not drawn but the most likely one: all codes get the same noise."""
 
-    def __init__(self, smoothing: Iterable[Tensor] = (), uniform: Iterable[Tensor] = (), normal: Iterable[Tensor] = ()) -> None:
-        """`smoothing`: exponential numbers of every smoothed stage, asked for after those that draw its codes."""
+    def __init__(
+        self,
+        smoothing: Iterable[Tensor] = (),
+        uniform: Iterable[Tensor] = (),
+        normal: Iterable[Tensor] = (),
+        exponential: Iterable[Tensor] = (),
+    ) -> None:
+        """`smoothing`: exponential numbers of every smoothed stage, asked for after those that draw its codes. `exponential`: before."""
         pairs = chain.from_iterable((None, noise) for noise in smoothing)
-        self._exponential, self._uniform, self._normal = chain(pairs, repeat(None)), iter(uniform), iter(normal)
+        self._exponential, self._uniform, self._normal = chain(exponential, pairs, repeat(None)), iter(uniform), iter(normal)
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
         noise = next(self._exponential)
-        return torch.ones(tuple(shape)) if noise is None else noise.view(tuple(shape))
+        return torch.ones(tuple(shape)) if noise is None else shaped(noise, shape)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return next(self._uniform).view(tuple(shape))
+        return shaped(next(self._uniform), shape)
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return next(self._normal).view(tuple(shape))
+        return shaped(next(self._normal), shape)
+
+
+def shaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
+    assert stored.numel() == math.prod(shape), f"random numbers {tuple(shape)} were asked for, {tuple(stored.shape)} are stored"
+    return stored.view(tuple(shape))
 
 
 def with_both_branches(guidance: Guidance, schedule: Schedule) -> StageGuidance:
@@ -50,3 +62,8 @@ def images_with_features(tokenizer: Tokenizer, features: Tensor, schedule: Sched
     """Images that the tokenizer takes to have these features: stands in for an encoder whose weights are left out."""
     tokenizer.features = lambda images: features
     return torch.zeros(features.shape[0], 3, *(side * tokenizer.pixels_per_token for side in schedule.grid))
+
+
+def without_decoder(tokenizer: Tokenizer) -> None:
+    """Images become black dots: spares the largest part of a replay whose decoder is left out."""
+    tokenizer.decode = lambda latent: torch.zeros(latent.shape[0], 3, 1, 1)
