@@ -15,25 +15,7 @@ from nextscale.tokenizers import InfinityTokenizer
 from .compare import Expected, Tolerance
 from .infinity_cases import to_tokens
 
-SETTINGS = {
-    "what",
-    "weights",
-    "config",
-    "cfg_list",
-    "tau_list",
-    "cfg_insertion_layer",
-    "stages_run",
-    "suggested_tolerance",
-    "legend",
-    "min_bit_margin",
-    "dtype",
-    "rerun_bitwise_identical",
-    "tensors",
-    "drawn_weights",
-    "drawn_tensors",
-    "vae_weights_left_out",
-    "expected_left_out",
-}
+SAMPLING = {"sampling": "argmax per bit"}  # all else at the top of a case is findings of its making
 
 
 class SettledBits:

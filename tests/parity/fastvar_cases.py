@@ -25,7 +25,7 @@ from nextscale.cache import Env, StageMemory
 from nextscale.models.blocks import Block
 
 from . import hart_cases, infinity_cases
-from .accelerated import SETTINGS, SettledBits, stated_tolerance
+from .accelerated import SAMPLING, SettledBits, stated_tolerance
 from .compare import Expected, Reading, Readings, Tolerance, understood
 from .infinity_cases import Read, schedule_of
 from .recorder import Recorder
@@ -36,17 +36,6 @@ HART_PARTS = ("attn", "ffn")
 LARGE_GAP = 1e-5  # of scores, relative: where no two tokens at the threshold are closer, every selection must be the stored one
 IMAGE = Tolerance(3e-3)
 RESTORED = Tolerance(1e-6)  # sums of two numbers
-OWN_SETTINGS = {  # on Infinity
-    "pruned",
-    "pruned_layers",
-    "noise_max_abs_other_attention_kernel_and_2_threads",
-    "selection_symmetric_difference_other_kernel",
-    "bits_changed_other_kernel",
-    "bit_diversity",
-    "min_relative_selection_gap",
-    "bad_on_rerun",
-    "summaries",
-}
 
 StoredChoice = Callable[[Stage, int, int], Tensor | None]
 """Which tokens a part of a layer has kept at a stage [R, N]; None: nothing is stored about it."""
@@ -148,7 +137,7 @@ def in_order_of(stored: Tensor, selection: Tensor) -> Tensor:
 
 def replay_fastvar_infinity(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     noise = case["noise_max_abs_other_attention_kernel_and_2_threads"]
-    understood(case, SETTINGS | OWN_SETTINGS, {"sampling": "argmax per bit"})
+    understood({"sampling": case["sampling"]}, (), SAMPLING)
     pipe = infinity_cases.build(folder, case)
     schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
     first, last = case["pruned_layers"]

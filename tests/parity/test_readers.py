@@ -285,7 +285,6 @@ def test_a_share_of_outliers_may_be_allowed() -> None:
         (STAR, "config", "new_setting", 1),
         (INFINITY, "config", "new_setting", 1),
         (FASTVAR, "config", "mlp_ratio", 3),
-        (FASTVAR, None, "new_setting", 1),
         (FASTVAR_HART, "sampling", "new_setting", 1),
         (STAGEVAR, "config", "new_setting", 1),
         (STAGEVAR, None, "sampling", "as published"),
