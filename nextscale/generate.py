@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from .accel.method import DENSE, Method, RunSetup, StagePlan
 from .cache import Env, StageMemory, Workspace
 from .canvas import Canvas
-from .errors import NonFiniteLogits
+from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
 from .models.base import Conditioning, Hidden, NextScaleModel
 from .models.blocks import attention_backend
@@ -20,7 +20,10 @@ from .sampling import Draws, Sampling
 from .stage import Schedule, Stage, Tokens
 
 Revise = Callable[[Stage, Tensor], Tensor]
-"""Sees a stage's codes before they are drawn and returns those to draw instead: forced beginnings, in-painting."""
+"""Sees a stage's codes [B, cells, ...] before they are drawn and returns those to draw instead: forced beginnings, in-painting.
+
+Where a method leaves out cells their codes are zeros, and what is returned for them is not drawn.
+"""
 
 
 def as_drawn(stage: Stage, codes: Tensor) -> Tensor:
@@ -75,13 +78,12 @@ def generate(
     schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
     guided = cond.start.shape[0] > batch
     run = method.start(RunSetup(model, schedule, batch, request.method_draws, request.track_kept, guided))
-    for forecast in method.forecast(model, schedule):
-        forecast.check(len(model.blocks), guidance.layers)
+    check_plans(method.forecast(model, schedule), len(model.blocks), guidance)
     env = new_env(model, cond, schedule, batch, run)
     finite: dict[int, Tensor] = {}
     for stage in schedule:
         plan = run.plan(stage, canvas)
-        plan.check(len(model.blocks), guidance.layers)
+        plan.check(len(model.blocks), guidance.layers if plan.branches == "both" else ())
         if plan.skip:
             canvas.skip(stage)
             watch(StageDone(stage, canvas, plan=plan))
@@ -98,7 +100,8 @@ def generate(
         out, tokens = run.leave(sampling.prepare(out, stage), hidden.tokens)
         with request.clock.time("choice", stage.index):
             ids, codes = model.choose(hidden, out, tokens)
-        codes = request.revise(stage, codes)
+        if request.revise is not as_drawn:
+            codes = revised(request.revise, codes, tokens)
         canvas.add(codes, tokens)
         residual = None
         if stage.last and model.adds_residual:
@@ -111,6 +114,26 @@ def generate(
         watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept))
     finite[len(schedule) - 1] = canvas.latent.isfinite().all() & finite.get(len(schedule) - 1, True)
     require_finite(finite, len(schedule))
+
+
+def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) -> None:
+    """SettingError for what would otherwise be found only at its stage."""
+    for plan in plans:
+        try:
+            plan.check(depth, guidance.layers if plan.branches == "both" else ())
+        except ValueError as error:
+            raise SettingError(f"the method does not fit this request: {error}") from error
+
+
+def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
+    """What the caller makes of the codes of `tokens`, which it sees on the stage's whole grid."""
+    whole = Tokens(tokens.stage)
+    shown = tokens.move(codes, whole)
+    given = revise(tokens.stage, shown)
+    if not isinstance(given, Tensor) or given.shape[:2] != shown.shape[:2]:
+        found = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise SettingError(f"revise returned {found} for stage {tokens.stage.index}; expected codes of all cells, {list(shown.shape[:2])}")
+    return whole.move(given.to(codes.device), tokens)
 
 
 def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method) -> Env:

@@ -28,6 +28,10 @@ class Guidance:
         """One scale per stage; a longer tuple is allowed, its tail only decides whether the second branch runs at all."""
         raise NotImplementedError
 
+    def above_one(self, schedule: Schedule) -> tuple[float, ...]:
+        """How far each scale lies above 1, without the rounding of the sum where a form knows better."""
+        return tuple(scale - 1 for scale in self.scales(schedule))
+
     def with_strength(self, strength: float) -> Guidance:
         return replace(self, strength=strength)  # type: ignore[call-arg]
 
@@ -56,11 +60,14 @@ class RampGuidance(Guidance):
     last_repeats: bool = False
 
     def scales(self, schedule: Schedule) -> tuple[float, ...]:
+        return tuple(1 + above for above in self.above_one(schedule))
+
+    def above_one(self, schedule: Schedule) -> tuple[float, ...]:
         span = len(schedule) - 1
         if self.longest_span is not None:
             span = min(span, self.longest_span)
-        scales = tuple(1 + self.strength * self._share(stage, max(span, 1)) for stage in schedule)
-        return (*scales[:-1], scales[-2]) if self.last_repeats and len(scales) > 1 else scales
+        above = tuple(self.strength * self._share(stage, max(span, 1)) for stage in schedule)
+        return (*above[:-1], above[-2]) if self.last_repeats and len(above) > 1 else above
 
     def _share(self, stage: Stage, span: int) -> float:
         if self.full_above is not None and max(stage.size) > self.full_above:
@@ -113,9 +120,12 @@ class GuidedRows:
 
     def __init__(self, guidance: Guidance, schedule: Schedule, depth: int) -> None:
         for layer in guidance.layers:
-            if not -depth < layer < depth:
+            if not isinstance(layer, int) or not -depth < layer < depth:
                 raise SettingError(f"guidance after block {layer}: this model has blocks 0 to {depth - 1} (negative counts from the end)")
         self.scales = guidance.scales(schedule)
+        if not all(isinstance(scale, Real) and isfinite(scale) for scale in self.scales):
+            raise SettingError(f"guidance scales are finite numbers; got {self.scales!r}")
+        self.above_one = guidance.above_one(schedule)
         self.needs_both = any(scale != 1 for scale in self.scales)
         self.layers = frozenset(layer % depth for layer in guidance.layers)
         self._logits = guidance.logits

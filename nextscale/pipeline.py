@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from .accel.choice import MethodLike, resolve_method
-from .accel.cost import RequestCost, Workload, as_run, request_cost
+from .accel.cost import RequestCost, StageCost, Workload, as_run, request_cost
 from .accel.method import Method
 from .canvas import Canvas
 from .errors import OutOfMemory, SettingError
@@ -22,7 +22,6 @@ from .generate import Request, Revise, StageDone, as_drawn, generate
 from .guidance import GuidanceLike, GuidedRows, resolve_guidance
 from .images import to_pil
 from .models.base import Conditioning, NextScaleModel
-from .models.residual_head import UNGUIDED_SCALE
 from .presets import Settings
 from .prompts import PromptReader, Prompts
 from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
@@ -71,7 +70,7 @@ class Preview:
 def kept_map(done: StageDone, batch: int) -> Tensor:
     if done.kept is not None:
         return done.kept.view(batch, *done.stage.size).float().clone()
-    return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0)
+    return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
 
 
 class Accelerated:
@@ -144,7 +143,8 @@ class Pipeline:
         As a context manager, only the calls inside the `with` block.
         """
         resolved = resolve_method(method)
-        resolved.forecast(self.model, self.settings.schedules.choose(None, None))  # what does not fit this model is refused now
+        for kept in (1.0, 0.5):  # what does not fit this model is refused now; some of it shows only where tokens are left out
+            resolved.forecast(self.model, self.settings.schedules.choose(None, None), kept)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 
@@ -188,7 +188,7 @@ class Pipeline:
             with clock.time("decode"):
                 pixels = self.tokenizer.decode(canvas.latent)
         dense, spent = self._costs(request, cond, done_stages)
-        shares = [stage.share(same) for stage, same in zip(spent.stages, dense.stages, strict=True)]
+        stages = zip(done_stages, spent.stages, dense.stages, strict=True)
         report = Report(
             model=self.name,
             method=method.label,
@@ -196,7 +196,7 @@ class Pipeline:
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
             seeds=seeds,
-            stages=tuple(self._stage_report(done, batch, share, clock) for done, share in zip(done_stages, shares, strict=True)),
+            stages=tuple(self._stage_report(done, batch, cost, cost.share(same), clock) for done, cost, same in stages),
             cost_share=spent.share(dense),
             condition_seconds=clock.seconds("condition"),
             decode_seconds=clock.seconds("decode"),
@@ -215,19 +215,20 @@ class Pipeline:
             request.guidance.needs_both,
             0 if cond.text is None else cond.text.keys_values[0][0].shape[1],
             request.sampling.refine,
-            request.guidance.scales[len(request.schedule) - 1] != UNGUIDED_SCALE,
+            self.model.residual_scale(request.guidance, request.schedule[-1]) != 1,
         )
         plans = [as_run(self.model, done.stage, done.plan, done.width) for done in done_stages]
         return request_cost(self.model, workload), request_cost(self.model, workload, plans)
 
     @staticmethod
-    def _stage_report(done: StageDone, batch: int, cost_share: float, clock: Stopwatch) -> StageReport:
+    def _stage_report(done: StageDone, batch: int, cost: StageCost, cost_share: float, clock: Stopwatch) -> StageReport:
         index = done.stage.index
         return StageReport(
             index,
             *done.stage.size,
             skipped=done.skipped,
             tokens=done.width,
+            computed=cost.computed,
             rows=done.rows,
             branches=done.rows // batch,
             cost_share=cost_share,

@@ -245,6 +245,8 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def model_spec(name: str) -> ModelSpec:
+    if not isinstance(name, str):
+        raise UnknownModel(f"a model is chosen by its name; got {name!r}. Known models: {', '.join(MODELS)}")
     if name not in MODELS:
         close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."

@@ -18,7 +18,8 @@ class StageReport:
     height: int
     width: int
     skipped: bool
-    tokens: int  # run through the network, per row; 0 when skipped
+    tokens: int  # that enter the first block, per row, with HART's text; 0 when skipped
+    computed: float  # tokens per row, without text, that the parts of the blocks ran, mean of all; the cells when dense, 0 when skipped
     rows: int  # images times guidance branches
     branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # multiply-adds against those of the same stage in dense generation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
@@ -41,10 +41,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         counts = self.top_k if isinstance(self.top_k, tuple) else (self.top_k,)
-        if not all(isinstance(count, Integral) and count >= 0 for count in counts):
+        if not all(isinstance(count, Integral) and not isinstance(count, bool) and count >= 0 for count in counts):
             raise SettingError(f"top_k is 0 (off) or a whole number of codes, or a tuple of one per stage; got {self.top_k!r}")
         if not isinstance(self.top_p, Real) or not 0 <= self.top_p <= 1:
             raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
+        for name in ("greedy", "smooth", "last_repeats"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
+        if self.drawn_sides is not None:
+            sides = self.drawn_sides if isinstance(self.drawn_sides, Iterable) and not isinstance(self.drawn_sides, str) else (None,)
+            if not all(isinstance(side, Integral) for side in sides):
+                raise SettingError(f"drawn_sides is a set of whole numbers; got {self.drawn_sides!r}")
+            object.__setattr__(self, "drawn_sides", frozenset(sides))
+        if self.widest_drawn is not None and not isinstance(self.widest_drawn, Integral):
+            raise SettingError(f"widest_drawn is a whole number, or None; got {self.widest_drawn!r}")
         if self.refine is not None and not isinstance(self.refine, Refinement):
             raise SettingError(f"refine is a Refinement, or None (off); got {self.refine!r}")
         if self.greedy and self.smooth:
@@ -110,7 +120,11 @@ class Refinement:
     random: int = 5
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rounds, tuple) or not isinstance(self.drafted, tuple):
+            raise SettingError(f"rounds and drafted are tuples with one number per refined stage; got {self.rounds!r} and {self.drafted!r}")
         numbers = (*self.rounds, *self.drafted, self.first_stage, self.random)
+        if not all(isinstance(number, Integral) for number in numbers):
+            raise SettingError(f"a refinement is made of whole numbers; got {self}")
         if not self.rounds or len(self.rounds) != len(self.drafted) or min(numbers) < 0 or 0 in self.rounds:
             raise SettingError(f"a refinement has as many numbers of rounds (at least 1) as of drafted rounds (at least 0); got {self}")
 

@@ -30,6 +30,14 @@ class Stage:
         return self.height * self.width
 
 
+def listed(sizes: Sequence[int | tuple[int, int]]) -> list[int | tuple[int, int]]:
+    """What is no list of numbers and pairs becomes something that no schedule accepts."""
+    try:
+        return [size if isinstance(size, int | tuple | list) else () for size in sizes]  # type: ignore[misc]
+    except TypeError:
+        return []
+
+
 class Schedule:
     """The stages of one image, coarse to fine.
 
@@ -38,9 +46,10 @@ class Schedule:
     """
 
     def __init__(self, sizes: Sequence[int | tuple[int, int]], extent: tuple[int, int] | None = None) -> None:
-        pairs = [(size, size) if isinstance(size, int) else (int(size[0]), int(size[1])) for size in sizes]
-        if not pairs or any(side < 1 for pair in pairs for side in pair):
-            raise SizeError(f"a schedule is a non-empty list of sides or (height, width) pairs, all at least 1; got {list(sizes)!r}")
+        given = [] if isinstance(sizes, str) else [(size, size) if isinstance(size, int) else tuple(size) for size in listed(sizes)]
+        pairs = [pair for pair in given if len(pair) == 2 and all(isinstance(side, int) and side >= 1 for side in pair)]
+        if not pairs or len(pairs) < len(given):
+            raise SizeError(f"a schedule is a non-empty list of sides or (height, width) pairs, all at least 1; got {sizes!r}")
         if pairs[0] != (1, 1):
             raise SizeError(f"the first stage is the single start token (1, 1); got {pairs[0]}")
         stages, start = [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel import METHODS, Combined, resolve_method
 from nextscale.accel.choice import parse_method, parse_value, split_settings
+from nextscale.accel.method import Span, StagePlan
 from nextscale.errors import SettingError
-from nextscale.guidance import StageGuidance
+from nextscale.guidance import ConstantGuidance, StageGuidance
+from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.schedules import infinity_schedule
-from nextscale.stage import Schedule
+from nextscale.stage import Schedule, Stage
 
 from . import tiny
 
@@ -107,6 +110,7 @@ def test_what_does_not_fit_is_refused_at_once(pipeline: Pipeline, method: Any, m
         ("fastvar:as_released=true", FastVAR(as_released=True)),
         ("stagevar:alphas=[],guidance_off=2", StageVAR(alphas=(), guidance_off=2)),
         ("tome:ratio=0.25,stages=(2,3)", ToMe(0.25, stages=(2, 3))),
+        ("tome:parts=[attention, feed_forward]", ToMe(parts=("attention", "feed_forward"))),
     ],
 )
 def test_names_stand_for_methods(text: str, method: Method) -> None:
@@ -203,8 +207,9 @@ def test_spans_run_inside_stages_that_another_method_reduces() -> None:
         ((SPARSE, SparseVAR(tau=0.5)), "each of SparseVAR and SparseVAR reduces whole stages"),
         ((SPARSE, FAST), "cannot be observed"),
         ((SparseVAR(metric="logits", from_stage=2), FastVAR({2: 0.5})), "needs every cell of the stage"),
+        ((SparseVAR(metric="logits", from_stage=3), LOW_RANK), "at stage 2 .* needs every cell of the stage"),
     ],
-    ids=["fastvar+stagevar", "fastvar+tome", "sparsevar twice", "a tapped block in a span", "a reduced cache stage"],
+    ids=["fastvar+stagevar", "fastvar+tome", "sparsevar twice", "a tapped block in a span", "a reduced cache stage", "a reduced memory"],
 )
 @pytest.mark.parametrize("order", [1, -1], ids=["as given", "the other way round"])
 def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tuple[Method, ...], reason: str, order: int) -> None:
@@ -215,6 +220,59 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tupl
 
     with pytest.raises(SettingError, match=reason):
         pipeline(tiny.prompts("infinity", 1), seed=0, method=methods[::order], on_stage=never)
+
+
+@pytest.mark.parametrize(
+    ("methods", "reason"),
+    [
+        (("fastvar", "stagevar:alphas={1:0},guidance_off=0"), "at stage 2 .* needs what stage 1 computes, and another method skips"),
+        (("fastvar:ratios={2:1.0}", "stagevar"), "at stage 3 .* needs what stage 2 computes, and another method skips"),
+        ((StageVAR(alphas={2: 0}), StageVAR(alphas={3: 0.96})), "at stage 3 .* needs what stage 2 computes, and another method skips"),
+        ((StageVAR(alphas={1: 0.96, 2: 0}), StageVAR(alphas={3: 0.96})), "at stage 3 .* stage 2 computes, and another method skips"),
+        ((FastVAR({2: 1.0}), FastVAR({3: 0.5})), "at stage 3 .* needs what stage 2 computes, and another method skips"),
+        ((FastVAR({2: 0.5}), FastVAR({3: 0.5}, cache_stage=0)), "at stage 3 .* what stage 0 computes, .* puts its own of stage 1"),
+    ],
+    ids=["fastvar's cache", "stagevar's memory", "stagevar twice", "an older memory", "fastvar twice", "two caches"],
+)
+@pytest.mark.parametrize("order", [1, -1], ids=["as given", "the other way round"])
+def test_outputs_that_others_skip_or_replace_are_refused_before_anything_runs(methods: tuple[Any, ...], reason: str, order: int) -> None:
+    pipeline = tiny.fresh_pipeline("infinity")
+    message = f"these methods cannot be combined: {reason}"
+    with pytest.raises(SettingError, match=message):
+        resolve_method(methods[::order]).forecast(pipeline.model, tiny.schedule_of("infinity"))
+    with pytest.raises(SettingError, match=message):
+        pipeline.accelerate(methods[::order])
+    with pytest.raises(SettingError, match=message):
+        drawn(pipeline, method=methods[::order], on_stage=lambda preview: pytest.fail("a stage ran"))
+
+
+def test_methods_that_read_their_own_stages_go_together() -> None:
+    pipeline = tiny.shared_pipeline("infinity")
+    for methods in (
+        (FastVAR({1: 0.5}), FastVAR({3: 0.5})),  # the second cache takes the place of the first when that is no longer needed
+        (FastVAR({2: 0.5}, layers=(0, 1)), FastVAR({3: 0.5}, layers=(1, 3), cache_stage=0)),
+        (FastVAR({2: 0.5}, cache_stage=0), StageVAR(alphas={1: 0})),
+        (FastVAR({3: 0.5}), StageVAR(alphas={3: 0})),  # what is skipped needs nothing
+    ):
+        assert drawn(pipeline, method=methods).pixels.isfinite().all()
+
+
+def test_a_need_that_nothing_meets_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Reading(Span):
+        layers: range
+        key: str = "reading"
+        needs = frozenset({"notes"})
+
+        def width(self, tokens: int) -> int:
+            return tokens
+
+    class Reader(Method):
+        def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+            return tuple(StagePlan(spans=(Reading(range(1)),)) if stage.last else StagePlan() for stage in schedule)
+
+    with pytest.raises(SettingError, match=r"at stage 3 the span range\(0, 1\) \(reading\) needs what no stage before it stores"):
+        Combined((Reader(), GUIDANCE_OFF)).forecast(tiny.shared_pipeline("infinity").model, tiny.schedule_of("infinity"))
 
 
 def test_zero_strength_of_all_at_once_is_dense_bit_for_bit() -> None:
@@ -247,3 +305,41 @@ def test_images_past_the_trained_size_with_fastvar() -> None:
     assert not any(stage.skipped for stage in output.report.stages)
     assert output.report.cost_share < 0.5
     assert output.pixels.shape[-1] == 84 * tiny.CELL_PIXELS
+
+
+# --- what the caller forces, and what does not fit
+
+
+@pytest.mark.parametrize("family", ["var", "flexvar", "infinity", "star"])
+def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> None:
+    """Codes of a whole grid are given; those of cells that were left out are not drawn."""
+    pipeline, last = tiny.shared_pipeline(family), len(tiny.schedule_of(family)) - 1
+    method, forced, seen = SparseVAR(tau=1.0, from_stage=last + 1, alpha=None), {}, {}
+
+    def revise(stage: Stage, codes: torch.Tensor) -> torch.Tensor:
+        seen[stage.index] = codes
+        forced[stage.index] = torch.arange(codes.numel()).view(codes.shape) % 2
+        return forced[stage.index]
+
+    output = pipeline(tiny.prompts(family, 2), seed=4, method=method, revise=revise, masks=True)
+    stage = tiny.schedule_of(family)[last]
+    assert seen[last].shape[:2] == (2, stage.cells)
+    run = output.kept[last].flatten(1) > 0
+    assert 0 < run.sum() < run.numel()
+    drawn_codes = output.codes[last]
+    for image in range(2):
+        expected = forced[last][image][run[image]]
+        assert torch.equal(drawn_codes[image][: len(expected)], expected)
+
+
+@pytest.mark.parametrize("given", [None, torch.zeros(2, 1, dtype=torch.long)], ids=["nothing", "too few"])
+def test_codes_that_are_no_codes_are_refused(given: Any) -> None:
+    with pytest.raises(SettingError, match=r"revise returned .* for stage"):
+        tiny.shared_pipeline("var")([1, 2], seed=0, revise=lambda stage, codes: codes if stage.index == 0 else given)
+
+
+@pytest.mark.parametrize("method", [FAST, MERGE], ids=["fastvar", "tome"])
+def test_guidance_inside_a_span_is_refused_in_our_own_words(method: Method) -> None:
+    guidance = ConstantGuidance(logits=False, layers=(0,), strength=2.0)
+    with pytest.raises(SettingError, match="does not fit this request: guidance after block 0"):
+        tiny.shared_pipeline("infinity")(tiny.prompts("infinity", 1), seed=0, guidance=guidance, method=method)

@@ -79,6 +79,7 @@ def test_dense_is_everything() -> None:
     assert told["share"] == 1
     assert told["dense"] == told["planned"]
     assert sum(stage["tokens"] for stage in told["stages"]) == sum(stage["cells"] for stage in told["stages"]) == INFINITY_TOKENS
+    assert [stage["computed"] for stage in told["stages"]] == [stage["cells"] for stage in told["stages"]]
     assert sum(stage["planned"] for stage in told["stages"]) == told["planned"]["total"]
     assert [stage["key_share"] for stage in told["stages"]] == [1.0] * 12 + [None]
     assert {stage["rows"] for stage in told["stages"]} == {2}
@@ -100,15 +101,27 @@ def test_methods_that_decide_by_the_image_tell_the_assumption(half: None) -> Non
     told = facts(*arguments)
     assert told["kept"] == 0.25
     assert [stage["tokens"] for stage in told["stages"][-3:]] == [25, 42, 64]
+    assert [stage["computed"] for stage in told["stages"][-3:]] == [25, 42, (12 * 64 + 4 * 32) / 16]
     assert [stage["rows"] for stage in told["stages"][-4:]] == [2, 2, 1, 1]
     assert told["stages"][7]["key_share"] == 0.25
     assert 0.05 < told["stages"][8]["share"] < 0.13  # a quarter of the tokens on half of the rows
     shown = table(*arguments)
     assert "25.0% of the cells" in shown
-    assert "some blocks run fewer" in shown
+    assert "9 16x16 256 56 1" in " ".join(shown.split())
+    assert "some run fewer tokens than enter" in " ".join(shown.split())
+    assert "some run fewer" not in table("var-d16", "--method", "skip:last=1")
     assert "--kept" not in table("var-d16", "--method", "skip:last=1", "--kept", 0.25)
     assert facts("var-d16", "--method", "half")["kept"] == 0.5
     assert facts("var-d16", "--method", "half", "--kept", 1)["kept"] == 1
+
+
+def test_tokens_that_the_blocks_of_published_methods_run() -> None:
+    """All 4096 tokens of HART's last stage enter, and FastVAR runs a quarter of them."""
+    fast, merged, low = (facts("hart-0.7b", "--method", name)["stages"][-1] for name in ("fastvar", "tome", "stagevar"))
+    assert [stage["tokens"] for stage in (fast, merged, low)] == [4096] * 3
+    assert [fast["computed"], merged["computed"]] == [1024, 2048]
+    assert 0 < low["computed"] < 1024
+    assert "13 64x64 4096 1024 2" in " ".join(table("hart-0.7b", "--method", "fastvar").split())
 
 
 def test_several_methods(half: None) -> None:
@@ -167,6 +180,7 @@ def test_the_table(columns: int) -> None:
     assert re.search(r"keeps 2\.01 GiB of dense generation's 3\.14 GiB", words)
     assert "64 tokens of text" in words
     assert "Not counted: text encoder and prompt, canvas, decoding" in words
+    assert "SparseVAR's search for anchors" in words
     assert max(len(line) for line in shown.splitlines()) <= columns
 
 

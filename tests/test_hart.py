@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nextscale.canvas import to_map
 from nextscale.errors import NonFiniteLogits, PromptError, SettingError, SizeError
-from nextscale.guidance import StageGuidance
+from nextscale.guidance import GuidedRows, RampGuidance, StageGuidance
 from nextscale.models import Hart, HartConfig
 from nextscale.models.base import Conditioning
 from nextscale.models.residual_head import ResidualHead, diffusion_steps
@@ -158,7 +158,7 @@ class RecordedNormal(ImageDraws):
 
 
 def published_draw(head: ResidualHead, condition: Tensor, noise: list[Tensor], t: float) -> Tensor:
-    """The specification for a batch whose second half is unconditional; t = 1 is taken for no guidance."""
+    """The specification for a batch whose second half is unconditional."""
     batch = len(condition) // 2
     embedded = head.condition_embed(condition)
     state = noise[0]
@@ -166,9 +166,7 @@ def published_draw(head: ResidualHead, condition: Tensor, noise: list[Tensor], t
         conditional, unconditional = (
             head(state, embedded[rows], torch.tensor([step.timestep])).double() for rows in (slice(0, batch), slice(batch, None))
         )
-        predicted = conditional[..., :CHANNELS]
-        if t != 1.0:
-            predicted = (1 + t) * predicted - t * unconditional[..., :CHANNELS]
+        predicted = (1 + t) * conditional[..., :CHANNELS] - t * unconditional[..., :CHANNELS]
         clean = (step.clean_from_state * state - step.clean_from_noise * predicted).clamp(-1, 1)
         mean = step.mean_from_clean * clean + step.mean_from_state * state
         share = (conditional[..., CHANNELS:] + 1) / 2
@@ -197,8 +195,8 @@ def seen_states(head: ResidualHead) -> Iterator[list[Tensor]]:
     handle.remove()
 
 
-@pytest.mark.parametrize(("scale", "rows"), [(2.0, 2), (1.0, 4), (2.001, 4), (5.1538, 4)])
-def test_both_halves_share_their_state_and_a_scale_of_two_runs_one(
+@pytest.mark.parametrize(("scale", "rows"), [(1.0, 2), (2.0, 4), (5.1538, 4)])
+def test_both_halves_share_their_state_and_without_guidance_one_runs(
     head: ResidualHead, seen_states: list[Tensor], scale: float, rows: int
 ) -> None:
     condition = torch.randn(4, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
@@ -209,10 +207,10 @@ def test_both_halves_share_their_state_and_a_scale_of_two_runs_one(
     assert not torch.equal(seen_states[0][0], seen_states[0][1])
 
 
-def test_at_a_scale_of_two_the_unconditional_half_cannot_matter(head: ResidualHead) -> None:
+def test_without_guidance_the_unconditional_half_cannot_matter(head: ResidualHead) -> None:
     condition = torch.randn(4, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
     changed = torch.cat([condition[:2], -condition[2:]])
-    for scale, same in ((2.0, True), (1.0, True), (2.5, False)):
+    for scale, same in ((1.0, True), (2.0, False), (2.5, False)):
         first, second = (head.draw(each, Tokens(STAGE), scale, ImageDraws([5, 6], CPU), batch=2) for each in (condition, changed))
         assert torch.equal(first, second) == same
 
@@ -557,3 +555,17 @@ def test_overflow_in_the_diffusion_head_is_noticed_although_its_estimates_are_cl
 def test_numbers_of_steps_that_make_no_process_are_refused(steps: int) -> None:
     with pytest.raises(SettingError, match="2 to 1000 steps"):
         Hart(replace(tiny.SPECS["hart"].model, residual_steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("strength", "stages", "guided"),
+    [(1.5, 4, False), (12 / 11, 13, True), (4.5, 14, True)],
+    ids=["exactly 1 at the last stage", "one rounding below 1", "published"],
+)
+def test_only_a_guidance_of_exactly_one_leaves_the_residual_unguided(strength: float, stages: int, guided: bool) -> None:
+    """12 / 11 * (11 / 12) is 0.9999999999999999, whose sum with 1 rounds to 2."""
+    schedule = Schedule(range(1, stages + 1))
+    rows = GuidedRows(RampGuidance(strength=strength, last_repeats=True), schedule, depth=tiny.DEPTH)
+    scale = tiny.shared_pipeline("hart").model.residual_scale(rows, schedule[-1])
+    assert scale == (rows.scales[-1] if guided else 1.0)
+    assert rows.scales[-1] == (pytest.approx(1 + strength * (stages - 2) / (stages - 1)))

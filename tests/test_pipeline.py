@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ import nextscale
 from nextscale.accel import Method, SkipStages, StagePlan
 from nextscale.canvas import Canvas
 from nextscale.errors import NextscaleError, NonFiniteLogits, OutOfMemory, PromptError, SettingError, SizeError, UnknownModel
+from nextscale.generate import StageDone
 from nextscale.guidance import StageGuidance
-from nextscale.pipeline import Output, Pipeline, Preview
+from nextscale.pipeline import Output, Pipeline, Preview, kept_map
 from nextscale.presets import MODELS, model_spec
 from nextscale.sampling import SharedDraws
 from nextscale.schedules import InfinityBook
@@ -573,6 +575,7 @@ def test_the_report_tells_what_happened(family: str) -> None:
     text = tiny.HART_TEXT - 1 if family == "hart" else 0  # runs before the first stage's token
     ran = [0 if stage.last else stage.cells for stage in schedule]
     assert [stage.tokens for stage in report.stages] == [text + ran[0], *ran[1:]]
+    assert [stage.computed for stage in report.stages] == ran
     assert [stage.rows for stage in report.stages] == [0 if stage.last else 6 for stage in schedule]
     assert report.planned_memory == pipeline.model.request_bytes(schedule, rows=6, text_tokens=max(tiny.TEXT_LENGTHS))
     assert report.peak_memory > report.planned_memory  # the whole process on a CPU
@@ -614,6 +617,13 @@ def test_the_report_tells_how_much_of_a_stage_went_into_codes_and_residual(famil
         assert (stage.choice_seconds > 0) == (stage.index != 1)
         assert (stage.residual_seconds > 0) == (family == "hart" and last)
         assert stage.choice_seconds + stage.residual_seconds < stage.seconds
+
+
+def test_maps_of_whole_stages_are_where_the_canvas_is() -> None:
+    stage = Schedule((1, 2))[1]
+    elsewhere: Any = SimpleNamespace(latent=torch.empty(2, 8, 2, 2, device="meta"))
+    shown = kept_map(StageDone(stage, elsewhere), batch=2)
+    assert (shown.device.type, shown.shape) == ("meta", (2, 2, 2))
 
 
 def test_reports_become_plain_values() -> None:

@@ -522,3 +522,31 @@ def test_later_stages_repeat_the_last_entry() -> None:
 def test_impossible_refinements_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match="a refinement has as many numbers of rounds"):
         Refinement(**bad)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"smooth": "no"},
+        {"greedy": 1},
+        {"last_repeats": "x"},
+        {"top_k": True},
+        {"drawn_sides": 3},
+        {"drawn_sides": ["a"]},
+        {"widest_drawn": "a"},
+    ],
+    ids=str,
+)
+def test_settings_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=next(iter(settings))):
+        Sampling(**settings)
+
+
+def test_drawn_sides_may_be_a_list() -> None:
+    assert Sampling(drawn_sides=[1, 2]).drawn_sides == frozenset({1, 2})
+
+
+@pytest.mark.parametrize("settings", [{"rounds": 8, "drafted": 5}, {"first_stage": 1.5}, {"rounds": (4.5,), "drafted": (0,)}], ids=str)
+def test_refinements_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="rounds and drafted are tuples|made of whole numbers"):
+        Refinement(**settings)

@@ -261,3 +261,9 @@ def test_what_moves_to_the_whole_grid_moves_back(choice: tuple[Stage, Tensor, Te
     whole = kept.move(values, Tokens(stage))
     assert torch.equal(Tokens(stage).move(whole, kept), values)
     assert torch.equal((whole == 0).all(dim=-1).sum(dim=1), stage.cells - keep)
+
+
+@pytest.mark.parametrize("sizes", ["1234", [1, 2.5], [(1, 1, 1)], [1, None], [1, (2, 0)], 7, []], ids=str)
+def test_what_is_no_list_of_sizes_is_no_schedule(sizes: object) -> None:
+    with pytest.raises(SizeError, match="a schedule is a non-empty list"):
+        Schedule(sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, get_args
@@ -562,6 +562,40 @@ def test_as_released_refuses_what_the_program_does_not_do(method: StageVAR, sche
         method.forecast(infinity(), schedule)
 
 
+@pytest.mark.parametrize("pixels", ["1.8M", "4M"])
+def test_as_released_refuses_to_go_on_after_a_skipped_stage(pixels: str) -> None:
+    schedule = infinity_schedule(1.0, pixels)
+    assert [stage.width for stage in schedule][11:14] == [48, 64, 84]
+    with pytest.raises(SettingError, match="stage 11, 48 wide, is skipped and a later one is not"):
+        StageVAR(as_released=True).forecast(infinity(), schedule)
+    to_the_end = {10: 0.96} | dict.fromkeys(range(11, len(schedule)), 0)
+    assert StageVAR(alphas=to_the_end, as_released=True).forecast(infinity(), schedule)[-1].skip
+
+
+@pytest.mark.parametrize("family", ["star", "hart"])
+def test_as_released_star_and_hart_have_their_number_of_stages_or_settings_for_another(family: str) -> None:
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    chosen = {"guidance_off": 2, "alphas": {3: 0.96}, "ranks": 0.2}
+    for missing in ("guidance_off", "alphas"):
+        with pytest.raises(SettingError, match="has 14 stages, and .* has 4: give both alphas and guidance_off"):
+            StageVAR(**chosen | {missing: None}, as_released=True).forecast(model, schedule)  # type: ignore[arg-type]
+    plans = StageVAR(**chosen).forecast(model, schedule)  # type: ignore[arg-type]
+    assert StageVAR(**chosen, as_released=True).forecast(model, schedule) == plans  # type: ignore[arg-type]
+
+
+def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
+    """There the first row's tokens are looked up for all rows, which only fits where all rows run the same tokens."""
+    model, schedule = on_meta(Star, StarConfig(1, 64, 4, (1, 2), 8, 4, 8, as_released=True)), Schedule((1, 2))
+    setup = RunSetup(model, schedule, 2, ImageDraws([0, 1], torch.device("cpu")))
+    for variant in ("representative", "least_squares", "svd", "svd_fixed"):
+        method = StageVAR(variant=variant)  # type: ignore[arg-type]
+        method.start(replace(setup, batch=1))
+        with pytest.raises(SettingError, match="one image at a time"):
+            method.start(setup)
+    for method in (OFF, StageVAR(variant="vanilla"), StageVAR(variant="svd_approximation"), StageVAR(alphas={1: 0})):
+        method.start(setup)
+
+
 def test_as_released_goes_by_sides_and_takes_first_positions() -> None:
     plans = StageVAR(as_released=True).forecast(infinity(), infinity_schedule(1.0, "0.60M"))
     assert [plan.branches for plan in plans] == ["both"] * 10 + ["uncond", "both"]
@@ -583,7 +617,8 @@ def test_each_low_rank_stage_is_restored_from_the_stage_that_runs_before_it() ->
     ]
     assert plans[3].spans[0].remember
     assert not plans[4].spans[0].remember
-    assert [plan.width for plan in plans] == [None, 4, None, 16, None, None]  # what is remembered must be whole
+    assert [any(span.whole_stage for span in plan.spans) for plan in plans] == [False, True, False, True, False, False]
+    assert {plan.width for plan in plans} == {None}  # what is remembered must be whole, and nothing reduces it
     approximated = StageVAR(alphas={3: 0.96}, variant="svd_approximation").forecast(model, schedule)
     assert [len(plan.spans) for plan in approximated] == [0, 0, 0, 3, 0, 0]
     assert widths(approximated[3], schedule[3]) == [16] * 3
@@ -912,7 +947,7 @@ def test_guidance_off_goes_with_spans_of_others(family: str) -> None:
 def test_a_method_that_reduces_the_stage_to_restore_from_is_refused() -> None:
     pipe = tiny.shared_pipeline("star")
     combined = Combined((KeepAt(2, (0.5, 0.5)), StageVAR()))
-    with pytest.raises(SettingError, match="at stage 2 two methods reduce the whole stage"):
+    with pytest.raises(SettingError, match=r"at stage 2 the span .* \(stagevar memory of group 0\) needs every cell of the stage"):
         combined.forecast(pipe.model, tiny.schedule_of("star"))
     Combined((KeepAt(1, (0.5, 0.5)), StageVAR())).forecast(pipe.model, tiny.schedule_of("star"))
 

@@ -469,3 +469,8 @@ def test_padding_with_a_mask_is_not_read(family: str) -> None:
 def test_refine_is_a_refinement() -> None:
     with pytest.raises(SettingError, match="refine is a Refinement, or None"):
         tiny.shared_pipeline("star_refined")(tiny.prompts("star_refined", 1), seed=0, refine=True)
+
+
+def test_without_unit_vectors_text_attention_is_as_soft_as_self_attention() -> None:
+    block = Star(replace(tiny.SPECS["star"].model, cosine=False)).stack[0]
+    assert block.text_attention.scale == block.attention.scale == 0.25 / 4

@@ -78,5 +78,7 @@ def parse_value(text: str) -> object:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
+        if text.startswith(("[", "(")) and text.endswith(("]", ")")):
+            return tuple(parse_value(part.strip()) for part in split_settings(text[1:-1]))
         return text
     return tuple(value) if isinstance(value, list) else value

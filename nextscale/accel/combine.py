@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -26,10 +26,36 @@ def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
         raise SettingError(f"these methods cannot be combined: at stage {stage} {error}") from error
 
 
+def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None:
+    """The stage whose spans have stored `name` last when `stage` runs; None if none has."""
+    return next((earlier for earlier in reversed(range(stage)) if name in plans[earlier].stores), None)
+
+
+def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -> None:
+    """SettingError unless the spans of a method, planned `alone`, read the same stages when all methods run together."""
+    for stage, plan in enumerate(alone):
+        for span in () if together[stage].skip else plan.spans:
+            for name in getattr(span, "needs", ()):
+                expected, found = source(alone, stage, name), source(together, stage, name)
+                if found is not None and expected in (None, found):
+                    continue
+                if expected is None:
+                    reason = "needs what no stage before it stores"
+                elif together[expected].skip:
+                    reason = f"needs what stage {expected} computes, and another method skips that stage"
+                else:
+                    reason = f"needs what stage {expected} computes, and another method puts its own of stage {found} in place of it"
+                raise SettingError(
+                    f"these methods cannot be combined: at stage {stage} the span {span.layers} ({span.key}) {reason};"
+                    " choose one of the methods, or other stages for one of them"
+                )
+
+
 @dataclass(frozen=True)
 class Combined(Method):
     """What can be combined is: leaving out stages or a guidance branch with anything, one method that reduces whole stages with spans
-    of another inside. Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs."""
+    of another inside. Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs, and so
+    is one that skips a stage whose outputs another needs."""
 
     methods: tuple[Method, ...]
 
@@ -46,7 +72,10 @@ class Combined(Method):
         self._require_one("reduces whole stages", "enter")
         self._require_one("keeps keys and values its own way", "layer_cache")
         forecasts = [method.forecast(model, schedule, kept) for method in self.methods]
-        return tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
+        together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
+        for alone in forecasts:
+            require_sources(alone, together)
+        return together
 
     def _require_one(self, what: str, hook: str) -> None:
         changed = [type(method).__name__ for method in self.methods if method.changes(hook)]

@@ -2,7 +2,9 @@
 
 Counted is every matrix product between a stage's input and its codes: embedding, blocks, logits, HART's diffusion, STAR's refiner.
 Not counted are the text encoder, what is made of the prompt once per request, the canvas, decoding, and everything that is no matrix
-product. What a method itself computes counts only where its spans tell (`CountsItself`). Keys are those of the dense cache.
+product. What a method itself computes counts only where its spans tell (`CountsItself`), as those of StageVAR and ToMe do. SparseVAR has
+no spans: its comparison of cells with anchors, cells x anchors x logits multiply-adds per image in a reduced stage, is not counted, nor
+are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class StageCost:
     stage: Stage
     rows: int = 0
     tokens: int = 0  # of a row, text not included, that enter the first block
+    computed: float = 0.0  # of a row, text not included: what a block's part computes, mean of all parts of all blocks
     linear: int = 0  # embedding and blocks
     attention: int = 0  # queries with keys, and weights with values: of earlier stages, this one, and the text
     head: int = 0  # from the last hidden states to codes
@@ -138,14 +141,16 @@ def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[Stag
         prefix = model.text_prefix if stage.index == 0 else 0
         linear = embedding_work(model, stage, workload.images) + rows * spans_own_work(plan.spans, tokens, model)
         attention = keys = 0
-        for layer, parts in enumerate(tokens_per_layer(plan.spans, tokens, prefix, len(cached))):
+        layers = tokens_per_layer(plan.spans, tokens, prefix, len(cached))
+        for layer, parts in enumerate(layers):
             read = cached[layer] + parts.attention
             linear += block.linear(parts, rows)
             attention += block.products(parts, read, rows)
             keys += parts.attention
             cached[layer] = read if not stage.last else cached[layer]
         head = head_work(model, stage, workload, rows, tokens)
-        costs.append(StageCost(stage, rows, tokens, linear, attention, head, keys, sum(cached)))
+        computed = mean_tokens(layers, model.stack[0].has_text) - prefix
+        costs.append(StageCost(stage, rows, tokens, computed, linear, attention, head, keys, sum(cached)))
     return RequestCost(tuple(costs))
 
 
@@ -200,6 +205,12 @@ def tokens_per_layer(spans: Sequence[Span], tokens: int, prefix: int, depth: int
         with_text = PartTokens(prefix + parts.attention, prefix + parts.text, prefix + parts.feed_forward)
         layers[span.layers.start : span.layers.stop] = [with_text] * len(span.layers)
     return layers
+
+
+def mean_tokens(layers: Sequence[PartTokens], has_text: bool) -> float:
+    """Of all parts that the blocks have, each with the same weight."""
+    total = sum(parts.attention + parts.feed_forward + (parts.text if has_text else 0) for parts in layers)
+    return total / (len(layers) * (3 if has_text else 2))
 
 
 def spans_own_work(spans: Sequence[Span], tokens: int, model: NextScaleModel) -> int:

@@ -213,6 +213,11 @@ def memory_key(block: Block, branch: int) -> Hashable:
     return "fastvar", block.layer, branch
 
 
+def memory_names(layers: range) -> frozenset[Hashable]:
+    """For what is kept of these blocks, of all their branches."""
+    return frozenset(("fastvar", layer) for layer in layers)
+
+
 @dataclass(frozen=True)
 class RememberedBlocks(Span):
     """Runs all tokens, branch by branch, and keeps what every branch added."""
@@ -223,6 +228,10 @@ class RememberedBlocks(Span):
 
     def width(self, tokens: int) -> int:
         return tokens
+
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        return memory_names(self.layers)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         if tokens.index is not None:
@@ -249,6 +258,10 @@ class ThinnedBlocks(Span):
 
     def width(self, tokens: int) -> int:
         return tokens - share_of(tokens, self.ratio)
+
+    @property
+    def needs(self) -> frozenset[Hashable]:
+        return memory_names(self.layers)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:

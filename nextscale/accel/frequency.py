@@ -62,14 +62,19 @@ def neighbour_similarity(vectors: Tensor, size: Size) -> Tensor:
     return (total / number.clamp(min=1)).flatten(1)
 
 
-def low_change(change: Tensor, tau: float) -> Tensor:
+def largest(values: Tensor, left_out: Tensor | None) -> Tensor:
+    """Of every image's cells [B, cells] that were not left out before: [B, 1]."""
+    return (values if left_out is None else values.masked_fill(left_out, -torch.inf)).amax(dim=1, keepdim=True)
+
+
+def low_change(change: Tensor, tau: float, left_out: Tensor | None = None) -> Tensor:
     """Cells [B, cells] that change by less than `tau` times the most that any cell of their image does (SparseVAR, eq. 2)."""
-    return change < tau * change.amax(dim=1, keepdim=True)
+    return change < tau * largest(change, left_out)
 
 
-def high_similarity(similarity: Tensor, tau: float) -> Tensor:
+def high_similarity(similarity: Tensor, tau: float, left_out: Tensor | None = None) -> Tensor:
     """Cells [B, cells] more similar to their neighbours than `tau` times the most that any cell of their image is."""
-    return similarity > tau * similarity.amax(dim=1, keepdim=True)
+    return similarity > tau * largest(similarity, left_out)
 
 
 # --- who speaks for whom

@@ -43,6 +43,16 @@ class Span(Protocol):
         """How many tokens of a row its blocks compute when so many enter."""
         ...
 
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        """Names of what it keeps in `env.memory` for later stages."""
+        return frozenset()
+
+    @property
+    def needs(self) -> frozenset[Hashable]:
+        """Names of what it reads there, each stored by a span of an earlier stage."""
+        return frozenset()
+
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor: ...
 
 
@@ -70,6 +80,11 @@ class StagePlan:
                 raise ValueError(f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.width} are kept")
             if inside:
                 raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
+
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        """Names of what its spans keep for later stages."""
+        return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in getattr(span, "stores", ()))
 
     def check(self, depth: int, guided_layers: Collection[int]) -> None:
         """ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act."""

@@ -51,8 +51,8 @@ class SparseVAR(Method):
     The knobs that matter:
     tau: cells whose change is below tau times the largest of their image are left out. 0 leaves out nothing, 1 all but the largest. The
         paper gives results for 0.4 to 0.7 and studies everything else at 0.6, hence our default; Infinity bears 0.7, HART 0.5.
-    from_stage: the paper's P, counted from 1: stages before it are dense. None is the published 10, or where there are fewer stages
-        the last two (ours). Later is safer and slower.
+    from_stage: the paper's P, counted from 1: stages before it are dense. None is the published 10 (of 13 and 14), or with at most ten
+        stages the last two (ours). Later is safer and slower.
     alpha: one anchor in every alpha x alpha cells, at its top left; None keeps no anchors. Small is safer and slower. HART needs them,
         since its last stage's residual is copied along with the logits. FlexVAR has nothing to copy: there alpha has no effect.
 
@@ -67,8 +67,9 @@ class SparseVAR(Method):
         "both": their mean. Both keep the same cells in any case.
 
     Where the paper is silent or says two things, we decide. What is left out stays out, as its text says; its algorithm decides anew at
-    every stage. Anchors inside such a region record their change, and the rest of it carries on the map of the stage before; so do
-    cells that nobody spoke for with their logits. The mask of what was left out is enlarged to the nearest cell, all else bilinearly.
+    every stage. So the largest change is that of the cells which are still there: what was left out keeps the map of the stage before,
+    in which changes were larger, and would soon leave nothing else. Anchors inside such a region record their change; cells that nobody
+    spoke for carry on their logits. The mask of what was left out is enlarged to the nearest cell, all else bilinearly.
     Every anchor of the image may speak, of equally similar ones the nearest. "The 3x3 neighbours" are the up to eight cells around.
     Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last stage's.
     """
@@ -108,7 +109,7 @@ class SparseVAR(Method):
         """Index of the first stage that may leave out tokens."""
         stages = len(schedule)
         if self.from_stage is None:
-            start = PUBLISHED_START if stages >= PUBLISHED_START else max(self._earliest, stages - 1)
+            start = PUBLISHED_START if stages > PUBLISHED_START else max(self._earliest, stages - 1)
         elif self.from_stage > stages:
             raise SettingError(f"from_stage={self.from_stage}, but there are {stages} stages: choose {self._earliest} to {stages}")
         else:
@@ -217,11 +218,12 @@ class _Run(Method):
         return replace(plan, width=self.choice.width) if self.choice is not None and self.choice.reduces else plan
 
     def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
-        score = self._score(stage, canvas) if stage.index >= self.first - 1 else None
+        left_out = None if self.excluded is None else self.excluded.at(stage.size, "nearest-exact")[..., 0] > 0.5
+        score = self._score(stage, canvas, left_out) if stage.index >= self.first - 1 else None
         if score is None:
             return None
         detail, excluded = score
-        before = torch.zeros_like(excluded) if self.excluded is None else self.excluded.at(stage.size, "nearest-exact")[..., 0] > 0.5
+        before = torch.zeros_like(excluded) if left_out is None else left_out
         excluded = excluded | before
         if self.alpha is None:
             most = detail.masked_fill(before, -torch.inf).argmax(dim=1, keepdim=True)
@@ -232,7 +234,7 @@ class _Run(Method):
         numbers = counts.tolist()  # the one thing that the host reads in a stage
         return _Choice(excluded, kept, counts, min(numbers), max(numbers))
 
-    def _score(self, stage: Stage, canvas: Canvas) -> tuple[Tensor, Tensor] | None:
+    def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """How much detail every cell has, and which cells have little, [B, cells] each; None as long as nothing is known."""
         tau, metric = self.settings.tau, self.settings.metric
         if metric == "image":
@@ -240,18 +242,18 @@ class _Run(Method):
             if before is None:
                 return None
             change = image_change(before, self.image, stage.size)
-            return change, low_change(change, tau)
+            return change, low_change(change, tau, left_out)
         if stage.index < self.first:
             return None
         if metric == "logits":
             if self.logits is None:
                 return None
             similarity = neighbour_similarity(self.logits.at(stage.size), stage.size)
-            return -similarity, high_similarity(similarity, tau)
+            return -similarity, high_similarity(similarity, tau, left_out)
         if self.change is None:
             return None
         change = self.change.at(stage.size)[..., 0]
-        return change, low_change(change, tau)
+        return change, low_change(change, tau, left_out)
 
     def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.choice is None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..cache import Env
 from ..errors import SettingError
-from ..models import Infinity, NextScaleModel
+from ..models import Infinity, NextScaleModel, Star
 from ..stage import Schedule, Stage, Tokens
 from .combine import Combined
 from .lowrank import Energy, Rank, Share, project, projection, repeat_tail, representatives, squared_norms, zero_tail
@@ -50,7 +50,8 @@ class StageVAR(Method):
 
     guidance_off: from this stage on only the unconditional rows run. None: as published (Infinity stage 10 of 13, STAR and HART stage
         12 of 14), elsewhere the last two stages. The number of stages, or any larger number, is never. In a request without guidance
-        there are no such rows, and those that there are go on.
+        there are no such rows, and those that there are go on. With a negative prompt the unconditional rows are its rows, and the late
+        stages are drawn from it: use guidance_off with the empty prompt only.
     alphas: stage to alpha, as a mapping or pairs. 0 skips the stage; 1 runs it in full; between, the stage runs at the rank that holds
         this share of its energy. None: as published (Infinity {10: 0.96, 11: 0, 12: 0}, STAR and HART {13: 0.96}), elsewhere the last
         stage at 0.96. `StageVAR(guidance_off=99, alphas=())` is dense generation.
@@ -65,10 +66,10 @@ class StageVAR(Method):
         many as `ranks` says; "least_squares" runs random projections and solves for the tokens; "representative" is the method. The
         SVD variants are for study: they take longer than what they save.
     as_released: the released program for Infinity gives the projected rows the first positions of the stage, not those of their
-        representative tokens, and goes by the sides 40 (low rank), 48 and 64 (skipped) of square images. On STAR and HART it does as we
-        do.
+        representative tokens, and goes by the sides 40 (low rank), 48 and 64 (skipped) of square images, with nothing after them. On STAR
+        and HART it does as we do; other numbers of stages than their 14 need guidance_off and alphas.
 
-    Every low-rank stage needs the whole grid of the stage before it: a method that reduces that stage is refused.
+    Every low-rank stage needs the whole grid of the stage before it: a method that reduces or skips that stage is refused.
 
     All random numbers come from the request's draws for methods, per low-rank stage and group: first exponential [B, cells], whose
     smallest ratios to the squared norms of the tokens choose the representatives, in this order; then normal [B, cells, rank], which is
@@ -107,7 +108,14 @@ class StageVAR(Method):
 
     def start(self, setup: RunSetup) -> Method:
         state = RunState(setup)
-        return _Run(self._plans(setup.model, setup.schedule, setup.guided, state=state), state)
+        plans = self._plans(setup.model, setup.schedule, setup.guided, state=state)
+        own_rows = any(isinstance(span, LowRank) and span.restores_from_memory for plan in plans for span in plan.spans)
+        if own_rows and setup.batch > 1 and isinstance(setup.model, Star) and setup.model.config.as_released:
+            raise SettingError(
+                "StageVAR runs other rows of every image; with as_released the first row of STAR's text attention speaks for all: "
+                "load it without, or draw one image at a time"
+            )
+        return _Run(plans, state)
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
         """Of a guided request. `kept` matters for measured ranks only: the share of the largest possible rank."""
@@ -140,7 +148,7 @@ class StageVAR(Method):
             elif remember:
                 spans += [Remember(blocks, group) for group, blocks in enumerate(layers)]
             branches: Literal["both", "uncond"] = "uncond" if guided and stage.index >= guidance_off else "both"
-            plans.append(StagePlan(branches=branches, width=stage.cells if remember else None, spans=tuple(spans)))
+            plans.append(StagePlan(branches=branches, spans=tuple(spans)))
         return tuple(plans)
 
     def first_unguided(self, model: NextScaleModel, schedule: Schedule) -> int:
@@ -169,18 +177,30 @@ class StageVAR(Method):
         return {len(schedule) - 1: PUBLISHED_ALPHA} if len(schedule) > 1 else {}
 
     def _check_released(self, model: NextScaleModel, schedule: Schedule) -> None:
-        if published_for(model) is None:
+        published = published_for(model)
+        if published is None:
             known = ", ".join(backbone.__name__ for backbone in PUBLISHED)
             raise SettingError(f"as_released: there are programs for {known} only, not for {type(model).__name__}; leave it out")
         if any(stage.height != stage.width for stage in schedule):
             raise SettingError(f"as_released: the released program draws square images only, not {schedule}; leave as_released out")
+        if not isinstance(model, Infinity) and len(schedule) != published.stages and None in (self.alphas, self.guidance_off):
+            raise SettingError(
+                f"as_released: the released program for {type(model).__name__} has {published.stages} stages, and {schedule} has"
+                f" {len(schedule)}: give both alphas and guidance_off, or leave as_released out"
+            )
+        alphas = self.stage_alphas(model, schedule)
+        skipped = [stage.index for stage in schedule if alphas.get(stage.index) == 0]
+        if skipped and skipped != list(range(skipped[0], len(schedule))):
+            raise SettingError(
+                f"as_released: stage {skipped[0]}, {schedule[skipped[0]].width} wide, is skipped and a later one is not, which the released"
+                f" program does not do; got {schedule}: give other alphas, or leave as_released out"
+            )
         if not isinstance(model, Infinity):
             return
         sides = ", ".join(str(side) for side in RELEASED_SIDES)
         if self.alphas is None and not any(stage.width in RELEASED_SIDES for stage in schedule):
             raise SettingError(f"as_released: the released program acts at sides {sides}; {schedule} has none of them")
-        other = [schedule[stage] for stage, alpha in self.stage_alphas(model, schedule).items() if 0 < alpha < 1]
-        for stage in other:
+        for stage in (schedule[index] for index, alpha in alphas.items() if 0 < alpha < 1):
             if stage.width not in RELEASED_SIDES:
                 raise SettingError(f"as_released: the released program runs sides {sides} at low rank, not {stage.width} of {schedule}")
 
@@ -240,12 +260,18 @@ class _Run(Method):
 class Remember:
     """Runs a group of blocks as it is and keeps its output for the next stage."""
 
+    whole_stage: ClassVar[bool] = True
+
     layers: range
     group: int
 
     @property
     def key(self) -> Hashable:
         return f"stagevar memory of group {self.group}"
+
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        return frozenset({memory_name(self.group)})
 
     def width(self, tokens: int) -> int:
         return tokens

@@ -80,6 +80,18 @@ class LowRank:
         known = {} if self.state is None else self.state.widths
         return known.get((self.stage, self.group), self.rank.rows(tokens))
 
+    @property
+    def whole_stage(self) -> bool:
+        return self.remember
+
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        return frozenset({memory_name(self.group)} if self.remember else ())
+
+    @property
+    def needs(self) -> frozenset[Hashable]:
+        return frozenset({memory_name(self.group)} if self.restores_from_memory else ())
+
     def own_work(self, tokens: int, channels: int) -> int:
         """Multiply-adds of the projection of one row; decompositions do not count."""
         return tokens * self.width(tokens) * channels

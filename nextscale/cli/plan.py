@@ -21,7 +21,10 @@ from ..presets import build_model, model_spec
 from .options import Dtype, as_torch_dtype, choose_schedule
 from .program import app
 
-NOT_COUNTED = "Not counted: text encoder and prompt, canvas, decoding, and how a method chooses and restores tokens, unless it tells."
+NOT_COUNTED = (
+    "Not counted: text encoder and prompt, canvas, decoding, and how a method chooses and restores tokens, such as SparseVAR's search for"
+    " anchors; only the products with which StageVAR and ToMe make few tokens of many are."
+)
 
 
 @app.command()
@@ -79,10 +82,14 @@ class Forecast:
     method: str
     workload: Workload
     kept: float | None  # None: what is run does not depend on it
-    spans: bool  # some blocks run fewer tokens than enter
     dense: RequestCost
     planned: RequestCost
     memory: Memory
+
+    @property
+    def thinned(self) -> bool:
+        """Some blocks run fewer tokens than enter the first."""
+        return any(stage.computed != stage.tokens for stage in self.planned.stages)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -114,7 +121,6 @@ def forecast_of(name: str, model: NextScaleModel, method: Method, workload: Work
         method.label,
         workload,
         kept if decides_by_image else None,
-        any(plan.spans for plan in plans),
         dense,
         planned,
         Memory(model.request_bytes(schedule, rows, workload.text_tokens), per_key * dense.held, per_key * planned.held),
@@ -130,6 +136,7 @@ def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:
         "cells": stage.cells,
         "skipped": planned.skipped,
         "tokens": planned.tokens,
+        "computed": planned.computed,
         "rows": planned.rows,
         "key_share": None if stage.last else planned.keys / dense.keys,
         "dense": dense.total,
@@ -155,8 +162,10 @@ def show(forecast: Forecast) -> None:
     if workload.text_tokens:
         console.print(f"Assumed: {workload.text_tokens} tokens of text (--text-tokens).")
     console.print(stage_table(forecast))
-    if forecast.spans:
-        console.print("Run are the tokens that enter the first block; some blocks run fewer of them, which leave fewer keys.")
+    if forecast.thinned:
+        console.print(
+            "Run is the mean of all blocks and their parts: some run fewer tokens than enter, and the head sees those that entered."
+        )
     dense, planned = forecast.dense, forecast.planned
     parts = [("linear layers", planned.linear, dense.linear), ("attention", planned.attention, dense.attention)]
     shares = [f"{name} {percent(part / whole)}" for name, part, whole in [*parts, ("heads", planned.head, dense.head)]]
@@ -177,7 +186,7 @@ def stage_table(forecast: Forecast) -> Table:
     totals = {
         "grid": "",
         "tokens": str(sum(stage.stage.cells for stage in planned.stages)),
-        "run": str(sum(stage.tokens for stage in planned.stages)),
+        "run": str(round(sum(stage.computed for stage in planned.stages))),
         "rows": "",
         "keys": percent(kept_keys / all_keys) if all_keys else "",
         "dense": short(dense.total),
@@ -193,7 +202,7 @@ def stage_table(forecast: Forecast) -> Table:
             str(size.index),
             f"{size.height}x{size.width}",
             str(size.cells),
-            "skipped" if stage.skipped else str(stage.tokens),
+            "skipped" if stage.skipped else str(round(stage.computed)),
             str(stage.rows),
             "" if size.last else percent(stage.keys / same.keys),  # nothing reads the last stage's keys again
             short(same.total),

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..cache import CacheSpec, Env
 from ..checkpoints import Layout
 from ..errors import SettingError, SizeError
+from ..guidance import GuidedRows
 from ..sampling import Sampling, choose
 from ..stage import Schedule, Stage, Tokens
 from .blocks import Block, BlockConfig, ModulatedBlock, Modulation, temperature
 from .rope import Rope
-from .text_context import TextContext
+from .text_context import TextContext, context_bytes
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -110,7 +111,9 @@ class NextScaleModel(nn.Module):
 
     def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
         """What a request keeps until it ends, besides the weights: known before it starts. `text_tokens`: of the longest prompt."""
-        return self.cache_spec(schedule, rows).bytes
+        config = self.block_config
+        text = context_bytes(len(self.blocks), rows, text_tokens, config.width, self.dtype) if config.text else 0
+        return self.cache_spec(schedule, rows).bytes + text
 
     def check_sampling(self, sampling: Sampling, schedule: Schedule) -> None:
         """SettingError if the model cannot choose codes in this way."""
@@ -154,6 +157,10 @@ class NextScaleModel(nn.Module):
         """Guided logits [B, N, V] of `tokens` to the drawn code numbers and to what goes on the canvas."""
         request = hidden.request
         return choose(logits, tokens, len(request.schedule), request.sampling, request.draws)
+
+    def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
+        """How strongly the residual is guided; 1 is the conditional branch alone."""
+        return 1.0
 
     def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
         """What the last stage adds to its codes [B, N], both for the tokens of `hidden`: [B, N, Z]."""

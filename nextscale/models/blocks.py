@@ -30,6 +30,7 @@ class TextAttentionConfig:
 
     channels: int  # of the text
     cosine: bool = False  # as in BlockConfig
+    sharpness: float = 1.0  # of attention without cosine: factor of the usual scale
     learned_norm: bool = False  # the norm before it has a weight and a bias
 
 
@@ -72,6 +73,10 @@ class Modulation(NamedTuple):
 
 def plain_norm(width: int, learned: bool = False) -> nn.LayerNorm:
     return nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=learned)
+
+
+def rms_norm(width: int) -> nn.RMSNorm:
+    return nn.RMSNorm(width, eps=NORM_EPS)
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -144,7 +149,7 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(text.channels, 2 * config.width)
         self.proj = nn.Linear(config.width, config.width)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if text.cosine else None
-        self.scale = cosine_scale(config.head_dim) if text.cosine else 1 / math.sqrt(config.head_dim)
+        self.scale = cosine_scale(config.head_dim) if text.cosine else text.sharpness / math.sqrt(config.head_dim)
 
     def text_keys_values(self, text: Tensor) -> Tensor:
         """Text rows [rows, C] to [rows, 2, H, D]. The keys carry the temperature, so that no stage has to apply it."""
@@ -192,7 +197,7 @@ class Block(nn.Module):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
         self.layer = layer
-        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS) if config.rms_norm else plain_norm(config.width)
+        self.norm = rms_norm(config.width) if config.rms_norm else plain_norm(config.width)
         self.attention = SelfAttention(layer, config)
         self.feed_forward = (GatedFeedForward if config.gated else FeedForward)(config.width, config.hidden)
         if config.text:

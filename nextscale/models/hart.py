@@ -9,16 +9,20 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError
+from ..guidance import GuidedRows
 from ..schedules import HART_1024
 from ..stage import Schedule, Stage
 from ..text.features import TextFeatures
 from .base import Conditioning, Hidden, NextScaleModel, check_levels, temperatures
-from .blocks import NORM_EPS, BlockConfig, build_blocks
+from .blocks import BlockConfig, build_blocks, rms_norm
 from .naming import SHARED_RULES, block_rules
 from .residual_head import ResidualHead
 from .rope import HalvesRope
 from .sinusoid import SinusoidEmbedding
 from .text_context import check_channels
+
+# The released program takes a guidance of exactly 1 (that is, a scale of 2) for "no guidance" in the diffusion, and only there.
+UNGUIDED = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,6 @@ class Hart(NextScaleModel):
         rules=(
             Rule(r"text_norm\.(.*)", (r"context_norm.\1",)),
             Rule(r"text_embed\.(.*)", (r"context_embed.\1",)),
-            Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
             Rule(r"level_embed\.fc1\.(.*)", (r"lvl_embed.mlp.0.\1",)),
             Rule(r"level_embed\.fc2\.(.*)", (r"lvl_embed.mlp.2.\1",)),
             Rule(r"head_norm\.weight", ("head_nm.ln_wo_grad.weight",)),
@@ -80,15 +83,15 @@ class Hart(NextScaleModel):
         self.config = config
         self.block_config = config.block
         self.text_prefix = config.text_tokens - 1
-        self.text_norm = nn.RMSNorm(config.text_channels, eps=NORM_EPS) if config.text_norm else nn.Identity()
+        self.text_norm = rms_norm(config.text_channels) if config.text_norm else nn.Identity()
         self.text_embed = nn.Linear(config.text_channels, config.width)
         self.level_embed = nn.Embedding(len(config.sides), config.width) if config.level_table else SinusoidEmbedding(config.width)
         self.word_embed = nn.Linear(config.latent_channels, config.width)
         self.blocks = build_blocks(config.depth, config.block)
-        self.head_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.head_norm = rms_norm(config.width)
         self.head_ada = nn.Linear(config.width, 2 * config.width)
         self.head = nn.Linear(config.width, config.codes)
-        self.residual_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.residual_norm = rms_norm(config.width)
         self.residual_head = ResidualHead(
             config.latent_channels, config.width, config.residual_width, config.residual_depth, config.residual_steps
         )
@@ -134,5 +137,8 @@ class Hart(NextScaleModel):
         codes = self.word_embed(hidden.canvas.vectors(ids).to(self.dtype))
         condition = self.residual_norm(hidden.x + codes.repeat(hidden.branches, 1, 1))
         request = hidden.request
-        scale = request.guidance.output_scale(hidden.tokens.stage)
+        scale = self.residual_scale(request.guidance, hidden.tokens.stage)
         return self.residual_head.draw(condition, hidden.tokens, scale, request.draws, request.batch)
+
+    def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
+        return 1.0 if guidance.above_one[stage.index] == UNGUIDED else guidance.output_scale(stage)

@@ -15,10 +15,10 @@ from ..errors import PromptError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
 from .base import Conditioning, NextScaleModel, check_levels, temperatures
-from .blocks import NORM_EPS, BlockConfig, ModulatedBlock, Modulation, TextAttentionConfig, attend, plain_norm
+from .blocks import BlockConfig, ModulatedBlock, Modulation, TextAttentionConfig, attend, plain_norm, rms_norm
 from .naming import SHARED_RULES, block_rules
 from .rope import PairRope, RopeMode, infinity_rotations
-from .text_context import Padding, check_channels, context_bytes
+from .text_context import Padding, check_channels
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Infinity(NextScaleModel):
         self.config = config
         self.block_config = config.block
         self.no_text = nn.Parameter(torch.empty(config.longest_text, config.text_channels))  # stands for an absent prompt
-        self.text_norm = nn.RMSNorm(config.text_channels, eps=NORM_EPS)
+        self.text_norm = rms_norm(config.text_channels)
         self.text_pool = TextPool(config.text_channels, config.width, config.pool_heads)
         self.text_proj = nn.Sequential(
             nn.Linear(config.text_channels, config.width), nn.GELU(approximate="tanh"), nn.Linear(config.width, config.width)
@@ -112,7 +112,6 @@ class Infinity(NextScaleModel):
                 Rule(r"text_pool\.kv\.bias", ("text_proj_for_sos.ca.zero_k_bias", "text_proj_for_sos.ca.v_bias")),
                 Rule(r"text_pool\.(.*)", (r"text_proj_for_sos.ca.\1",)),
                 Rule(r"text_proj\.(.*)", (r"text_proj_for_ca.\1",)),
-                Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
                 *SHARED_RULES,
                 *block_rules(lambda i: f"block_chunks.{i // per_chunk}.module.{i % per_chunk}", "sa"),
             ),
@@ -146,10 +145,6 @@ class Infinity(NextScaleModel):
 
     def check_schedule(self, schedule: Schedule) -> None:
         check_levels(schedule, self.config.levels)
-
-    def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
-        text = context_bytes(len(self.blocks), rows, text_tokens, self.config.width, self.dtype)
-        return super().request_bytes(schedule, rows, text_tokens) + text
 
     def _unconditional(self, prompts: TextFeatures, negative: TextFeatures | None) -> tuple[Tensor, tuple[int, ...]]:
         if negative is None:

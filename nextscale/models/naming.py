@@ -9,6 +9,7 @@ from ..checkpoints import Rule, Shape
 
 SHARED_RULES = (
     Rule(r"pos_start", ("pos_start",), shape=lambda s: (1, 1, *s)),
+    Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
     Rule(r"head_ada\.(.*)", (r"head_nm.ada_lin.1.\1",)),
     Rule(r"shared_modulation\.(.*)", (r"shared_ada_lin.1.\1",)),
 )

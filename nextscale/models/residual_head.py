@@ -16,14 +16,12 @@ from ..errors import SettingError
 from ..guidance import mix
 from ..sampling import Draws, cell_noise
 from ..stage import Tokens
-from .blocks import NORM_EPS
+from .blocks import plain_norm
 from .sinusoid import SinusoidEmbedding
 
 TRAINED_STEPS = 1000
 LARGEST_BETA = 0.999
 RESIDUAL_SCALE = 0.6  # of the latent to what the network was trained on
-# The released program takes a guidance of exactly 1 (that is, a scale of 2) for "no guidance" in the diffusion, and only there.
-UNGUIDED_SCALE = 2.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
 class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.norm = plain_norm(width, learned=True)
         self.modulation = nn.Linear(width, 3 * width)
         self.fc1 = nn.Linear(width, width)
         self.fc2 = nn.Linear(width, width)
@@ -96,7 +94,7 @@ class ResidualHead(nn.Module):
         self.condition_embed = nn.Linear(condition_width, width)
         self.input_proj = nn.Linear(channels, width)
         self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
-        self.final_norm = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
+        self.final_norm = plain_norm(width)
         self.final_modulation = nn.Linear(width, 2 * width)
         self.final = nn.Linear(width, 2 * channels)
 
@@ -111,7 +109,7 @@ class ResidualHead(nn.Module):
 
     def draw(self, condition: Tensor, tokens: Tokens, scale: float, draws: Draws, batch: int) -> Tensor:
         """Residuals [B, N, Z] for the condition [R, N, C] of `tokens`, guided by `scale`."""
-        if scale == UNGUIDED_SCALE:
+        if scale == 1:
             condition = condition[:batch]
         embedded = self.condition_embed(condition.to(self.condition_embed.weight.dtype))
         noise = self._noise(draws, tokens, batch, embedded.device)

@@ -17,7 +17,7 @@ from .blocks import BlockConfig, TextAttentionConfig, build_blocks, plain_norm
 from .naming import SHARED_RULES, block_rules
 from .refiner import Refiner
 from .rope import PairRope, star_rotations
-from .text_context import Padding, check_channels, context_bytes
+from .text_context import Padding, check_channels
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StarConfig:
 
     @property
     def block(self) -> BlockConfig:
-        text = TextAttentionConfig(self.text_channels, cosine=self.cosine)
+        text = TextAttentionConfig(self.text_channels, cosine=self.cosine, sharpness=0.25)
         return BlockConfig(self.width, self.heads, 4 * self.width, cosine=self.cosine, text=text)
 
 
@@ -46,7 +46,6 @@ class Star(NextScaleModel):
     layout = Layout(
         rules=(
             Rule(r"text_proj\.(.*)", (r"encoder_proj.\1",)),
-            Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
             Rule(r"head\.(.*)", (r"head_logits.\1",)),
             Rule(r"refiner\.text_proj\.(.*)", (r"encoder_proj2.\1",)),
             Rule(r"refiner\.pos_start", ("pos_start_last",), shape=lambda s: (1, 1, *s)),
@@ -102,10 +101,6 @@ class Star(NextScaleModel):
 
     def check_schedule(self, schedule: Schedule) -> None:
         check_levels(schedule, len(self.config.sides))
-
-    def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
-        text = context_bytes(len(self.blocks), rows, text_tokens, self.config.width, self.dtype)
-        return super().request_bytes(schedule, rows, text_tokens) + text
 
     def check_sampling(self, sampling: Sampling, schedule: Schedule) -> None:
         if self.refiner is None:

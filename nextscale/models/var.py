@@ -83,7 +83,6 @@ class ClassConditioned(NextScaleModel):
 class Var(ClassConditioned):
     layout = Layout(
         rules=(
-            Rule(r"level_embed\.weight", ("lvl_embed.weight",)),
             Rule(r"pos_embed", ("pos_1LC",), shape=lambda s: (1, *s)),
             *CLASS_RULES,
         ),

@@ -47,5 +47,5 @@ class SettledBits:
 
 def stated_tolerance(case: dict[str, Any]) -> Tolerance:
     """Of "atol 1e-3 + rtol 1e-3 per stage; ..."."""
-    atol, rtol = re.match(r"atol (\S+) \+ rtol (\S+) ", case["suggested_tolerance"]["float"]).groups()
+    atol, rtol = re.search(r"atol ([\d.e+-]+) \+ rtol ([\d.e+-]+)", case["suggested_tolerance"]["float"]).groups()
     return Tolerance(float(atol), float(rtol))
