@@ -46,6 +46,7 @@ from nextscale.schedules import HART_1024, INFINITY_SIZES, infinity_schedule
 from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
+from .test_method import RunBlocks
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 STAGES = {family: len(tiny.schedule_of(family)) for family in tiny.FAMILIES}
@@ -871,20 +872,6 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
 
 
 # --- with other methods
-
-
-@dataclass(frozen=True)
-class RunBlocks:
-    layers: range
-    key: str = "identity"
-
-    def width(self, tokens: int) -> int:
-        return tokens
-
-    def __call__(self, blocks: Sequence[Any], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        for block in blocks:
-            x = block(x, tokens, env)
-        return x
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..models import HartConfig
 from ..presets import build_model, build_tokenizer, model_spec
 from ..tokenizers import HartTokenizerConfig
 from .files import require_writable, write_text
-from .options import Dtype, as_torch_dtype
+from .options import Dtype, ModelName, as_torch_dtype
 from .program import app
 
 
@@ -27,7 +27,7 @@ class Part(StrEnum):
 
 @app.command()
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
+    model: ModelName,
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An official file, or a folder of shards.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.", show_default=False)],
     part: Annotated[Part, typer.Option(help="What SOURCE holds.")] = Part.model,

@@ -31,7 +31,11 @@ from ..report import Report
 from ..text import with_positive_prompt
 from .files import Picture, plan_pictures, planned_files, require_writable, write_image, write_text
 from .options import (
+    Aspect,
     Dtype,
+    ModelName,
+    Sides,
+    Size,
     all_prompts,
     as_torch_dtype,
     choose_schedule,
@@ -51,7 +55,7 @@ DRAWING, MACHINE, OUTPUT = "How to draw", "Model and machine", "What to write"
 @app.command()
 def generate(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
+    model: ModelName,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
@@ -68,13 +72,9 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(min=0, show_default="random", help="Seed of the first image; every further image takes the next one.")
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M.")
-    ] = None,
-    aspect: Annotated[str | None, typer.Option(metavar="W:H", help="Aspect ratio such as 16:9.")] = None,
-    sides: Annotated[
-        str | None, typer.Option(metavar="LIST", help="FlexVAR: the token maps to draw, such as 1,2,3,5,8 or 1,2,4x6; in place of a size.")
-    ] = None,
+    size: Size = None,
+    aspect: Aspect = None,
+    sides: Sides = None,
     negative: Annotated[
         str | None, typer.Option(metavar="PROMPT", rich_help_panel=DRAWING, help="A text or class to steer away from.")
     ] = None,

@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from ..accel.method import Method
 from ..errors import PromptError, SettingError, SizeError
@@ -18,6 +19,16 @@ from ..loading import prompt_reader
 from ..presets import ModelSpec, build_model
 from ..schedules import ScheduleBook
 from ..stage import Schedule
+
+# Options that several commands take.
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)]
+Size = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M.")
+]
+Aspect = Annotated[str | None, typer.Option(metavar="W:H", help="Aspect ratio such as 16:9.")]
+Sides = Annotated[
+    str | None, typer.Option(metavar="LIST", help="FlexVAR: the token maps to draw, such as 1,2,3,5,8 or 1,2,4x6; in place of a size.")
+]
 
 
 class Dtype(StrEnum):

@@ -18,7 +18,7 @@ from ..accel.method import Method
 from ..guidance import GuidedRows
 from ..models.base import NextScaleModel
 from ..presets import build_model, model_spec
-from .options import Dtype, as_torch_dtype, choose_schedule
+from .options import Aspect, Dtype, ModelName, Sides, Size, as_torch_dtype, choose_schedule
 from .program import app
 
 NOT_COUNTED = (
@@ -29,20 +29,16 @@ NOT_COUNTED = (
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)],
+    model: ModelName,
     method: Annotated[
         list[str] | None,
         typer.Option(
             metavar="METHOD", show_default="dense", help="A method with its settings, such as skip:last=2; given again, several at once."
         ),
     ] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M.")
-    ] = None,
-    aspect: Annotated[str | None, typer.Option(metavar="W:H", help="Aspect ratio such as 16:9.")] = None,
-    sides: Annotated[
-        str | None, typer.Option(metavar="LIST", help="FlexVAR: the token maps to draw, such as 1,2,3,5,8 or 1,2,4x6; in place of a size.")
-    ] = None,
+    size: Size = None,
+    aspect: Aspect = None,
+    sides: Sides = None,
     images: Annotated[int, typer.Option(min=1, help="Images drawn at a time.")] = 1,
     kept: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the cells that is assumed to be kept where a method decides by the image.")
