@@ -83,7 +83,7 @@ def generate(
     finite: dict[int, Tensor] = {}
     for stage in schedule:
         plan = run.plan(stage, canvas)
-        plan.check(len(model.blocks), guidance.layers if plan.branches == "both" else ())
+        plan.check(len(model.blocks), guidance.layers)
         if plan.skip:
             canvas.skip(stage)
             watch(StageDone(stage, canvas, plan=plan))
@@ -120,7 +120,7 @@ def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) ->
     """SettingError for what would otherwise be found only at its stage."""
     for plan in plans:
         try:
-            plan.check(depth, guidance.layers if plan.branches == "both" else ())
+            plan.check(depth, guidance.layers)
         except ValueError as error:
             raise SettingError(f"the method does not fit this request: {error}") from error
 

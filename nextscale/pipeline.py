@@ -254,7 +254,7 @@ class Pipeline:
     def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
         sampling = self.settings.sampling.changed(**changes)
         sampling.check(schedule)
-        self.model.check_sampling(sampling, schedule)
+        self.model.check_sampling(sampling)
         if sampling.smooth and not self.tokenizer.mixes_codes:
             raise SettingError(f"smooth mixes entries of a codebook; {self.name} does not support it")
         if sampling.forbidden and max(sampling.forbidden) >= self.tokenizer.codes:

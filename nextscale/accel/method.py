@@ -87,7 +87,11 @@ class StagePlan:
         return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in getattr(span, "stores", ()))
 
     def check(self, depth: int, guided_layers: Collection[int]) -> None:
-        """ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act."""
+        """ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
+
+        Where one branch runs alone there is nothing to guide.
+        """
+        guided_layers = guided_layers if self.branches == "both" else ()
         for span in self.spans:
             if span.layers.start < 0 or span.layers.stop > depth:
                 raise ValueError(f"the span {span.layers} ({span.key}) does not fit a model with blocks 0 to {depth - 1}")

@@ -115,7 +115,7 @@ class NextScaleModel(nn.Module):
         text = context_bytes(len(self.blocks), rows, text_tokens, config.width, self.dtype) if config.text else 0
         return self.cache_spec(schedule, rows).bytes + text
 
-    def check_sampling(self, sampling: Sampling, schedule: Schedule) -> None:
+    def check_sampling(self, sampling: Sampling) -> None:
         """SettingError if the model cannot choose codes in this way."""
         if sampling.refine is not None:
             raise SettingError(f"refine: {type(self).__name__} has no refiner; leave it out")

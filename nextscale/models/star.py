@@ -102,9 +102,9 @@ class Star(NextScaleModel):
     def check_schedule(self, schedule: Schedule) -> None:
         check_levels(schedule, len(self.config.sides))
 
-    def check_sampling(self, sampling: Sampling, schedule: Schedule) -> None:
+    def check_sampling(self, sampling: Sampling) -> None:
         if self.refiner is None:
-            super().check_sampling(sampling, schedule)
+            super().check_sampling(sampling)
         if sampling.refine is not None and sampling.smooth:
             raise SettingError("smooth mixes codes and refine settles them one by one: choose one of them; refine=None turns that off")
 
