@@ -356,8 +356,21 @@ def convert(source: str | Path, target: str | Path, module: nn.Module, layout: L
         storage = ready.untyped_storage().data_ptr()
         tensors[key] = ready.clone() if storage in storages else ready
         storages.add(storage)
-    _write_whole(tensors, target)
+    write_whole(tensors, target)
     return len(tensors)
+
+
+def write_weights(module: nn.Module, target: str | Path, layout: Layout, dtype: torch.dtype = torch.float16) -> int:
+    """Writes a module as one flat safetensors file with the published names, so that `load_weights` reads it; returns its bytes."""
+    _require_castable(dtype)
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    ours = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
+    in_rows = {name: tensor.view(tensor.shape or (1,)) for name, tensor in ours.items()}
+    slots = published_slots(module, layout).items()
+    parts = {key: in_rows[slot.parameter][slot.rows].reshape(slot.shape) for key, slot in slots}
+    write_whole({key: part.clone(memory_format=torch.contiguous_format) for key, part in parts.items()}, target)
+    return target.stat().st_size
 
 
 def _require_target(target: Path, checkpoint: Checkpoint) -> None:
@@ -369,7 +382,7 @@ def _require_target(target: Path, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"The target {target} is the source itself. Pass another file name.")
 
 
-def _write_whole(tensors: dict[str, Tensor], target: Path) -> None:
+def write_whole(tensors: dict[str, Tensor], target: Path) -> None:
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         temporary.touch(exist_ok=False)

@@ -10,12 +10,13 @@ import torch
 import typer
 
 from ..checkpoints import convert as convert_checkpoint
+from ..files import write_text
 from ..hart_files import dump_config, own_config_file
 from ..loading import checkpoint_spec, naming_the_right_model
 from ..models import HartConfig
 from ..presets import build_model, build_tokenizer, model_spec
 from ..tokenizers import HartTokenizerConfig
-from .files import require_writable, write_text
+from .files import require_writable
 from .options import Dtype, ModelName, as_torch_dtype
 from .program import app
 

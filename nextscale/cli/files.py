@@ -1,24 +1,18 @@
-"""What is written, under which names, and that it is whole or not there at all."""
+"""What the commands write, and under which names."""
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
-
-from ..errors import NextscaleError, SettingError
+from ..errors import SettingError
+from ..files import IMAGE_FORMATS
 from ..stage import Stage
 
-IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-LOSSY_QUALITY = 95
 LONGEST_SLUG = 40
 FILES_NAMED = 3  # in one error message
 
@@ -85,27 +79,3 @@ def require_writable(files: Sequence[Path], force: bool) -> None:
 def named(files: Sequence[Path]) -> str:
     shown = ", ".join(str(file) for file in files[:FILES_NAMED])
     return f"{shown} and {len(files) - FILES_NAMED} more" if len(files) > FILES_NAMED else shown
-
-
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A temporary file beside `target` that takes its place at the end; if anything fails, Ctrl-C included, nothing is left."""
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, target)
-    except OSError as error:
-        raise NextscaleError(f"{target} cannot be written ({error}). Check the free space and the permissions there") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_image(image: Image.Image, target: Path) -> None:
-    with replacing(target) as temporary:
-        image.save(temporary, IMAGE_FORMATS[target.suffix.lower()], quality=LOSSY_QUALITY)  # PNG has no quality and ignores it
-
-
-def write_text(text: str, target: Path) -> None:
-    with replacing(target) as temporary:
-        temporary.write_text(text, encoding="utf-8")

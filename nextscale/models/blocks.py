@@ -124,18 +124,31 @@ class SelfAttention(nn.Module):
         self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        rope = env.cond.rope
+        turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
+        q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
+        keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
+        return self.proj(attend(q.to(x.dtype), keys, values, mask, self.scale))
+
+    def queries_keys_values(
+        self, x: Tensor, temperature: Tensor | None, turn: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, N, H, D] each; `turn` puts queries and keys [R, N, 2, H, D] to where their tokens are."""
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
-        temperature = env.cond.temperatures[self.layer]
         qk = qkv.narrow(2, 0, 2).float()  # normalised and rotated in float32, queries and keys at once
         if temperature is not None:
             qk = unit_vectors(qk)
-        if env.cond.rope is not None:
-            qk = env.cond.rope.turn(qk, tokens)
+        if turn is not None:
+            qk = turn(qk)
         q, k = qk.unbind(2)
         if temperature is not None:
-            q = torch.mul(q, temperature, out=torch.empty_like(q, dtype=x.dtype))
-        keys, values, mask = env.cache[self.layer].append(q, k, qkv.select(2, 2), tokens)
-        return self.proj(attend(q.to(x.dtype), keys, values, mask, self.scale))
+            q = scaled(q, temperature, x.dtype)
+        return q, k, qkv.select(2, 2)
+
+
+def scaled(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in another type: in one pass, except where gradients are wanted, which know no `out`."""
+    return (x * by).to(dtype) if torch.is_grad_enabled() else torch.mul(x, by, out=torch.empty_like(x, dtype=dtype))
 
 
 class CrossAttention(nn.Module):
@@ -164,10 +177,13 @@ class CrossAttention(nn.Module):
         rows = x.shape[0]
         keys, values = env.cond.text.keys_values[self.layer]
         x = x[: keys.shape[0]]  # a single row of text speaks to all rows: see TextContext
+        return self.attend_text(x, keys, values, env.cond.text.mask).expand(rows, -1, -1)
+
+    def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         q = self.q(x).view(*x.shape[:2], self.heads, self.head_dim)
         if self.log_temperature is not None:
             q = unit_vectors(q.float()).to(x.dtype)
-        return self.proj(attend(q, keys, values, env.cond.text.mask, self.scale)).expand(rows, -1, -1)
+        return self.proj(attend(q, keys, values, mask, self.scale))
 
 
 class FeedForward(nn.Module):
@@ -251,12 +267,16 @@ class ModulatedBlock(Block):
         return torch.addcmul(x, m.feed_forward_gain, self._feed_forward(x, env))
 
     def _attention(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        m = env.cond.modulation[self.layer]
-        return self.attention(torch.addcmul(m.attention_shift, self.norm(x), m.attention_scale), tokens, env)
+        return self.attention(self.attention_input(x, env.cond.modulation[self.layer]), tokens, env)
 
     def _feed_forward(self, x: Tensor, env: Env) -> Tensor:
-        m = env.cond.modulation[self.layer]
-        return self.feed_forward(torch.addcmul(m.feed_forward_shift, self.norm(x), m.feed_forward_scale))
+        return self.feed_forward(self.feed_forward_input(x, env.cond.modulation[self.layer]))
+
+    def attention_input(self, x: Tensor, m: Modulation) -> Tensor:
+        return torch.addcmul(m.attention_shift, self.norm(x), m.attention_scale)
+
+    def feed_forward_input(self, x: Tensor, m: Modulation) -> Tensor:
+        return torch.addcmul(m.feed_forward_shift, self.norm(x), m.feed_forward_scale)
 
 
 def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:

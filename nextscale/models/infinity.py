@@ -129,19 +129,27 @@ class Infinity(NextScaleModel):
         if guided:
             rest, rest_lengths = self._unconditional(prompts, negative)
             rows, lengths = torch.cat([rows, rest.to(rows.dtype)]), lengths + rest_lengths
+        conditioning = self.conditioned(rows, Padding(lengths, self.device))
+        conditioning.rope = PairRope(self.rotations(schedule))
+        return conditioning
+
+    def conditioned(self, rows: Tensor, padding: Padding) -> Conditioning:
+        """What follows from text rows [sum of lengths, Ct], one prompt after another; without positions."""
         text = self.text_norm(rows.float()).to(self.dtype)
-        padding = Padding(lengths, self.device)
         condition = self.text_pool(text, padding)
         six = self.shared_modulation(F.silu(condition.float())).unflatten(-1, (6, -1)) + self.modulation_tables()
-        head_dim, extent = self.block_config.head_dim, schedule.extent
         return Conditioning(
             start=condition[:, None] + self.pos_start,
             temperatures=temperatures(self.stack),
             modulation=Modulation.of_layers(six, self.dtype),
             head=self.head_modulation(condition),
             text=padding.context(self.stack, self.text_proj(text)),
-            rope=PairRope(infinity_rotations(stage, extent, head_dim, self.config.rope, self.device) for stage in schedule),
         )
+
+    def rotations(self, schedule: Schedule) -> list[Tensor]:
+        """Of the cells of every stage, [cells, head_dim / 2] each."""
+        head_dim = self.block_config.head_dim
+        return [infinity_rotations(stage, schedule.extent, head_dim, self.config.rope, self.device) for stage in schedule]
 
     def check_schedule(self, schedule: Schedule) -> None:
         check_levels(schedule, self.config.levels)

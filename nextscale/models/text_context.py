@@ -35,11 +35,12 @@ class TextContext:
 class Padding:
     """Rows of prompts of different length, from one after another to side by side."""
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, lengths: tuple[int, ...], device: torch.device, width: int = 0) -> None:
+        """`width`: pad at least so far, for those who need one shape for all batches."""
         self.samples = len(lengths)
         self.mask: Tensor | None = None  # [R, 1, 1, T]
-        if len(set(lengths)) > 1:
-            self.width = math.ceil(max(lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
+        if width or len(set(lengths)) > 1:
+            self.width = math.ceil(max(width, *lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
             real = torch.arange(self.width) < torch.tensor(lengths)[:, None]
             self.places = real.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
             self.mask = real[:, None, None].to(device)
