@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DEV := .venv/.installed-dev
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: test lint demo clean
@@ -8,16 +9,12 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 test: lint
 	$(BIN)/pytest --numprocesses auto
 
-lint: $(INSTALLED)
+lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 demo: $(INSTALLED)
-	@echo 'There is no demo to run: the embedded model is not part of this version.' >&2
-	@echo 'What can be done now:' >&2
-	@echo '  $(BIN)/nextscale models    lists the supported models and where their authors publish the weights' >&2
-	@echo '  nextscale.load(...)        in Python, loads official weights that you have fetched' >&2
-	@exit 1
+	$(BIN)/nextscale demo
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
@@ -27,5 +24,9 @@ clean:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt '$(TORCH)'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -21,7 +21,7 @@ from .models import HartConfig, StarConfig
 from .models.base import NextScaleModel
 from .models.var import ClassConfig
 from .pipeline import Pipeline
-from .presets import MODELS, ModelConfig, ModelSpec, Source, TextSource, build_model, build_tokenizer, hart_settings, model_spec
+from .presets import MODELS, Embedded, ModelConfig, ModelSpec, Source, TextSource, build_model, build_tokenizer, hart_settings, model_spec
 from .prompts import ClassReader, PromptReader, TextReader
 from .text import Encoder
 from .tokenizers import HartTokenizerConfig
@@ -41,12 +41,13 @@ def load(
     dtype: torch.dtype | None = None,
     as_released: bool = False,
 ) -> Pipeline:
-    """A pipeline for one of `nextscale models`.
+    """A pipeline for one of `nextscale models`. "nano" comes with the package and needs nothing else.
 
     weights, tokenizer: the published files or folders (.pth, shards, safetensors); by default they are looked for under their
         published names in the folder that NEXTSCALE_HOME names, ~/.cache/nextscale if it is not set. HART: the config.json beside
         them is read as well, and a folder stands for the averaged weights in it (ema_model.bin).
-    text_encoder: folder or hub name for text models; by default the published one. It is opened at the first text prompt.
+    text_encoder: folder or hub name for text models, a file of words for nano; by default the one that the model was trained with.
+        It is opened at the first text prompt.
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
     as_released: STAR: all images read the first prompt's text, as in the released program.
     """
@@ -109,16 +110,22 @@ def open_encoder(source: TextSource, config: ModelConfig, given: Encoder | PathL
     if given is not None and not isinstance(given, str | Path):
         return given
     options: dict[str, Any] = {"tokens": config.text_tokens} if isinstance(config, HartConfig) else {}
-    return source.encoder(given or source.repository, device=device, **options)
+    origin = source.origin
+    opened = given or (find(None, origin, "text encoder") if isinstance(origin, Embedded) else origin)
+    return source.encoder(opened, device=device, **options)
 
 
 def home() -> Path:
     return Path(os.environ.get("NEXTSCALE_HOME") or Path.home() / ".cache" / "nextscale")
 
 
-def find(given: PathLike | None, source: Source | None, what: str) -> Path:
+def find(given: PathLike | None, source: Source | Embedded | None, what: str) -> Path:
     if given is not None:
         return Path(given).expanduser()
+    if isinstance(source, Embedded):
+        if not source.path.is_file():
+            raise CheckpointError(f"{what}: {source.path} comes with the package, but it is not there. Install nextscale again")
+        return source.path
     if source is None:
         raise CheckpointError(f"the authors have not released the {what}: pass weights=... with your own file")
     path = home() / source.local

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import UnknownModel
 from .guidance import ConstantGuidance, Guidance, RampGuidance
@@ -22,7 +24,8 @@ from .models import (
 )
 from .sampling import Refinement, Sampling
 from .schedules import FLEXVAR_512, HART_1024, VAR_256, VAR_512, InfinityBook, ScheduleBook, SquareBook
-from .text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder
+from .text import ClipEncoder, Encoder, QwenEncoder, T5Encoder
+from .text.words import WordTextEncoder
 from .tokenizers import (
     FlexVarTokenizer,
     FlexVarTokenizerConfig,
@@ -34,6 +37,7 @@ from .tokenizers import (
     VarTokenizerConfig,
 )
 from .tokenizers.base import Tokenizer
+from .weights import EMBEDDED
 
 ModelConfig = VarConfig | FlexVarConfig | InfinityConfig | HartConfig | StarConfig
 TokenizerConfig = VarTokenizerConfig | FlexVarTokenizerConfig | InfinityTokenizerConfig | HartTokenizerConfig
@@ -60,11 +64,22 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """A file that comes with the package."""
+
+    file: str
+
+    @property
+    def path(self) -> Path:
+        return EMBEDDED / self.file
+
+
+@dataclass(frozen=True)
 class TextSource:
     """The text encoder that a model was trained with."""
 
-    repository: str
-    encoder: type[TextEncoder]
+    origin: str | Embedded  # hub name, or a file that comes with the package
+    encoder: Callable[..., Encoder]  # opens a path or hub name on a device
     reads_empty: bool = False  # guidance steers away from what it makes of the empty text
 
 
@@ -83,8 +98,8 @@ class ModelSpec:
     model: ModelConfig
     tokenizer: TokenizerConfig
     settings: Settings
-    weights: Source | None  # None: the layout is known, but its authors have released no weights
-    tokenizer_weights: Source
+    weights: Source | Embedded | None  # None: the layout is known, but its authors have released no weights
+    tokenizer_weights: Source | Embedded
     text_encoder: TextSource | None = None
 
 
@@ -102,6 +117,19 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     }
     return classes[type(config)](config)
 
+
+NANO_TOKENIZER = InfinityTokenizerConfig(bits=16, channels=64, multipliers=(1, 1, 2, 2), blocks_per_level=1)
+NANO_MODEL = InfinityConfig(8, 320, 5, chunks=1, bits_per_token=NANO_TOKENIZER.bits, text_channels=192, longest_text=48)
+NANO = ModelSpec(
+    "nano",
+    NANO_MODEL,
+    NANO_TOKENIZER,
+    Settings(InfinityBook("0.06M", pixels_per_token=8), ConstantGuidance(strength=3.0), Sampling(top_p=0.97, temperature=1.0)),
+    Embedded("nano/model.safetensors"),
+    Embedded("nano/tokenizer.safetensors"),
+    text_encoder=TextSource(Embedded("nano/words.safetensors"), WordTextEncoder.load),
+)
+"""Our own model of Infinity's kind, small enough to come with the package; see its MODEL_CARD.md."""
 
 VAR_TOKENIZER = Source("FoundationVision/var", "vae_ch160v4096z32.pth")
 
@@ -214,6 +242,7 @@ PATCHIFY_FILE = "infinity_vae_d56_f8_14_patchify.pth"
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
+        NANO,
         _var(16, VAR_256),
         _var(20, VAR_256),
         _var(24, VAR_256),

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from .errors import SizeError
 from .stage import Schedule
 
-PIXELS_PER_TOKEN = 16  # of every published model
+PIXELS_PER_TOKEN = 16  # along one side, of every published model
 
 SizeLike = Schedule | tuple[int, int] | int | str | None
 """A schedule, (height, width) in pixels, the side of a square, or the name of a pixel budget."""
@@ -63,11 +63,6 @@ def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeEr
     return SizeError(f"no schedule draws {size[0]}x{size[1]} (height x width); nearest: {named}")
 
 
-def pixels_of(schedule: Schedule) -> tuple[int, int]:
-    height, width = schedule.grid
-    return height * PIXELS_PER_TOKEN, width * PIXELS_PER_TOKEN
-
-
 @dataclass(frozen=True)
 class SquareBook:
     """Square schedules by image side; the first is the default (VAR, FlexVAR, HART, STAR)."""
@@ -114,8 +109,13 @@ HART_1024 = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
 
 BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
 """Infinity's pixel budgets: how many stages of the aspect ratio's list they run."""
-LARGER_BUDGETS = {"1.8M": (21 / 16,), "4M": (21 / 16, 2.0)}
-"""Budgets past Infinity's training: one more stage for each factor, by which it is larger than the last trained one (64: 84 and 128)."""
+LARGER_BUDGETS = {"1.8M": 14, "4M": 15}
+"""Budgets past Infinity's training."""
+LARGER_FACTORS = (21 / 16, 2.0)
+"""Stages 14 and 15 are larger than the last trained one by these factors (64: 84 and 128)."""
+STRIDE_8_BUDGETS = {"0.02M": 7, "0.06M": 10, "0.15M": 12, "0.25M": 13}
+"""The trained numbers of stages where a token stands for 8 x 8 pixels: images of a quarter of the pixels."""
+BUDGETS_BY_STRIDE = {PIXELS_PER_TOKEN: BUDGETS | LARGER_BUDGETS, 8: STRIDE_8_BUDGETS}
 
 _TALL = {
     1.0: "1x1 2x2 4x4 6x6 8x8 12x12 16x16 20x20 24x24 32x32 40x40 48x48 64x64",
@@ -146,42 +146,56 @@ INFINITY_SIZES = _infinity_table()
 FARTHEST_ASPECT = 0.125  # relative; every ratio from 1:3 to 3:1 is nearer to a template
 
 
-def infinity_schedule(template: float, budget: str) -> Schedule:
-    """Positions refer to the one-megapixel grid of the template, whatever the budget; to the last grid where that is larger."""
+def infinity_stages(template: float, stages: int) -> Schedule:
+    """Positions refer to the grid of 13 stages of the template, however few there are; to the last grid where that is larger."""
     sizes = INFINITY_SIZES[template]
-    if budget in BUDGETS:
-        return Schedule(sizes[: BUDGETS[budget]], extent=sizes[-1])
+    if stages <= len(sizes):
+        return Schedule(sizes[:stages], extent=sizes[-1])
     height, width = sizes[-1]
-    return Schedule((*sizes, *((round(height * factor), round(width * factor)) for factor in LARGER_BUDGETS[budget])))
+    factors = LARGER_FACTORS[: stages - len(sizes)]
+    return Schedule((*sizes, *((round(height * factor), round(width * factor)) for factor in factors)))
+
+
+def infinity_schedule(template: float, budget: str) -> Schedule:
+    """Of a published model."""
+    return infinity_stages(template, BUDGETS_BY_STRIDE[PIXELS_PER_TOKEN][budget])
 
 
 @dataclass(frozen=True)
 class InfinityBook:
-    """Fifteen aspect ratios times four pixel budgets, and two larger ones that the models were not trained for."""
+    """Fifteen aspect ratios times the pixel budgets of a stride; for the published one two are larger than what was trained."""
 
     budget: str = "1M"
+    pixels_per_token: int = PIXELS_PER_TOKEN
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Name, which tells the pixels of the image, to number of stages."""
+        return BUDGETS_BY_STRIDE[self.pixels_per_token]
 
     def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule:
         if isinstance(size, Schedule):
             return without_aspect(size, aspect)
         if isinstance(size, str) or size is None:
             budget = self.budget if size is None else size
-            if budget not in (*BUDGETS, *LARGER_BUDGETS):
-                known = ", ".join((*BUDGETS, *LARGER_BUDGETS))
-                raise SizeError(f"unknown pixel budget {budget!r}; choose one of {known}, or (height, width)")
-            return infinity_schedule(self._template(1.0 if aspect is None else parse_aspect(aspect)), budget)
+            if budget not in self.budgets:
+                raise SizeError(f"unknown pixel budget {budget!r}; choose one of {', '.join(self.budgets)}, or (height, width)")
+            return infinity_stages(self._template(1.0 if aspect is None else parse_aspect(aspect)), self.budgets[budget])
         wanted = without_aspect(parse_size(size), aspect)
         for schedule in self._schedules():
-            if wanted == pixels_of(schedule):
+            if wanted == self._pixels(schedule):
                 return schedule
         raise no_such_size(wanted, self.offers())
 
     def offers(self) -> list[tuple[int, int]]:
-        return [pixels_of(schedule) for schedule in self._schedules()]
+        return [self._pixels(schedule) for schedule in self._schedules()]
 
-    @staticmethod
-    def _schedules() -> list[Schedule]:
-        return [infinity_schedule(template, budget) for template in INFINITY_SIZES for budget in (*BUDGETS, *LARGER_BUDGETS)]
+    def _pixels(self, schedule: Schedule) -> tuple[int, int]:
+        height, width = schedule.grid
+        return height * self.pixels_per_token, width * self.pixels_per_token
+
+    def _schedules(self) -> list[Schedule]:
+        return [infinity_stages(template, stages) for template in INFINITY_SIZES for stages in self.budgets.values()]
 
     @staticmethod
     def _template(ratio: float) -> float:

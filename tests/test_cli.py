@@ -25,7 +25,7 @@ from nextscale.checkpoints import published_slots
 from nextscale.cli import app
 from nextscale.cli.files import slug
 from nextscale.cli.generate import darkened
-from nextscale.cli.options import parse_guidance, parse_size
+from nextscale.cli.options import DEFAULT_MODEL, parse_guidance, parse_size, split_model
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
 from nextscale.random_weights import fill_random
@@ -305,6 +305,32 @@ def test_sizes_as_text() -> None:
     assert parse_size("256") == 256
     for budget in ("0.25M", "x", "1x", "1x2x3", "-1", ""):
         assert parse_size(budget) == budget
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "prompts"),
+    [
+        (["var-d16", "207"], "var-d16", ["207"]),
+        (["nano", "a cat"], "nano", ["a cat"]),
+        (["nano", "nano"], "nano", ["nano"]),
+        (["a cat", "var-d16"], DEFAULT_MODEL, ["a cat", "var-d16"]),
+        (["a var-d16"], DEFAULT_MODEL, ["a var-d16"]),
+        (["piano"], DEFAULT_MODEL, ["piano"]),  # near to nano
+        (["star"], DEFAULT_MODEL, ["star"]),
+        (["t-shirt", "8-ball"], DEFAULT_MODEL, ["t-shirt", "8-ball"]),
+        ([""], DEFAULT_MODEL, [""]),
+        ([], DEFAULT_MODEL, []),
+    ],
+)
+def test_the_first_argument_may_name_a_model(published_models: None, arguments: list[str], model: str, prompts: list[str]) -> None:
+    assert split_model(arguments) == (model, prompts)
+
+
+@pytest.mark.parametrize("name", ["infinty-2b", "infinity2b", "var16", "flexvar_d16", "hart-0.7", "star-2048", "nano-1"])
+def test_a_misspelt_model_is_no_prompt(published_models: None, name: str) -> None:
+    message = fail("generate", name, "a cat")
+    assert f"unknown model {name!r}; did you mean" in message
+    assert f"name the model before it: nano {name}" in message
 
 
 def test_slugs_are_short_and_safe() -> None:
@@ -646,6 +672,9 @@ def test_models_as_json(published_models: None, published_files: Path) -> None:
     assert listed["home"] == str(published_files)
     models = {model["name"]: model for model in listed["models"]}
     assert list(models) == list(PUBLISHED_MODELS)
+    nano = models["nano"]
+    assert (nano["prompts"], nano["text_encoder"], nano["weights"]["url"]) == ("text", "nano/words.safetensors", None)
+    assert Path(nano["weights"]["file"]).parts[-4:] == ("nextscale", "weights", "nano", "model.safetensors")
     var = models["var-d16"]
     assert (var["prompts"], var["sizes"], var["text_encoder"]) == ("class", ["256x256"], None)
     assert var["weights"] == {"file": "var_d16.pth", "url": "https://huggingface.co/FoundationVision/var/resolve/main/var_d16.pth"}
@@ -668,6 +697,7 @@ def test_models_fit_the_terminal(columns: str, published_models: None, published
     lines = result.stdout.splitlines()
     assert result.exit_code == 0
     assert any(line.split() == ["var-d30", "2.0B", "256x256", "var_d30.pth"] for line in lines)
+    assert any(line.startswith("nano ") and line.rstrip().endswith("in the package") for line in lines)
     assert any("infinity-20b" in line and "no released weights" in line for line in lines)
     assert any(line.rstrip().endswith("infinity_vae_d56_f8_14_patchify.pth") for line in lines)
     assert any(line.endswith("https://huggingface.co/FoundationVision/Infinity") for line in lines)
@@ -675,7 +705,7 @@ def test_models_fit_the_terminal(columns: str, published_models: None, published
     assert str(published_files) in result.stdout
 
 
-@pytest.mark.parametrize("command", ["generate", "plan", "models", "convert"])
+@pytest.mark.parametrize("command", ["demo", "generate", "plan", "models", "convert"])
 def test_help_of_every_command(command: str) -> None:
     assert command in succeed("--help").stdout
     assert command in succeed().stdout

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from nextscale.errors import SizeError
 from nextscale.models.rope import grid_positions
-from nextscale.presets import FLEXVAR_SETTINGS, MODELS, build_model
+from nextscale.presets import FLEXVAR_SETTINGS, MODELS, build_model, build_tokenizer
 from nextscale.schedules import (
     BUDGETS,
+    BUDGETS_BY_STRIDE,
     FLEXVAR_512,
     FLEXVAR_STEPS,
     HART_1024,
@@ -140,6 +141,33 @@ def test_ratios_far_from_all_templates_are_refused_with_the_nearest(aspect: floa
 def test_an_unknown_budget_names_the_known_ones() -> None:
     with pytest.raises(SizeError, match=r"'2M'.*0.06M, 0.25M, 0.60M, 1M"):
         InfinityBook().choose("2M", None)
+    with pytest.raises(SizeError, match=r"'1M'; choose one of 0.02M, 0.06M, 0.15M, 0.25M, or"):
+        InfinityBook("0.06M", pixels_per_token=8).choose("1M", None)
+
+
+@pytest.mark.parametrize(("stride", "budget"), [(stride, budget) for stride, known in BUDGETS_BY_STRIDE.items() for budget in known])
+def test_a_budget_tells_the_pixels_of_the_image_whatever_the_stride(stride: int, budget: str) -> None:
+    height, width = InfinityBook(budget, stride).choose(None, None).grid
+    named = float(budget.removesuffix("M"))
+    assert 0.8 < stride * height * stride * width / 1e6 / named < 1.25
+
+
+def test_a_smaller_stride_draws_smaller_images_with_the_same_stages() -> None:
+    fine, coarse = InfinityBook("0.25M", pixels_per_token=8), InfinityBook()
+    assert fine.choose(512, None) == fine.choose(None, None) == coarse.choose(1024, None)
+    assert fine.choose("0.06M", "16:9") == coarse.choose("0.25M", "16:9")
+    assert fine.offers() == [
+        (height // 2, width // 2)
+        for height, width in coarse.offers()
+        if (height, width) in {tuple(published(*entry)["pixel"]) for entry in ENTRIES}
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, spec in MODELS.items() if isinstance(spec.settings.schedules, InfinityBook)])
+def test_the_stride_of_the_sizes_is_the_tokenizer_s(name: str) -> None:
+    spec = MODELS[name]
+    with torch.device("meta"):
+        assert build_tokenizer(spec.tokenizer).pixels_per_token == spec.settings.schedules.pixels_per_token
 
 
 def test_an_unknown_size_names_the_nearest() -> None:

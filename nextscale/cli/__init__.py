@@ -1,6 +1,6 @@
-"""The command line: `nextscale generate`, `nextscale plan`, `nextscale models`, `nextscale convert`."""
+"""The command line: one file per command."""
 
-from . import convert, generate, models, plan  # noqa: F401 - each registers its command
+from . import convert, demo, generate, models, observe, plan, quality, train  # noqa: F401 - each registers its command
 from .program import app
 
 __all__ = ["app"]

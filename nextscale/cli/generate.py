@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..accel.choice import resolve_method
+from ..files import write_image, write_text
 from ..guidance import resolve_guidance
 from ..images import grid as side_by_side
 from ..loading import choose_device, load
@@ -29,11 +30,10 @@ from ..pipeline import Pipeline, Preview
 from ..presets import model_spec
 from ..report import Report
 from ..text import with_positive_prompt
-from .files import Picture, plan_pictures, planned_files, require_writable, write_image, write_text
+from .files import Picture, plan_pictures, planned_files, require_writable
 from .options import (
     Aspect,
     Dtype,
-    ModelName,
     Sides,
     Size,
     all_prompts,
@@ -44,6 +44,7 @@ from .options import (
     parse_prompt,
     require_fitting,
     require_text_model,
+    split_model,
 )
 from .program import app, version
 
@@ -55,13 +56,13 @@ DRAWING, MACHINE, OUTPUT = "How to draw", "Model and machine", "What to write"
 @app.command()
 def generate(
     context: typer.Context,
-    model: ModelName,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PROMPT",
+            metavar="[MODEL] PROMPT",
             show_default=False,
-            help="Texts; for class models class numbers. -1 means no class and needs -- before it: generate var-d16 --seed 1 -- 207 -1",
+            help="A name from `nextscale models`, by default nano, which comes with the package; then texts, or class numbers for class"
+            " models. -1 means no class and needs -- before it: generate var-d16 --seed 1 -- 207 -1",
         ),
     ] = None,
     prompts_file: Annotated[
@@ -157,6 +158,7 @@ def generate(
     force: Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files.")] = False,
 ) -> None:
     """Draw images from prompts."""
+    model, given = split_model(prompts or [])
     spec = model_spec(model)
     schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
     scales = None if guidance is None else parse_guidance(guidance, spec.settings.guidance)
@@ -166,7 +168,7 @@ def generate(
     spec.settings.sampling.changed(**sampling).check(schedule)
     resolve_guidance(scales, spec.settings.guidance).scales(schedule)
     require_fitting(acceleration, spec, schedule)
-    texts = all_prompts(prompts or [], prompts_file)
+    texts = all_prompts(given, prompts_file)
     if positive_prompt:
         require_text_model(spec)
         texts = [with_positive_prompt(text) for text in texts]
@@ -190,7 +192,7 @@ def generate(
     if grid:
         write_image(side_by_side([Image.open(picture.file) for picture in pictures]), grid)
     if report:
-        write_text(report_json(context.params, calls), report)
+        write_text(report_json(context.params | {"model": model, "prompts": given}, calls), report)
     show_results(calls)
 
 

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..loading import home
-from ..presets import MODELS, ModelSpec, Source, build_model
-from ..schedules import BUDGETS, INFINITY_SIZES, InfinityBook, ScheduleBook
+from ..presets import MODELS, Embedded, ModelSpec, Source, TextSource, build_model
+from ..schedules import BUDGETS, INFINITY_SIZES, STRIDE_8_BUDGETS, InfinityBook, ScheduleBook
 from .program import app
 
 
@@ -29,7 +29,8 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     console = Console(highlight=False)
     for family, specs in groupby(MODELS.values(), key=lambda spec: spec.name.partition("-")[0]):
         show_family(console, family, list(specs))
-    console.print(f"Infinity's --size also takes {', '.join(BUDGETS)}. --json lists all sizes, and the address of every file.")
+    console.print(f"Infinity's --size also takes {', '.join(BUDGETS)}, nano's {', '.join(STRIDE_8_BUDGETS)}.")
+    console.print("--json lists all sizes, and the address of every file.")
     console.print(f"Files are looked for in {escape(str(home()))} (NEXTSCALE_HOME).", soft_wrap=True)
 
 
@@ -41,12 +42,18 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
         "sizes": [f"{height}x{width}" for height, width in spec.settings.schedules.offers()],
         "weights": None if spec.weights is None else source_facts(spec.weights),
         "tokenizer": source_facts(spec.tokenizer_weights),
-        "text_encoder": None if spec.text_encoder is None else spec.text_encoder.repository,
+        "text_encoder": None if spec.text_encoder is None else encoder_name(spec.text_encoder),
     }
 
 
-def source_facts(source: Source) -> dict[str, str]:
+def source_facts(source: Source | Embedded) -> dict[str, str | None]:
+    if isinstance(source, Embedded):
+        return {"file": str(source.path), "url": None}
     return {"file": source.local, "url": source.url}
+
+
+def encoder_name(source: TextSource) -> str:
+    return source.origin.file if isinstance(source.origin, Embedded) else source.origin
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -62,18 +69,23 @@ def show_family(console: Console, family: str, specs: Sequence[ModelSpec]) -> No
     table.add_column("weights and tokenizer", overflow="fold")
     for spec in specs:
         files = [file_link(spec.weights) if spec.weights else "no released weights", file_link(spec.tokenizer_weights)]
-        table.add_row(spec.name, short_count(parameter_count(spec)), short_sizes(spec.settings.schedules), "\n".join(files))
-    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"texts, read by {encoder.repository}")
+        named = "\n".join(dict.fromkeys(files))
+        table.add_row(spec.name, short_count(parameter_count(spec)), short_sizes(spec.settings.schedules), named)
+    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"texts, read by {encoder_name(encoder)}")
     console.print(table)
-    console.print("published at", *pages(specs), end="\n\n")
+    if published := pages(specs):
+        console.print("published at", *published)
+    console.print()
 
 
 def pages(specs: Sequence[ModelSpec]) -> list[str]:
-    sources = [source for spec in specs for source in (spec.weights, spec.tokenizer_weights) if source is not None]
-    return list(dict.fromkeys(f"https://huggingface.co/{source.repository}" for source in sources))
+    sources = [source for spec in specs for source in (spec.weights, spec.tokenizer_weights)]
+    return list(dict.fromkeys(f"https://huggingface.co/{source.repository}" for source in sources if isinstance(source, Source)))
 
 
-def file_link(source: Source) -> str:
+def file_link(source: Source | Embedded) -> str:
+    if isinstance(source, Embedded):
+        return "in the package"
     return f"[link={source.url}]{source.local}[/link]"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -13,14 +14,15 @@ import torch
 import typer
 
 from ..accel.method import Method
-from ..errors import PromptError, SettingError, SizeError
+from ..errors import PromptError, SettingError, SizeError, UnknownModel
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
 from ..loading import prompt_reader
-from ..presets import ModelSpec, build_model
+from ..presets import MODELS, NANO, ModelSpec, build_model, model_spec
 from ..schedules import ScheduleBook
 from ..stage import Schedule
 
 # Options that several commands take.
+DEFAULT_MODEL = NANO.name  # for commands that can do without a name
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)]
 Size = Annotated[
     str | None, typer.Option(metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M.")
@@ -41,10 +43,27 @@ def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype.value)
 
 
+def split_model(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The model's name and the prompts; the first argument may name a model, and the default one is taken where it does not.
+
+    What looks like the name of a model and is none, such as "infinty-2b", is refused rather than drawn: a single word with a digit,
+    hyphen or underscore that resembles a known name.
+    """
+    first = arguments[0] if arguments else ""
+    if first in MODELS:
+        return first, list(arguments[1:])
+    if re.fullmatch(r"\S*[\d_-]\S*", first) and difflib.get_close_matches(first, MODELS, cutoff=0.6):
+        try:
+            model_spec(first)
+        except UnknownModel as error:
+            raise UnknownModel(f"{error}. If it is a prompt, name the model before it: {DEFAULT_MODEL} {first}") from error
+    return DEFAULT_MODEL, list(arguments)
+
+
 def all_prompts(given: Sequence[str], file: Path | None) -> list[str]:
     prompts = [*given, *(read_prompts(file) if file else ())]
     if not prompts:
-        raise PromptError("no prompt: write prompts after the model's name, or pass --prompts FILE")
+        raise PromptError("no prompt: write prompts, after the model's name if there is one, or pass --prompts FILE")
     return prompts
 
 

@@ -6,6 +6,7 @@ from .features import TextFeatures
 from .qwen import SYSTEM_PROMPT, QwenEncoder
 from .random_features import RandomEncoder
 from .t5 import T5Encoder, with_positive_prompt
+from .words import WordTextEncoder
 
 __all__ = [
     "SYSTEM_PROMPT",
@@ -16,5 +17,6 @@ __all__ = [
     "T5Encoder",
     "TextEncoder",
     "TextFeatures",
+    "WordTextEncoder",
     "with_positive_prompt",
 ]

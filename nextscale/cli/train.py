@@ -1,0 +1,147 @@
+"""`nextscale train`: words, then a tokenizer, then a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from ..errors import SettingError
+from ..loading import choose_device, load_module
+from ..metrics import Lpips
+from ..models import Infinity
+from ..text.words import WordTextEncoder
+from ..tokenizers import InfinityTokenizer
+from ..train.curves import plot_curves
+from ..train.data import Pictures, read_pictures, read_shard
+from ..train.model import ModelTraining, train_model
+from ..train.run import Budget
+from ..train.settings import changed
+from ..train.tokenizer import TokenizerTraining, train_tokenizer
+from ..train.words import make_word_encoder
+from ..weights.export import write_bundle
+from .program import app
+
+train = typer.Typer(no_args_is_help=True)
+app.add_typer(train, name="train", help="Train a model of Infinity's kind: its words, its tokenizer, the model itself.")
+
+Data = Annotated[list[Path], typer.Option("--data", metavar="SHARD", help="Tar files with captions.jsonl and pictures; give it again.")]
+HeldOut = Annotated[list[Path], typer.Option("--held-out", metavar="SHARD", help="Shards that are only measured on.")]
+Folder = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="State, curve and results; an interrupted run goes on from here.")]
+Minutes = Annotated[float | None, typer.Option(help="How long to train, time before an interruption included.")]
+Steps = Annotated[int | None, typer.Option(help="How many steps to train, in place of minutes.")]
+Sides = Annotated[str, typer.Option(metavar="LIST", help="Sides of the pictures in pixels.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as learning_rate=1e-3 or model.depth=12; see the docs."),
+]
+Compile = Annotated[bool, typer.Option("--compile", help="torch.compile the blocks: a minute at first, then faster on a GPU.")]
+Device = Annotated[str | None, typer.Option(metavar="DEVICE", show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")]
+
+
+@train.command()
+def words(
+    data: Data,
+    sentence_model: Annotated[Path, typer.Option(metavar="FOLDER", help="A sentence model whose word meanings are taken over.")],
+    out: Annotated[Path, typer.Option(metavar="FILE")] = Path("words.safetensors"),
+    size: Annotated[int, typer.Option(min=100, help="Entries of the vocabulary.")] = 5000,
+) -> None:
+    """Make the word encoder that a model is trained with: a vocabulary and frozen word vectors."""
+    records = [record for shard in data for record in read_shard(shard)[0]]
+    encoder = make_word_encoder(records, sentence_model, size)
+    encoder.save(out)
+    typer.echo(f"{len(encoder.vocabulary)} words and parts of words: {out}")
+
+
+@train.command()
+def tokenizer(
+    data: Data,
+    held_out: HeldOut,
+    out: Folder,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    sides: Sides = "256,512",
+    metrics: Annotated[Path | None, typer.Option(metavar="PATH", help="LPIPS weights: a file, or a folder that holds it.")] = None,
+    change: Changes = None,
+    compiled: Compile = False,
+    device: Device = None,
+) -> None:
+    """Train a multi-scale binary tokenizer."""
+    where, budget = choose_device(device), chosen_budget(minutes, steps)
+    settings = changed(TokenizerTraining(compile=compiled), change or [])
+    lpips = Lpips.load(metrics, device=where) if settings.lpips else None
+    train_tokenizer(settings, by_side(data, sides, where), by_side(held_out, sides, where), out, budget, where, lpips)
+
+
+@train.command()
+def model(
+    data: Data,
+    held_out: HeldOut,
+    tokenizer: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train tokenizer` left.")],
+    words: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train words` left.")],
+    out: Folder,
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Weights of a model to begin with, in place of random ones.")
+    ] = None,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    sides: Sides = "256,512",
+    change: Changes = None,
+    tokenizer_change: Annotated[
+        list[str] | None, typer.Option("--set-tokenizer", metavar="NAME=VALUE", help="The tokenizer's settings, as it was trained.")
+    ] = None,
+    compiled: Compile = False,
+    device: Device = None,
+) -> None:
+    """Train a text-to-image transformer on a tokenizer's bits, together with its word encoder."""
+    where, budget = choose_device(device), chosen_budget(minutes, steps)
+    settings = changed(ModelTraining(compile=compiled), change or [])
+    with torch.device("meta"):
+        coder = InfinityTokenizer(changed(TokenizerTraining(), tokenizer_change or []).tokenizer)
+    load_module(coder, tokenizer, where, torch.float32)
+    reader = WordTextEncoder.load(words, device=where)
+    host = torch.device("cpu")
+    train_model(settings, reader, coder, by_side(data, sides, host), by_side(held_out, sides, host), out, budget, where, start)
+
+
+@train.command()
+def bundle(
+    model: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train model` left.")],
+    tokenizer: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train tokenizer` left.")],
+    words: Annotated[Path, typer.Option(metavar="FILE", help="The words that the model was trained with, from its own folder.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER")],
+) -> None:
+    """Write a trained model of nano's layout as the three files that the package carries."""
+    host = torch.device("cpu")
+    with torch.device("meta"):
+        network, coder = Infinity(ModelTraining().model), InfinityTokenizer(TokenizerTraining().tokenizer)
+    load_module(network, model, host, torch.float32)
+    load_module(coder, tokenizer, host, torch.float32)
+    size = write_bundle(network, coder, WordTextEncoder.load(words), out)
+    typer.echo(f"{size / 1e6:.2f} MB: {out}")
+
+
+@train.command()
+def curve(
+    folder: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of runs.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE")] = Path("curve.svg"),
+) -> None:
+    """Draw the loss curves of runs."""
+    plot_curves(folder, out)
+    typer.echo(str(out))
+
+
+def chosen_budget(minutes: float | None, steps: int | None) -> Budget:
+    if (minutes is None) == (steps is None):
+        raise SettingError("say how long to train: --minutes or --steps, one of them")
+    return Budget(steps, None if minutes is None else 60 * minutes)
+
+
+def by_side(shards: list[Path], sides: str, device: torch.device) -> dict[int, Pictures]:
+    try:
+        numbers = sorted({int(side) for side in sides.split(",")})
+    except ValueError as error:
+        raise SettingError(f"--sides {sides!r}: expected whole numbers such as 256,512") from error
+    return {side: read_pictures(shards, side).to(device) for side in numbers}

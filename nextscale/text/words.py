@@ -1,0 +1,279 @@
+"""A small text encoder of our own: frozen word vectors under a few trained layers. It ships with `nano` and needs no further package."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import ascii_lowercase, digits
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checkpoints import Checkpoint, Layout, check, open_checkpoint, published_slots, write_whole
+from ..errors import CheckpointError, PromptError, SettingError
+from .encoder import check_prompts
+from .features import TextFeatures
+
+FILE_NAME = "words.safetensors"
+PART_MARK = "##"
+SINGLE_PARTS = tuple(PART_MARK + letter for letter in ascii_lowercase + digits)
+SHORTEST_WORD_AS_PART = 4  # "snowmobile" reads as snow + mobile, but no word is cut at a chance "the" or "ran"
+
+# Letters that Unicode does not take apart into a plain one and its accent.
+_PLAIN_LETTERS = str.maketrans({"ø": "o", "ł": "l", "đ": "d", "ð": "d", "þ": "th", "æ": "ae", "œ": "oe", "ı": "i"})
+# Ending -> what may stand in its place in the stem, tried in this order.
+_ENDINGS = (("ies", ("y",)), ("es", ("e", "")), ("s", ("",)), ("ing", ("e", "")), ("ed", ("e", "")))
+_SHORTEST_STEM = 3
+
+
+def plain_words(text: str) -> list[str]:
+    """Runs of a-z and 0-9 in lower case, accents taken off; everything else separates words or is dropped."""
+    plain = unicodedata.normalize("NFKD", text.casefold().translate(_PLAIN_LETTERS))
+    return re.findall("[a-z0-9]+", "".join(sign for sign in plain if not unicodedata.combining(sign)))
+
+
+def stems(word: str) -> list[str]:
+    """Words that this one may be a plural or another form of: "puppies" of "puppy", "running" of "runn" and "run"."""
+    found = []
+    for ending, replacements in _ENDINGS:
+        body = word.removesuffix(ending)
+        if body == word or len(body) < _SHORTEST_STEM:
+            continue
+        found += [body + replacement for replacement in replacements]
+        if ending != "s" and len(body) > _SHORTEST_STEM and body[-1] == body[-2]:
+            found.append(body[:-1])
+    return found
+
+
+class Vocabulary:
+    """What a text is read as: whole words, and parts (marked "##") that spell the words which are not among them.
+
+    An entry's place is its id. Every single letter and digit has to be there as a part, so that any word can be spelt.
+
+    >>> Vocabulary(["red", "snow", *SINGLE_PARTS]).split("Red snow!")
+    [0, 1]
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self.entries = tuple(entries)
+        if bad := [entry for entry in self.entries if not re.fullmatch(f"({PART_MARK})?[a-z0-9]+", entry)]:
+            raise SettingError(f"vocabulary entry {bad[0]!r}: expected lower case letters a-z and digits, after {PART_MARK!r} for a part")
+        ids = {entry: position for position, entry in enumerate(self.entries)}
+        if len(ids) < len(self.entries):
+            raise SettingError(f"the vocabulary has {len(self.entries) - len(ids)} entries twice; expected each once")
+        if absent := [part for part in SINGLE_PARTS if part not in ids]:
+            raise SettingError(f"the vocabulary lacks the parts {' '.join(absent)}; expected every letter and digit, to spell with")
+        self._words = {entry: position for entry, position in ids.items() if not entry.startswith(PART_MARK)}
+        self._parts = {entry: position for entry, position in self._words.items() if len(entry) >= SHORTEST_WORD_AS_PART}
+        self._parts |= {entry.removeprefix(PART_MARK): place for entry, place in ids.items() if entry.startswith(PART_MARK)}
+        self._longest_part = max(map(len, self._parts))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From plain text with one entry per line."""
+        return cls(text.splitlines())
+
+    def text(self) -> str:
+        """One entry per line."""
+        return "\n".join(self.entries) + "\n"
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, word: str) -> bool:
+        return word in self._words
+
+    def split(self, text: str) -> list[int]:
+        """Ids of a text: of its words, else of their stems, else of the parts that spell them."""
+        ids = [position for word in plain_words(text) for position in self._word(word)]
+        if not ids:
+            raise PromptError(f"prompt {text[:80]!r} has none of the letters a-z and no digit; describe the picture in English words")
+        return ids
+
+    def _word(self, word: str) -> list[int]:
+        known = next((form for form in (word, *stems(word)) if form in self._words), None)
+        return self._spelt(word) if known is None else [self._words[known]]
+
+    def _spelt(self, word: str) -> list[int]:
+        """The longest part that fits, from left to right."""
+        ids, start = [], 0
+        while start < len(word):
+            lengths = range(min(self._longest_part, len(word) - start), 0, -1)
+            length = next(length for length in lengths if word[start : start + length] in self._parts)
+            ids.append(self._parts[word[start : start + length]])
+            start += length
+        return ids
+
+
+@dataclass(frozen=True)
+class WordEncoderConfig:
+    words: int  # entries of the vocabulary
+    vector_channels: int = 128
+    width: int = 192  # channels of the features
+    layers: int = 2
+    heads: int = 3
+    longest: int = 48  # tokens of a text, the begin token included
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or value < 1:
+                raise SettingError(f"{name} of a word encoder is {value!r}; expected a whole number of at least 1")
+        if self.width % self.heads:
+            raise SettingError(f"a word encoder of width {self.width} has {self.heads} heads; expected a divisor of the width")
+
+
+class Layer(nn.Module):
+    def __init__(self, config: WordEncoderConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """x [B, T, C]; mask [B, 1, 1, T] is True on the tokens that are read."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [B, H, T, D] each
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return x + self.feed_forward(x)
+
+
+class WordEncoder(nn.Module):
+    """Ids to features. The vectors are a buffer and stay as they are; all else is trained together with the image model."""
+
+    vectors: Tensor
+
+    def __init__(self, config: WordEncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("vectors", torch.zeros(config.words, config.vector_channels))
+        self.embed = nn.Linear(config.vector_channels, config.width)
+        self.begin = nn.Parameter(0.5 * torch.randn(config.width))  # about the size of an embedded word
+        self.positions = nn.Parameter(0.02 * torch.randn(config.longest, config.width))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Ids [B, T] of words to features [B, 1 + T, width], the begin token first. mask [B, T] is False on padding, whatever its ids."""
+        words = self.embed(self.vectors[ids])
+        x = torch.cat([self.begin.to(words.dtype).expand(len(ids), 1, -1), words], dim=1)
+        x = x + self.positions[: x.shape[1]]
+        mask = F.pad(mask, (1, 0), value=True)[:, None, None]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class WordTextEncoder:
+    """Prompts to features by a vocabulary and a `WordEncoder`; one row per word after a begin token.
+
+    Prompts longer than the model's `longest` tokens are refused, not cut. To train, pass the ids of `tokenise` to `encode`.
+
+    >>> encoder = WordTextEncoder.load("words.safetensors", device="cuda")
+    >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
+    """
+
+    def __init__(self, vocabulary: Vocabulary, model: WordEncoder) -> None:
+        if len(vocabulary) != model.config.words:
+            raise SettingError(f"a vocabulary of {len(vocabulary)} entries and a word encoder for {model.config.words}; expected one count")
+        self.vocabulary = vocabulary
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.vectors.device
+
+    @property
+    def channels(self) -> int:
+        """Width of the features."""
+        return self.model.config.width
+
+    def to(self, device: torch.device | str) -> Self:
+        self.model.to(device)
+        return self
+
+    def __call__(self, prompts: Sequence[str]) -> TextFeatures:
+        """Features of each prompt, float32, on the encoder's device, without gradients."""
+        check_prompts(prompts)
+        ids, lengths = self.tokenise(prompts)
+        with torch.no_grad():
+            return self.encode(ids, lengths)
+
+    def empty(self) -> TextFeatures | None:
+        return None
+
+    def tokenise(self, prompts: Sequence[str]) -> tuple[Tensor, tuple[int, ...]]:
+        """Ids [B, T] on the CPU, padded with zeros on the right, and the number of words of each prompt."""
+        rows = [torch.tensor(self._checked_ids(prompt)) for prompt in prompts]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True), tuple(map(len, rows))
+
+    def encode(self, ids: Tensor, lengths: Sequence[int]) -> TextFeatures:
+        """Float32 features of what `tokenise` returned, one row more than words; gradients reach the layers."""
+        mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]  # [B, T]
+        features = self.model(ids.to(self.device), mask.to(self.device)).float()
+        return TextFeatures(tuple(row[: 1 + length] for row, length in zip(features, lengths, strict=True)))
+
+    def _checked_ids(self, prompt: str) -> list[int]:
+        ids, longest = self.vocabulary.split(prompt), self.model.config.longest
+        if len(ids) + 1 > longest:
+            raise PromptError(
+                f"prompt has {len(ids) + 1} tokens; expected at most {longest} (one for each word or part of one, one for the beginning). "
+                f"Shorten the prompt that begins with {' '.join(prompt.split()[:8])[:80]!r}"
+            )
+        return ids
+
+    @classmethod
+    def load(cls, source: str | Path, *, device: torch.device | str = "cpu") -> Self:
+        """From the file that `save` wrote, or from a folder with it under its usual name. Float32, whatever the file has."""
+        path = Path(source).expanduser()
+        checkpoint = open_checkpoint(path / FILE_NAME if path.is_dir() else path, _LAYOUT)
+        try:
+            vocabulary = Vocabulary.parse(_stored_text(checkpoint, "vocabulary"))
+            config = WordEncoderConfig(**json.loads(_stored_text(checkpoint, "config")))
+        except (SettingError, ValueError, TypeError) as error:
+            raise _not_an_encoder(checkpoint, str(error)) from error
+        with torch.device("meta"):
+            model = WordEncoder(config)
+        if problems := check(published_slots(model, _LAYOUT), checkpoint.shapes, _LAYOUT).lines():
+            raise _not_an_encoder(checkpoint, "; ".join(problems))
+        if len(vocabulary) != config.words:
+            raise _not_an_encoder(checkpoint, f"its vocabulary has {len(vocabulary)} entries, its vectors {config.words}")
+        weights = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in checkpoint.tensors(model.state_dict())}
+        if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+            raise _not_an_encoder(checkpoint, f"NaN or infinity in {', '.join(broken)}")
+        model.load_state_dict(weights, assign=True)
+        return cls(vocabulary, model.eval())
+
+    def save(self, target: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """One safetensors file with the weights as `dtype`, the vocabulary and the configuration; whole or not at all."""
+        target = Path(target)
+        if target.is_dir() or not target.parent.is_dir():
+            raise CheckpointError(f"{target} cannot be written. Expected a file name in an existing folder, for example {FILE_NAME}")
+        weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in self.model.state_dict().items()}
+        texts = {"vocabulary": self.vocabulary.text(), "config": json.dumps(asdict(self.model.config))}
+        stored = {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+        write_whole(weights | stored, target)
+
+
+# The vocabulary and the configuration travel as tensors of bytes, so that no program which copies tensors loses them.
+_LAYOUT = Layout(ignored=("vocabulary", "config"))
+
+
+def _stored_text(checkpoint: Checkpoint, key: str) -> str:
+    if key not in checkpoint.entries:
+        raise ValueError(f"it has no {key!r}")
+    (_, tensor), *_ = checkpoint.tensors([key])
+    if tensor.dtype != torch.uint8 or tensor.ndim != 1:
+        raise ValueError(f"its {key!r} is {tensor.dtype} {list(tensor.shape)}, not a row of bytes")
+    return tensor.numpy().tobytes().decode("utf-8")
+
+
+def _not_an_encoder(checkpoint: Checkpoint, problem: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.path} is not a whole word encoder: {problem}. Pass a file that WordTextEncoder.save wrote")

@@ -1,0 +1,358 @@
+"""Training of the bitwise next-scale transformer and its word encoder. Start at `train_model`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from ..checkpoints import write_weights
+from ..errors import SettingError
+from ..files import write_image, write_text
+from ..images import to_pil
+from ..loading import load_module
+from ..models import Infinity, InfinityConfig
+from ..models.base import Conditioning
+from ..models.text_context import Padding
+from ..pipeline import Pipeline
+from ..presets import NANO, NANO_MODEL
+from ..prompts import TextReader
+from ..schedules import InfinityBook
+from ..stage import Schedule
+from ..text.words import WordEncoder, WordTextEncoder
+from ..tokenizers import InfinityTokenizer
+from .captions import caption_variants
+from .data import Pictures
+from .forcing import ForcedPass, forced_block, forced_pyramid
+from .optim import Optimizers
+from .precision import MasterWeights
+from .run import Budget, Ema, Run, learning_rate
+from .tokenizer import square_schedule
+
+WEIGHTS, WORDS, METRICS = "model.safetensors", "words.safetensors", "metrics.json"
+ENCODED_TOGETHER = 64
+FIRST_TEMPERATURE = 4.0
+SPREAD = 0.02  # of random weights
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step learns from: so many pictures of this side, as far as this stage."""
+
+    side: int
+    stages: int
+    pictures: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A share of the run in which the steps take turns among some kinds of batches."""
+
+    share: float
+    batches: tuple[Batch, ...]
+
+    @classmethod
+    def of(cls, given: Phase | Sequence[Any]) -> Phase:
+        """Also from plain numbers: [share, [[side, stages, pictures], ...]]."""
+        if isinstance(given, Phase):
+            return given
+        try:
+            share, batches = given
+            return cls(float(share), tuple(Batch(*map(int, batch)) for batch in batches))
+        except (TypeError, ValueError) as error:
+            raise SettingError(f"phase {given!r}: expected [share, [[side, stages, pictures], ...]]") from error
+
+
+@dataclass(frozen=True)
+class ModelTraining:
+    """What is trained and how. The knobs that matter: phases, learning_rate and the length of the run.
+
+    Phases go from coarse to fine, as Infinity itself was trained: the first stages decide what is drawn and cost a fifth of the rest.
+    flips: the largest share of bits drawn wrong (bitwise self-correction). no_prompt: share of pictures without their prompt, which
+    guidance needs. variants: encodings of every picture, each shifted, zoomed and mirrored at random, and as many captions.
+    """
+
+    model: InfinityConfig = NANO_MODEL
+    phases: tuple[Phase, ...] = (
+        Phase(0.2, (Batch(256, 7, 512),)),
+        Phase(0.5, (Batch(256, 10, 128),)),
+        Phase(0.3, (Batch(512, 13, 32), Batch(256, 10, 128))),
+    )
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    longest_gradient: float = 1.0
+    flips: float = 0.25
+    no_prompt: float = 0.1
+    variants: Mapping[int, int] = field(default_factory=lambda: {256: 6, 512: 2})
+    average: float = 0.998
+    compile: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", tuple(Phase.of(phase) for phase in self.phases))
+        object.__setattr__(self, "variants", {int(side): count for side, count in self.variants.items()})
+        if not self.phases or not math.isclose(sum(phase.share for phase in self.phases), 1.0, abs_tol=1e-6):
+            raise SettingError(f"phases are shares of a run that add up to 1; got {[phase.share for phase in self.phases]}")
+        if missing := {batch.side for phase in self.phases for batch in phase.batches} - set(self.variants):
+            raise SettingError(f"variants says how often pictures are encoded for each side; it lacks {sorted(missing)}")
+        for name in ("flips", "no_prompt", "average"):
+            if not 0 <= getattr(self, name) < 1:
+                raise SettingError(f"{name} is a share, from 0 to below 1; got {getattr(self, name)!r}")
+        for name in ("learning_rate", "longest_gradient"):
+            if not getattr(self, name) > 0:
+                raise SettingError(f"{name} is a number above 0; got {getattr(self, name)!r}")
+
+    def batch_at(self, progress: float, step: int) -> Batch:
+        ends = accumulate(phase.share for phase in self.phases)
+        phase = next((phase for phase, end in zip(self.phases, ends, strict=True) if progress < end), self.phases[-1])
+        return phase.batches[step % len(phase.batches)]
+
+    def for_state(self) -> dict[str, Any]:
+        """What a run that is taken up again has to share; where it runs and how fast may differ."""
+        return {name: value for name, value in asdict(self).items() if name != "compile"}
+
+
+def initialise(model: Infinity) -> None:
+    """Small random weights; every branch begins as a small correction to its input."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
+            nn.init.zeros_(module.bias)
+    depth = len(model.blocks)
+    for block in model.modulated:
+        assert block.attention.log_temperature is not None
+        nn.init.constant_(block.attention.log_temperature, math.log(FIRST_TEMPERATURE))
+        nn.init.zeros_(block.modulation_table)
+        block.modulation_table.data[:2] = 1 / math.sqrt(2 * depth)  # the two gains; scales and shifts begin at none
+        block.text_attention.proj.weight.data.mul_(1 / math.sqrt(2 * depth))
+    for parameter in (model.no_text, model.pos_start, model.level_embed.weight, model.text_pool.query):
+        nn.init.normal_(parameter, std=1.0 if parameter is model.no_text else SPREAD)
+    for linear in (model.shared_modulation, model.head_ada):
+        nn.init.normal_(linear.weight, std=SPREAD / 4)
+    nn.init.normal_(model.head.weight, std=SPREAD)
+
+
+class Features:
+    """Encoder features of all pictures of one side, several times over, each time shifted, zoomed and mirrored at random."""
+
+    def __init__(self, tokenizer: InfinityTokenizer, pictures: Pictures, variants: int, seed: int) -> None:
+        generator = torch.Generator(pictures.pixels.device).manual_seed(seed)
+        self.schedule = square_schedule(pictures.side, tokenizer.pixels_per_token)
+        self.all = torch.stack([_encoded(tokenizer, pictures, generator if variant else None) for variant in range(variants)])
+
+    def of(self, indices: Tensor, variants: Tensor) -> Tensor:
+        """[B, bits, h, w]."""
+        return self.all[variants, indices].float()
+
+
+@torch.inference_mode()
+def _encoded(tokenizer: InfinityTokenizer, pictures: Pictures, generator: torch.Generator | None) -> Tensor:
+    """[N, bits, h, w], float16: half the memory, and no sign is lost."""
+    everything = torch.arange(len(pictures), device=pictures.pixels.device)
+    return torch.cat([tokenizer.features(pictures.batch(part, generator)).half() for part in everything.split(ENCODED_TOGETHER)])
+
+
+class Captions:
+    """Ids of several captions of every picture."""
+
+    def __init__(self, encoder: WordTextEncoder, pictures: Pictures, variants: int, seed: int) -> None:
+        texts = [text for several in caption_variants(pictures.records, variants, seed) for text in several]
+        ids, lengths = encoder.tokenise(texts)
+        self.variants, self.longest = variants, ids.shape[1]
+        self.ids = ids.view(len(pictures), variants, -1)
+        self.lengths = torch.tensor(lengths).view(len(pictures), variants)
+
+    def of(self, indices: Tensor, variants: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids [B, T] and lengths [B], on the CPU."""
+        return self.ids[indices, variants], self.lengths[indices, variants]
+
+
+class ModelTrainer:
+    """The transformer and the word encoder with everything that changes while they are trained."""
+
+    def __init__(
+        self,
+        settings: ModelTraining,
+        words: WordTextEncoder,
+        tokenizer: InfinityTokenizer,
+        device: torch.device,
+        start: Path | None = None,
+    ) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings, self.device = settings, device
+        self.tokenizer = tokenizer.to(device).eval().requires_grad_(False)
+        self.words = words.to(device)
+        model = Infinity(settings.model)
+        if start is None:
+            initialise(model)
+        else:
+            load_module(model, start, device, torch.float32)
+            model.requires_grad_(True)
+        self.weights = MasterWeights(model.to(device), torch.bfloat16 if device.type == "cuda" else torch.float32, Infinity.float32)
+        self.model, self.working = self.weights.module, self.weights.working
+        self.average, self.average_words = Ema(self.model, settings.average), Ema(self.words.model, settings.average)
+        matrices = [
+            parameter
+            for parts in (self.model.blocks, self.words.model.layers)
+            for name, parameter in parts.named_parameters()
+            if parameter.ndim == 2 and "modulation_table" not in name
+        ]
+        chosen = {id(parameter) for parameter in matrices}
+        others = [parameter for parameter in (*self.model.parameters(), *self.words.model.parameters()) if id(parameter) not in chosen]
+        self.optimizers = Optimizers(matrices, others, settings.weight_decay)
+        self.modules: dict[str, nn.Module] = {
+            "model": self.model,
+            "words": self.words.model,
+            "average": self.average.module,
+            "average_words": self.average_words.module,
+        }
+        self._passes: dict[tuple[int, int], ForcedPass] = {}
+        self._run_block = torch.compile(forced_block, dynamic=False) if settings.compile else forced_block
+        self._generator = torch.Generator(device)
+        self._host_generator = torch.Generator()
+
+    def forced_pass(self, schedule: Schedule, stages: int) -> ForcedPass:
+        key = (schedule.tokens, stages)
+        if key not in self._passes:
+            self._passes[key] = ForcedPass(self.working, schedule, stages, self._run_block)
+        return self._passes[key]
+
+    def condition(
+        self, ids: Tensor, lengths: Tensor, model: Infinity, words: WordEncoder, width: int, dropped: Tensor | None
+    ) -> Conditioning:
+        """Of captions ids [B, T] with so many words; where `dropped` [B] is True the learned "no text" stands instead."""
+        places = torch.arange(ids.shape[1] + 1)
+        real = (places <= lengths[:, None]).flatten().nonzero().squeeze(1).to(self.device)  # the begin token comes before the words
+        features = words(ids.to(self.device), (places[:-1] < lengths[:, None]).to(self.device))
+        rows = features.flatten(0, 1).index_select(0, real)
+        if dropped is not None:
+            nothing = model.no_text.float()[real % len(places)]
+            rows = torch.where(dropped[real // len(places), None], nothing, rows)
+        return model.conditioned(rows, Padding(tuple((1 + lengths).tolist()), self.device, width))
+
+    def step(self, progress: float, step: int, features: Mapping[int, Features], captions: Captions) -> dict[str, Tensor | float]:
+        settings, batch = self.settings, self.settings.batch_at(progress, step)
+        bank = features[batch.side]
+        self._generator.manual_seed(settings.seed + 1_000_003 * step)
+        host = self._host_generator.manual_seed(settings.seed + step)
+        variants, pictures = bank.all.shape[:2]
+        indices = torch.randint(pictures, (batch.pictures,), generator=host)
+        encodings = torch.randint(variants, (batch.pictures,), generator=host)
+        wordings = torch.randint(captions.variants, (batch.pictures,), generator=host)
+        dropped = (torch.rand(batch.pictures, generator=host) < settings.no_prompt).to(self.device)
+        drawn = bank.of(indices.to(self.device), encodings.to(self.device))
+        pyramid = forced_pyramid(self.tokenizer, drawn, bank.schedule, batch.stages, settings.flips, self._generator)
+        condition = self.condition(*captions.of(indices, wordings), self.working, self.words.model, captions.longest + 1, dropped)
+        forced = self.forced_pass(bank.schedule, batch.stages)
+        losses = forced.bit_losses(pyramid, condition)
+        loss = (losses * stage_weights(bank.schedule, batch.stages).to(self.device)).sum()
+        loss.backward()
+        self.weights.take_gradients()
+        rate = learning_rate(progress, step, settings.learning_rate)
+        norm = self.optimizers.step(rate, settings.longest_gradient)
+        self.weights.publish()
+        self.average.update(step)
+        self.average_words.update(step)
+        name = f"{batch.side}px_{batch.stages}"
+        return {f"loss_{name}": loss.detach(), f"last_stage_{name}": losses[-1].detach(), "gradient": norm, "rate": rate}
+
+    @torch.inference_mode()
+    def evaluate(self, features: Mapping[int, Features], captions: Captions) -> dict[str, list[float]]:
+        """Held-out loss per bit of every stage, without flips, by the averaged weights: side -> stages."""
+        results = {}
+        for side, bank in features.items():
+            stages = len(bank.schedule)
+            forced = ForcedPass(self.average.module, bank.schedule, stages)
+            losses, count = torch.zeros(stages, device=self.device), 0
+            for indices in torch.arange(bank.all.shape[1]).split(16):
+                first = torch.zeros_like(indices)
+                pyramid = forced_pyramid(
+                    self.tokenizer, bank.of(indices.to(self.device), first.to(self.device)), bank.schedule, stages, 0.0, self._generator
+                )
+                condition = self.condition(
+                    *captions.of(indices, first), self.average.module, self.average_words.module, captions.longest + 1, None
+                )
+                losses += len(indices) * forced.bit_losses(pyramid, condition)
+                count += len(indices)
+            results[str(side)] = [round(loss, 4) for loss in (losses / count).tolist()]
+        return results
+
+    def pipeline(self) -> Pipeline:
+        """Draws with the averaged weights."""
+        words = WordTextEncoder(self.words.vocabulary, self.average_words.module)
+        settings = replace(NANO.settings, schedules=InfinityBook("0.06M", self.tokenizer.pixels_per_token))
+        return Pipeline(self.average.module, self.tokenizer, TextReader(lambda: words), settings, "in training")
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.float16) -> None:
+        """The averaged weights, in the form that `nextscale.load` reads."""
+        write_weights(self.average.module, folder / WEIGHTS, self.model.layout, dtype)
+        WordTextEncoder(self.words.vocabulary, self.average_words.module).save(folder / WORDS, dtype)
+
+
+def stage_weights(schedule: Schedule, stages: int) -> Tensor:
+    """Weight of each stage's mean loss, [stages]: its side, so that neither the few coarse tokens nor the many fine ones rule alone."""
+    sides = torch.tensor([math.sqrt(stage.cells) for stage in schedule.stages[:stages]])
+    return sides / sides.sum()
+
+
+def sheet_name(side: int) -> str:
+    return f"samples-{side}.png"
+
+
+def samples(pipeline: Pipeline, prompts: list[str], side: int, columns: int, seed: int = 0) -> Image.Image:
+    images = to_pil(pipeline(prompts, seed=seed, size=square_schedule(side, pipeline.tokenizer.pixels_per_token)).pixels)
+    sheet = Image.new("RGB", (columns * side, math.ceil(len(images) / columns) * side), "white")
+    for position, image in enumerate(images):
+        sheet.paste(image, (position % columns * side, position // columns * side))
+    return sheet
+
+
+def train_model(
+    settings: ModelTraining,
+    words: WordTextEncoder,
+    tokenizer: InfinityTokenizer,
+    train: Mapping[int, Pictures],
+    held_out: Mapping[int, Pictures],
+    folder: Path,
+    budget: Budget,
+    device: torch.device,
+    start: Path | None = None,
+) -> None:
+    """Leaves the averaged weights, held-out losses and a sheet of samples in `folder`; a run that was interrupted is taken up again.
+
+    train, held_out: the pictures by side, the same ones in the same order at every side. start: weights to begin a new run with.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    trainer = ModelTrainer(settings, words, tokenizer, device, start)
+    run = Run(folder, budget, trainer.modules, trainer.optimizers.all, settings.for_state())
+    trainer.weights.publish()  # what a state brought back
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        features = {side: Features(tokenizer, train[side].to(device), settings.variants[side], settings.seed) for side in train}
+        held_features = {side: Features(tokenizer, held_out[side].to(device), 1, settings.seed) for side in held_out}
+    smallest = min(train)
+    captions = Captions(words, train[smallest], max(settings.variants.values()), settings.seed)
+    held_captions = Captions(words, held_out[smallest], 1, settings.seed)
+    prompts = [record.caption for record in held_out[smallest].records]
+    prompts = prompts[:: max(1, len(prompts) // 24)][:24]
+    next_look = 0.25
+    for progress in run.steps():
+        run.log(trainer.step(progress, run.step, features, captions))
+        if progress >= next_look:
+            next_look += 0.25
+            write_image(samples(trainer.pipeline(), prompts, smallest, columns=6), folder / sheet_name(smallest))
+    trainer.save(folder)
+    losses = trainer.evaluate(held_features, held_captions)
+    run.note({"step": run.step, "held_out": json.dumps(losses)})
+    metrics = {"steps": run.step, "seconds": round(run.seconds, 1), "held_out_loss": losses}
+    write_text(json.dumps(metrics, indent=2) + "\n", folder / METRICS)
+    for side in held_out:
+        write_image(samples(trainer.pipeline(), prompts, side, columns=6), folder / sheet_name(side))
