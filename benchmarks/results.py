@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from nextscale.evals.machine import where
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 
@@ -24,27 +22,9 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"median_ms": median, "p20_ms": p20, "p80_ms": p80}
 
 
-def where() -> dict[str, str]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "hardware": gpu or f"CPU {platform.machine()}",
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
-
-
-def commit() -> str:
-    """The measured commit; for a copy of the tree without history NEXTSCALE_COMMIT says it."""
-    if "NEXTSCALE_COMMIT" in os.environ:
-        return os.environ["NEXTSCALE_COMMIT"]
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
-
-
 def measure(benchmark: str, config: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Runs one measurement; what fails becomes a row too."""
-    row: dict[str, Any] = {"benchmark": benchmark, **config, **where()}
+    row: dict[str, Any] = {"benchmark": benchmark, **config, **where(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
     try:
         row |= run()
     except Exception as error:

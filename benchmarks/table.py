@@ -15,6 +15,7 @@ import torch
 
 from nextscale.accel import resolve_method
 from nextscale.accel.cost import RequestCost, Workload, request_cost
+from nextscale.evals.frontier import frontier_svg
 from nextscale.presets import build_model, model_spec
 
 from .results import RESULTS
@@ -23,6 +24,7 @@ PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
 METHODS_PAGE = PROJECT / "docs" / "methods.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
+FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the largest size that was judged
 
 # The authors' program on the same kind of GPU, same sizes, random weights: generation in ms, peak memory in GB, decoding in ms.
 AUTHORS = {"2b-1024": (790, 13.0, 99), "2b-1024-batch4": (1684, 38.0, None), "8b-1024": (1367, 34.3, None)}
@@ -99,6 +101,68 @@ def methods_table(rows: list[Row]) -> str:
         " small stages, so most of what the methods save in work is not saved in time yet: that is what captured graphs are for."
     )
     return "\n".join(lines)
+
+
+def judged_runs(rows: list[Row]) -> list[list[Row]]:
+    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method. Only rows of the
+    most prompts count, so that they can be compared; a list of methods tried on fewer does not change the table."""
+    judged = [row for row in rows if row["benchmark"] == "quality" and not row["hardware"].startswith("CPU")]
+    cases = sorted({(row["model"], *row["size"]) for row in judged})
+    runs = []
+    for case in cases:
+        own = [row for row in judged if (row["model"], *row["size"]) == case]
+        most = max(row["images"] for row in own)
+        runs.append(list({row["method"]: row for row in own if row["images"] == most}.values()))
+    return runs
+
+
+def quality_table(rows: list[Row]) -> str:
+    """Empty where nothing was judged."""
+    runs = judged_runs(rows)
+    if not runs:
+        return ""
+    lines = [
+        "| image | method | times faster than dense | multiply-adds | LPIPS to dense | PSNR | style right | label right, of 5 |"
+        " change of the last | Fréchet distance to real |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in (row for run in runs for row in run):
+        start = f"| {row['size'][0]}x{row['size'][1]} | {row['method']} |"
+        if "error" in row:
+            lines.append(f"{start} {row['error']} | | | | | | | |")
+            continue
+        cells = (
+            f"**{row['speedup']['median']:.2f}**",
+            f"{row['cost_share']:.0%}",
+            bounded(row.get("lpips"), "{:.3f}"),
+            f"{row['psnr']['value']:.1f} dB" if row.get("psnr") else "",
+            bounded(row.get("style"), "{:.0%}"),
+            bounded(row.get("label_top5"), "{:.0%}"),
+            bounded(row.get("label_top5_change"), "{:+.1%}"),
+            bounded(row.get("frechet_real"), "{:.1f}"),
+        )
+        lines.append(f"{start} {' | '.join(cells)} |")
+    first = runs[0][0]
+    real = ", ".join(f"{title} {first[name]['real']:.0%}" for name, title in PROBED.items() if name in first)
+    lines.append("")
+    lines.append(
+        f"`{first['model']}`, {first['images']} held-out prompts, the same seeds with every method; {first['hardware']}, torch"
+        f" {first['torch']}, {first['dtype']}, batches of {first['batch']}, eager, decoding included; in brackets 95 % bootstrap intervals."
+        " Style and label are named by probes on EfficientNet-lite0 features; about real held-out images these are right so often:"
+        f" {real or 'not measured'}."
+        f" The Fréchet distance is that of EfficientNet-lite0 features along {first['frechet_directions']} directions; it is not FID."
+    )
+    return "\n".join(lines)
+
+
+PROBED = {"style": "style", "label": "label", "label_top5": "label among five"}
+
+
+def bounded(interval: Row | None, form: str) -> str:
+    if interval is None:
+        return ""
+    value, low, high = (form.format(interval[key]) for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
 
 
 PLANNED = {
@@ -188,6 +252,8 @@ def picture(row: Row) -> str:
 
 def with_readme_tables(readme: str, rows: list[Row]) -> str:
     tables = {"shares": shares_table(), "dense": dense_table(newest(rows, "dense")), "methods": methods_table(rows)}
+    if judged := quality_table(rows):
+        tables["quality"] = judged
     return with_tables(readme, tables)
 
 
@@ -204,6 +270,8 @@ def main() -> None:
     README.write_text(with_readme_tables(README.read_text(), rows))
     METHODS_PAGE.write_text(with_tables(METHODS_PAGE.read_text(), {"plans": plans_table()}))
     PICTURE.write_text(picture(newest(rows, "dense")["2b-1024"]))
+    if runs := judged_runs(rows):
+        FRONTIER.write_text(frontier_svg(runs[-1]))
 
 
 if __name__ == "__main__":

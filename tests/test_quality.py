@@ -1,0 +1,356 @@
+"""Judging methods: prompts, intervals, probes, and whole runs on a tiny random model."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import tarfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from typer.testing import CliRunner
+
+from benchmarks.table import quality_table
+from nextscale.accel import Method
+from nextscale.checkpoints import Layout, write_weights
+from nextscale.cli import app
+from nextscale.cli import quality as quality_command
+from nextscale.errors import CheckpointError, PromptError, SettingError
+from nextscale.evals.agreement import Agreement, Probe, vary
+from nextscale.evals.bootstrap import mean_interval, set_interval
+from nextscale.evals.frontier import frontier_svg
+from nextscale.evals.methods import LISTS, chosen_methods
+from nextscale.evals.prompts import EvalPrompt, read_eval_prompts
+from nextscale.evals.quality import Evaluation, Judges, evaluate, mixed_batches
+from nextscale.metrics import Lpips
+from nextscale.metrics.efficientnet import EfficientNetLite0
+from nextscale.metrics.files import EFFICIENTNET, LPIPS
+from nextscale.pipeline import Pipeline
+from nextscale.random_weights import random_pipeline
+from nextscale.stage import Schedule
+
+from .tiny import OneSchedule, infinity_spec
+
+SCHEDULE = Schedule((1, 2, 4, 8, 16))  # 32 pixels a side
+
+
+@cache
+def pipeline() -> Pipeline:
+    spec = infinity_spec()
+    return random_pipeline(replace(spec, settings=replace(spec.settings, schedules=OneSchedule(SCHEDULE))))
+
+
+class MeanColours(EfficientNetLite0):
+    """Looks at the mean colour of each quarter of an image."""
+
+    def features(self, images: Tensor) -> Tensor:
+        return torch.nn.functional.adaptive_avg_pool2d(images, 2).flatten(1)
+
+
+@cache
+def judges() -> Judges:
+    torch.manual_seed(0)
+    styles = ("dark", "light")
+    features = torch.randn(40, 12)
+    prompts = [EvalPrompt("", styles[number % 2], f"label {number % 7}") for number in range(40)]
+    return Judges(Lpips(), MeanColours(), Agreement.train(features, prompts, features, prompts))
+
+
+PROMPTS = [EvalPrompt(f"prompt number {number}", "dark" if number % 2 else "light", "label 3") for number in range(5)]
+
+
+@cache
+def evaluation() -> Evaluation:
+    methods = {**chosen_methods(["skip:last=1", "sparsevar:tau=0", "fastvar + skip:last=2"], 5, 3), "odd": Failing()}
+    return evaluate(pipeline(), methods, PROMPTS, judges(), seed=3, batch=2)
+
+
+class Failing(Method):
+    def start(self, setup: object) -> Method:
+        raise RuntimeError("does not work here\nat all")
+
+
+# --- a whole run
+
+
+def test_rows_say_what_a_method_saves_and_costs() -> None:
+    dense, skip, *_ = evaluation().rows
+    assert (dense["method"], skip["method"], skip["settings"]) == ("dense", "skip:last=1", "SkipStages(last=1)")
+    assert dense["cost_share"] == dense["kept"] == dense["speedup"]["median"] == 1
+    assert "lpips" not in dense and "psnr" not in dense
+    assert skip["kept"] == pytest.approx((1 + 4 + 16 + 64) / (1 + 4 + 16 + 64 + 256), abs=1e-4)
+    assert 0 < skip["cost_share"] < skip["kept"]
+    assert skip["identical"] == 0 and math.isfinite(skip["psnr"]["value"])
+    for name in ("psnr", "ssim", "lpips", "frechet_dense", "style", "label_top5", "style_change"):
+        assert skip[name]["low"] <= skip[name]["value"] <= skip[name]["high"], name
+    assert skip["style"]["value"] - dense["style"]["value"] == pytest.approx(skip["style_change"]["value"], abs=1e-5)
+    assert (skip["images"], skip["batch"], skip["seed"], skip["size"]) == (5, 2, 3, [32, 32])
+    assert 0 <= skip["label"]["real"] <= skip["label_top5"]["real"] <= 1
+    json.dumps(evaluation().rows, allow_nan=False)
+
+
+def test_a_method_of_no_strength_costs_nothing() -> None:
+    row = evaluation().rows[2]
+    assert row["method"] == "sparsevar:tau=0"
+    assert row["identical"] == 1 and row["psnr"] is None
+    assert row["lpips"]["value"] == row["lpips"]["high"] == 0
+    assert row["ssim"]["value"] == pytest.approx(1, abs=1e-5)
+    assert row["frechet_dense"]["value"] == pytest.approx(0, abs=1e-5)
+    assert row["label_change"]["value"] == 0
+
+
+def test_what_fails_is_a_row() -> None:
+    row = evaluation().rows[-1]
+    assert (row["method"], row["error"]) == ("odd", "RuntimeError: does not work here")
+    assert "odd" not in evaluation().samples
+    assert evaluation().samples["dense"].shape == (2, 3, 32, 32)
+    failing = {"dense": Failing()}
+    with pytest.raises(RuntimeError, match="does not work"):
+        evaluate(pipeline(), failing, PROMPTS, judges())
+
+
+def test_numbers_do_not_depend_on_the_batch_and_the_order() -> None:
+    methods = chosen_methods(["skip:last=1"], 5, 3)
+    backwards = dict(reversed(methods.items()))
+    single = evaluate(pipeline(), backwards, PROMPTS, judges(), seed=3, batch=5).rows[1]
+    for name in ("psnr", "ssim", "lpips"):
+        assert single[name]["value"] == pytest.approx(evaluation().rows[1][name]["value"], rel=1e-3)
+
+
+def test_batches_are_mixed() -> None:
+    assert mixed_batches(7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
+    assert mixed_batches(2, 5) == [[0, 1]]
+    with pytest.raises(SettingError, match="batch"):
+        mixed_batches(3, 0)
+
+
+# --- which methods
+
+
+@pytest.mark.parametrize("stages", [10, 13])
+@pytest.mark.parametrize("name", LISTS)
+def test_every_listed_method_fits_both_schedules(name: str, stages: int) -> None:
+    """The numbers of stages are those of the shipped model; the sides are small here. The standard list also runs."""
+    spec = infinity_spec()
+    eight_blocks = random_pipeline(replace(spec, model=replace(spec.model, depth=8)))
+    schedule = Schedule((1, *range(2, stages + 1)))
+    methods = chosen_methods([name], stages, 8)
+    assert len({method.label for method in methods.values()}) == len(methods), "no two do the same"
+    for method in methods.values():
+        for kept in (1.0, 0.5):
+            assert len(method.forecast(eight_blocks.model, schedule, kept)) == stages
+        if name == "standard" and stages == 10:
+            assert eight_blocks(["a bee"], seed=0, size=schedule, method=method).report.stages[0].tokens == 1
+
+
+def test_methods_are_chosen_by_name() -> None:
+    assert list(chosen_methods(["skip:last=1", "dense"], 5, 3)) == ["dense", "skip:last=1"]
+    with pytest.raises(SettingError, match="unknown method 'stnadard'.*standard"):
+        chosen_methods(["stnadard"], 5, 3)
+
+
+# --- prompts
+
+
+def shard(path: Path, captions: list[dict[str, str]], images: list[str]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        contents = {"captions.jsonl": "\n".join(json.dumps(entry) for entry in captions).encode()}
+        for number, name in enumerate(images):
+            encoded = io.BytesIO()
+            Image.new("RGB", (20, 20), (80 * number, 90, 0)).save(encoded, "WEBP")
+            contents[name] = encoded.getvalue()
+        for name, data in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    text = tmp_path / "prompts.txt"
+    text.write_text("# three\na bee\n\n  a cat\na dog\n")
+    assert [prompt.text for prompt in read_eval_prompts(text)] == ["a bee", "a cat", "a dog"]
+    assert [prompt.text for prompt in read_eval_prompts(text, limit=2)] == ["a bee", "a cat"]
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"caption": "a bee", "style": "noto"}\n')
+    assert read_eval_prompts(lines) == [EvalPrompt("a bee", "noto")]
+    entries = [{"file": f"{name}.webp", "caption": f"a {name}", "label": name} for name in ("bee", "cat")]
+    bee, cat = read_eval_prompts(shard(tmp_path / "val.tar", entries, ["bee.webp", "cat.webp"]))
+    assert (cat.text, cat.label, cat.image(8).shape) == ("a cat", "cat", (1, 3, 8, 8))
+    assert cat.image(8)[0, 0].mean() > bee.image(8)[0, 0].mean() + 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", "\n# nothing\n", "no prompt"),
+        ("broken.jsonl", "{", "line 1 is no JSON"),
+        ("nameless.jsonl", '{"label": "bee"}', "line 1: expected an object with a caption"),
+        ("no.tar", "this is no tar", "cannot be read"),
+    ],
+)
+def test_bad_prompt_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(PromptError, match=message):
+        read_eval_prompts(tmp_path / name)
+
+
+def test_bad_shards_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="cannot be read"):
+        read_eval_prompts(tmp_path / "absent.tar")
+    with pytest.raises(PromptError, match="'cat.webp', which the shard does not hold"):
+        read_eval_prompts(shard(tmp_path / "a.tar", [{"file": "cat.webp", "caption": "a cat"}], []))
+    with pytest.raises(PromptError, match="damaged"):
+        EvalPrompt("a bee", encoded=b"RIFF").image(8)
+
+
+# --- intervals
+
+
+def test_intervals_cover_the_true_mean_about_as_often_as_they_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for repeat in range(200):
+        found = mean_interval(torch.randn(60, generator=generator), resamples=300, seed=repeat)
+        covered += found.low <= 0 <= found.high
+    assert 180 <= covered <= 199
+
+
+def test_intervals_are_seeded() -> None:
+    values = torch.arange(20.0) ** 2
+    assert mean_interval(values, seed=1) == mean_interval(values, seed=1) != mean_interval(values, seed=2)
+    constant = mean_interval([0.25] * 4)
+    assert (constant.value, constant.low, constant.high) == (0.25, 0.25, 0.25)
+    with pytest.raises(SettingError, match="one or more images"):
+        mean_interval([])
+
+
+def test_interval_of_a_set_holds_its_value_even_if_resamples_are_shifted() -> None:
+    """The share of different images is 1 in the set and about 0.63 in every resample."""
+    found = set_interval(lambda part: torch.tensor([len(set(row.tolist())) / 50 for row in part]), 50, 100)
+    assert found.low < found.value == 1 < found.high < 1.3
+
+
+# --- probes
+
+
+def clusters(count: int, seed: int) -> tuple[Tensor, list[str]]:
+    generator = torch.Generator().manual_seed(seed)
+    centres = 3 * torch.randn(4, 10, generator=torch.Generator().manual_seed(9))
+    numbers = torch.randint(4, (count,), generator=generator)
+    return centres[numbers] + torch.randn(count, 10, generator=generator), [f"class {number}" for number in numbers.tolist()]
+
+
+def test_probe_learns_what_can_be_told_apart() -> None:
+    probe = Probe.train(*clusters(300, seed=0))
+    features, labels = clusters(100, seed=1)
+    first, among_three = probe.hits(features, labels), probe.hits(features, labels, top=3)
+    assert first.float().mean() > 0.95
+    assert (among_three | ~first).all() and probe.hits(features, labels, top=4).all()
+    assert not probe.hits(features, [*labels[1:], labels[0]]).all()
+    assert probe.knows(["class 1", "class 9", None]).tolist() == [True, False, False]
+    with pytest.raises(SettingError, match="two or more classes"):
+        Probe.train(features, ["one"] * 100)
+
+
+def test_probes_are_stored(tmp_path: Path) -> None:
+    features, labels = clusters(300, seed=0)
+    prompts = [EvalPrompt("", label[:-1], label) for label in labels]
+    with pytest.raises(SettingError, match="two or more classes"):
+        Agreement.train(features, prompts, features, prompts)
+    prompts = [EvalPrompt("", label, label) for label in labels]
+    trained = Agreement.train(features, prompts, features, prompts)
+    trained.save(tmp_path / "probe.safetensors")
+    again = Agreement.load(tmp_path / "probe.safetensors")
+    assert again.real == trained.real and again.real["style"] > 0.95
+    unknown = [*prompts[:3], EvalPrompt("", "class 77", "class 77")]
+    for name, (flags, numbers) in again.hits(features[:4], unknown).items():
+        assert torch.equal(flags, trained.hits(features[:4], unknown)[name][0])
+        assert numbers.tolist() == [0, 1, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["probe.safetensors"]
+    (tmp_path / "other").write_text("nothing")
+    with pytest.raises(CheckpointError, match="is no file of probes"):
+        Agreement.load(tmp_path / "other")
+
+
+def test_varied_images_stay_alike() -> None:
+    image = torch.zeros(1, 3, 32, 32)
+    image[:, :, 8:24, 8:24] = 1
+    varied = vary(image, torch.Generator().manual_seed(0))
+    assert varied.shape == image.shape and not torch.equal(varied, image)
+    assert (varied - image).abs().mean() < 0.3
+
+
+# --- pictures and the command
+
+
+def test_frontier_shows_every_method_that_ran() -> None:
+    drawn = frontier_svg(evaluation().rows)
+    assert all(row["method"] in drawn for row in evaluation().rows[:4])
+    assert "odd" not in drawn and "multiply-adds against dense" in drawn
+    on_gpu = [row | {"hardware": "some GPU"} for row in evaluation().rows]
+    assert "times faster than dense" in frontier_svg(on_gpu)
+    with pytest.raises(SettingError, match="nothing to draw"):
+        frontier_svg(evaluation().rows[-1:])
+
+
+def command(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+def test_frontier_command(tmp_path: Path) -> None:
+    results, picture = tmp_path / "results.jsonl", tmp_path / "frontier.svg"
+    other = [row | {"size": [64, 64]} for row in evaluation().rows]
+    results.write_text("".join(json.dumps(row) + "\n" for row in [{"benchmark": "dense"}, *other, *evaluation().rows]))
+    assert command("frontier", results, "--out", picture) == (0, "")
+    assert picture.read_text() == frontier_svg(evaluation().rows)
+    assert "--force" in command("frontier", results, "--out", picture)[1]
+    assert "tiny-infinity at 32, tiny-infinity at 64" in command("frontier", results, "--size", "128", "--out", tmp_path / "b.svg")[1]
+
+
+def test_command_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a bee\n")
+    assert "pass --prompts" in command("quality")[1]
+    assert "unknown method 'nothing'" in command("quality", "--prompts", prompts, "--methods", "nothing")[1]
+    assert "lpips_alex_fp16.safetensors" in command("quality", "--prompts", prompts, "--metrics", tmp_path)[1]
+
+
+def test_command_judges_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    write_weights(Lpips(), tmp_path / LPIPS, Layout())
+    write_weights(EfficientNetLite0(), tmp_path / EFFICIENTNET, Layout())
+    entries = [{"file": f"{number}.webp", "caption": f"a {number}", "style": "ab"[number % 2], "label": str(number)} for number in range(3)]
+    held, training = (shard(tmp_path / name, entries, ["0.webp", "1.webp", "2.webp"]) for name in ("val.tar", "train.tar"))
+    monkeypatch.setattr(quality_command, "load", lambda *_, **__: pipeline())
+    monkeypatch.setattr(quality_command, "choose_schedule", lambda *_: SCHEDULE)
+    out, sheet, probe = tmp_path / "results.jsonl", tmp_path / "sheet.png", tmp_path / "probe.safetensors"
+    fixed = ("quality", "--prompts", held, "--metrics", tmp_path, "--methods", "skip:last=1", "--out", out, "--batch", "2")
+    status, shown = command(*fixed, "--sheet", sheet, "--data", training, "--probe", probe, "--device", "cpu")
+    assert status == 0 and "skip:last=1" in shown and "right about held-out real images so often" in shown
+    dense, skip = (json.loads(line) for line in out.read_text().splitlines())
+    assert (dense["style"]["images"], dense["frechet_directions"]) == (3, 2) and "frechet_real" in skip
+    assert Image.open(sheet).size == (2 * 192, 2 * 210)
+    assert "not overwriting" in command(*fixed, "--sheet", sheet)[1]
+    assert "in --data and in --prompts" in command(*fixed, "--data", held, "--probe", tmp_path / "new")[1]
+    assert "is no file of probes" in command(*fixed, "--probe", tmp_path / "new")[1]
+    assert command(*fixed, "--limit", "1", "--device", "cpu")[0] == 0
+    assert len(out.read_text().splitlines()) == 4, "rows are added"
+
+
+def test_readme_table_shows_the_newest_rows_of_the_most_prompts_on_a_gpu() -> None:
+    on_gpu = [row | {"hardware": "some GPU"} for row in evaluation().rows]
+    assert quality_table(evaluation().rows) == ""
+    table = quality_table([*on_gpu, *on_gpu, on_gpu[1] | {"images": 2, "method": "of few prompts"}])
+    lines = [line for line in table.splitlines() if line.startswith("| 32x32 |")]
+    assert [line.split(" | ")[1] for line in lines] == [row["method"] for row in on_gpu]
+    assert lines[0].startswith("| 32x32 | dense | **1.00** | 100% |  |  |")
+    assert lines[-1].startswith("| 32x32 | odd | RuntimeError: does not work here |")
+    assert "real held-out images" in table
