@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .accel.memory import reserved_cache
 from .accel.method import DENSE, Method, RunSetup, StagePlan
 from .cache import Env, StageMemory, Workspace
 from .canvas import Canvas
@@ -70,50 +72,83 @@ class StageDone:
         return replace(self, logits=None)
 
 
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """What is left of a request when its stages have run. A recording has to keep all of it, since its graphs go on using it."""
+
+    finite: Mapping[int, Tensor]  # for every stage that ran whether all that it computed is finite
+    env: Env
+    run: Method
+
+
+StageScope = Callable[[Stage], AbstractContextManager[None]]
+"""Everything that a stage computes on the device happens inside its scope: what a recording captures."""
+
+
+def at_once(stage: Stage) -> AbstractContextManager[None]:
+    """Nothing around a stage: its work is done when it is asked for."""
+    return nullcontext()
+
+
 @torch.inference_mode()
 def generate(
-    model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Request, method: Method, watch: Callable[[StageDone], None]
-) -> None:
+    model: NextScaleModel,
+    cond: Conditioning,
+    canvas: Canvas,
+    request: Request,
+    method: Method,
+    watch: Callable[[StageDone], None],
+    scope: StageScope = at_once,
+) -> Drawing:
     """Draws a batch of images on `canvas`."""
-    schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
-    guided = cond.start.shape[0] > batch
-    run = method.start(RunSetup(model, schedule, batch, request.method_draws, request.track_kept, guided))
+    schedule, guidance = request.schedule, request.guidance
+    guided = cond.start.shape[0] > request.batch
+    run = method.start(RunSetup(model, schedule, request.batch, request.method_draws, request.track_kept, guided))
     check_plans(method.forecast(model, schedule), len(model.blocks), guidance)
-    env = new_env(model, cond, schedule, batch, run)
+    env = new_env(model, cond, schedule, request.batch, run, method)
     finite: dict[int, Tensor] = {}
     for stage in schedule:
         plan = run.plan(stage, canvas)
         plan.check(len(model.blocks), guidance.layers)
-        if plan.skip:
-            canvas.skip(stage)
-            watch(StageDone(stage, canvas, plan=plan))
-            continue
-        env.keep(plan.branches)
-        x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
-        plan.check_width(tokens)
-        x, tokens = model.with_text(x, tokens, env)
-        rows, width = x.shape[:2]
-        with attention_backend(rows * width, x.device):
-            x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
-        hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
-        out = guidance.on_logits(model.logits(x, env), stage, batch)
-        out, tokens = run.leave(sampling.prepare(out, stage), hidden.tokens)
-        with request.clock.time("choice", stage.index):
-            ids, codes = model.choose(hidden, out, tokens)
-        if request.revise is not as_drawn:
-            codes = revised(request.revise, codes, tokens)
-        canvas.add(codes, tokens)
-        residual = None
-        if stage.last and model.adds_residual:
-            settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
-            with request.clock.time("residual", stage.index):
-                residual = model.residual(hidden, settled)
-            canvas.add_residual(*run.spread(residual, hidden.tokens))
-        finite[stage.index] = torch.stack([out.isfinite().all(), *hidden.finite]).all()
-        kept = run.kept(stage) if request.track_kept else None
-        watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept))
-    finite[len(schedule) - 1] = canvas.latent.isfinite().all() & finite.get(len(schedule) - 1, True)
-    require_finite(finite, len(schedule))
+        with scope(stage):
+            if plan.skip:
+                canvas.skip(stage)
+                done = StageDone(stage, canvas, plan=plan)
+            else:
+                done, finite[stage.index] = draw_stage(model, canvas, request, run, plan, env, stage)
+        watch(done)
+    return Drawing(finite, env, run)
+
+
+def draw_stage(
+    model: NextScaleModel, canvas: Canvas, request: Request, run: Method, plan: StagePlan, env: Env, stage: Stage
+) -> tuple[StageDone, Tensor]:
+    """What was drawn, and whether all of it is finite."""
+    batch, guidance = request.batch, request.guidance
+    env.keep(plan.branches)
+    x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
+    plan.check_width(tokens)
+    x, tokens = model.with_text(x, tokens, env)
+    rows, width = x.shape[:2]
+    with attention_backend(rows * width, x.device):
+        x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
+    hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
+    out = guidance.on_logits(model.logits(x, env), stage, batch)
+    out, tokens = run.leave(request.sampling.prepare(out, stage), hidden.tokens)
+    with request.clock.time("choice", stage.index):
+        ids, codes = model.choose(hidden, out, tokens)
+    if request.revise is not as_drawn:
+        codes = revised(request.revise, codes, tokens)
+    canvas.add(codes, tokens)
+    residual = None
+    if stage.last and model.adds_residual:
+        settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
+        with request.clock.time("residual", stage.index):
+            residual = model.residual(hidden, settled)
+        canvas.add_residual(*run.spread(residual, hidden.tokens))
+    finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
+    kept = run.kept(stage) if request.track_kept else None
+    return StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept), finite
 
 
 def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) -> None:
@@ -136,11 +171,12 @@ def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
     return whole.move(given.to(codes.device), tokens)
 
 
-def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method) -> Env:
+def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method, method: Method) -> Env:
+    """`run` is what `method` has started, whose forecast tells how much memory the caches need."""
     rows = cond.start.shape[0]
-    spec = model.cache_spec(schedule, rows)
+    spec = reserved_cache(model, schedule, method, batch, rows)
     workspace = Workspace(spec)
-    caches = [run.layer_cache(spec, workspace) for _ in model.blocks]
+    caches = [run.layer_cache(spec.layer(number), workspace) for number in range(len(model.blocks))]
     return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond")
 
 
@@ -165,10 +201,10 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
     return x
 
 
-def require_finite(finite: dict[int, Tensor], stages: int) -> None:
-    """One read from the device for all stages, after the last one."""
-    checks = torch.stack(list(finite.values())).tolist() if finite else []
-    failed = [index for index, good in zip(finite, checks, strict=True) if not good]
+def require_finite(finite: Mapping[int, Tensor], latent: Tensor, stages: int) -> None:
+    """One read from the device for all stages, after the last one; `latent`: what they have drawn."""
+    checks = torch.stack([*finite.values(), latent.isfinite().all()]).tolist()
+    failed = [index for index, good in zip([*finite, stages - 1], checks, strict=True) if not good]
     if failed:
         raise NonFiniteLogits(
             f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"

@@ -63,6 +63,10 @@ class Combined(Method):
     def label(self) -> str:
         return " + ".join(method.label for method in self.methods)
 
+    @property
+    def follows_image(self) -> bool:
+        return any(method.follows_image for method in self.methods)
+
     def start(self, setup: RunSetup) -> Method:
         for kept in (1.0, 0.5):  # conflicts may show only where tokens are left out
             self.forecast(setup.model, setup.schedule, kept)

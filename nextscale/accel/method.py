@@ -133,6 +133,7 @@ class Method:
     """
 
     own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
+    plans_by_image: ClassVar[bool] = False  # how many tokens a stage runs is known only when the stages before it have run
 
     @property
     def label(self) -> str:
@@ -156,6 +157,11 @@ class Method:
     def changes(self, hook: str) -> bool:
         """Whether this method has its own way with `enter`, `layer_cache`, ...; settings answer for their runs."""
         return hook in self.own_hooks
+
+    @property
+    def follows_image(self) -> bool:
+        """Whether plans depend on the image, so that no fixed sequence of launches can stand for a request."""
+        return self.plans_by_image
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return DENSE

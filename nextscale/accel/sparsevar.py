@@ -83,6 +83,7 @@ class SparseVAR(Method):
     rows: ScoredRows = "cond"
 
     own_hooks: ClassVar[frozenset[str]] = frozenset({"enter"})
+    plans_by_image: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not is_share(self.tau):
