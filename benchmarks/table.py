@@ -5,17 +5,16 @@ The README's tables and picture come from the results file; the table of planned
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nextscale.accel import resolve_method
 from nextscale.accel.cost import RequestCost, Workload, request_cost
 from nextscale.evals.frontier import frontier_svg
+from nextscale.evals.results import Row, comparable, judged, read_rows, real_agreement
 from nextscale.presets import build_model, model_spec
 
 from .results import RESULTS
@@ -28,12 +27,6 @@ FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the largest size that was jud
 
 # The authors' program on the same kind of GPU, same sizes, random weights: generation in ms, peak memory in GB, decoding in ms.
 AUTHORS = {"2b-1024": (790, 13.0, 99), "2b-1024-batch4": (1684, 38.0, None), "8b-1024": (1367, 34.3, None)}
-
-Row = dict[str, Any]
-
-
-def read_rows(path: Path = RESULTS) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
 def newest(rows: list[Row], benchmark: str) -> dict[str, Row]:
@@ -104,16 +97,13 @@ def methods_table(rows: list[Row]) -> str:
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
-    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method. Only rows of the
-    most prompts count, so that they can be compared; a list of methods tried on fewer does not change the table."""
-    judged = [row for row in rows if row["benchmark"] == "quality" and not row["hardware"].startswith("CPU")]
-    cases = sorted({(row["model"], *row["size"]) for row in judged})
-    runs = []
-    for case in cases:
-        own = [row for row in judged if (row["model"], *row["size"]) == case]
-        most = max(row["images"] for row in own)
-        runs.append(list({row["method"]: row for row in own if row["images"] == most}.values()))
-    return runs
+    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method. Only rows under
+    the conditions of the newest one of the most prompts count; a list of methods tried on fewer does not change the table."""
+    on_gpus = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
+    cases: dict[tuple[str, int, int], list[Row]] = {}
+    for row in on_gpus:
+        cases.setdefault((row["model"], *row["size"]), []).append(row)
+    return [comparable(own, max(reversed(own), key=lambda row: row["images"])) for _, own in sorted(cases.items())]
 
 
 def quality_table(rows: list[Row]) -> str:
@@ -143,19 +133,17 @@ def quality_table(rows: list[Row]) -> str:
         )
         lines.append(f"{start} {' | '.join(cells)} |")
     first = runs[0][0]
-    real = ", ".join(f"{title} {first[name]['real']:.0%}" for name, title in PROBED.items() if name in first)
+    real = real_agreement(first)
+    directions = first.get("frechet_directions")
+    along = f" The Fréchet distance is that of EfficientNet-lite0 features along {directions} directions; it is not FID."
     lines.append("")
     lines.append(
         f"`{first['model']}`, {first['images']} held-out prompts, the same seeds with every method; {first['hardware']}, torch"
         f" {first['torch']}, {first['dtype']}, batches of {first['batch']}, eager, decoding included; in brackets 95 % bootstrap intervals."
         " Style and label are named by probes on EfficientNet-lite0 features; about real held-out images these are right so often:"
-        f" {real or 'not measured'}."
-        f" The Fréchet distance is that of EfficientNet-lite0 features along {first['frechet_directions']} directions; it is not FID."
+        f" {real or 'not measured'}.{along if directions else ''}"
     )
     return "\n".join(lines)
-
-
-PROBED = {"style": "style", "label": "label", "label_top5": "label among five"}
 
 
 def bounded(interval: Row | None, form: str) -> str:
@@ -266,7 +254,7 @@ def with_tables(page: str, tables: dict[str, str]) -> str:
 
 
 def main() -> None:
-    rows = read_rows()
+    rows = read_rows(RESULTS)
     README.write_text(with_readme_tables(README.read_text(), rows))
     METHODS_PAGE.write_text(with_tables(METHODS_PAGE.read_text(), {"plans": plans_table()}))
     PICTURE.write_text(picture(newest(rows, "dense")["2b-1024"]))
