@@ -6,16 +6,15 @@ work in docs/methods.md is computed.
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nextscale.accel import resolve_method
 from nextscale.accel.cost import RequestCost, Workload, request_cost
 from nextscale.evals.frontier import frontier_svg
+from nextscale.evals.results import Row, comparable, judged, read_rows, real_agreement
 from nextscale.evals.speed_tables import pictured_row, speed_tables, stages_svg, with_tables
 from nextscale.presets import build_model, model_spec
 
@@ -27,24 +26,15 @@ METHODS_PAGE = PROJECT / "docs" / "methods.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
 FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the largest size that was judged
 
-Row = dict[str, Any]
-
-
-def read_rows(path: Path = RESULTS) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
-
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
-    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method. Only rows of the
-    most prompts count, so that they can be compared; a list of methods tried on fewer does not change the table."""
-    judged = [row for row in rows if row["benchmark"] == "quality" and not row["hardware"].startswith("CPU")]
-    cases = sorted({(row["model"], *row["size"]) for row in judged})
-    runs = []
-    for case in cases:
-        own = [row for row in judged if (row["model"], *row["size"]) == case]
-        most = max(row["images"] for row in own)
-        runs.append(list({row["method"]: row for row in own if row["images"] == most}.values()))
-    return runs
+    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method. Only rows under
+    the conditions of the newest one of the most prompts count; a list of methods tried on fewer does not change the table."""
+    on_gpus = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
+    cases: dict[tuple[str, int, int], list[Row]] = {}
+    for row in on_gpus:
+        cases.setdefault((row["model"], *row["size"]), []).append(row)
+    return [comparable(own, max(reversed(own), key=lambda row: row["images"])) for _, own in sorted(cases.items())]
 
 
 def quality_table(rows: list[Row]) -> str:
@@ -74,19 +64,17 @@ def quality_table(rows: list[Row]) -> str:
         )
         lines.append(f"{start} {' | '.join(cells)} |")
     first = runs[0][0]
-    real = ", ".join(f"{title} {first[name]['real']:.0%}" for name, title in PROBED.items() if name in first)
+    real = real_agreement(first)
+    directions = first.get("frechet_directions")
+    along = f" The Fréchet distance is that of EfficientNet-lite0 features along {directions} directions; it is not FID."
     lines.append("")
     lines.append(
         f"`{first['model']}`, {first['images']} held-out prompts, the same seeds with every method; {first['hardware']}, torch"
         f" {first['torch']}, {first['dtype']}, batches of {first['batch']}, eager, decoding included; in brackets 95 % bootstrap intervals."
         " Style and label are named by probes on EfficientNet-lite0 features; about real held-out images these are right so often:"
-        f" {real or 'not measured'}."
-        f" The Fréchet distance is that of EfficientNet-lite0 features along {first['frechet_directions']} directions; it is not FID."
+        f" {real or 'not measured'}.{along if directions else ''}"
     )
     return "\n".join(lines)
-
-
-PROBED = {"style": "style", "label": "label", "label_top5": "label among five"}
 
 
 def bounded(interval: Row | None, form: str) -> str:
@@ -160,7 +148,7 @@ def with_readme_tables(readme: str, rows: list[Row]) -> str:
 
 
 def main() -> None:
-    rows = read_rows()
+    rows = read_rows(RESULTS)
     README.write_text(with_readme_tables(README.read_text(), rows))
     METHODS_PAGE.write_text(with_tables(METHODS_PAGE.read_text(), {"plans": plans_table()}))
     if (row := pictured_row(rows)) is not None:

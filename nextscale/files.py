@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from PIL import Image
@@ -27,7 +27,8 @@ def replacing(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise NextscaleError(f"{target} cannot be written ({error}). Check the free space and the permissions there") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # say of a parent that is a file, which has been told already
+            temporary.unlink(missing_ok=True)
 
 
 def write_image(image: Image.Image, target: Path) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
 import torch
 
 from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR, ToMe
+from nextscale.analysis import Sample, observe, to_json, verdicts
 from nextscale.errors import OutOfMemory
+from nextscale.evals import Agreement, Judges, chosen_methods, evaluate
+from nextscale.metrics.pixels import psnr, ssim
 from nextscale.random_weights import random_pipeline
 
-from .tiny import FAMILIES, SPECS, one_prompt, prompts
+from . import test_quality as quality
+from .tiny import FAMILIES, SPECS, one_prompt, prompts, schedule_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -100,3 +105,35 @@ def test_methods_reproduce_and_a_batch_equals_its_images_alone(family: str, meth
         alone = pipe(one_prompt(family, image), seed=seed, **settings)
         apart = (both.latent[image] - alone.latent[0]).abs() > 2e-2
         assert apart.float().mean() < 0.05  # selections may differ where scores nearly tie
+
+
+def test_distances_of_smooth_images_are_those_of_the_cpu() -> None:
+    """Where variances are small, convolutions in less than float32 would show."""
+    ramp = torch.linspace(-1, 1, 64).expand(2, 3, 64, 64).contiguous()
+    near = (ramp + 0.02 * torch.randn(ramp.shape, generator=torch.Generator().manual_seed(0))).clamp(-1, 1)
+    for measure in (psnr, ssim):
+        assert torch.allclose(measure(ramp.cuda(), near.cuda()).cpu(), measure(ramp, near), rtol=1e-4)
+
+
+def test_quality_is_judged_on_a_gpu() -> None:
+    on_cpu = quality.judges()
+    assert on_cpu.agreement is not None
+    probes = {name: probe.to("cuda") for name, probe in on_cpu.agreement.probes.items()}
+    judges = Judges(copy.deepcopy(on_cpu.lpips).cuda(), quality.MeanColours().cuda(), Agreement(probes, on_cpu.agreement.real))
+    pipe = random_pipeline(quality.spec(), device="cuda", dtype=torch.bfloat16)
+    methods = {**chosen_methods(["skip:last=1", "sparsevar:tau=0.6", "fastvar", "tome"], 5, 3), "odd": quality.Failing()}
+    with quality.few_images_suffice():
+        dense, *others, odd = evaluate(pipe, methods, quality.PROMPTS, judges, batch=2).rows
+    assert dense["speedup"]["median"] == 1 and dense["peak_gb"] >= 0 and "style" in dense
+    assert all(row["speedup"]["median"] > 0 and "frechet_dense" in row for row in others)
+    assert "does not work here" in odd["error"]
+    json.dumps([dense, *others, odd], allow_nan=False)
+
+
+def test_a_model_is_observed_on_a_gpu() -> None:
+    pipe = random_pipeline(SPECS["infinity"], device="cuda", dtype=torch.bfloat16)
+    sample = Sample.of(["a red apple", "a fox"], images=3, seed=0)
+    found, examples = observe(pipe, sample, schedule_of("infinity"), batch=2, switches=2)
+    assert len(verdicts(found)) == 8 and found.about["dtype"] == "bfloat16"
+    assert examples.stages.width > 0
+    to_json(found)

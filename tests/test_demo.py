@@ -14,8 +14,9 @@ from typer.testing import CliRunner, Result
 
 from nextscale.accel import resolve_method
 from nextscale.cli import app, demo
-from nextscale.cli.demo import LETTERS, METHODS, PROMPTS, Row, comparison, decibels, sheet, wrapped
+from nextscale.cli.demo import METHODS, PROMPTS, Row, comparison, decibels, sheet
 from nextscale.cli.options import require_fitting
+from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
 from nextscale.images import to_pil
 from nextscale.metrics.files import VARIABLE
 from nextscale.presets import NANO
@@ -73,7 +74,7 @@ def test_rows_show_the_images_of_the_same_seeds() -> None:
         drawn = np.asarray(picture)
     pipeline, prompts = tiny.shared_pipeline("infinity"), ["a cat", "a dog", "a fish", "a bird", "a horse"]
     for row, method in enumerate(["skip:last=1", "dense"]):  # from below
-        bottom = drawn.shape[0] - row * (HEIGHT + LETTERS + 2 * demo.MARGIN)
+        bottom = drawn.shape[0] - row * (HEIGHT + LETTERS + 2 * MARGIN)
         for column, image in enumerate(pipeline(prompts, seed=7, method=method).images):
             shown = drawn[bottom - HEIGHT : bottom, column * WIDTH : (column + 1) * WIDTH].astype(int)
             assert abs(shown - np.asarray(image).astype(int)).max() <= 1  # a batch rounds as its images alone do, to a level

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,7 +188,8 @@ def test_few_layers_are_spread() -> None:
 
 def test_switches_and_other_prompts() -> None:
     assert spread_switches(13, 13) == list(range(13))
-    assert spread_switches(10, 3) == [0, 4, 9]
+    assert spread_switches(10, 3) == [0, 4, 8]  # 8 and 9 are late
+    assert spread_switches(13, 3) == [0, 5, 10]
     assert spread_switches(10, 1) == [0]
     assert spread_switches(4, 99) == [0, 1, 2, 3]
     assert other_prompts(["a", "a", "b"]) == ["b", "b", "a"]
@@ -415,8 +417,10 @@ def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp
     written = {file.name for file in tmp_path.iterdir()}
     assert written == {"observations.json", "stages.png", "blocks.png", "prompts.png", *(f"{name}.svg" for name in FIGURES)}
     stages = len(tiny.schedule_of("var"))
-    assert Image.open(tmp_path / "stages.png").size == (stages * 132 - 4, 6 * 132 - 4)  # three images, and what changed
-    assert Image.open(tmp_path / "prompts.png").size == (3 * 132 - 4, 9 * 132 - 4)
+    stages_sheet, prompts_sheet = (Image.open(tmp_path / f"{name}.png") for name in ("stages", "prompts"))
+    assert stages_sheet.height == 21 + 6 * 132  # names, then three images and what changed
+    assert prompts_sheet.height == 21 + 9 * 132
+    assert stages_sheet.width > stages * 132 and prompts_sheet.width > 3 * 132  # names at the left
     assert "late stages change mostly detailed regions: " in result.output
     labels = ("another seed", "another prompt", "no prompt", "no guidance")
     assert all(label in (tmp_path / "prompt.svg").read_text() for label in labels)
@@ -461,3 +465,36 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     file.write_text(content)
     with pytest.raises(SettingError, match="nextscale observe"):
         read_observations(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["stages"].pop(),
+        lambda content: content["frequency"]["power"][1].pop(),
+        lambda content: content["blocks"]["foresight"].pop(),
+        lambda content: content["blocks"]["strength"][0]["mean"].pop(),
+        lambda content: content["prompt"]["effects"].pop("seed"),
+        lambda content: content["prompt"]["switches"].pop(),
+        lambda content: content["rank"]["alphas"].pop(),
+    ],
+)
+def test_incomplete_numbers_are_refused(change: Callable[[dict[str, Any]], object], found: Observations, tmp_path: Path) -> None:
+    content = json.loads(to_json(found))
+    change(content)
+    file = tmp_path / "observations.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(SettingError, match="lacks numbers or holds others"):
+        read_observations(file)
+
+
+def test_what_has_no_value_is_not_measured(found: Observations) -> None:
+    nothing = Curve([None] * len(found.stages), [None] * len(found.stages))
+    blind = [nothing, *found.blocks.correlation[1:]]
+    some = replace(found, blocks=replace(found.blocks, correlation=blind))
+    assert [verdict.holds is None for verdict in verdicts(some)[2:4]] == [False, False], "a block without values does not count"
+    none = replace(
+        found, blocks=replace(found.blocks, correlation=[nothing] * len(blind)), frequency=replace(found.frequency, smooth=nothing)
+    )
+    holds = [verdict.holds for verdict in verdicts(none)]
+    assert (holds[0], holds[2], holds[3]) == (None, None, None)

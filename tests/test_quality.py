@@ -6,6 +6,8 @@ import io
 import json
 import math
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -22,16 +25,18 @@ from nextscale.checkpoints import Layout, write_weights
 from nextscale.cli import app
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
+from nextscale.evals import quality
 from nextscale.evals.agreement import Agreement, Probe, vary
 from nextscale.evals.bootstrap import mean_interval, set_interval
-from nextscale.evals.frontier import frontier_svg
+from nextscale.evals.frontier import frontier_svg, label_spots
 from nextscale.evals.methods import LISTS, chosen_methods
 from nextscale.evals.prompts import EvalPrompt, read_eval_prompts
 from nextscale.evals.quality import Evaluation, Judges, evaluate, mixed_batches
 from nextscale.metrics import Lpips
-from nextscale.metrics.efficientnet import EfficientNetLite0
+from nextscale.metrics.efficientnet import FEATURES, EfficientNetLite0
 from nextscale.metrics.files import EFFICIENTNET, LPIPS
 from nextscale.pipeline import Pipeline
+from nextscale.presets import ModelSpec
 from nextscale.random_weights import random_pipeline
 from nextscale.stage import Schedule
 
@@ -40,10 +45,14 @@ from .tiny import OneSchedule, infinity_spec
 SCHEDULE = Schedule((1, 2, 4, 8, 16))  # 32 pixels a side
 
 
+def spec() -> ModelSpec:
+    tiny = infinity_spec()
+    return replace(tiny, settings=replace(tiny.settings, schedules=OneSchedule(SCHEDULE)))
+
+
 @cache
 def pipeline() -> Pipeline:
-    spec = infinity_spec()
-    return random_pipeline(replace(spec, settings=replace(spec.settings, schedules=OneSchedule(SCHEDULE))))
+    return random_pipeline(spec())
 
 
 class MeanColours(EfficientNetLite0):
@@ -68,7 +77,17 @@ PROMPTS = [EvalPrompt(f"prompt number {number}", "dark" if number % 2 else "ligh
 @cache
 def evaluation() -> Evaluation:
     methods = {**chosen_methods(["skip:last=1", "sparsevar:tau=0", "fastvar + skip:last=2"], 5, 3), "odd": Failing()}
-    return evaluate(pipeline(), methods, PROMPTS, judges(), seed=3, batch=2)
+    with few_images_suffice():
+        return evaluate(pipeline(), methods, PROMPTS, judges(), seed=3, batch=2)
+
+
+@contextmanager
+def few_images_suffice() -> Iterator[None]:
+    """For a Fréchet distance: two for each direction."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quality, "IMAGES_PER_DIRECTION", 2)
+        patch.setattr(quality, "FEWEST_DIRECTIONS", 1)
+        yield
 
 
 class Failing(Method):
@@ -115,6 +134,54 @@ def test_what_fails_is_a_row() -> None:
         evaluate(pipeline(), failing, PROMPTS, judges())
 
 
+def test_what_fails_on_the_way_is_a_row_too() -> None:
+    """The first batch is drawn, the second is not."""
+    methods = {**chosen_methods([], 5, 3), "odd": FailingLater([])}
+    *_, row = evaluate(pipeline(), methods, PROMPTS, judges(), batch=2).rows
+    assert row["error"] == "RuntimeError: enough" and "psnr" not in row
+
+
+class FailingLater(Method):
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def start(self, setup: object) -> Method:
+        self.calls.append(1)
+        if len(self.calls) > 1:
+            raise RuntimeError("enough")
+        return Method()
+
+
+def test_images_that_are_not_finite_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = pipeline().tokenizer
+    decode, calls = tokenizer.decode, []
+
+    def every_second_one_breaks(latent: Tensor) -> Tensor:
+        calls.append(1)
+        return decode(latent) if len(calls) % 2 else decode(latent) * torch.nan
+
+    monkeypatch.setattr(tokenizer, "decode", every_second_one_breaks)
+    dense, skip = evaluate(pipeline(), chosen_methods(["skip:last=1"], 5, 3), PROMPTS, judges()).rows
+    assert "not finite" in skip["error"] and "error" not in dense
+
+
+def test_an_unreadable_prompt_is_told_before_anything_is_drawn() -> None:
+    drawn: list[str] = []
+    with pytest.raises(PromptError):
+        evaluate(pipeline(), chosen_methods([], 5, 3), [*PROMPTS, EvalPrompt(" ")], judges(), batch=1, on_draw=lambda n, _: drawn.append(n))
+    assert drawn == []
+
+
+def test_progress_and_the_batch_that_was_really_drawn() -> None:
+    told: list[tuple[str, float]] = []
+    rows = evaluate(
+        pipeline(), chosen_methods(["skip:last=1"], 5, 3), PROMPTS[:3], judges(), batch=64, on_draw=lambda *one: told.append(one)
+    ).rows
+    assert told == [("dense", 0.0), ("skip:last=1", 0.5)]
+    assert rows[0]["batch"] == 3, "times are those of three images at a time"
+    assert "frechet_dense" not in rows[1], "three images say nothing about a set"
+
+
 def test_numbers_do_not_depend_on_the_batch_and_the_order() -> None:
     methods = chosen_methods(["skip:last=1"], 5, 3)
     backwards = dict(reversed(methods.items()))
@@ -137,8 +204,8 @@ def test_batches_are_mixed() -> None:
 @pytest.mark.parametrize("name", LISTS)
 def test_every_listed_method_fits_both_schedules(name: str, stages: int) -> None:
     """The numbers of stages are those of the shipped model; the sides are small here. The standard list also runs."""
-    spec = infinity_spec()
-    eight_blocks = random_pipeline(replace(spec, model=replace(spec.model, depth=8)))
+    tiny = infinity_spec()
+    eight_blocks = random_pipeline(replace(tiny, model=replace(tiny.model, depth=8)))
     schedule = Schedule((1, *range(2, stages + 1)))
     methods = chosen_methods([name], stages, 8)
     assert len({method.label for method in methods.values()}) == len(methods), "no two do the same"
@@ -153,6 +220,8 @@ def test_methods_are_chosen_by_name() -> None:
     assert list(chosen_methods(["skip:last=1", "dense"], 5, 3)) == ["dense", "skip:last=1"]
     with pytest.raises(SettingError, match="unknown method 'stnadard'.*standard"):
         chosen_methods(["stnadard"], 5, 3)
+    joined = [chosen_methods([text], 5, 3)[text].label for text in ("tome + skip:last=1", "tome+skip:last=1")]
+    assert joined[0] == joined[1] == "ToMe + SkipStages(last=1)"
 
 
 # --- prompts
@@ -193,6 +262,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         ("broken.jsonl", "{", "line 1 is no JSON"),
         ("nameless.jsonl", '{"label": "bee"}', "line 1: expected an object with a caption"),
         ("no.tar", "this is no tar", "cannot be read"),
+        ("odd.jsonl", '{"caption": "a bee", "label": ["bee"]}', r"line 1: label is \['bee'\]; expected a text"),
     ],
 )
 def test_bad_prompt_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -261,6 +331,7 @@ def test_probe_learns_what_can_be_told_apart() -> None:
 
 def test_probes_are_stored(tmp_path: Path) -> None:
     features, labels = clusters(300, seed=0)
+    features = torch.nn.functional.pad(features, (0, FEATURES - features.shape[1]))
     prompts = [EvalPrompt("", label[:-1], label) for label in labels]
     with pytest.raises(SettingError, match="two or more classes"):
         Agreement.train(features, prompts, features, prompts)
@@ -277,6 +348,27 @@ def test_probes_are_stored(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("nothing")
     with pytest.raises(CheckpointError, match="is no file of probes"):
         Agreement.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"classes": ("one",)}, "1 classes of 1280 features were expected"),
+        ({"mean": torch.zeros(7)}, "'mean': \\(7,\\)"),
+        ({"bias": torch.full((2,), torch.nan)}, "not finite"),
+        ({"scale": torch.zeros(FEATURES)}, "scale"),
+    ],
+)
+def test_probes_that_could_not_judge_are_refused_when_they_are_loaded(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    whole = Probe(("one", "two"), torch.zeros(FEATURES), torch.ones(FEATURES), torch.zeros(2, FEATURES), torch.zeros(2))
+    Agreement({"style": whole}, {"style": 0.5}).save(tmp_path / "whole")
+    assert Agreement.load(tmp_path / "whole").probes["style"].classes == ("one", "two")
+    Agreement({"style": replace(whole, **change)}, {"style": 0.5}).save(tmp_path / "broken")
+    with pytest.raises(CheckpointError, match=message):
+        Agreement.load(tmp_path / "broken")
+    Agreement({"style": whole}, {"style": "half"}).save(tmp_path / "broken")  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError, match="shares"):
+        Agreement.load(tmp_path / "broken")
 
 
 def test_varied_images_stay_alike() -> None:
@@ -300,6 +392,14 @@ def test_frontier_shows_every_method_that_ran() -> None:
         frontier_svg(evaluation().rows[-1:])
 
 
+def test_numbers_in_the_frontier_do_not_hide_each_other() -> None:
+    points = [(50.0, 50.0)] * 6 + [(52.0, 50.0), (95.0, 50.0)]
+    spots = label_spots(points, right_edge=100)
+    for place, (x, y) in enumerate(spots):
+        assert x < 100
+        assert all(abs(x - a) >= 12 or abs(y - b) >= 11 for a, b in spots[:place])
+
+
 def command(*arguments: str | Path) -> tuple[int, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, result.output
@@ -313,6 +413,27 @@ def test_frontier_command(tmp_path: Path) -> None:
     assert picture.read_text() == frontier_svg(evaluation().rows)
     assert "--force" in command("frontier", results, "--out", picture)[1]
     assert "tiny-infinity at 32, tiny-infinity at 64" in command("frontier", results, "--size", "128", "--out", tmp_path / "b.svg")[1]
+
+
+def test_frontier_does_not_mix_runs(tmp_path: Path) -> None:
+    results, picture = tmp_path / "results.jsonl", tmp_path / "frontier.svg"
+    earlier = [row | {"images": 99, "method": f"{row['method']} of another run"} for row in evaluation().rows]
+    results.write_text("".join(json.dumps(row) + "\n" for row in [*earlier, *evaluation().rows]))
+    assert command("frontier", results, "--out", picture) == (0, "")
+    assert "of another run" not in picture.read_text()
+    results.write_text("[1, 2]\n")
+    assert "expected one JSON object per line" in command("frontier", results, "--out", tmp_path / "b.svg")[1]
+
+
+@pytest.mark.parametrize("width", [80, 300])
+def test_table_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(quality_command, "result_console", lambda: Console(width=width, highlight=False))
+    quality_command.show_rows(evaluation().rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    skip = next(line for line in lines if line.startswith("skip:last=1"))
+    assert (" to " in skip) == (width == 300), "intervals where there is room"
+    assert "odd did not run: RuntimeError: does not work here" in lines
 
 
 def test_command_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -336,8 +457,9 @@ def test_command_judges_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     status, shown = command(*fixed, "--sheet", sheet, "--data", training, "--probe", probe, "--device", "cpu")
     assert status == 0 and "skip:last=1" in shown and "right about held-out real images so often" in shown
     dense, skip = (json.loads(line) for line in out.read_text().splitlines())
-    assert (dense["style"]["images"], dense["frechet_directions"]) == (3, 2) and "frechet_real" in skip
-    assert Image.open(sheet).size == (2 * 192, 2 * 210)
+    assert dense["style"]["images"] == 3
+    assert "frechet_real" not in skip and "Fréchet" not in shown, "three images say nothing about a set"
+    assert Image.open(sheet).height == 60 + 2 * (30 + 32)  # two lines of prompts, then for each method its name and its images
     assert "not overwriting" in command(*fixed, "--sheet", sheet)[1]
     assert "in --data and in --prompts" in command(*fixed, "--data", held, "--probe", tmp_path / "new")[1]
     assert "is no file of probes" in command(*fixed, "--probe", tmp_path / "new")[1]

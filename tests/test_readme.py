@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 
+from benchmarks.results import RESULTS
 from benchmarks.table import (
     METHODS_PAGE,
     PICTURE,
     PROJECT,
     README,
     plans_table,
-    read_rows,
     with_readme_tables,
     with_tables,
 )
 from nextscale import MODELS
+from nextscale.evals.results import read_rows
 from nextscale.evals.speed_tables import pictured_row, stages_svg
 
 
 def test_tables_and_picture_are_the_generated_ones() -> None:
-    rows = read_rows()
+    rows = read_rows(RESULTS)
     assert README.read_text() == with_readme_tables(README.read_text(), rows), "run python -m benchmarks.table"
     page = METHODS_PAGE.read_text()
     assert page == with_tables(page, {"plans": plans_table()}), "run python -m benchmarks.table"

@@ -188,6 +188,8 @@ def as_bytes(text: str) -> Tensor:
         ({"config": as_bytes("{")}, "Expecting"),
         ({"config": as_bytes("[1]")}, "mapping"),
         ({"config": as_bytes(json.dumps({"words": 3, "colour": 1}))}, "colour"),
+        ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "layers": 10**9}))}, "too few or too small"),
+        ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "width": 3 * 10**9}))}, "too few or too small"),
         ({"begin": None}, "missing \\(1\\): begin"),
         ({"begin": torch.zeros(5)}, "begin \\(file \\[5\\], expected \\[192\\]\\)"),
         ({"begin": torch.full((192,), torch.nan)}, "NaN or infinity in begin"),
@@ -227,6 +229,11 @@ def test_captions_come_first_then_parts_then_extra_words_until_full(monkeypatch:
     assert vocabulary.entries[-2:] == ("blue", "green")  # "cats" is read as "cat"
     with pytest.raises(SettingError, match="no room for 4 words"):
         build_vocabulary(captions, [], size=30)
+
+
+def test_a_size_without_room_is_refused_before_the_sentence_model_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="no room for 2 words"):
+        make_word_encoder([Record("1.webp", "red fox")], tmp_path / "nowhere", size=30)
 
 
 def test_parts_are_the_chunks_that_cover_most() -> None:

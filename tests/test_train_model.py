@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.errors import SettingError
+from nextscale.errors import NextscaleError, SettingError
 from nextscale.guidance import ConstantGuidance
 from nextscale.loading import load_module
 from nextscale.models import Infinity, InfinityConfig
@@ -28,9 +28,11 @@ from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from nextscale.train.captions import caption_variants, style_templates
 from nextscale.train.data import Pictures, Record
 from nextscale.train.forcing import ForcedPass, forced_pyramid, stage_windows
-from nextscale.train.model import Batch, Captions, Features, ModelTrainer, ModelTraining, Phase, initialise, stage_weights, train_model
-from nextscale.train.run import STATE, Budget, Run
+from nextscale.train.model import Captions, Features, ModelTrainer, initialise, stage_weights, train_model
+from nextscale.train.model_settings import Batch, ModelTraining, Phase
+from nextscale.train.run import CURVE, STATE, Budget, Run
 
+CPU = torch.device("cpu")
 BITS = 4
 SIDE = 32  # with 8 pixels per token: sides 1, 2, 4
 TINY = InfinityConfig(2, 64, 2, 1, bits_per_token=BITS, text_channels=128, longest_text=16)
@@ -94,7 +96,7 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
     rows, lengths = prompts.compact()
 
     with torch.no_grad():
-        condition = model.conditioned(rows, Padding(lengths, torch.device("cpu")))
+        condition = model.conditioned(rows, Padding(lengths, CPU))
         assert isinstance(model.condition(prompts, False, schedule).rope, PairRope)
         forced = ForcedPass(model, schedule, 4).logits(torch.cat(seen, dim=1), condition)
     expected = torch.cat([logits[..., 1] - logits[..., 0] for logits, _ in drawn], dim=1)
@@ -125,7 +127,7 @@ def test_flips_change_what_is_seen_and_what_must_make_up_for_it() -> None:
 
 def test_windows_let_every_stage_see_itself_and_what_is_before() -> None:
     stages = Schedule([1, 2, 3]).stages
-    (window,) = stage_windows(stages, torch.device("cpu"))
+    (window,) = stage_windows(stages, CPU)
     assert window.mask is not None
     number = [stage.index for stage in stages for _ in range(stage.cells)]
     for query, row in enumerate(window.mask.tolist()):
@@ -138,11 +140,10 @@ def test_coarse_stages_weigh_less_than_fine_ones_but_more_than_their_tokens() ->
 
 
 def trainer(settings: ModelTraining = SETTINGS) -> ModelTrainer:
-    return ModelTrainer(settings, tiny_words(), tiny_tokenizer(), torch.device("cpu"))
+    return ModelTrainer(settings, tiny_words(), tiny_tokenizer(), CPU)
 
 
 def test_gradients_reach_everything_that_is_trained() -> None:
-
     it, data = trainer(replace(SETTINGS, no_prompt=0.5)), pictures()
     before = {name: p.clone() for name, p in [*it.model.named_parameters(), *it.words.model.named_parameters()]}
     features = {SIDE: Features(it.tokenizer, data, 2, 0)}
@@ -158,28 +159,26 @@ def test_gradients_reach_everything_that_is_trained() -> None:
 def test_a_run_learns_stops_resumes_and_leaves_what_load_reads(tmp_path: Path) -> None:
     words, tokenizer, data = tiny_words(), tiny_tokenizer(), pictures()
     arguments = (SETTINGS, words, tokenizer, {SIDE: data}, {SIDE: data}, tmp_path)
-    train_model(*arguments, Budget(steps=6), torch.device("cpu"))
+    train_model(*arguments, Budget(steps=6), CPU)
     first = json.loads((tmp_path / "metrics.json").read_text())
-    train_model(*arguments, Budget(steps=60), torch.device("cpu"))
+    train_model(*arguments, Budget(steps=60), CPU)
     second = json.loads((tmp_path / "metrics.json").read_text())
     assert (first["steps"], second["steps"]) == (6, 60)
     assert sum(second["held_out_loss"][str(SIDE)]) < 0.8 * sum(first["held_out_loss"][str(SIDE)])
-
-
     with torch.device("meta"):
         model = Infinity(TINY)
-    load_module(model, tmp_path / "model.safetensors", torch.device("cpu"), torch.float32)
+    load_module(model, tmp_path / "model.safetensors", CPU, torch.float32)
     state = torch.load(tmp_path / STATE, weights_only=True)
     torch.testing.assert_close(model.word_embed.weight, state["modules"]["average"]["word_embed.weight"], rtol=1e-3, atol=1e-3)
     assert WordTextEncoder.load(tmp_path / "words.safetensors")(["a red square"]).channels == 128
     with pytest.raises(SettingError, match=r"other settings \(flips\)"):
-        train_model(replace(SETTINGS, flips=0.1), *arguments[1:], Budget(steps=70), torch.device("cpu"))
+        train_model(replace(SETTINGS, flips=0.1), *arguments[1:], Budget(steps=70), CPU)
 
 
 def test_interrupted_training_ends_where_uninterrupted_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(folder: Path) -> dict[str, Tensor]:
         data = {SIDE: pictures()}
-        train_model(SETTINGS, tiny_words(), tiny_tokenizer(), data, data, folder, Budget(steps=6), torch.device("cpu"))
+        train_model(SETTINGS, tiny_words(), tiny_tokenizer(), data, data, folder, Budget(steps=6), CPU)
         return torch.load(folder / STATE, weights_only=True)["modules"]["model"]
 
     whole = run(tmp_path / "whole")
@@ -203,7 +202,7 @@ def test_interrupted_training_ends_where_uninterrupted_training_does(tmp_path: P
 def test_a_new_run_can_begin_with_weights(tmp_path: Path) -> None:
     it = trainer()
     it.save(tmp_path, torch.float32)
-    again = ModelTrainer(replace(SETTINGS, seed=5), tiny_words(), tiny_tokenizer(), torch.device("cpu"), tmp_path / "model.safetensors")
+    again = ModelTrainer(replace(SETTINGS, seed=5), tiny_words(), tiny_tokenizer(), CPU, tmp_path / "model.safetensors")
     for name, tensor in it.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], tensor)
     assert all(parameter.requires_grad for parameter in again.model.parameters())
@@ -229,13 +228,92 @@ def test_captions_vary_in_wording_but_keep_the_subject() -> None:
         ({"phases": ()}, "add up to 1"),
         ({"phases": (Phase(0.5, (Batch(SIDE, 2, 6),)),)}, "add up to 1"),
         ({"variants": {}}, "lacks"),
+        ({"phases": (Phase(1.5, (Batch(SIDE, 2, 6),)), Phase(-0.5, (Batch(SIDE, 2, 6),)))}, "each above 0"),
+        ({"phases": (Phase(1.0, ()),)}, "batches of 1 picture or more"),
+        ({"phases": (Phase(1.0, (Batch(SIDE, 1, 6),)),)}, "up to stage 2 or later"),
+        ({"phases": ((1.0, ((SIDE, 2, 0),)),)}, "batches of 1 picture or more"),
+        ({"phases": (3,)}, r"expected \[share, \[\[side, stages, pictures\]"),
+        ({"phases": ((1.0, ((SIDE, 2.5, 4),)),)}, "whole numbers"),
+        ({"variants": {SIDE: 0}}, "variants are whole numbers"),
+        ({"variants": {"small": 1}}, "variants are whole numbers"),
         ({"flips": 1.0}, "flips is a share"),
         ({"learning_rate": 0}, "above 0"),
+        ({"learning_rate": float("nan")}, "above 0"),
+        ({"weight_decay": -1.0}, "weight_decay is 0 or above"),
+        ({"model": replace(TINY, depth=0)}, r"model\.depth is 0"),
+        ({"model": replace(TINY, heads=3)}, "has 3 heads"),
+        ({"model": replace(TINY, text_channels=64)}, "expected 128 channels or more"),
+        ({"model": replace(TINY, width=64, text_channels=384)}, "with 3 heads; .* divides the width"),
+        ({"model": replace(TINY, chunks=3)}, "3 chunks"),
+        ({"model": replace(TINY, level_every_chunk=True)}, "level_every_chunk"),
     ],
 )
 def test_bad_settings_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         replace(SETTINGS, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": replace(TINY, text_channels=256)}, "word encoder has 128 channels, the model reads 256"),
+        ({"model": replace(TINY, bits_per_token=8)}, "tokenizer has 4 bits per token, the model 8"),
+        ({"model": replace(TINY, levels=2)}, "32 has 3 stages, model.levels is 2"),
+        ({"model": replace(TINY, longest_text=3)}, "a caption has 4 tokens, the model reads 3"),
+        ({"phases": (Phase(1.0, (Batch(SIDE, 4, 6),)),)}, "stage 4 of pictures of side 32, which have 3"),
+        ({"phases": (Phase(1.0, (Batch(40, 2, 6),)),), "variants": {40: 1}}, "side 40: at 8 pixels per token choose one of"),
+        ({"phases": (Phase(1.0, (Batch(64, 2, 6),)),), "variants": {64: 1}}, r"training pictures of sides \[32\]: the phases take \[64\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_anything_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("nextscale.train.model._encoded", lambda *_: pytest.fail("encoded"))
+    data = {SIDE: pictures()}
+    with pytest.raises(SettingError, match=message):
+        train_model(replace(SETTINGS, **change), tiny_words(), tiny_tokenizer(), data, data, tmp_path / "run", Budget(steps=1), CPU)
+    assert not (tmp_path / "run").exists()
+
+
+def test_pictures_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    data, none, long = {SIDE: pictures()}, {SIDE: pictures(0)}, pictures(2)
+    long.records = (Record("0", "a " * 20), Record("1", "a"))
+    for train, held_out, message in (
+        (data, {}, r"held-out pictures of sides \[\]"),
+        (data, none, r"held-out pictures: \{32: 0\} by side"),
+        (none, data, r"training pictures: \{32: 0\} by side"),
+        ({SIDE: long}, data, "prompt has 21 tokens; expected at most 16"),
+    ):
+        with pytest.raises(NextscaleError, match=message):
+            train_model(SETTINGS, tiny_words(), tiny_tokenizer(), train, held_out, tmp_path / "run", Budget(steps=1), CPU)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_taken_up_with_other_parts(tmp_path: Path) -> None:
+    words, tokenizer, data = tiny_words(), tiny_tokenizer(), {SIDE: pictures()}
+    train_model(SETTINGS, words, tokenizer, data, data, tmp_path, Budget(steps=1), CPU)
+    others = WordTextEncoder(Vocabulary(["green", *words.vocabulary.entries[1:]]), tiny_words().model)
+    changed = tiny_tokenizer()
+    changed.encoder.conv_in.weight.data += 1
+    few = {SIDE: pictures(6)}
+    parts = {"vocabulary": (others, tokenizer, data), "tokenizer": (words, changed, data), "pictures": (words, tokenizer, few)}
+    for name, given in parts.items():
+        with pytest.raises(SettingError, match=rf"other settings \({name}\)"):
+            train_model(SETTINGS, *given, data, tmp_path, Budget(steps=2), CPU)
+    train_model(SETTINGS, words, tokenizer, data, data, tmp_path, Budget(steps=2), CPU)
+
+
+def test_the_curve_tells_every_stage(tmp_path: Path) -> None:
+    data = {SIDE: pictures()}
+    train_model(SETTINGS, tiny_words(), tiny_tokenizer(), data, data, tmp_path, Budget(steps=4), CPU)
+    line, results = (json.loads(text) for text in (tmp_path / CURVE).read_text().splitlines())
+    assert list(line) == ["step", "seconds", "learning_rate", "gradient", "loss_32px_2", "stages_32px_2", "loss_32px_3", "stages_32px_3"]
+    for stages in (2, 3):
+        losses = torch.tensor(line[f"stages_{SIDE}px_{stages}"])
+        assert len(losses) == stages
+        expected = (losses * stage_weights(Schedule([1, 2, 4]), stages)).sum().item()
+        assert line[f"loss_{SIDE}px_{stages}"] == pytest.approx(expected, abs=2e-4)
+    assert len(results["held_out"]["held_out_loss"]["32"]) == 3
 
 
 def test_stage_has_no_last_flag_in_a_shortened_pass() -> None:

@@ -238,6 +238,16 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="needs its network"):
         TokenizerTrainer(settings(), CPU, None)
     sets = {side: pictures(side) for side in (16, 32, 48)}
-    for data, held_out in (({}, {}), (sets, sets), ({32: sets[32]}, {48: sets[48]}), ({32: sets[32]}, {})):
-        with pytest.raises(SettingError, match="one or two sizes"):
-            train_tokenizer(settings(), data, held_out, tmp_path, Budget(steps=1), CPU, tiny_lpips())
+    odd = {44: pictures(44)}
+    for data, held_out, message in (
+        ({}, {}, "one or two sizes"),
+        (sets, sets, "one or two sizes"),
+        (odd, odd, "side 44: at 2 pixels per token choose one of 2, "),
+        ({32: sets[32]}, {48: sets[48]}, "held-out pictures of some of these sides"),
+        ({32: sets[32]}, {}, "held-out pictures of some of these sides"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            train_tokenizer(settings(), data, held_out, tmp_path / "run", Budget(steps=1), CPU, tiny_lpips())
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(SettingError, match="no tokenizer can be built"):
+        settings(tokenizer=InfinityTokenizerConfig(bits=4, channels=20))

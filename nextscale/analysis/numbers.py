@@ -111,8 +111,10 @@ def read_observations(file: Path) -> Observations:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise SettingError(f"{file} is not an observations.json of this version: run `nextscale observe` again")
     try:
-        return from_content(content)
-    except (KeyError, TypeError, AttributeError) as error:
+        found = from_content(content)
+        require_whole(found)
+        return found
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise SettingError(f"{file} lacks numbers or holds others ({error}): run `nextscale observe` again") from error
 
 
@@ -127,6 +129,30 @@ def from_content(content: dict[str, Any]) -> Observations:
         Prompt(prompt["switches"], {name: read_effect(effect) for name, effect in prompt["effects"].items()}),
         Rank(**rank | {"ranks": [read_curves(several) for several in rank["ranks"]]}),
     )
+
+
+def require_whole(found: Observations) -> None:
+    """ValueError unless every list has an entry for each of what it is about."""
+    frequency, blocks, prompt, rank = found.frequency, found.blocks, found.prompt, found.rank
+    stages, bands, depth = len(found.stages), len(frequency.edges) + 1, len(blocks.correlation)
+    effects = [curve for effect in prompt.effects.values() for curve in (effect.rms, effect.codes, effect.lpips) if curve is not None]
+    per_block = [blocks.correlation, blocks.foresight, blocks.distance, blocks.strength]
+    per_stage = [frequency.smooth, frequency.detailed, frequency.correlation, frequency.foreseen]
+    per_stage += [curve for curves in (*per_block, *rank.ranks) for curve in curves]
+    lengths: list[tuple[int, Sequence[Sequence[Any]]]] = [
+        (stages, [frequency.power, rank.full]),
+        (bands, [*frequency.power, frequency.image_power]),
+        (depth, per_block),
+        (len(rank.alphas), [rank.ranks]),
+        (len(rank.layers), rank.ranks),
+        (stages, [curve.mean for curve in per_stage]),
+        (len(prompt.switches), [curve.mean for curve in effects]),
+    ]
+    if stages < 2 or not depth or "seed" not in prompt.effects or not rank.layers:
+        raise ValueError(f"{stages} stages, {depth} blocks, replaced: {', '.join(prompt.effects) or 'nothing'}")
+    for expected, lists in lengths:
+        if wrong := [len(one) for one in lists if len(one) != expected]:
+            raise ValueError(f"{wrong[0]} entries where {expected} were expected")
 
 
 def read_curves(several: Sequence[dict[str, Any]]) -> list[Curve]:

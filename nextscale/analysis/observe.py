@@ -21,7 +21,7 @@ from .pictures import image_tile, map_tile, sheet
 from .recorder import Recorder
 
 MOST_EXAMPLES = 4
-SHOWN_REPLACEMENTS: tuple[prompt.Replacement, ...] = ("none", "other", "seed")
+REPLACED: dict[prompt.Replacement, str] = {"none": "no prompt", "other": "another prompt", "seed": "another seed"}  # on the sheet
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Examples:
 
 @dataclass
 class Tiles:
-    stages: list[list[Tensor]] = field(default_factory=list)
-    blocks: list[list[Tensor]] = field(default_factory=list)
+    stages: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    blocks: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     prompts: dict[tuple[int, prompt.Replacement], list[Tensor]] = field(default_factory=dict)  # (image, what is replaced)
 
 
@@ -112,8 +112,17 @@ def observe(
         prompt.summary(found.moves, switched),
         rank.summary(found.ranks, layers, schedule, pipeline.model.block_config.width),
     )
-    tiles = found.tiles
-    return observations, Examples(sheet(tiles.stages), sheet(tiles.blocks), sheet([tiles.prompts[key] for key in sorted(tiles.prompts)]))
+    return observations, examples(found.tiles, schedule, switched, len(pipeline.model.blocks))
+
+
+def examples(tiles: Tiles, schedule: Schedule, switched: Sequence[int], blocks: int) -> Examples:
+    names = [f"{stage.height}x{stage.width}" for stage in schedule]
+    replaced = [(REPLACED[kind], tiles.prompts[index, kind]) for index, kind in sorted(tiles.prompts)]
+    return Examples(
+        sheet(tiles.stages, names),
+        sheet(tiles.blocks, ["image", *(f"block {block}" for block in range(blocks))]),
+        sheet(replaced, ["as it was drawn", *(f"from {names[switch]} on" for switch in switched)]),
+    )
 
 
 def draw_watched(
@@ -159,13 +168,13 @@ def add_tiles(
 ) -> None:
     for index, row in enumerate(shown):
         size = row[-1].shape[1], row[-1].shape[2]
-        tiles.stages += [row, [map_tile(change[index], schedule.grid, size) for change in maps]]
+        tiles.stages += [("after stage", row), ("its change", [map_tile(change[index], schedule.grid, size) for change in maps])]
         acting = [block.change[index] for (stage, _), block in sorted(record.maps.items()) if stage == len(schedule) - 1]
-        tiles.blocks.append([image_tile(first.pixels[index]), *(map_tile(change, schedule.grid, size) for change in acting)])
+        tiles.blocks.append(("change", [image_tile(first.pixels[index]), *(map_tile(change, schedule.grid, size) for change in acting)]))
 
 
 def add_prompt_tiles(tiles: Tiles, first: Output, again: Output, kind: prompt.Replacement, start: int) -> None:
-    if kind in SHOWN_REPLACEMENTS:
+    if kind in REPLACED:
         for index in range(first_of(MOST_EXAMPLES, start, len(first.pixels))):
             row = tiles.prompts.setdefault((start + index, kind), [image_tile(first.pixels[index])])
             row.append(image_tile(again.pixels[index]))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 TILE = 128  # pixels, the longer side
-GAP = 4
+GAP, LETTERS = 4, 13
 BRIGHTEST = 0.98  # share of a map's cells that are not cut to white
 
 
@@ -30,13 +29,19 @@ def map_tile(values: Tensor, size: tuple[int, int], tile: tuple[int, int]) -> Te
     return F.interpolate(bright.clamp(0, 1), size=tile, mode="nearest-exact")[0].expand(3, -1, -1).cpu()
 
 
-def sheet(rows: Sequence[Sequence[Tensor]]) -> Image.Image:
-    """Rows of tiles of equal size [3, h, w] on white."""
-    height, width = rows[0][0].shape[1:]
-    columns = max(len(row) for row in rows)
-    page = torch.ones(3, len(rows) * (height + GAP) - GAP, columns * (width + GAP) - GAP)
-    for down, row in enumerate(rows):
-        for right, tile in enumerate(row):
-            y, x = down * (height + GAP), right * (width + GAP)
-            page[:, y : y + height, x : x + width] = tile
-    return Image.fromarray(np.rint(page.permute(1, 2, 0).numpy() * 255).astype(np.uint8))
+def sheet(rows: Sequence[tuple[str, Sequence[Tensor]]], columns: Sequence[str]) -> Image.Image:
+    """Named rows of tiles of equal size [3, h, w] on white, under the names of the columns."""
+    font = ImageFont.load_default(LETTERS)
+    height, width = rows[0][1][0].shape[1:]
+    left, top = round(max(font.getlength(name) for name, _ in rows)) + 2 * GAP, LETTERS + 2 * GAP
+    page = Image.new("RGB", (left + len(columns) * (width + GAP), top + len(rows) * (height + GAP)), "white")
+    pen = ImageDraw.Draw(page)
+    for right, name in enumerate(columns):
+        pen.text((left + right * (width + GAP), GAP), name, "black", font)
+    for down, (name, tiles) in enumerate(rows):
+        y = top + down * (height + GAP)
+        pen.text((GAP, y), name, "black", font)
+        for right, tile in enumerate(tiles):
+            levels = np.rint(tile.permute(1, 2, 0).numpy() * 255).astype(np.uint8)
+            page.paste(Image.fromarray(levels), (left + right * (width + GAP), y))
+    return page

@@ -27,6 +27,7 @@ from ..pipeline import Output, Pipeline
 from ..stage import Schedule, Stage
 from .detail import LEVELS
 from .numbers import Curve, Effect, Prompt
+from .verdicts import late_stages
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -69,9 +70,10 @@ def replacements(pipeline: Pipeline, schedule: Schedule, others: bool) -> list[R
 
 
 def spread_switches(stages: int, number: int) -> list[int]:
-    """Evenly from the first stage, where all is replaced, to the last."""
-    number = min(number, stages)
-    return sorted({round(index * (stages - 1) / max(number - 1, 1)) for index in range(number)})
+    """Evenly from the first stage, where all is replaced, to the first late one, where all of which a claim speaks is; or all stages."""
+    if number >= stages:
+        return list(range(stages))
+    return sorted({round(index * late_stages(stages)[0] / max(number - 1, 1)) for index in range(number)})
 
 
 def other_prompts(prompts: Sequence[Any]) -> list[Any] | None:

@@ -62,7 +62,13 @@ def late_mean(curve: Curve, stages: range) -> float:
 
 
 def ratio(a: float, b: float) -> float:
-    return a / b if b > 0 else (math.inf if a > 0 else math.nan)
+    """Infinite for something against nothing; NaN where either is NaN or both are zero."""
+    return math.inf if b == 0 and a > 0 else a / b if b else math.nan
+
+
+def at_least(value: float, bound: float) -> bool | None:
+    """None where there is no value."""
+    return None if math.isnan(value) else value >= bound
 
 
 def named(found: Observations, stages: Sequence[int]) -> str:
@@ -78,7 +84,7 @@ def detail_verdict(found: Observations) -> Verdict:
     return Verdict(
         "frequency",
         "late stages change mostly detailed regions",
-        times >= DETAIL_RATIO,
+        at_least(times, DETAIL_RATIO),
         f"{named(found, late)}: the most detailed quarter of the image changes {times:.1f} times as much as the smoothest quarter"
         f" ({detailed:.1f} against {smooth:.1f} of 255 levels); rank correlation of change and detail"
         f" {late_mean(numbers.correlation, late):.2f}, with the detail before the stage {late_mean(numbers.foreseen, late):.2f}",
@@ -101,7 +107,7 @@ def spectrum_verdict(found: Observations) -> Verdict:
     return Verdict(
         "frequency",
         "the coarse part has converged before the late stages",
-        ratio(fine, coarse) >= FINE_RATIO,
+        at_least(ratio(fine, coarse), FINE_RATIO),
         f"{named(found, late)}: what is added has {coarse:.1%} of the image's power at periods of more than {1 / COARSE:.0f} pixels, and"
         f" {fine:.0%} of it at less than {1 / FINE:.0f} pixels",
     )
@@ -113,9 +119,9 @@ def block_correlations(found: Observations) -> list[float]:
 
 
 def extremes(values: Sequence[float]) -> tuple[int, int]:
-    """Places of the largest and the smallest."""
-    order = sorted(range(len(values)), key=lambda place: -math.inf if math.isnan(values[place]) else values[place])
-    return order[-1], order[0]
+    """Places of the largest and the smallest number; of NaN if there is no number."""
+    places = [place for place, value in enumerate(values) if not math.isnan(value)] or [0]
+    return max(places, key=lambda place: values[place]), min(places, key=lambda place: values[place])
 
 
 def block_verdict(found: Observations) -> Verdict:
@@ -127,9 +133,9 @@ def block_verdict(found: Observations) -> Verdict:
     return Verdict(
         "blocks",
         "some blocks act where the image has detail",
-        agreement[most] >= CLEAR_CORRELATION,
+        at_least(agreement[most], CLEAR_CORRELATION),
         f"{named(found, late)}: block {most} agrees best with the detail of the image (rank correlation {agreement[most]:.2f}); what a"
-        f" stage will change is told best by block {best} one stage earlier ({ahead[best]:.2f})",
+        f" stage will change is told best by block {best} one stage earlier ({ahead[best]:.2f}), which SparseVAR calls block={best + 1}",
     )
 
 
@@ -140,7 +146,7 @@ def blocks_differ(found: Observations) -> Verdict:
     return Verdict(
         "blocks",
         "blocks differ in where they act",
-        agreement[most] - agreement[least] >= CLEAR_CORRELATION,
+        at_least(agreement[most] - agreement[least], CLEAR_CORRELATION),
         f"{named(found, late)}: rank correlation of a block's change with the detail from {agreement[least]:.2f}"
         f" (block {least}) to {agreement[most]:.2f} (block {most})",
     )
@@ -183,7 +189,7 @@ def prompt_verdicts(found: Observations) -> list[Verdict]:
             f" {share:.0%} of what {reference} from the start does; from the same stage on, {beside};"
             f" {mean([effects[name].codes.mean[place]]):.0%} of the later codes differ"
         )
-        results.append(Verdict("prompt", claim, share <= PROMPT_SHARE, text))
+        results.append(Verdict("prompt", claim, at_least(-share, -PROMPT_SHARE), text))
     return results
 
 
@@ -195,7 +201,7 @@ def rank_verdict(found: Observations) -> Verdict:
     return Verdict(
         "rank",
         "features of late stages have low rank",
-        mean(shares) <= LOW_RANK,
+        at_least(-mean(shares), -LOW_RANK),
         f"{named(found, late)}: {mean(shares):.0%} of the possible directions hold {ALPHA:.0%} of the energy of the blocks' inputs"
         f" ({min(shares):.0%} to {max(shares):.0%} by block), as many as {tokens:.1%} of the tokens",
     )

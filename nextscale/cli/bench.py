@@ -19,6 +19,7 @@ from ..errors import OutOfMemory, SettingError
 from ..evals.bench import Plan, bench_case, chosen_engines, failed_rows, release
 from ..evals.energy import EnergyMeter
 from ..evals.limit import Rates
+from ..evals.results import read_rows
 from ..evals.speed_tables import image, pictured_row, speed_tables, stages_svg, with_tables
 from ..evals.suites import ALL, METHODS, SUITES, Case, suite, timed_methods
 from ..files import write_text
@@ -29,7 +30,6 @@ from ..random_weights import random_encoder, random_pipeline
 from .generate import result_console
 from .options import Dtype, as_torch_dtype, choose_schedule, parse_size
 from .program import app
-from .quality import read_rows
 
 CHECKOUT = Path(__file__).parents[2]
 OWN_RESULTS = CHECKOUT / "benchmarks" / "results.jsonl"

@@ -10,15 +10,15 @@ from typing import Annotated
 
 import torch
 import typer
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from rich.markup import escape
 from rich.progress import Progress, TaskID
 from rich.table import Table
 from torch import Tensor
 
-from ..accel.choice import resolve_method
 from ..accel.method import Method
 from ..errors import CheckpointError, SettingError
+from ..evals.methods import parse_methods
 from ..files import IMAGE_FORMATS, write_image
 from ..images import to_pil
 from ..loading import choose_device, load
@@ -33,6 +33,7 @@ from .files import require_writable
 from .generate import progress_bar, result_console
 from .options import Size, choose_schedule, parse_prompt, read_prompts, require_fitting
 from .program import app
+from .sheet import compared
 
 PROMPTS = (
     "a 3D icon of a red apple",
@@ -48,7 +49,6 @@ PROMPTS = (
 METHODS = ("sparsevar:tau=0.6", "stagevar", "skip:last=2")
 OWN_FILE = Path("demo.png")
 BATCH = 4  # images drawn at a time
-LETTERS, MARGIN = 18, 6  # pixels
 
 
 @app.command()
@@ -76,7 +76,7 @@ def demo(
 ) -> None:
     """Draw the same prompts with the model in the package, dense and accelerated, and compare time and images."""
     schedule = choose_schedule(NANO.settings.schedules, size, None, None)
-    methods = [resolve_method(row.split("+")) for row in ("dense", *(method or METHODS))]
+    methods = [parse_methods(row) for row in ("dense", *(method or METHODS))]
     for chosen in methods:
         require_fitting(chosen, NANO, schedule)
     prompts = [str(parse_prompt(prompt, NANO)) for prompt in (read_prompts(prompts_file) if prompts_file else PROMPTS)]
@@ -184,37 +184,6 @@ def size_of(row: Row) -> str:
     return f"{height}x{width}"
 
 
-# --- the picture
-
-
 def sheet(prompts: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    """A column for each prompt, which is written above it, and a row for each method under a line that names it."""
-    font = ImageFont.load_default(LETTERS)
-    height, width = rows[0].reports[0].size
-    headings = ["\n".join(wrapped(prompt, font, width - 2 * MARGIN)) for prompt in prompts]
-    line = LETTERS + 2 * MARGIN
-    top = max(heading.count("\n") + 1 for heading in headings) * (LETTERS + MARGIN) + 2 * MARGIN
     titles = [f"{row.method}: {row.seconds:.2f} s per image, {percent(row.cost_share)} of the multiply-adds" for row in rows]
-    across = max(width * len(prompts), *(round(font.getlength(title)) + 2 * MARGIN for title in titles))
-    picture = Image.new("RGB", (across, top + (line + height) * len(rows)), "white")
-    pen = ImageDraw.Draw(picture)
-    for column, heading in enumerate(headings):
-        pen.multiline_text((column * width + MARGIN, MARGIN), heading, "black", font, spacing=MARGIN)
-    for number, (title, row) in enumerate(zip(titles, rows, strict=True)):
-        edge = top + (line + height) * number
-        pen.text((MARGIN, edge + MARGIN), title, "black", font)
-        for column, image in enumerate(to_pil(row.pixels)):
-            picture.paste(image, (column * width, edge + line))
-    return picture
-
-
-def wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
-    """Lines that are as wide as fits; a word that is wider stands alone."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and font.getlength(longer) > width:
-            lines.append(word)
-        else:
-            lines[-1] = longer
-    return lines
+    return compared(prompts, {title: to_pil(row.pixels) for title, row in zip(titles, rows, strict=True)})

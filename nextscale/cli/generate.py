@@ -32,10 +32,16 @@ from ..report import Report
 from ..text import with_positive_prompt
 from .files import Picture, plan_pictures, planned_files, require_writable
 from .options import (
+    MACHINE,
+    OUTPUT,
     Aspect,
-    Dtype,
+    Device,
+    DtypeName,
     Sides,
     Size,
+    TextEncoderSource,
+    TokenizerFile,
+    Weights,
     all_prompts,
     as_torch_dtype,
     choose_schedule,
@@ -50,7 +56,7 @@ from .program import app, version
 
 UNLIMITED_WIDTH = 10_000
 DARKEST = 0.25  # of what no stage has run
-DRAWING, MACHINE, OUTPUT = "How to draw", "Model and machine", "What to write"
+DRAWING = "How to draw"
 
 
 @app.command()
@@ -129,18 +135,11 @@ def generate(
             help="STAR: all images of a batch read the first prompt, as the released program does.",
         ),
     ] = False,
-    weights: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")] = None,
-    text_encoder: Annotated[
-        str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder or hub name of the text encoder.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
-    ] = None,
+    weights: Weights = None,
+    tokenizer: TokenizerFile = None,
+    text_encoder: TextEncoderSource = None,
+    device: Device = None,
+    dtype: DtypeName = None,
     batch: Annotated[
         int, typer.Option(min=1, rich_help_panel=MACHINE, help="Images drawn at a time; fewer need less memory and come out the same.")
     ] = 4,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..analysis import Observations, Sample, observe, read_observations, to_json, verdicts
 from ..analysis.plots import FIGURES, figures
@@ -19,12 +18,27 @@ from ..loading import choose_device, load
 from ..metrics import Lpips
 from ..presets import model_spec
 from .files import require_writable
-from .options import Dtype, Size, all_prompts, as_torch_dtype, choose_schedule, parse_prompt, split_model
+from .options import (
+    MACHINE,
+    OUTPUT,
+    Device,
+    DtypeName,
+    Size,
+    TextEncoderSource,
+    TokenizerFile,
+    Weights,
+    all_prompts,
+    as_torch_dtype,
+    choose_schedule,
+    parse_prompt,
+    split_model,
+)
 from .program import app
+from .progress import share_bar
 
 NUMBERS = "observations.json"
 SHEETS = ("stages", "blocks", "prompts")
-MACHINE, OUTPUT = "Model and machine", "What to write"
+LONGEST_LINE = 100
 
 
 @app.command("observe")
@@ -47,11 +61,9 @@ def observe_command(
     switches: Annotated[
         int, typer.Option(min=1, help="At how many stages prompts are replaced; each costs as much as drawing all images three times.")
     ] = 3,
-    weights: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")] = None,
-    text_encoder: Annotated[
-        str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder, file or hub name of the text encoder.")
-    ] = None,
+    weights: Weights = None,
+    tokenizer: TokenizerFile = None,
+    text_encoder: TextEncoderSource = None,
     lpips: Annotated[
         Path | None,
         typer.Option(
@@ -61,13 +73,8 @@ def observe_command(
             help="File of the LPIPS network, or its folder.",
         ),
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
-    ] = None,
+    device: Device = None,
+    dtype: DtypeName = None,
     batch: Annotated[int, typer.Option(min=1, rich_help_panel=MACHINE, help="Images drawn at a time.")] = 16,
     out: Annotated[Path, typer.Option(metavar="FOLDER", rich_help_panel=OUTPUT, help="Where numbers and pictures go.")] = Path("observed"),
     plot: Annotated[
@@ -94,7 +101,7 @@ def observe_command(
     require_writable([out / NUMBERS, *(out / f"{name}.png" for name in SHEETS), *(drawn if plots else ())], force)
     place = choose_device(device)
     distance = open_lpips(lpips, str(place))
-    with progress_bar() as progress:
+    with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
         pipeline = load(
             model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=place, dtype=as_torch_dtype(dtype)
@@ -142,13 +149,8 @@ def write_figures(found: Observations, out: Path) -> None:
 
 
 def show_verdicts(found: Observations) -> None:
+    width = min(get_terminal_size().columns, LONGEST_LINE)
     for verdict in verdicts(found):
         holds = {True: "holds", False: "does not hold", None: "not measured"}[verdict.holds]
         typer.echo(f"{verdict.claim}: {holds}")
-        typer.echo(textwrap.indent(textwrap.fill(verdict.text, 100), "    "))
-
-
-def progress_bar() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        typer.echo(textwrap.fill(verdict.text, width, initial_indent="    ", subsequent_indent="    "))

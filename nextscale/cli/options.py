@@ -32,11 +32,26 @@ Sides = Annotated[
     str | None, typer.Option(metavar="LIST", help="FlexVAR: the token maps to draw, such as 1,2,3,5,8 or 1,2,4x6; in place of a size.")
 ]
 
+MACHINE, OUTPUT = "Model and machine", "What to write"  # panels of the help
+
 
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+Weights = Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model.")]
+TokenizerFile = Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")]
+TextEncoderSource = Annotated[
+    str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder, file or hub name of the text encoder.")
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")
+]
+DtypeName = Annotated[
+    Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
+]
 
 
 def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from PIL import Image, ImageDraw
-from rich.console import Console
+from PIL import Image
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
-from ..errors import NextscaleError, SettingError
+from ..errors import SettingError
 from ..evals.agreement import Agreement, real_features
 from ..evals.frontier import frontier_svg
 from ..evals.methods import LISTS, chosen_methods
 from ..evals.prompts import EvalPrompt, read_eval_prompts
-from ..evals.quality import BENCHMARK, Evaluation, Judges, evaluate, mixed_batches
+from ..evals.quality import Evaluation, Judges, evaluate
+from ..evals.results import Row, comparable, judged, read_rows, real_agreement, write_rows
 from ..files import IMAGE_FORMATS, write_image, write_text
 from ..loading import choose_device, load
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.files import EFFICIENTNET, LPIPS, metric_file
 from ..presets import build_model, model_spec
 from .files import require_writable
-from .generate import result_console
-from .options import DEFAULT_MODEL, Dtype, Size, as_torch_dtype, choose_schedule
+from .generate import UNLIMITED_WIDTH, result_console
+from .options import (
+    DEFAULT_MODEL,
+    MACHINE,
+    OUTPUT,
+    Device,
+    DtypeName,
+    Size,
+    TextEncoderSource,
+    TokenizerFile,
+    Weights,
+    as_torch_dtype,
+    choose_schedule,
+)
 from .program import app
+from .progress import share_bar
+from .sheet import compared
 
-MACHINE, OUTPUT = "Model and machine", "What to write"
-THUMBNAIL, MARGIN = 192, 18  # pixels on a sheet: of an image, and of the line above a method's images
+THUMBNAIL = 256  # pixels, the longer side of an image on a sheet
 
 
 @app.command()
@@ -76,18 +87,11 @@ def quality(
             help="Training shards (.tar) to train the probes on, if --probe is not there yet; can be given again.",
         ),
     ] = None,
-    weights: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")] = None,
-    text_encoder: Annotated[
-        str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder, file or hub name of the text encoder.")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
-    ] = None,
+    weights: Weights = None,
+    tokenizer: TokenizerFile = None,
+    text_encoder: TextEncoderSource = None,
+    device: Device = None,
+    dtype: DtypeName = None,
     batch: Annotated[int, typer.Option(min=1, rich_help_panel=MACHINE, help="Images drawn at a time; times are per image of such.")] = 64,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="A .jsonl file, to which a row per method is added.")
@@ -110,17 +114,18 @@ def quality(
         if sheet.suffix.lower() not in IMAGE_FORMATS:
             raise SettingError(f"--sheet {sheet}: give a name that ends in {', '.join(IMAGE_FORMATS)}")
         require_writable([sheet], force)
+    if out is not None:
+        require_writable([out], force=True)  # rows are added
     earlier = [] if out is None or not out.exists() else read_rows(out)
     place = choose_device(device)
-    with progress_bar() as progress:
-        draws = len(chosen) * (1 + len(mixed_batches(len(drawn), batch)))
-        task = progress.add_task("loading", total=draws)
+    with share_bar() as progress:
+        task = progress.add_task("loading", total=1.0)
         train_missing_probe(probe, data or [], prompts, metrics, place)
         judges = Judges.load(metrics, probe, place)
         pipeline = load(model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=device, dtype=as_torch_dtype(dtype))
 
-        def on_draw(name: str) -> None:
-            progress.update(task, advance=1, description=escape(name))
+        def on_draw(name: str, share: float) -> None:
+            progress.update(task, completed=share, description=escape(name))
 
         found = evaluate(pipeline, chosen, drawn, judges, size=schedule, seed=seed, batch=batch, on_draw=on_draw)
     if out is not None:
@@ -147,15 +152,14 @@ def frontier(
     write_text(frontier_svg(newest_run(read_rows(results), model, size)), out)
 
 
-def newest_run(rows: Sequence[dict[str, Any]], model: str | None, size: int | None) -> list[dict[str, Any]]:
-    """The last row of every method, for one model and size."""
-    judged = [row for row in rows if row.get("benchmark") == BENCHMARK]
-    fitting = [row for row in judged if model in (None, row["model"]) and size in (None, row["size"][0])]
+def newest_run(rows: Sequence[Row], model: str | None, size: int | None) -> list[Row]:
+    """The last row of every method that can be compared with the last row of this model and size."""
+    known = judged(rows)
+    fitting = [row for row in known if model in (None, row["model"]) and size in (None, row["size"][0])]
     if not fitting:
-        known = sorted({f"{row['model']} at {row['size'][0]}" for row in judged})
-        raise SettingError(f"no row of `nextscale quality` fits; there are {', '.join(known) or 'none'}")
-    last = fitting[-1]
-    return list({row["method"]: row for row in fitting if (row["model"], row["size"]) == (last["model"], last["size"])}.values())
+        there = sorted({f"{row['model']} at {row['size'][0]}" for row in known})
+        raise SettingError(f"no row of `nextscale quality` fits; there are {', '.join(there) or 'none'}")
+    return comparable(fitting, fitting[-1])
 
 
 def train_missing_probe(probe: Path | None, data: Sequence[Path], prompts: Path, metrics: Path | None, device: torch.device) -> None:
@@ -175,34 +179,9 @@ def train_missing_probe(probe: Path | None, data: Sequence[Path], prompts: Path,
     Agreement.train(features, [*shown, *shown], real_features(network, held), held).save(probe)
 
 
-def progress_bar() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise NextscaleError(f"{file} cannot be read as results, one JSON object per line ({error}): give another file") from error
-
-
-def write_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    write_text("".join(json.dumps(row) + "\n" for row in rows), file)
-
-
 def contact_sheet(found: Evaluation) -> Image.Image:
-    """A line of images per method."""
-    columns = max(len(images) for images in found.samples.values())
-    canvas = Image.new("RGB", (columns * THUMBNAIL, len(found.samples) * (THUMBNAIL + MARGIN)), "white")
-    pen = ImageDraw.Draw(canvas)
-    for line, (name, images) in enumerate(found.samples.items()):
-        top = line * (THUMBNAIL + MARGIN)
-        pen.text((4, top + 3), name, fill="black")
-        for column, image in enumerate(images):
-            canvas.paste(thumbnail(image), (column * THUMBNAIL, top + MARGIN))
-    return canvas
+    """A row of images per method."""
+    return compared(found.shown, {name: [thumbnail(image) for image in images] for name, images in found.samples.items()})
 
 
 def thumbnail(image: Tensor) -> Image.Image:
@@ -212,40 +191,72 @@ def thumbnail(image: Tensor) -> Image.Image:
     return whole
 
 
-COLUMNS = {
-    "ms/image": lambda row: f"{row['ms_per_image']['median']:.2f}",
-    "times faster": lambda row: f"{row['speedup']['median']:.2f}",
-    "multiply-adds": lambda row: f"{row['cost_share']:.0%}",
-    "kept": lambda row: "" if row["kept"] is None else f"{row['kept']:.0%}",
-    "PSNR": lambda row: with_bounds(row.get("psnr"), 1),
-    "SSIM": lambda row: with_bounds(row.get("ssim"), 3),
-    "LPIPS": lambda row: with_bounds(row.get("lpips"), 3),
-    "Fréchet to real": lambda row: with_bounds(row.get("frechet_real"), 1),
-    "to dense": lambda row: with_bounds(row.get("frechet_dense"), 1),
-    "style": lambda row: with_bounds(row.get("style"), 3),
-    "label": lambda row: with_bounds(row.get("label"), 3),
-    "top 5": lambda row: with_bounds(row.get("label_top5"), 3),
-}
-
-
-def with_bounds(interval: dict[str, float] | None, digits: int) -> str:
-    if interval is None:
-        return ""
-    return f"{interval['value']:.{digits}f} ({interval['low']:.{digits}f}–{interval['high']:.{digits}f})"
-
-
-def show_rows(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("method", overflow="fold")
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        cells = [row["error"]] if "error" in row else [column(row) for column in COLUMNS.values()]
-        table.add_row(escape(row["method"]), *(escape(cell) for cell in cells))
+def show_rows(rows: Sequence[Row]) -> None:
+    """All measures with their intervals where the terminal is wide enough, else the most telling ones in 80 columns."""
     console = result_console()
-    console.print(table)
-    if "style" in rows[0]:
-        real = ", ".join(f"{name} {rows[0][name]['real']}" for name in ("style", "label", "label_top5") if name in rows[0])
-        console.print(
-            f"Agreement is that of probes on EfficientNet-lite0 features, which are right about held-out real images so often: {real}"
-        )
+    whole = table_of(rows, WHOLE)
+    fits = console.measure(whole, options=console.options.update(max_width=UNLIMITED_WIDTH)).maximum <= console.width
+    console.print(whole if fits else table_of(rows, BRIEF))
+    if not fits:
+        console.print("Times faster than dense; work: multiply-adds; PSNR and LPIPS: to the dense image; of 5: label among the first five.")
+    dense = rows[0]
+    console.print(
+        f"{dense['images']} images of {dense['size'][0]}x{dense['size'][1]}, {dense['batch']} at a time, on {dense['hardware']}: dense"
+        f" {dense['ms_per_image']['median']:.1f} ms per image, of which decoding {dense['decode_ms_per_image']['median']:.1f} ms."
+    )
+    if real := real_agreement(dense):
+        console.print(f"Style and label are named by probes, which are right about held-out real images so often: {real}.")
+    for row in rows:
+        if "error" in row:
+            console.print(f"{row['method']} did not run: {row['error']}", markup=False)
+
+
+def table_of(rows: Sequence[Row], columns: Mapping[str, Column]) -> Table:
+    """Without the columns that no row fills."""
+    ran = [row for row in rows if "error" not in row]
+    shown = {heading: column for heading, column in columns.items() if any(column(row) for row in ran)}
+    table = Table("method", box=None, pad_edge=False)
+    for heading in shown:
+        table.add_column(heading, justify="right")
+    for row in ran:
+        table.add_row(escape(row["method"]), *(column(row) for column in shown.values()))
+    return table
+
+
+def value(name: str, form: str, bounds: bool = False) -> Column:
+    """A measure, empty where it was not taken."""
+
+    def written(row: Row) -> str:
+        interval = row.get(name)
+        if interval is None:
+            return ""
+        middle, low, high = (format(interval[key], form) for key in ("value", "low", "high"))
+        return f"{middle} ({low} to {high})" if bounds else middle
+
+    return written
+
+
+Column = Callable[[Row], str]
+BRIEF: dict[str, Column] = {
+    "faster": lambda row: f"{row['speedup']['median']:.2f}",
+    "work": lambda row: f"{row['cost_share']:.0%}",
+    "PSNR": value("psnr", ".1f"),
+    "LPIPS": value("lpips", ".3f"),
+    "style": value("style", ".0%"),
+    "of 5": value("label_top5", ".0%"),
+    "Fréchet": value("frechet_real", ".1f"),
+}
+WHOLE: dict[str, Column] = {
+    "ms per image": lambda row: f"{row['ms_per_image']['median']:.2f}",
+    "times faster": BRIEF["faster"],
+    "multiply-adds": BRIEF["work"],
+    "cells run": lambda row: "" if row["kept"] is None else f"{row['kept']:.0%}",
+    "PSNR": value("psnr", ".1f", bounds=True),
+    "SSIM": value("ssim", ".3f", bounds=True),
+    "LPIPS": value("lpips", ".3f", bounds=True),
+    "Fréchet to real": value("frechet_real", ".1f", bounds=True),
+    "to dense": value("frechet_dense", ".1f", bounds=True),
+    "style": value("style", ".1%", bounds=True),
+    "label": value("label", ".1%", bounds=True),
+    "label of 5": value("label_top5", ".1%", bounds=True),
+}

@@ -12,14 +12,16 @@ from ..errors import SettingError
 from ..loading import choose_device, load_module
 from ..metrics import Lpips
 from ..models import Infinity
+from ..presets import NANO_MODEL, NANO_TOKENIZER
 from ..text.words import WordTextEncoder
 from ..tokenizers import InfinityTokenizer
 from ..train.curves import plot_curves
 from ..train.data import Pictures, read_pictures, read_shard
-from ..train.model import ModelTraining, train_model
+from ..train.model import train_model
+from ..train.model_settings import ModelTraining, check_parts, check_training
 from ..train.run import Budget
 from ..train.settings import changed
-from ..train.tokenizer import TokenizerTraining, train_tokenizer
+from ..train.tokenizer import TokenizerTraining, check_sides, train_tokenizer
 from ..train.words import make_word_encoder
 from ..weights.export import write_bundle
 from .program import app
@@ -32,7 +34,6 @@ HeldOut = Annotated[list[Path], typer.Option("--held-out", metavar="SHARD", help
 Folder = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="State, curve and results; an interrupted run goes on from here.")]
 Minutes = Annotated[float | None, typer.Option(help="How long to train, time before an interruption included.")]
 Steps = Annotated[int | None, typer.Option(help="How many steps to train, in place of minutes.")]
-Sides = Annotated[str, typer.Option(metavar="LIST", help="Sides of the pictures in pixels.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as learning_rate=1e-3 or model.depth=12; see the docs."),
@@ -49,6 +50,7 @@ def words(
     size: Annotated[int, typer.Option(min=100, help="Entries of the vocabulary.")] = 5000,
 ) -> None:
     """Make the word encoder that a model is trained with: a vocabulary and frozen word vectors."""
+    check_target(out)
     records = [record for shard in data for record in read_shard(shard)[0]]
     encoder = make_word_encoder(records, sentence_model, size)
     encoder.save(out)
@@ -62,7 +64,7 @@ def tokenizer(
     out: Folder,
     minutes: Minutes = None,
     steps: Steps = None,
-    sides: Sides = "256,512",
+    sides: Annotated[str, typer.Option(metavar="LIST", help="One or two sides of the pictures, in pixels.")] = "256,512",
     metrics: Annotated[Path | None, typer.Option(metavar="PATH", help="LPIPS weights: a file, or a folder that holds it.")] = None,
     change: Changes = None,
     compiled: Compile = False,
@@ -71,8 +73,11 @@ def tokenizer(
     """Train a multi-scale binary tokenizer."""
     where, budget = choose_device(device), chosen_budget(minutes, steps)
     settings = changed(TokenizerTraining(compile=compiled), change or [])
+    check_apart(data, held_out)
+    lengths = parsed_sides(sides)
+    check_sides(settings.tokenizer, lengths)
     lpips = Lpips.load(metrics, device=where) if settings.lpips else None
-    train_tokenizer(settings, by_side(data, sides, where), by_side(held_out, sides, where), out, budget, where, lpips)
+    train_tokenizer(settings, by_side(data, lengths, where), by_side(held_out, lengths, where), out, budget, where, lpips)
 
 
 @train.command()
@@ -87,22 +92,23 @@ def model(
     ] = None,
     minutes: Minutes = None,
     steps: Steps = None,
-    sides: Sides = "256,512",
     change: Changes = None,
     tokenizer_change: Annotated[
-        list[str] | None, typer.Option("--set-tokenizer", metavar="NAME=VALUE", help="The tokenizer's settings, as it was trained.")
+        list[str] | None, typer.Option("--set-tokenizer", metavar="NAME=VALUE", help="How the tokenizer is built, such as bits=8.")
     ] = None,
     compiled: Compile = False,
     device: Device = None,
 ) -> None:
-    """Train a text-to-image transformer on a tokenizer's bits, together with its word encoder."""
+    """Train a text-to-image transformer on a tokenizer's bits, together with its word encoder. Its phases say which sides it sees."""
     where, budget = choose_device(device), chosen_budget(minutes, steps)
     settings = changed(ModelTraining(compile=compiled), change or [])
+    check_apart(data, held_out)
     with torch.device("meta"):
-        coder = InfinityTokenizer(changed(TokenizerTraining(), tokenizer_change or []).tokenizer)
+        coder = InfinityTokenizer(TokenizerTraining(changed(NANO_TOKENIZER, tokenizer_change or [])).tokenizer)
     load_module(coder, tokenizer, where, torch.float32)
     reader = WordTextEncoder.load(words, device=where)
-    host = torch.device("cpu")
+    check_training(settings, coder, reader)
+    sides, host = settings.sides, torch.device("cpu")
     train_model(settings, reader, coder, by_side(data, sides, host), by_side(held_out, sides, host), out, budget, where, start)
 
 
@@ -116,10 +122,12 @@ def bundle(
     """Write a trained model of nano's layout as the three files that the package carries."""
     host = torch.device("cpu")
     with torch.device("meta"):
-        network, coder = Infinity(ModelTraining().model), InfinityTokenizer(TokenizerTraining().tokenizer)
+        network, coder = Infinity(NANO_MODEL), InfinityTokenizer(NANO_TOKENIZER)
     load_module(network, model, host, torch.float32)
     load_module(coder, tokenizer, host, torch.float32)
-    size = write_bundle(network, coder, WordTextEncoder.load(words), out)
+    reader = WordTextEncoder.load(words)
+    check_parts(NANO_MODEL, coder, reader)
+    size = write_bundle(network, coder, reader, out)
     typer.echo(f"{size / 1e6:.2f} MB: {out}")
 
 
@@ -139,9 +147,23 @@ def chosen_budget(minutes: float | None, steps: int | None) -> Budget:
     return Budget(steps, None if minutes is None else 60 * minutes)
 
 
-def by_side(shards: list[Path], sides: str, device: torch.device) -> dict[int, Pictures]:
+def parsed_sides(sides: str) -> list[int]:
     try:
-        numbers = sorted({int(side) for side in sides.split(",")})
+        return sorted({int(side) for side in sides.split(",")})
     except ValueError as error:
         raise SettingError(f"--sides {sides!r}: expected whole numbers such as 256,512") from error
-    return {side: read_pictures(shards, side).to(device) for side in numbers}
+
+
+def by_side(shards: list[Path], sides: list[int], device: torch.device) -> dict[int, Pictures]:
+    return {side: read_pictures(shards, side).to(device) for side in sides}
+
+
+def check_apart(data: list[Path], held_out: list[Path]) -> None:
+    if both := {shard.resolve() for shard in data} & {shard.resolve() for shard in held_out}:
+        raise SettingError(f"{both.pop()} is both learnt from and held out: expected other shards to measure on")
+
+
+def check_target(file: Path) -> None:
+    """Before the work, not after it."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise SettingError(f"--out {file}: expected the name of a file in a folder that exists")

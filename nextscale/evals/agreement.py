@@ -7,7 +7,6 @@ beside every use. It says what a network sees in an image, not what a person wou
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,13 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, SettingError
-from ..metrics.efficientnet import EfficientNetLite0
+from ..files import replacing
+from ..metrics.efficientnet import FEATURES, EfficientNetLite0
 from .prompts import EvalPrompt
 
 SIDE = 256  # pixels, to which real images are brought before their features are taken
 FEATURES_BATCH = 64
 TOP = 5
 ATTRIBUTES = ("style", "label")
+PROBE_TENSORS = ("mean", "scale", "weight", "bias")
 
 Flags = Tensor  # [N] booleans
 
@@ -87,6 +88,18 @@ class Probe:
         best = self.scores(features).topk(min(top, len(self.classes)), dim=1).indices.cpu()
         return (best == target[:, None]).any(dim=1)
 
+    def checked(self) -> Probe:
+        """ValueError unless it can judge features of the network, and tells which of its classes it sees."""
+        tensors = {name: getattr(self, name) for name in PROBE_TENSORS}
+        classes = len(self.classes)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        expected = {"mean": (FEATURES,), "scale": (FEATURES,), "weight": (classes, FEATURES), "bias": (classes,)}
+        if shapes != expected:
+            raise ValueError(f"{classes} classes of {FEATURES} features were expected, and it has {shapes}")
+        if not all(tensor.isfinite().all() for tensor in tensors.values()) or (self.scale <= 0).any():
+            raise ValueError("it has values that are not finite, or a scale that is not positive")
+        return self
+
     def to(self, device: torch.device | str) -> Probe:
         return Probe(self.classes, *(tensor.to(device) for tensor in (self.mean, self.scale, self.weight, self.bias)))
 
@@ -123,23 +136,17 @@ class Agreement:
 
     def save(self, file: str | Path) -> None:
         """As one safetensors file, weights in float16."""
-        target = Path(file)
         tensors = {
             f"{attribute}.{name}": getattr(probe, name).half().contiguous().cpu()
             for attribute, probe in self.probes.items()
-            for name in ("mean", "scale", "weight", "bias")
+            for name in PROBE_TENSORS
         }
         classes = {attribute: probe.classes for attribute, probe in self.probes.items()}
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(Path(file)) as temporary:
             temporary.touch()
             usual_mode = temporary.stat().st_mode
             save_file(tensors, temporary, metadata={"classes": json.dumps(classes), "real": json.dumps(dict(self.real))})
             temporary.chmod(usual_mode)  # safetensors leaves its files readable by the owner only
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @staticmethod
     def load(file: str | Path, device: torch.device | str = "cpu") -> Agreement:
@@ -148,16 +155,16 @@ class Agreement:
                 metadata = stored.metadata() or {}
                 classes, real = json.loads(metadata["classes"]), json.loads(metadata["real"])
                 probes = {
-                    attribute: Probe(
-                        tuple(names), *(stored.get_tensor(f"{attribute}.{name}").float() for name in ("mean", "scale", "weight", "bias"))
-                    ).to(device)
+                    attribute: Probe(tuple(names), *(stored.get_tensor(f"{attribute}.{name}").float() for name in PROBE_TENSORS)).checked()
                     for attribute, names in classes.items()
                 }
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            if not {*probes} <= {*ATTRIBUTES} or not all(isinstance(share, float | int) for share in real.values()):
+                raise ValueError(f"it has probes of {', '.join(probes)} with the shares {real}")
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{file} is no file of probes ({error}): train one with `nextscale quality --data SHARD --probe {file}`"
             ) from error
-        return Agreement(probes, real)
+        return Agreement({attribute: probe.to(device) for attribute, probe in probes.items()}, real)
 
 
 def real_features(network: EfficientNetLite0, prompts: Sequence[EvalPrompt], augmented: bool = False) -> Tensor:

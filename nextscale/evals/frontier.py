@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
 from ..errors import SettingError
-
-Row = dict[str, Any]
+from .results import PROBED, Row
 
 PANEL_WIDTH, PANEL_HEIGHT, LEFT, TOP, GAP = 380, 300, 58, 54, 66
 LEGEND_LINE = 15
@@ -30,7 +28,7 @@ def frontier_svg(rows: Sequence[Row]) -> str:
     agreement = next((name for name in ("label_top5", "style") if name in usable[0]), None)
     panels = [("LPIPS to the dense image", "lpips", True)]
     if agreement is not None:
-        panels.append((f"{agreement.replace('_', ' ')} agreement (real images {usable[0][agreement]['real']:.0%})", agreement, False))
+        panels.append((f"agreement with the prompt, {PROBED[agreement]}{of_real(usable[0][agreement]['real'])}", agreement, False))
     width = LEFT + len(panels) * (PANEL_WIDTH + GAP)
     height = TOP + PANEL_HEIGHT + 50 + LEGEND_LINE * ((len(usable) + 1) // 2)
     numbers = {row["method"]: number for number, row in enumerate(usable)}
@@ -44,9 +42,13 @@ def frontier_svg(rows: Sequence[Row]) -> str:
     heading = (
         f"{first['model']}, {first['size'][0]}x{first['size'][1]}, {first['images']} prompts, batch {first['batch']}, {first['hardware']}"
     )
+    column = (len(usable) + 1) // 2
     legend = [
         _text(
-            LEFT + (number % 2) * width / 2, TOP + PANEL_HEIGHT + 56 + LEGEND_LINE * (number // 2), f"{number}  {name}", fill=_colour(name)
+            LEFT + (number // column) * width / 2,
+            TOP + PANEL_HEIGHT + 56 + LEGEND_LINE * (number % column),
+            f"{number}  {name}",
+            fill=_colour(name),
         )
         for name, number in numbers.items()
     ]
@@ -54,6 +56,10 @@ def frontier_svg(rows: Sequence[Row]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" fill="#333">'
         f'<rect width="{width}" height="{height}" fill="white"/>{_text(LEFT, 20, heading, size=14)}{"".join((*parts, *legend))}</svg>\n'
     )
+
+
+def of_real(share: float | None) -> str:
+    return "" if share is None else f" (of real images {share:.0%})"
 
 
 def _interval(row: Row, name: str, zero_if_dense: bool) -> tuple[float, float, float] | None:
@@ -80,8 +86,26 @@ def _panel(
         colour = _colour(name)
         parts.append(f'<path d="M{to_x(x):.1f} {to_y(low):.1f}V{to_y(high):.1f}" stroke="{colour}" stroke-opacity="0.5"/>')
         parts.append(f'<circle cx="{to_x(x):.1f}" cy="{to_y(value):.1f}" r="3.5" fill="{colour}"/>')
-        parts.append(_text(to_x(x) + 6, to_y(value) - 4, str(numbers[name]), fill=colour))
+    spots = label_spots([(to_x(x), to_y(value)) for _, x, (value, _, _) in drawn], left + PANEL_WIDTH)
+    for (name, _, _), (x, y) in zip(drawn, spots, strict=True):
+        parts.append(_text(x, y, str(numbers[name]), anchor="middle", fill=_colour(name)))
     return "".join(parts)
+
+
+def label_spots(points: Sequence[tuple[float, float]], right_edge: float) -> list[tuple[float, float]]:
+    """Where the number of each point is written, middle of its foot: as near as no other point or number is in the way."""
+    spots: list[tuple[float, float]] = []
+    for x, y in points:
+        tried = [(x + across, y + down) for down in (-4, 11, -15, 22, -26, 33, -37, 44) for across in (10, -10, 24, -24)]
+        inside = [spot for spot in tried if spot[0] < right_edge - 6]
+        free = (
+            (a, b)
+            for a, b in inside
+            if all(abs(a - c) >= 15 or abs(b - d) >= 11 for c, d in spots)
+            and all(abs(a - c) >= 9 or abs(b - 4 - d) >= 8 for c, d in points)
+        )
+        spots.append(next(free, inside[0]))
+    return spots
 
 
 def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:

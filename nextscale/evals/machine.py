@@ -25,9 +25,15 @@ def commit() -> str:
     """Of the checkout that this package runs from; where there is no history NEXTSCALE_COMMIT says it."""
     if "NEXTSCALE_COMMIT" in os.environ:
         return os.environ["NEXTSCALE_COMMIT"]
+    here = Path(__file__)
+    tracked = git("ls-files", here.name, folder=here.parent)  # an installed copy may lie inside the checkout of another project
+    return (git("rev-parse", "--short", "HEAD", folder=here.parent) if tracked else "") or "unknown"
+
+
+def git(*arguments: str, folder: Path) -> str:
+    """What it answers; nothing where it fails or is not there."""
     try:
-        command = ["git", "rev-parse", "--short", "HEAD"]
-        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git here
-        found = ""
-    return found or "unknown"
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

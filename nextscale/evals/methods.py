@@ -65,15 +65,13 @@ def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, 
     specs: dict[str, str] = {}
     for one in asked:
         specs |= LISTS[one](stages, blocks) if one in LISTS else {one: one}
-    methods = {name: parse_methods(spec) for name, spec in specs.items() if name != DENSE}
+    try:
+        methods = {name: parse_methods(spec) for name, spec in specs.items() if name != DENSE}
+    except SettingError as error:
+        raise SettingError(f"{error}. Lists of methods: {', '.join(LISTS)}") from error
     return {DENSE: Method(), **methods}
 
 
 def parse_methods(text: str) -> Method:
-    """Several methods at once are joined by " + "."""
-    try:
-        return resolve_method([part for part in text.split(" + ")])
-    except SettingError as error:
-        if ":" in text:
-            raise
-        raise SettingError(f"{error}; or a list of methods: {', '.join(LISTS)}") from error
+    """Several methods at once are joined by +."""
+    return resolve_method([part.strip() for part in text.split("+")])

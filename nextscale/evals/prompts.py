@@ -33,7 +33,7 @@ class EvalPrompt:
         assert self.encoded is not None
         try:
             return from_pil(Image.open(io.BytesIO(self.encoded)), (side, side))
-        except (UnidentifiedImageError, OSError) as error:
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
             raise PromptError(f"the image of {self.text!r} is damaged ({error}): fetch its file again") from error
 
 
@@ -47,7 +47,7 @@ def read_eval_prompts(file: str | Path, limit: int | None = None) -> list[EvalPr
         else:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
             prompts = _from_jsonl(path, lines) if path.suffix == ".jsonl" else _from_text(lines)
-    except (OSError, UnicodeDecodeError, tarfile.TarError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, tarfile.TarError) as error:
         raise PromptError(f"prompts {path} cannot be read ({error}): give a text file, a .jsonl file or a .tar shard") from error
     if not prompts:
         raise PromptError(f"{path} holds no prompt: write one per line, or give a .jsonl file or a .tar shard with captions")
@@ -82,6 +82,8 @@ def _entries(path: Path, lines: Iterable[str]) -> list[dict[str, Any]]:
             raise PromptError(f"{path}, line {number} is no JSON ({error})") from error
         if not isinstance(entry, dict) or not isinstance(entry.get("caption"), str) or not entry["caption"].strip():
             raise PromptError(f"{path}, line {number}: expected an object with a caption, a text that is not empty; got {line[:80]!r}")
+        if other := [name for name in ("style", "label", "file") if not isinstance(entry.get(name), str | None)]:
+            raise PromptError(f"{path}, line {number}: {other[0]} is {entry[other[0]]!r:.80}; expected a text, or nothing")
         entries.append(entry)
     return entries
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..accel.method import Method
-from ..errors import SettingError
+from ..errors import NextscaleError, SettingError
 from ..metrics import Lpips
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.frechet import Directions, frechet_distance
 from ..metrics.pixels import psnr, ssim
-from ..pipeline import Output, Pipeline
+from ..pipeline import Pipeline
 from ..report import Report
 from ..schedules import SizeLike
 from .agreement import Agreement, real_features
@@ -26,14 +26,14 @@ from .bootstrap import mean_interval, set_interval
 from .machine import where
 from .methods import DENSE
 from .prompts import EvalPrompt
+from .results import BENCHMARK, Row
 
-BENCHMARK = "quality"
 DIRECTIONS = 64  # of the features, along which Fréchet distances are taken; see metrics.frechet
+IMAGES_PER_DIRECTION = 4  # fewer images than that determine no covariance,
+FEWEST_DIRECTIONS = 16  # and along fewer directions than these a distance says nothing: 64 images are needed
 FRECHET_RESAMPLES = 100
 SHOWN = 8  # images per method on a sheet
 METRIC_BATCH = 64  # images that are measured at a time
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +53,15 @@ class Judges:
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     rows: list[Row]  # one per method, dense first
-    samples: dict[str, Tensor]  # of every method the same few images, [n, 3, H, W], 8 bits
+    shown: list[str]  # a few of the prompts
+    samples: dict[str, Tensor]  # their images with every method that drew them, [n, 3, H, W], 8 bits
 
 
 @dataclass(eq=False)
 class Measured:
     """What was seen of one method, batch by batch; images in the order in which they were drawn."""
 
-    kept: float | None = None  # share of the cells that ran, image by image
+    kept: float | None = None  # share of the cells that ran in the first batch drawn, mean of its images
     error: str | None = None
     reports: list[Report] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)  # [B, 1280]
@@ -68,6 +69,13 @@ class Measured:
 
     def pair(self, name: str) -> Tensor:
         return torch.cat(self.pairs[name]).double().cpu()
+
+
+class Drawn(NamedTuple):
+    """All that is left of a batch; its latents, codes and pixels do not fill the memory while the next is drawn."""
+
+    images: Tensor  # [B, 3, H, W], 8 bits
+    report: Report
 
 
 def evaluate(
@@ -79,70 +87,81 @@ def evaluate(
     size: SizeLike = None,
     seed: int = 0,
     batch: int = 64,
-    on_draw: Callable[[str], None] | None = None,
+    on_draw: Callable[[str, float], None] | None = None,
 ) -> Evaluation:
     """Draws every prompt with every method and judges the images as they would be stored, in 8 bits.
 
     Prompt i has seed + i with every method. Batches are mixed: each takes prompts from the whole list. Methods take turns batch by
-    batch, after a first batch each that is not timed and that tells how many tokens a method keeps. What fails becomes a row that
-    says so. Times are per image in batches of this size: a method that keeps other numbers of tokens for every image, as SparseVAR
+    batch, on a GPU after a first batch each that is not timed. What fails becomes a row that says so. Times are per image in batches of
+    this size, decoding included, reading the prompts not: a method that keeps other numbers of tokens for every image, as SparseVAR
     does, runs as many as its hungriest image of a batch, and `cost_share` counts them; `kept` does not.
+    on_draw: is told before every batch which method is next and what share of all is done.
     """
     if DENSE not in methods or not prompts:
         raise SettingError(f"quality is judged against dense generation of one or more prompts; got {', '.join(methods)}, {len(prompts)}")
     schedule = pipeline.settings.schedules.choose(size, None)
+    device = pipeline.model.device
     batches = mixed_batches(len(prompts), batch)
     measured = {name: Measured() for name in (DENSE, *methods)}  # each batch starts with the images that the others are compared with
     samples: dict[str, Tensor] = {}
 
-    def draw(name: str, numbers: Sequence[int], masks: bool = False) -> Output | None:
+    def texts(numbers: Sequence[int]) -> list[str]:
+        return [prompts[number].text for number in numbers]
+
+    def draw(name: str, numbers: Sequence[int]) -> Drawn | None:
         """None if the method cannot; dense generation has to."""
-        texts = [prompts[number].text for number in numbers]
-        if on_draw is not None:
-            on_draw(name)
-        if pipeline.model.device.type == "cuda":
-            torch.cuda.synchronize(pipeline.model.device)  # what is still running of the last measurement is not this method's
+        result = measured[name]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what is still running of the last measurement is not this method's
         try:
-            return pipeline(texts, seed=[seed + number for number in numbers], size=schedule, method=methods[name], masks=masks)
+            seeds = [seed + number for number in numbers]
+            output = pipeline(texts(numbers), seed=seeds, size=schedule, method=methods[name], masks=result.kept is None)
+            if not output.pixels.isfinite().all():
+                raise NextscaleError("the decoded images have values that are not finite")
         except Exception as error:
             if name == DENSE:
                 raise
-            measured[name].error = f"{type(error).__name__}: {error}".splitlines()[0]
+            result.error = f"{type(error).__name__}: {error}".splitlines()[0]
             return None
-
-    for name, result in measured.items():
-        warm_up = draw(name, batches[0], masks=True)
-        if warm_up is not None and warm_up.kept is not None:
-            cells = sum(share[0].numel() for share in warm_up.kept)
-            result.kept = sum(float(share.flatten(1).sum(dim=1).mean()) for share in warm_up.kept) / cells
-            samples[name] = stored(warm_up.pixels[:SHOWN]).cpu()
-    for numbers in batches:
-        dense: Tensor | None = None
-        for name, result in measured.items():
-            output = None if result.error else draw(name, numbers)
-            if output is None:
-                continue
-            images = stored(output.pixels)
-            dense = images if dense is None else dense
-            result.reports.append(output.report)
-            measure(judges, images, dense, result)
+        if output.kept is not None:
+            result.kept = kept_share(output.kept)
+        return Drawn(stored(output.pixels), output.report)
 
     drawn = [prompts[number] for numbers in batches for number in numbers]
     references = real_features(judges.features, drawn) if all(prompt.encoded is not None for prompt in drawn) else None
+    for numbers in batches:
+        pipeline.reader.read(texts(numbers))  # a prompt that cannot be read is told now, not after the batches before it
+    if device.type == "cuda":  # it loads its programs at their first use
+        for name in measured:
+            draw(name, batches[0])
+    for turn, numbers in enumerate(batches):
+        dense: Tensor | None = None
+        for place, (name, result) in enumerate(measured.items()):
+            if on_draw is not None:
+                on_draw(name, (turn + place / len(measured)) / len(batches))
+            found = None if result.error else draw(name, numbers)
+            if found is None:
+                continue
+            dense = found.images if dense is None else dense
+            result.reports.append(found.report)
+            measure(judges, found.images, dense, result)
+            if turn == 0:
+                samples[name] = found.images[:SHOWN].cpu()
+
     common = {
         "benchmark": BENCHMARK,
         "model": pipeline.name,
         "size": [*measured[DENSE].reports[0].size],
-        "batch": batch,
+        "batch": len(batches[0]),
         "dtype": measured[DENSE].reports[0].dtype,
         "engine": "eager",
         "images": len(drawn),
         "seed": seed,
-        **where(pipeline.model.device),
+        **where(device),
     }
     summary = Summary(measured[DENSE], drawn, judges.agreement, references)
     rows = [common | {"method": name, "settings": methods[name].label} | summary.of(result) for name, result in measured.items()]
-    return Evaluation(rows, samples)
+    return Evaluation(rows, texts(batches[0][:SHOWN]), samples)
 
 
 def mixed_batches(count: int, batch: int) -> list[list[int]]:
@@ -151,6 +170,11 @@ def mixed_batches(count: int, batch: int) -> list[list[int]]:
         raise SettingError(f"batch is the number of images drawn at a time, 1 or more; got {batch}")
     batches = -(-count // batch)
     return [list(range(first, count, batches)) for first in range(batches)]
+
+
+def kept_share(kept: Sequence[Tensor]) -> float:
+    """Of all cells of all stages, from masks [B, height, width] of every stage; mean of the images."""
+    return sum(float(mask.sum()) for mask in kept) / sum(mask.numel() for mask in kept)
 
 
 def stored(pixels: Tensor) -> Tensor:
@@ -188,6 +212,7 @@ class Summary:
 
     def _work(self, result: Measured) -> Row:
         reports, dense = result.reports, self.dense.reports
+        on_cpu = reports[0].device == "cpu"
         images = [len(report.seeds or ()) for report in reports]
         ratios = [before.seconds / after.seconds for before, after in zip(dense, reports, strict=True)]
         drawing = [
@@ -203,7 +228,7 @@ class Summary:
             "kept": None if result.kept is None else round(result.kept, 4),
             "tokens": [stage.tokens for stage in reports[0].stages],
             "rows": [stage.rows for stage in reports[0].stages],
-            "peak_gb": round(max(report.peak_memory for report in reports) / 1e9, 2),
+            "peak_gb": None if on_cpu else round(max(report.peak_memory for report in reports) / 1e9, 2),  # of a process it says nothing
         }
 
     @staticmethod
@@ -220,12 +245,13 @@ class Summary:
 
     def _frechet(self, result: Measured) -> Row:
         """To real images, which stay as they are while drawn ones are resampled, and to the dense ones, resampled in pairs."""
-        if len(self.prompts) < 2:
+        if self._directions is None:
             return {}
-        ours, theirs = (self._directions(torch.cat(features).cpu()) for features in (result.features, self.dense.features))
+        along = self._directions
+        ours, theirs = (along(torch.cat(features).cpu()) for features in (result.features, self.dense.features))
         row: Row = {"frechet_directions": ours.shape[1]}
         if self.references is not None:
-            fixed = self._directions(self.references.cpu())
+            fixed = along(self.references.cpu())
             row["frechet_real"] = self._distance(lambda part: frechet_distance(ours[part], fixed))
         if result is not self.dense:
             row["frechet_dense"] = self._distance(lambda part: frechet_distance(ours[part], theirs[part]))
@@ -236,9 +262,12 @@ class Summary:
         return found | {"low": max(found["low"], 0.0)}
 
     @cached_property
-    def _directions(self) -> Directions:
-        """In which real images vary most, or dense ones where there are no real ones."""
-        return Directions.of((torch.cat(self.dense.features) if self.references is None else self.references).cpu(), DIRECTIONS)
+    def _directions(self) -> Directions | None:
+        """In which real images vary most, or dense ones where there are no real ones; None for too few images."""
+        number = min(DIRECTIONS, len(self.prompts) // IMAGES_PER_DIRECTION)
+        if number < FEWEST_DIRECTIONS:
+            return None
+        return Directions.of((torch.cat(self.dense.features) if self.references is None else self.references).cpu(), number)
 
     def _agreement(self, result: Measured) -> Row:
         """How often the probes see what the prompt asks for, and how much more often than in the dense image of the same seed."""

@@ -239,6 +239,9 @@ class WordTextEncoder:
             config = WordEncoderConfig(**json.loads(_stored_text(checkpoint, "config")))
         except (SettingError, ValueError, TypeError) as error:
             raise _not_an_encoder(checkpoint, str(error)) from error
+        longest_side = max((side for shape in checkpoint.shapes.values() for side in shape), default=0)
+        if config.layers > len(checkpoint.shapes) or max(asdict(config).values()) > longest_side:
+            raise _not_an_encoder(checkpoint, f"its tensors are too few or too small for {config}")  # and for a module of that size
         with torch.device("meta"):
             model = WordEncoder(config)
         if problems := check(published_slots(model, _LAYOUT), checkpoint.shapes, _LAYOUT).lines():

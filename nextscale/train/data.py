@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from ..errors import NextscaleError
@@ -43,9 +44,17 @@ class Record:
     unseen: bool = False  # held-out pictures: nothing of this subject is in the training shards
 
     @classmethod
-    def of(cls, line: dict[str, Any]) -> Record:
-        known = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
-        return cls(**known | {"keywords": tuple(line.get("keywords", ()))})
+    def of(cls, line: Any) -> Record:
+        """From a line of captions.jsonl; fields that are not ours are left out."""
+        if not isinstance(line, dict):
+            raise ValueError(f"{str(line)[:80]!r} is no object")
+        known = {field.name: line[field.name] for field in fields(cls) if line.get(field.name) is not None}
+        kinds = {"keywords": list, "unseen": bool}
+        if odd := [name for name, value in known.items() if not isinstance(value, kinds.get(name, str))]:
+            raise ValueError(f"{odd[0]} is {known[odd[0]]!r}: expected texts, a list of them as keywords, true or false as unseen")
+        if not known.get("file") or not known.get("caption", "").strip():
+            raise ValueError(f"{str(line)[:80]!r} lacks its file or its caption")
+        return cls(**known | {"keywords": tuple(map(str, known.get("keywords", ())))})
 
     @property
     def mirrored_alike(self) -> bool:
@@ -106,8 +115,8 @@ def read_pictures(shards: Sequence[Path], side: int) -> Pictures:
 
     def decode(position: int) -> None:
         try:
-            image = Image.open(io.BytesIO(files[position])).convert("RGB")
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            image = on_white(Image.open(io.BytesIO(files[position])))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{records[position].file} is no picture that Pillow can read: {error}") from error
         if image.width != image.height:
             raise DataError(f"{records[position].file} has {image.width}x{image.height} pixels; expected a square picture")
@@ -119,11 +128,24 @@ def read_pictures(shards: Sequence[Path], side: int) -> Pictures:
     return Pictures(pixels, records)
 
 
+def on_white(image: Image.Image) -> Image.Image:
+    """As RGB; what is transparent becomes white."""
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def fingerprint(sets: Mapping[int, Pictures]) -> str:
+    """Of which pictures a run learns from: their names and captions in their order, and the sides."""
+    known = {side: [(record.file, record.caption) for record in pictures.records] for side, pictures in sorted(sets.items())}
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
 def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
     """The records of a shard and the bytes of their pictures."""
     try:
-        with tarfile.open(shard) as tar:
-            members = {member.name: member for member in tar if member.isfile()}
+        with tarfile.open(shard, "r:") as tar:
+            members = {member.name.removeprefix("./"): member for member in tar if member.isfile()}
             if CAPTIONS not in members:
                 raise DataError(f"{shard} holds no {CAPTIONS}: expected a tar file with that and the pictures it names")
             lines = _content(tar, members[CAPTIONS]).decode().splitlines()
@@ -132,9 +154,9 @@ def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
                 raise DataError(f"{shard} lacks {len(absent)} pictures that its {CAPTIONS} names, such as {absent[0]}")
             return records, [_content(tar, members[record.file]) for record in records]
     except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{shard} cannot be read as a tar file: {error}") from error
+        raise DataError(f"{shard} cannot be read as a tar file without compression: {error}") from error
     except (ValueError, TypeError) as error:
-        raise DataError(f"{CAPTIONS} of {shard} has a line that is no record with file and caption: {error}") from error
+        raise DataError(f"{CAPTIONS} of {shard} has a line that is no record with a file and a caption: {error}") from error
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

@@ -16,7 +16,7 @@ from ..models.infinity import Infinity
 from ..stage import Schedule, Stage, Tokens
 from ..tokenizers import InfinityTokenizer
 
-JOINED_TOKENS = 600  # stages up to here are attended to in one masked call; 521 tokens are the first seven of Infinity's square list
+JOINED_TOKENS = 130  # the small stages up to here are attended to in one call under a mask, which fast attention kernels do not take
 MASK_MULTIPLE = 8
 
 

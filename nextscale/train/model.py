@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -16,108 +14,36 @@ from torch import Tensor, nn
 
 from ..checkpoints import write_weights
 from ..errors import SettingError
-from ..files import write_image, write_text
+from ..files import write_image
 from ..images import to_pil
 from ..loading import load_module
-from ..models import Infinity, InfinityConfig
+from ..models import Infinity
 from ..models.base import Conditioning
 from ..models.text_context import Padding
 from ..pipeline import Pipeline
-from ..presets import NANO, NANO_MODEL
+from ..presets import NANO
 from ..prompts import TextReader
 from ..schedules import InfinityBook
 from ..stage import Schedule
 from ..text.words import WordEncoder, WordTextEncoder
 from ..tokenizers import InfinityTokenizer
+from ..weights.export import MODEL as WEIGHTS
+from ..weights.export import WORDS
 from .captions import caption_variants
-from .data import Pictures
+from .data import Pictures, fingerprint
 from .forcing import ForcedPass, forced_block, forced_pyramid
+from .model_settings import ModelTraining, check_pictures, check_training
 from .optim import Optimizers
 from .precision import MasterWeights
-from .run import Budget, Ema, Run, learning_rate
+from .run import Budget, Ema, Run, learning_rate, memory_errors
+from .settings import lasting
 from .tokenizer import square_schedule
 
-WEIGHTS, WORDS, METRICS = "model.safetensors", "words.safetensors", "metrics.json"
 ENCODED_TOGETHER = 64
+EVALUATED_TOGETHER = 16  # pictures
+SAMPLES, SAMPLE_COLUMNS, LOOKS = 24, 6, 4  # pictures of a sheet; how often one is drawn in a run
 FIRST_TEMPERATURE = 4.0
 SPREAD = 0.02  # of random weights
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one step learns from: so many pictures of this side, as far as this stage."""
-
-    side: int
-    stages: int
-    pictures: int
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A share of the run in which the steps take turns among some kinds of batches."""
-
-    share: float
-    batches: tuple[Batch, ...]
-
-    @classmethod
-    def of(cls, given: Phase | Sequence[Any]) -> Phase:
-        """Also from plain numbers: [share, [[side, stages, pictures], ...]]."""
-        if isinstance(given, Phase):
-            return given
-        try:
-            share, batches = given
-            return cls(float(share), tuple(Batch(*map(int, batch)) for batch in batches))
-        except (TypeError, ValueError) as error:
-            raise SettingError(f"phase {given!r}: expected [share, [[side, stages, pictures], ...]]") from error
-
-
-@dataclass(frozen=True)
-class ModelTraining:
-    """What is trained and how. The knobs that matter: phases, learning_rate and the length of the run.
-
-    Phases go from coarse to fine, as Infinity itself was trained: the first stages decide what is drawn and cost a fifth of the rest.
-    flips: the largest share of bits drawn wrong (bitwise self-correction). no_prompt: share of pictures without their prompt, which
-    guidance needs. variants: encodings of every picture, each shifted, zoomed and mirrored at random, and as many captions.
-    """
-
-    model: InfinityConfig = NANO_MODEL
-    phases: tuple[Phase, ...] = (
-        Phase(0.2, (Batch(256, 7, 512),)),
-        Phase(0.5, (Batch(256, 10, 128),)),
-        Phase(0.3, (Batch(512, 13, 32), Batch(256, 10, 128))),
-    )
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.05
-    longest_gradient: float = 1.0
-    flips: float = 0.25
-    no_prompt: float = 0.1
-    variants: Mapping[int, int] = field(default_factory=lambda: {256: 6, 512: 2})
-    average: float = 0.998
-    compile: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", tuple(Phase.of(phase) for phase in self.phases))
-        object.__setattr__(self, "variants", {int(side): count for side, count in self.variants.items()})
-        if not self.phases or not math.isclose(sum(phase.share for phase in self.phases), 1.0, abs_tol=1e-6):
-            raise SettingError(f"phases are shares of a run that add up to 1; got {[phase.share for phase in self.phases]}")
-        if missing := {batch.side for phase in self.phases for batch in phase.batches} - set(self.variants):
-            raise SettingError(f"variants says how often pictures are encoded for each side; it lacks {sorted(missing)}")
-        for name in ("flips", "no_prompt", "average"):
-            if not 0 <= getattr(self, name) < 1:
-                raise SettingError(f"{name} is a share, from 0 to below 1; got {getattr(self, name)!r}")
-        for name in ("learning_rate", "longest_gradient"):
-            if not getattr(self, name) > 0:
-                raise SettingError(f"{name} is a number above 0; got {getattr(self, name)!r}")
-
-    def batch_at(self, progress: float, step: int) -> Batch:
-        ends = accumulate(phase.share for phase in self.phases)
-        phase = next((phase for phase, end in zip(self.phases, ends, strict=True) if progress < end), self.phases[-1])
-        return phase.batches[step % len(phase.batches)]
-
-    def for_state(self) -> dict[str, Any]:
-        """What a run that is taken up again has to share; where it runs and how fast may differ."""
-        return {name: value for name, value in asdict(self).items() if name != "compile"}
 
 
 def initialise(model: Infinity) -> None:
@@ -239,6 +165,7 @@ class ModelTrainer:
         return model.conditioned(rows, Padding(tuple((1 + lengths).tolist()), self.device, width))
 
     def step(self, progress: float, step: int, features: Mapping[int, Features], captions: Captions) -> dict[str, Tensor | float]:
+        """One step; `step` counts those before. Returns what the curve shows; nothing is read back from the device."""
         settings, batch = self.settings, self.settings.batch_at(progress, step)
         bank = features[batch.side]
         self._generator.manual_seed(settings.seed + 1_000_003 * step)
@@ -261,8 +188,8 @@ class ModelTrainer:
         self.weights.publish()
         self.average.update(step)
         self.average_words.update(step)
-        name = f"{batch.side}px_{batch.stages}"
-        return {f"loss_{name}": loss.detach(), f"last_stage_{name}": losses[-1].detach(), "gradient": norm, "rate": rate}
+        kind = f"{batch.side}px_{batch.stages}"
+        return {"learning_rate": rate, "gradient": norm, f"loss_{kind}": loss.detach(), f"stages_{kind}": losses.detach()}
 
     @torch.inference_mode()
     def evaluate(self, features: Mapping[int, Features], captions: Captions) -> dict[str, list[float]]:
@@ -272,7 +199,7 @@ class ModelTrainer:
             stages = len(bank.schedule)
             forced = ForcedPass(self.average.module, bank.schedule, stages)
             losses, count = torch.zeros(stages, device=self.device), 0
-            for indices in torch.arange(bank.all.shape[1]).split(16):
+            for indices in torch.arange(bank.all.shape[1]).split(EVALUATED_TOGETHER):
                 first = torch.zeros_like(indices)
                 pyramid = forced_pyramid(
                     self.tokenizer, bank.of(indices.to(self.device), first.to(self.device)), bank.schedule, stages, 0.0, self._generator
@@ -303,11 +230,18 @@ def stage_weights(schedule: Schedule, stages: int) -> Tensor:
     return sides / sides.sum()
 
 
+def weights_fingerprint(module: nn.Module) -> str:
+    found = hashlib.sha256()
+    for tensor in module.state_dict().values():
+        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 def sheet_name(side: int) -> str:
     return f"samples-{side}.png"
 
 
-def samples(pipeline: Pipeline, prompts: list[str], side: int, columns: int, seed: int = 0) -> Image.Image:
+def samples(pipeline: Pipeline, prompts: list[str], side: int, columns: int = SAMPLE_COLUMNS, seed: int = 0) -> Image.Image:
     images = to_pil(pipeline(prompts, seed=seed, size=square_schedule(side, pipeline.tokenizer.pixels_per_token)).pixels)
     sheet = Image.new("RGB", (columns * side, math.ceil(len(images) / columns) * side), "white")
     for position, image in enumerate(images):
@@ -328,31 +262,41 @@ def train_model(
 ) -> None:
     """Leaves the averaged weights, held-out losses and a sheet of samples in `folder`; a run that was interrupted is taken up again.
 
-    train, held_out: the pictures by side, the same ones in the same order at every side. start: weights to begin a new run with.
+    train, held_out: the pictures by side, the same ones in the same order at every side. start: weights to begin a new run with; a run
+    that is taken up again has its own.
     """
+    check_training(settings, tokenizer, words)
+    check_pictures(settings, train, held_out)
+    smallest = settings.sides[0]
+    captions = Captions(words, train[smallest], max(settings.variants[side] for side in train), settings.seed)
+    held_captions = Captions(words, held_out[smallest], 1, settings.seed)
+    for longest in (captions.longest, held_captions.longest):
+        if longest + 1 > (most := settings.model.longest_text):
+            raise SettingError(f"a caption has {longest + 1} tokens, the model reads {most}: set model.longest_text higher")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     trainer = ModelTrainer(settings, words, tokenizer, device, start)
-    run = Run(folder, budget, trainer.modules, trainer.optimizers.all, settings.for_state())
+    lasts = {
+        **lasting(settings),
+        "pictures": fingerprint(train),
+        "vocabulary": hashlib.sha256(words.vocabulary.text().encode()).hexdigest()[:16],
+        "tokenizer": weights_fingerprint(tokenizer),
+    }
+    run = Run(folder, budget, trainer.modules, trainer.optimizers.all, lasts)
     trainer.weights.publish()  # what a state brought back
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         features = {side: Features(tokenizer, train[side].to(device), settings.variants[side], settings.seed) for side in train}
         held_features = {side: Features(tokenizer, held_out[side].to(device), 1, settings.seed) for side in held_out}
-    smallest = min(train)
-    captions = Captions(words, train[smallest], max(settings.variants.values()), settings.seed)
-    held_captions = Captions(words, held_out[smallest], 1, settings.seed)
     prompts = [record.caption for record in held_out[smallest].records]
-    prompts = prompts[:: max(1, len(prompts) // 24)][:24]
-    next_look = 0.25
-    for progress in run.steps():
-        run.log(trainer.step(progress, run.step, features, captions))
-        if progress >= next_look:
-            next_look += 0.25
-            write_image(samples(trainer.pipeline(), prompts, smallest, columns=6), folder / sheet_name(smallest))
+    prompts = prompts[:: max(1, len(prompts) // SAMPLES)][:SAMPLES]
+    looks = int(LOOKS * run.progress)  # those that were had before
+    with memory_errors("let the phases take fewer pictures at a time"):
+        for progress in run.steps():
+            run.log(trainer.step(progress, run.step, features, captions))
+            if int(LOOKS * progress) > looks:
+                looks = int(LOOKS * progress)
+                write_image(samples(trainer.pipeline(), prompts, smallest), folder / sheet_name(smallest))
     trainer.save(folder)
-    losses = trainer.evaluate(held_features, held_captions)
-    run.note({"step": run.step, "held_out": json.dumps(losses)})
-    metrics = {"steps": run.step, "seconds": round(run.seconds, 1), "held_out_loss": losses}
-    write_text(json.dumps(metrics, indent=2) + "\n", folder / METRICS)
+    run.finish({"held_out_loss": trainer.evaluate(held_features, held_captions)})
     for side in held_out:
-        write_image(samples(trainer.pipeline(), prompts, side, columns=6), folder / sheet_name(side))
+        write_image(samples(trainer.pipeline(), prompts, side), folder / sheet_name(side))

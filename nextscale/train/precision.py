@@ -21,7 +21,7 @@ class MasterWeights(Generic[M]):
         self.module = module.float()
         self.working = copy.deepcopy(module)
         for name, parameter in self.working.named_parameters():
-            parameter.data = parameter.data if float32 and name.startswith(float32) else parameter.data.to(dtype)
+            parameter.data = parameter.data if name.startswith(float32) else parameter.data.to(dtype)
         self._ours: list[Tensor] = list(self.module.parameters())
         self._theirs: list[Tensor] = list(self.working.parameters())
 

@@ -5,21 +5,31 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, SettingError
+from ..errors import CheckpointError, NextscaleError, OutOfMemory, SettingError
+from ..files import replacing, write_text
 
-STATE, CURVE = "state.pt", "curve.jsonl"
+STATE, CURVE, METRICS = "state.pt", "curve.jsonl", "metrics.json"
 Value = Tensor | float
 M = TypeVar("M", bound=nn.Module)
+
+
+class CurveError(NextscaleError):
+    """A curve that is not there or not readable."""
+
+
+class Diverged(NextscaleError):
+    """The loss or the gradient of a run is not finite any more."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         given = [value for value in (self.steps, self.seconds) if value is not None]
-        if len(given) != 1 or given[0] <= 0:
+        if len(given) != 1 or not 0 < given[0] < math.inf:
             raise SettingError(f"a budget is a number of steps or of seconds, one of them and above 0; got {self}")
 
     def progress(self, steps: int, seconds: float) -> float:
@@ -42,7 +52,8 @@ class Budget:
 class Run:
     """Counts, saves and takes up again. Everything that must survive an interruption is named in `modules` and `optimizers`.
 
-    State and curve live in `folder`; a run with other settings than the folder's is refused.
+    State and curve live in `folder`; a run with other settings than the folder's is refused. Steps after the last state are made again,
+    so their lines leave the curve.
     """
 
     def __init__(
@@ -62,9 +73,11 @@ class Run:
         self.save_every, self.log_every = save_every, log_every
         self.step, self.seconds = 0, 0.0
         self._waiting: list[dict[str, Value]] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder.exists() and not folder.is_dir():
+            raise SettingError(f"{folder} is a file: expected a folder, or the name of a new one")
         if (folder / STATE).exists():
             self._resume()
+        write_text("".join(json.dumps(line) + "\n" for line in self._kept_lines()), folder / CURVE)
 
     @property
     def progress(self) -> float:
@@ -85,30 +98,40 @@ class Run:
         self.save()
 
     def log(self, values: Mapping[str, Value]) -> None:
-        """Averages over `log_every` steps go to the curve; the device is read only then."""
+        """What the step that is being made found: numbers, or rows of them. Averages over `log_every` steps go to the curve; the device
+        is read only then."""
         self._waiting.append({name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()})
         if (self.step + 1) % self.log_every == 0:
-            self.flush()
+            self._flush(self.step + 1)
 
-    def flush(self) -> None:
+    def _flush(self, step: int) -> None:
+        """`step`: how many steps are made."""
         if not self._waiting:
             return
-        line: dict[str, Any] = {"step": self.step + 1, "seconds": round(self.seconds, 1)}
-        for name in sorted({name for values in self._waiting for name in values}):
-            found = [float(values[name]) for values in self._waiting if name in values]
-            line[name] = round(sum(found) / len(found), 6)
+        line = {name: mean([values[name] for values in self._waiting if name in values]) for name in dict.fromkeys(chain(*self._waiting))}
         self._waiting.clear()
-        self.note(line)
+        if broken := [name for name, value in line.items() if not all(map(math.isfinite, value if isinstance(value, list) else [value]))]:
+            raise Diverged(
+                f"step {step}: {', '.join(broken)} not finite. {self.folder} keeps the last state before; begin anew with a lower "
+                "learning_rate, in another folder"
+            )
+        self.note({"step": step, "seconds": round(self.seconds, 1), **line})
 
     def note(self, line: Mapping[str, Any]) -> None:
         """One line of the curve; shown as well."""
-        with (self.folder / CURVE).open("a") as file:
+        with (self.folder / CURVE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in line.items())
         print("  ".join(shown), flush=True)
 
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Held-out results: a line of the curve, and the file metrics.json."""
+        self.note({"step": self.step, "held_out": results})
+        metrics = {"steps": self.step, "seconds": round(self.seconds, 1), **results}
+        write_text(json.dumps(metrics, indent=2) + "\n", self.folder / METRICS)
+
     def save(self) -> None:
-        self.flush()
+        self._flush(self.step)
         state = {
             "settings": json.dumps(self.settings, sort_keys=True),
             "step": self.step,
@@ -116,18 +139,17 @@ class Run:
             "modules": {name: module.state_dict() for name, module in self.modules.items()},
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
         }
-        temporary = self.folder / f".{STATE}.tmp"
-        torch.save(state, temporary)
-        os.replace(temporary, self.folder / STATE)
+        with replacing(self.folder / STATE) as temporary:
+            torch.save(state, temporary)
 
     def _resume(self) -> None:
         path = self.folder / STATE
         try:
             state = torch.load(path, weights_only=True, map_location="cpu")
+            theirs = json.loads(state["settings"])
         except Exception as error:  # a damaged zip file, pickle or tensor: torch raises many kinds
             raise CheckpointError(f"{path} cannot be read ({error}). Remove it to begin anew") from error
-        if state["settings"] != json.dumps(self.settings, sort_keys=True):
-            theirs = json.loads(state["settings"])
+        if theirs != self.settings:
             differing = sorted(name for name in {*theirs, *self.settings} if theirs.get(name) != self.settings.get(name))
             raise SettingError(
                 f"{self.folder} holds a run with other settings ({', '.join(differing)}): "
@@ -138,6 +160,37 @@ class Run:
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
         self.step, self.seconds = state["step"], state["seconds"]
+
+    def _kept_lines(self) -> list[dict[str, Any]]:
+        """Of the curve, up to the state. Results of a run that is over are about to be found again."""
+        path = self.folder / CURVE
+        lines = read_lines(path) if self.step and path.exists() else []
+        over = self.progress >= 1
+        return [line for line in lines if line.get("step", 0) < self.step + (0 if over and "held_out" in line else 1)]
+
+
+@contextmanager
+def memory_errors(advice: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"memory ran out: {advice}. What the run has learnt so far is kept in its folder") from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Of a curve. The last line may have been cut off by an interruption; it is left out."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    except (OSError, ValueError) as error:
+        raise CurveError(f"{path} cannot be read: {error}. Expected the curve that a training run left") from error
+    if bad := [line for line in lines if not isinstance(line, dict)]:
+        raise CurveError(f"{path} is no curve of a training run: expected an object in every line, found {str(bad[0])[:80]!r}")
+    return lines
+
+
+def mean(values: Sequence[Value]) -> float | list[float]:
+    found = torch.stack([torch.as_tensor(value) for value in values]).double().mean(0).tolist()
+    return [round(value, 4) for value in found] if isinstance(found, list) else round(found, 6)
 
 
 class Ema(Generic[M]):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ..canvas import Canvas
 from ..checkpoints import write_weights
 from ..errors import SettingError
-from ..files import write_image, write_text
+from ..files import write_image
 from ..images import to_pil
 from ..metrics import Lpips
 from ..metrics.pixels import psnr
@@ -25,13 +24,15 @@ from ..schedules import INFINITY_SIZES, infinity_stages
 from ..stage import Schedule, Tokens
 from ..tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from ..tokenizers.autoencoder import GroupNorm, ResidualBlock
-from .data import Pictures
+from ..weights.export import TOKENIZER as WEIGHTS
+from .data import Pictures, fingerprint
 from .discriminator import PatchDiscriminator, discriminator_loss, generator_loss
-from .run import Budget, Ema, Run, learning_rate, set_learning_rate
+from .optim import BETAS
+from .run import Budget, Ema, Run, learning_rate, memory_errors, set_learning_rate
+from .settings import lasting
 from .tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
 
-WEIGHTS, METRICS, SHEET = "tokenizer.safetensors", "metrics.json", "reconstructions.png"
-BETAS = (0.9, 0.95)
+SHEET = "reconstructions.png"
 DISCRIMINATOR_RATE = 0.2  # of the tokenizer's learning rate
 EVALUATED_TOGETHER = 32  # pictures
 GRAPHS = 64  # compiled: six shapes of residual blocks per size of image in the small tokenizer, and two of norms
@@ -75,6 +76,11 @@ class TokenizerTraining:
         self._require("lpips_share", 0 < self.lpips_share <= 1, "above 0, at most 1")
         for name in ("adversarial_from", "average"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0, below 1")
+        try:
+            with torch.device("meta"):
+                InfinityTokenizer(self.tokenizer)
+        except (ValueError, TypeError, RuntimeError, ZeroDivisionError, IndexError) as error:
+            raise SettingError(f"no tokenizer can be built of {self.tokenizer}: {error}") from error
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -87,6 +93,16 @@ def square_schedule(side: int, pixels_per_token: int) -> Schedule:
     if side not in offers:
         raise SettingError(f"pictures of side {side}: at {pixels_per_token} pixels per token choose one of {', '.join(map(str, offers))}")
     return infinity_stages(1.0, offers.index(side) + 1)
+
+
+def check_sides(config: InfinityTokenizerConfig, sides: Collection[int]) -> None:
+    """Whether a tokenizer can be trained on pictures of these sides."""
+    if not 1 <= len(sides) <= 2:
+        raise SettingError(f"training at sides {sorted(sides)}: expected one or two sizes of pictures")
+    with torch.device("meta"):
+        stride = InfinityTokenizer(config).pixels_per_token
+    for side in sides:
+        square_schedule(side, stride)
 
 
 def laid_out(module: M, memory_format: torch.memory_format) -> M:
@@ -236,7 +252,7 @@ class TokenizerTrainer:
             found |= {f"ones_least_{side}": float(share.min()), f"ones_most_{side}": float(share.max())}
             if distances:
                 found[f"lpips_{side}"] = float(torch.cat(distances).mean())
-        return found
+        return {name: round(value, 4) for name, value in found.items()}
 
     @torch.inference_mode()
     def samples(self, pictures: Pictures, count: int = 8) -> Image.Image:
@@ -265,8 +281,9 @@ def train_tokenizer(
     `settings.large_every` steps.
     """
     sides = sorted(train)
-    if not 1 <= len(sides) <= 2 or not held_out or not set(held_out) <= set(sides):
-        raise SettingError(f"training at sides {sides}, held out {sorted(held_out)}: expected one or two sizes, held out at some of them")
+    check_sides(settings.tokenizer, sides)
+    if not held_out or not set(held_out) <= set(sides):
+        raise SettingError(f"training at sides {sides}, held out {sorted(held_out)}: expected held-out pictures of some of these sides")
     batches = {side: max(1, settings.batch * sides[0] ** 2 // side**2) for side in sides}
     trainer = TokenizerTrainer(settings, device, lpips)
     generator = torch.Generator(device)
@@ -278,19 +295,18 @@ def train_tokenizer(
         return train[side].batch(chosen, generator)
 
     torch.backends.cudnn.benchmark = True  # there are few shapes, and many steps of each
-    run = Run(folder, budget, trainer.modules, trainer.optimizers, asdict(settings))
-    if settings.compile and run.progress < 1:
-        for side in sides:
-            trainer.prepare(draw(side, 0))
-    for progress in run.steps():
-        side = sides[-1] if run.step % settings.large_every == settings.large_every - 1 else sides[0]
-        parts = trainer.step(draw(side, run.step), progress, run.step)
-        rate = trainer.optimizers["tokenizer"].param_groups[0]["lr"]
-        run.log({"learning_rate": rate, **{f"{name}_{side}": value for name, value in parts.items()}})
+    run = Run(folder, budget, trainer.modules, trainer.optimizers, {**lasting(settings), "pictures": fingerprint(train)})
+    with memory_errors("set a smaller batch"):
+        if settings.compile and run.progress < 1:
+            for side in sides:
+                trainer.prepare(draw(side, 0))
+        for progress in run.steps():
+            side = sides[-1] if run.step % settings.large_every == settings.large_every - 1 else sides[0]
+            parts = trainer.step(draw(side, run.step), progress, run.step)
+            rate = trainer.optimizers["tokenizer"].param_groups[0]["lr"]
+            run.log({"learning_rate": rate, **{f"{name}_{side}": value for name, value in parts.items()}})
     average = laid_out(trainer.average.module, torch.contiguous_format)
     assert isinstance(average, InfinityTokenizer)
     write_weights(average, folder / WEIGHTS, average.layout)
-    metrics = trainer.evaluate(held_out)
-    run.note({name: value for name, value in metrics.items() if "stages" not in name})
-    write_text(json.dumps({"steps": run.step, "seconds": run.seconds, **metrics}, indent=2) + "\n", folder / METRICS)
+    run.finish(trainer.evaluate(held_out))
     write_image(trainer.samples(held_out[max(held_out)]), folder / SHEET)

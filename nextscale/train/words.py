@@ -40,8 +40,9 @@ def make_word_encoder(records: Sequence[Record], model_folder: str | Path, size:
 
     Held-out records may be among them: their words get vectors, which come from the sentence model alone, and nothing is trained on them.
     """
-    model = SentenceModel(model_folder)
     texts = [text for record in records for text in record_texts(record)]
+    build_vocabulary(texts, [], size)  # refuses a size without room for the captions before the sentence model reads thousands of words
+    model = SentenceModel(model_folder)
     known = list(dict.fromkeys(word for text in texts for word in plain_words(text)))
     further = further_words(list(dict.fromkeys([*known, *EVERYDAY_WORDS])), model)
     vocabulary = build_vocabulary(texts, [*model.words()[:COMMON_WORDS], *EVERYDAY_WORDS, *further], size)
