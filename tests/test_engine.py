@@ -83,6 +83,16 @@ def test_texts_are_padded_to_few_widths() -> None:
     assert list(TEXT_WIDTHS) == sorted(TEXT_WIDTHS)
 
 
+def test_equal_methods_have_one_recording() -> None:
+    pairs = [(Method(), Method()), (FastVAR({9: 0.4}), FastVAR({9: 0.4})), (Combined((StageVAR(),)), Combined((StageVAR(),)))]
+    for one, other in pairs:
+        assert one == other
+        assert hash(one) == hash(other)
+    assert Method() != FastVAR()
+    assert FastVAR() != Method()
+    assert FastVAR({9: 0.4}) != FastVAR({9: 0.5})
+
+
 def test_methods_tell_whether_the_image_decides() -> None:
     assert not any(method.follows_image for method in (Method(), FastVAR(), StageVAR()))
     assert SparseVAR().follows_image

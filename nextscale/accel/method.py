@@ -135,6 +135,13 @@ class Method:
     own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
     plans_by_image: ClassVar[bool] = False  # how many tokens a stage runs is known only when the stages before it have run
 
+    def __eq__(self, other: object) -> bool:
+        """Dense generation is always the same; subclasses are dataclasses and compare their settings."""
+        return type(other) is Method if type(self) is Method else self is other
+
+    def __hash__(self) -> int:
+        return hash(Method) if type(self) is Method else object.__hash__(self)
+
     @property
     def label(self) -> str:
         """A readable name: "dense", or the class with those settings that differ from its defaults."""

@@ -116,6 +116,7 @@ class Recording:
         self._method_draws.rewind()
         self._stages.clear()
         canvas = tokenizer.canvas(self._request.schedule, self._request.batch)
+        self._empty = canvas.latent  # the first stage's graph reads it at every replay
         # A shallow copy: rows that a method drops leave the copy, not what replays load into.
         cond = replace(self._fixed.value)
 
