@@ -171,6 +171,7 @@ class Slot(NamedTuple):
     start: int | Tensor  # of the new entries; [R] once rows differ
     end: int
     mask: Tensor | None = None  # [R, 1, 1, end]
+    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included
 
     @property
     def filled(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -249,7 +250,7 @@ class DenseLayerCache:
         start = self.lengths
         self.lengths = start + (new if added is None else added)
         mask = (torch.arange(slot.end, device=device) < self.lengths[:, None])[:, None, None, :]
-        return slot._replace(start=start, mask=mask)
+        return slot._replace(start=start, mask=mask, lengths=self.lengths)
 
     def keep_rows(self, rows: slice) -> None:
         self._rows = len(range(*rows.indices(self._rows)))
@@ -321,6 +322,12 @@ class StageMemory:
         grid = y.transpose(1, 2).unflatten(2, (height, width))
         resized = F.interpolate(grid, size=tokens.stage.size, mode="area")
         return tokens.gather(resized.flatten(2).transpose(1, 2))
+
+    def copy(self) -> StageMemory:
+        """With the same tensors."""
+        memory = StageMemory()
+        memory._maps = dict(self._maps)
+        return memory
 
     def keep_rows(self, rows: slice) -> None:
         """Copies: a view would keep the others alive."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .accel.memory import reserved_cache
+from .accel.memory import ASSUMED_KEPT, reserved_cache
 from .accel.method import DENSE, Method, RunSetup, StagePlan
 from .cache import Env, StageMemory, Workspace
 from .canvas import Canvas
@@ -72,24 +71,6 @@ class StageDone:
         return replace(self, logits=None)
 
 
-@dataclass(frozen=True, eq=False)
-class Drawing:
-    """What is left of a request when its stages have run. A recording has to keep all of it, since its graphs go on using it."""
-
-    finite: Mapping[int, Tensor]  # for every stage that ran whether all that it computed is finite
-    env: Env
-    run: Method
-
-
-StageScope = Callable[[Stage], AbstractContextManager[None]]
-"""Everything that a stage computes on the device happens inside its scope: what a recording captures."""
-
-
-def at_once(stage: Stage) -> AbstractContextManager[None]:
-    """Nothing around a stage: its work is done when it is asked for."""
-    return nullcontext()
-
-
 @torch.inference_mode()
 def generate(
     model: NextScaleModel,
@@ -98,33 +79,37 @@ def generate(
     request: Request,
     method: Method,
     watch: Callable[[StageDone], None],
-    scope: StageScope = at_once,
-) -> Drawing:
-    """Draws a batch of images on `canvas`."""
-    schedule, guidance = request.schedule, request.guidance
-    guided = cond.start.shape[0] > request.batch
-    run = method.start(RunSetup(model, schedule, request.batch, request.method_draws, request.track_kept, guided))
-    check_plans(method.forecast(model, schedule), len(model.blocks), guidance)
-    env = new_env(model, cond, schedule, request.batch, run, method)
+) -> dict[int, Tensor]:
+    """Draws a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
+    run, env = begin(model, cond, request, method)
     finite: dict[int, Tensor] = {}
-    for stage in schedule:
+    for stage in request.schedule:
         plan = run.plan(stage, canvas)
-        plan.check(len(model.blocks), guidance.layers)
-        with scope(stage):
-            if plan.skip:
-                canvas.skip(stage)
-                done = StageDone(stage, canvas, plan=plan)
-            else:
-                done, finite[stage.index] = draw_stage(model, canvas, request, run, plan, env, stage)
+        done, good = draw_stage(model, canvas, request, run, plan, env, stage)
+        if good is not None:
+            finite[stage.index] = good
         watch(done)
-    return Drawing(finite, env, run)
+    return finite
+
+
+def begin(model: NextScaleModel, cond: Conditioning, request: Request, method: Method, kept: float = ASSUMED_KEPT) -> tuple[Method, Env]:
+    """A run of the method and what the stages share; what cannot run is refused. `kept`: share of the cells to have memory for, where
+    the image decides."""
+    guided = cond.start.shape[0] > request.batch
+    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_draws, request.track_kept, guided))
+    check_plans(method.forecast(model, request.schedule), len(model.blocks), request.guidance)
+    return run, new_env(model, cond, request.schedule, request.batch, run, method, kept)
 
 
 def draw_stage(
     model: NextScaleModel, canvas: Canvas, request: Request, run: Method, plan: StagePlan, env: Env, stage: Stage
-) -> tuple[StageDone, Tensor]:
-    """What was drawn, and whether all of it is finite."""
+) -> tuple[StageDone, Tensor | None]:
+    """What was drawn, and whether all of it is finite; None where the stage is skipped."""
     batch, guidance = request.batch, request.guidance
+    plan.check(len(model.blocks), guidance.layers)
+    if plan.skip:
+        canvas.skip(stage)
+        return StageDone(stage, canvas, plan=plan), None
     env.keep(plan.branches)
     x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_width(tokens)
@@ -171,10 +156,12 @@ def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
     return whole.move(given.to(codes.device), tokens)
 
 
-def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method, method: Method) -> Env:
+def new_env(
+    model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method, method: Method, kept: float = ASSUMED_KEPT
+) -> Env:
     """`run` is what `method` has started, whose forecast tells how much memory the caches need."""
     rows = cond.start.shape[0]
-    spec = reserved_cache(model, schedule, method, batch, rows)
+    spec = reserved_cache(model, schedule, method, batch, rows, kept)
     workspace = Workspace(spec)
     caches = [run.layer_cache(spec.layer(number), workspace) for number in range(len(model.blocks))]
     return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond")

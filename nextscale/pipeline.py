@@ -245,7 +245,7 @@ class Pipeline:
             clock.start("stage")
             if recording is None:
                 canvas = self.tokenizer.canvas(schedule, batch)
-                finite = generate(self.model, cond, canvas, request, method, stage_done).finite
+                finite = generate(self.model, cond, canvas, request, method, stage_done)
             else:
                 canvas, finite = recording.canvas, recording.draw(request, cond, stage_done)
             with clock.time("decode"):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, Pipeline, SkipStages, StageVAR, ToMe
-from nextscale.errors import SettingError
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale.models.blocks import attend, attend_lengths
 from nextscale.pipeline import Output
 from nextscale.random_weights import random_pipeline
 
@@ -18,11 +18,11 @@ from .tiny import FAMILIES, SPECS, one_prompt, prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe())
+SPARSE = SparseVAR(tau=0.5, from_stage=3)
+METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(), SPARSE)
 
 
 def equal(ours: Output, theirs: Output) -> None:
-    assert [stage.tokens for stage in ours.report.stages] == [stage.tokens for stage in theirs.report.stages]
     for mine, other in zip(ours.codes, theirs.codes, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-2)  # mixtures of codes; numbers must be equal
     torch.testing.assert_close(ours.pixels, theirs.pixels, rtol=1e-2, atol=1e-2)
@@ -52,13 +52,12 @@ def test_requests_of_another_kind_run_eagerly_and_say_so_once(caplog: pytest.Log
         for _ in range(2):
             assert pipe(one_prompt("infinity", 0), seed=0).report.engine == "eager"
     assert len(caplog.records) == 1
-    with pytest.raises(SettingError, match="decides by the image"):
-        pipe.warmup(prompts("infinity", 2), method="sparsevar")
 
 
 def test_mixed_requests_neither_grow_memory_nor_change_results() -> None:
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
-    kinds: Sequence[tuple[int, Method]] = [(1, Method()), (2, Method()), (2, FastVAR()), (1, StageVAR()), (2, SkipStages(last=1))]
+    pairs = [(1, Method()), (2, Method()), (2, FastVAR()), (1, StageVAR()), (2, SkipStages(last=1)), (2, SPARSE)]
+    kinds: Sequence[tuple[int, Method]] = pairs
     for images, method in kinds:
         pipe.warmup(prompts("infinity", images), method=method)
     expected = [pipe(prompts("infinity", images), seed=9, method=method) for images, method in kinds]
@@ -85,3 +84,14 @@ def test_previews_show_every_stage_of_a_replay() -> None:
     assert len(shown) == len(known) > 1
     for ours, theirs in zip(shown, known, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_over_rows_of_different_length(dtype: torch.dtype) -> None:
+    rows, width, room, heads, channels = 3, 37, 301, 4, 64
+    q, keys, values = (torch.randn(rows, n, heads, channels, device="cuda", dtype=dtype) for n in (width, room, room))
+    lengths = torch.tensor([301, 7, 130], device="cuda")
+    mask = (torch.arange(room, device="cuda") < lengths[:, None])[:, None, None]
+    expected = attend(q.double(), keys.double(), values.double(), mask, 0.1)
+    actual = attend_lengths(q, keys, values, lengths, room, 0.1)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=2e-2)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, SparseVAR, StageVAR
+from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel.combine import Combined
 from nextscale.engine.conditions import TEXT_WIDTHS, FixedConditioning, text_tokens, text_width
 from nextscale.engine.draws import FixedDraws
+from nextscale.engine.graphs import ladder
 from nextscale.errors import SettingError
 from nextscale.generate import Request, as_drawn, generate
 from nextscale.guidance import GuidedRows
@@ -20,6 +21,7 @@ from nextscale.pipeline import Pipeline
 from nextscale.report import Stopwatch
 from nextscale.sampling import ImageDraws
 
+from .tape import Dispatched, play_graphs_on_the_cpu
 from .tiny import CLASS_FAMILIES, FAMILIES, prompts, schedule_of, shared_pipeline, text_features
 
 CPU = torch.device("cpu")
@@ -99,6 +101,13 @@ def test_methods_tell_whether_the_image_decides() -> None:
     assert Combined((SparseVAR(), StageVAR(alphas=()))).follows_image
 
 
+def test_a_ladder_has_few_rungs_and_reaches_all_cells() -> None:
+    assert ladder(4096)[0] == 4096
+    assert len(ladder(4096)) == 12
+    assert list(ladder(4096)) == sorted(ladder(4096), reverse=True)
+    assert ladder(4) == (4, 3, 2, 1)
+
+
 def test_recording_without_a_gpu_is_refused() -> None:
     pipe = shared_pipeline("var")
     assert pipe.engine == "eager"
@@ -106,3 +115,67 @@ def test_recording_without_a_gpu_is_refused() -> None:
         pipe.warmup(1)
     with pytest.raises(SettingError, match="engine 'fast': choose one of graphs, eager"):
         Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, engine="fast")  # type: ignore[arg-type]
+
+
+# --- recordings, played on the CPU
+
+RECORDED = (
+    Method(),
+    SkipStages(last=1),
+    FastVAR(),
+    StageVAR(),
+    ToMe(),
+    SparseVAR(tau=0.5, from_stage=3),
+    Combined((SparseVAR(tau=0.5, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
+)
+
+
+def recorded(family: str) -> Pipeline:
+    pipe = shared_pipeline(family)
+    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine="graphs")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", RECORDED, ids=lambda method: method.label)
+def test_replays_draw_what_eager_generation_draws(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, eager = recorded(family), shared_pipeline(family)
+    first, second = prompts(family, 2), other_prompts(family)
+    pipe.warmup(first, method=method)
+    for prompt, seeds in ((second, [5, 6]), (first, [3, 4])):
+        ours = pipe(prompt, seed=seeds, method=method)
+        with Dispatched():
+            theirs = eager(prompt, seed=seeds, method=method)
+        assert (ours.report.engine, theirs.report.engine) == ("graphs", "eager")
+        for mine, other in zip(ours.codes, theirs.codes, strict=True):
+            if mine.shape == other.shape:  # on a ladder tokens are padded to other widths
+                torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
+        torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if family == "hart" else 1e-3)
+
+
+def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe = recorded("infinity")
+    kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.5, from_stage=3)), (1, FastVAR()), (2, StageVAR())]
+    for images, method in kinds:
+        pipe.warmup(prompts("infinity", images), method=method)
+    first = [pipe(prompts("infinity", images), seed=9, method=method).pixels for images, method in kinds]
+    for turn in range(15):
+        images, method = kinds[turn * 3 % len(kinds)]
+        again = pipe(prompts("infinity", images), seed=9, method=method)
+        assert again.report.engine == "graphs"
+        assert torch.equal(again.pixels, first[turn * 3 % len(kinds)])
+
+
+def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, prompt = recorded("infinity"), prompts("infinity", 2)
+    pipe.warmup(prompt)
+    shown: list[torch.Tensor] = []
+    known: list[torch.Tensor] = []
+    pipe(prompt, seed=1, on_stage=lambda preview: shown.append(preview.latent.clone()))
+    with Dispatched():
+        shared_pipeline("infinity")(prompt, seed=1, on_stage=lambda preview: known.append(preview.latent.clone()))
+    assert len(shown) == len(known) > 1
+    for ours, theirs in zip(shown, known, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -55,11 +55,13 @@ def planned_cache(model: NextScaleModel, schedule: Schedule, plans: Sequence[Sta
     return replace(model.cache_spec(schedule, rows), planned=tuple(planned))
 
 
-def reserved_cache(model: NextScaleModel, schedule: Schedule, method: Method, images: int, rows: int) -> CacheSpec:
+def reserved_cache(
+    model: NextScaleModel, schedule: Schedule, method: Method, images: int, rows: int, kept: float = ASSUMED_KEPT
+) -> CacheSpec:
     """What a request with this method reserves before it starts."""
     if method.changes("layer_cache"):  # knows its own need
         return model.cache_spec(schedule, rows)
-    return planned_cache(model, schedule, method.forecast(model, schedule, ASSUMED_KEPT), images, rows)
+    return planned_cache(model, schedule, method.forecast(model, schedule, kept), images, rows)
 
 
 def text_bytes(model: NextScaleModel, rows: int, text_tokens: int) -> int:

@@ -173,6 +173,23 @@ class Method:
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return DENSE
 
+    def look(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Where the image decides how many tokens are run: how many of each image, [B], on the device. None: nothing to look at.
+
+        The first half of `plan`, for those who record a stage beforehand: what follows is `told` and `plan_as_told`.
+        """
+        return None
+
+    def told(self, fewest: int, width: int) -> None:
+        """The host has read what `look` returned: the smallest count, and at least the largest."""
+
+    def plan_as_told(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return self.plan(stage, canvas)
+
+    def carried(self) -> list[Tensor]:
+        """What a run remembers of the stages so far, where it depends on how many tokens were run; shapes do not."""
+        return []
+
     def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """Before the first block: may keep some of the tokens only."""
         return x, tokens

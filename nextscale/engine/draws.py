@@ -27,9 +27,14 @@ class FixedDraws:
         self._drawn: list[Drawn] = []
         self._next = 0
 
-    def rewind(self) -> None:
-        """Before each run of the request."""
-        self._next = 0
+    @property
+    def drawn(self) -> int:
+        """How often the request has drawn so far."""
+        return self._next
+
+    def rewind(self, drawn: int = 0) -> None:
+        """To where the request had drawn so often; the start of it by default."""
+        self._next = drawn
 
     @torch.inference_mode()
     def refill(self, draws: Draws) -> None:

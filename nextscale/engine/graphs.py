@@ -6,20 +6,23 @@ differs from request to request lies at fixed addresses: the condition and the r
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..accel.combine import Combined
 from ..accel.method import Method
+from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
 from ..errors import SettingError
-from ..generate import Drawing, Request, StageDone, StageScope, as_drawn, at_once, generate
+from ..generate import Request, StageDone, as_drawn, begin, draw_stage, generate
 from ..models.base import Conditioning, NextScaleModel
 from ..report import Stopwatch
 from ..sampling import Sampling
@@ -30,7 +33,8 @@ from .draws import FixedDraws
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 2  # runs before the recording: libraries allocate their workspaces and kernels are tuned
+WARM_UPS = 2  # runs before the recording
+RUNGS = 12  # of the ladder of token numbers; the padding that is paid is at most one of them, a twelfth of the stage
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,61 @@ class SilentClock(Stopwatch):
     def stop(self, what: str, stage: int = 0) -> None: ...
 
 
+def ladder(cells: int) -> tuple[int, ...]:
+    """The numbers of tokens for which a stage is recorded where the image decides, from all cells down."""
+    return tuple(dict.fromkeys(max(1, cells * rung // RUNGS) for rung in range(RUNGS, 0, -1)))
+
+
+@dataclass(eq=False)
+class State:
+    """Everything that changes from stage to stage."""
+
+    canvas: Canvas
+    env: Env
+    run: Method
+
+    def fork(self) -> State:
+        """The same tensors in objects of its own, so that a stage can be run in several ways from here."""
+        env = replace(self.env, cond=self.env.cond.copy(), cache=[copy.copy(cache) for cache in self.env.cache])
+        env.memory = self.env.memory.copy()
+        run = Combined(tuple(map(copy.copy, self.run.methods))) if isinstance(self.run, Combined) else copy.copy(self.run)
+        return State(copy.copy(self.canvas), env, run)
+
+    def carried(self) -> list[Tensor]:
+        """What later stages read and what depends on how this one was run. Keys and values lie in memory that all forks share."""
+        lengths = [cache.lengths for cache in self.env.cache if isinstance(cache, DenseLayerCache) and cache.lengths is not None]
+        return [self.canvas.latent, *self.run.carried(), *lengths]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to run a stage: its graph and what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    done: StageDone
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A stage of a recording. Where the image decides, `look` counts the tokens and there is a way for every rung of the ladder."""
+
+    ways: Mapping[int, Way]  # by number of tokens, the largest first
+    latent: Tensor  # what the canvas holds afterwards, whichever way was taken
+    finite: Tensor | None
+    look: torch.cuda.CUDAGraph | None = None
+    counts: Tensor | None = None  # [B], on the device
+    told: Tensor | None = None  # the same on the host
+
+    def way(self) -> Way:
+        if self.look is None or self.counts is None or self.told is None:
+            return next(iter(self.ways.values()))
+        self.look.replay()
+        self.told.copy_(self.counts, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        needed = int(self.told.max())
+        return self.ways[min(width for width in self.ways if width >= needed)]
+
+
 class Recording:
     """One request as graphs. Its outputs are overwritten by the next replay: copy what is to be kept."""
 
@@ -93,59 +152,111 @@ class Recording:
         text: int,
         pool: Any,
     ) -> None:
+        self._model, self._tokenizer, self._method, self._pool = model, tokenizer, method, pool
         self._fixed = FixedConditioning(cond, text)
         self._fixed.load(cond)
         self._draws, self._method_draws = FixedDraws(), FixedDraws()
-        self._pool = pool
         self._stream = torch.cuda.Stream(model.device)
         self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device))
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._stages: list[tuple[StageDone, Tensor]] = []  # and what the canvas holds after each
-        with self._on_own_stream():
-            for _ in range(WARM_UPS):
-                canvas, _ = self._run(model, tokenizer, method, at_once)
-                tokenizer.decode(canvas.latent)
-        self.canvas, self._drawing = self._run(model, tokenizer, method, self._captured)
+        self._begin_graph = torch.cuda.CUDAGraph()
+        self._warm_up()
+        self._steps = self._record()
+        self.canvas = tokenizer.canvas(request.schedule, request.batch)
         self._decode_graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._decode_graph, pool=self._pool, stream=self._stream):
-            self.pixels = tokenizer.decode(self.canvas.latent)
-        self.latent = self.canvas.latent
+        with self._captured(self._decode_graph):
+            self.pixels = tokenizer.decode(self._steps[-1].latent)
 
-    def _run(self, model: NextScaleModel, tokenizer: Tokenizer, method: Method, scope: StageScope) -> tuple[Canvas, Drawing]:
+    @property
+    def graphs(self) -> int:
+        return 2 + sum(len(step.ways) + (step.look is not None) for step in self._steps)
+
+    def _start(self) -> Conditioning:
         self._draws.rewind()
         self._method_draws.rewind()
-        self._stages.clear()
-        canvas = tokenizer.canvas(self._request.schedule, self._request.batch)
-        self._empty = canvas.latent  # the first stage's graph reads it at every replay
-        # A shallow copy: rows that a method drops leave the copy, not what replays load into.
-        cond = replace(self._fixed.value)
+        return self._fixed.value.copy()  # rows that a method drops leave the copy, not what replays load into
 
-        def stage_done(done: StageDone) -> None:
-            self._stages.append((done.without_logits(), canvas.latent))  # logits are large, and later stages can use their memory
-
-        return canvas, generate(model, cond, canvas, self._request, method, stage_done, scope)
-
-    def _captured(self, stage: Stage) -> AbstractContextManager[None]:
-        self.graphs[stage.index] = torch.cuda.CUDAGraph()
-        return torch.cuda.graph(self.graphs[stage.index], pool=self._pool, stream=self._stream)
-
-    @contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
+    def _warm_up(self) -> None:
+        """Libraries allocate their workspaces and kernels are compiled, neither of which can be recorded."""
+        request = self._request
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            yield
+            for _ in range(WARM_UPS):
+                canvas = self._tokenizer.canvas(request.schedule, request.batch)
+                generate(self._model, self._start(), canvas, request, self._method, lambda done: None)
+                self._tokenizer.decode(canvas.latent)
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def draw(self, request: Request, cond: Conditioning, watch: Callable[[StageDone], None]) -> Mapping[int, Tensor]:
+    def _record(self) -> list[Step]:
+        request = self._request
+        canvas = self._tokenizer.canvas(request.schedule, request.batch)
+        with self._captured(self._begin_graph):  # methods may draw before the first stage
+            run, env = begin(self._model, self._start(), request, self._method, kept=1.0)
+        self._kept_alive: list[object] = [canvas.latent, run, env]  # what the graphs read besides their own memory
+        state, steps = State(canvas, env, run), []
+        for stage in request.schedule:
+            step, state = self._record_stage(stage, state)
+            steps.append(step)
+            self._kept_alive.append(state)
+        return steps
+
+    def _record_stage(self, stage: Stage, state: State) -> tuple[Step, State]:
+        """The step, and the state that all of its ways leave behind."""
+        counts: Tensor | None = None
+        done: StageDone | None = None
+        finite: Tensor | None = None
+        graph = torch.cuda.CUDAGraph()
+        with self._captured(graph):
+            if self._method.follows_image:
+                counts = state.run.look(stage, state.canvas)
+                # Rows leave here and not in the ways of the stage, whose caches have to share their memory.
+                state.env.keep(self._method.forecast(self._model, self._request.schedule)[stage.index].branches)
+            if counts is None:
+                plan = state.run.plan_as_told(stage, state.canvas)
+                done, finite = draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
+        if counts is not None:
+            return self._record_ladder(stage, state, graph, counts)
+        assert done is not None
+        return Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite), state
+
+    def _record_ladder(self, stage: Stage, state: State, look: torch.cuda.CUDAGraph, counts: Tensor) -> tuple[Step, State]:
+        ways: dict[int, Way] = {}
+        first, good = state, None
+        drawn = self._draws.drawn, self._method_draws.drawn
+        for width in ladder(stage.cells):
+            self._draws.rewind(drawn[0])
+            self._method_draws.rewind(drawn[1])
+            fork = state.fork()
+            fork.run.told(0, width)
+            plan = fork.run.plan_as_told(stage, fork.canvas)
+            graph = torch.cuda.CUDAGraph()
+            with self._captured(graph):
+                done, finite = draw_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
+                if ways and finite is not None and good is not None:
+                    torch._foreach_copy_([good, *first.carried()], [finite, *fork.carried()])
+            if not ways:
+                first, good = fork, finite
+            ways[width] = Way(graph, done.without_logits())
+            self._kept_alive.append(fork)
+        told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        return Step(ways, first.canvas.latent, good, look, counts, told), first
+
+    @contextmanager
+    def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            yield
+
+    def draw(self, request: Request, cond: Conditioning, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
         """Like `generate`, with what the recording was made from replaced by this request's."""
         self._fixed.load(cond)
         self._draws.refill(request.draws)
         self._method_draws.refill(request.method_draws)
-        for done, latent in self._stages:
-            self.graphs[done.stage.index].replay()
-            self.canvas.latent = latent
-            watch(done)
-        return self._drawing.finite
+        self._begin_graph.replay()
+        for step in self._steps:
+            way = step.way()
+            way.graph.replay()
+            self.canvas.latent = step.latent
+            watch(replace(way.done, canvas=self.canvas))
+        return {stage: step.finite for stage, step in enumerate(self._steps) if step.finite is not None}
 
     def decode(self) -> Tensor:
         self._decode_graph.replay()
@@ -175,7 +286,7 @@ class Recordings:
             recording = Recording(self._model, self._tokenizer, request, cond, method, signature.text, self._pool)
         torch.cuda.synchronize(device)
         self._recordings[signature] = recording
-        return WarmUp(time.perf_counter() - begun, len(recording.graphs) + 1, torch.cuda.memory_reserved(device) - before)
+        return WarmUp(time.perf_counter() - begun, recording.graphs, torch.cuda.memory_reserved(device) - before)
 
     def find(self, request: Request, cond: Conditioning, method: Method) -> Recording | None:
         """The recording for such a request; None, and said once for each kind, where there is none."""
@@ -207,5 +318,3 @@ def require_recordable(model: NextScaleModel, request: Request, method: Method) 
         raise SettingError(f"graphs are recorded on a GPU; this model is on {model.device}: use engine='eager' there")
     if request.track_kept or request.revise is not as_drawn:
         raise SettingError("masks and revise need the host between stages and cannot be recorded: leave them out of warmup")
-    if method.follows_image:
-        raise SettingError(f"{method.label} decides by the image how many tokens to run, which no recording can follow: use it eagerly")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..cache import DenseLayerCache, Env
+from ..cache import DenseLayerCache, Env, Slot
 from ..stage import Tokens
 from .rope import PairRope
 
@@ -116,6 +116,38 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
+def attend_slot(q: Tensor, slot: Slot, scale: float) -> Tensor:
+    """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
+    if slot.lengths is None or not reads_lengths(q):
+        return attend(q, *slot.filled, scale)
+    return attend_lengths(q, slot.keys, slot.values, slot.lengths, slot.end, scale)
+
+
+def reads_lengths(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float) -> Tensor:
+    """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else."""
+    rows, width = q.shape[:2]
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    out = torch.ops.aten._flash_attention_forward(
+        q.flatten(0, 1),
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
+        starts * width,
+        starts * keys.shape[1],
+        width,
+        longest,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        seqused_k=lengths.int(),
+    )[0]
+    return out.view(rows, width, -1)
+
+
 class SelfAttention(nn.Module):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
@@ -136,8 +168,7 @@ class SelfAttention(nn.Module):
             rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
-            keys, values, mask = slot.filled
-            return self.proj(attend(q, keys, values, mask, self.scale))
+            return self.proj(attend_slot(q, slot, self.scale))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
