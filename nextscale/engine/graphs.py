@@ -189,18 +189,20 @@ class Recording:
     def _record(self) -> list[Step]:
         request = self._request
         canvas = self._tokenizer.canvas(request.schedule, request.batch)
+        self._empty = canvas.latent  # not from the pool, and read at every replay
         with self._captured(self._begin_graph):  # methods may draw before the first stage
             run, env = begin(self._model, self._start(), request, self._method, kept=1.0)
-        self._kept_alive: list[object] = [canvas.latent, run, env]  # what the graphs read besides their own memory
+        # Keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that the next
+        # recording can use the memory: a request has no use for what another has left there.
         state, steps = State(canvas, env, run), []
+        forks: list[State] = []
         for stage in request.schedule:
-            step, state = self._record_stage(stage, state)
+            step, state = self._record_stage(stage, state, forks)
             steps.append(step)
-            self._kept_alive.append(state)
         return steps
 
-    def _record_stage(self, stage: Stage, state: State) -> tuple[Step, State]:
-        """The step, and the state that all of its ways leave behind."""
+    def _record_stage(self, stage: Stage, state: State, forks: list[State]) -> tuple[Step, State]:
+        """The step, and the state that all of its ways leave behind. `forks`: states that must live until all stages are recorded."""
         counts: Tensor | None = None
         done: StageDone | None = None
         finite: Tensor | None = None
@@ -214,11 +216,13 @@ class Recording:
                 plan = state.run.plan_as_told(stage, state.canvas)
                 done, finite = draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
         if counts is not None:
-            return self._record_ladder(stage, state, graph, counts)
+            return self._record_ladder(stage, state, graph, counts, forks)
         assert done is not None
         return Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite), state
 
-    def _record_ladder(self, stage: Stage, state: State, look: torch.cuda.CUDAGraph, counts: Tensor) -> tuple[Step, State]:
+    def _record_ladder(
+        self, stage: Stage, state: State, look: torch.cuda.CUDAGraph, counts: Tensor, forks: list[State]
+    ) -> tuple[Step, State]:
         ways: dict[int, Way] = {}
         first, good = state, None
         drawn = self._draws.drawn, self._method_draws.drawn
@@ -236,7 +240,7 @@ class Recording:
             if not ways:
                 first, good = fork, finite
             ways[width] = Way(graph, done.without_logits())
-            self._kept_alive.append(fork)
+        forks += [state, first]
         told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
         return Step(ways, first.canvas.latent, good, look, counts, told), first
 
