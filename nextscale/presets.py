@@ -124,7 +124,7 @@ NANO = ModelSpec(
     "nano",
     NANO_MODEL,
     NANO_TOKENIZER,
-    Settings(InfinityBook("0.06M", pixels_per_token=8), ConstantGuidance(strength=3.0), Sampling(top_p=0.97, temperature=1.0)),
+    Settings(InfinityBook("0.06M", pixels_per_token=8), ConstantGuidance(strength=4.0), Sampling(top_p=0.97, temperature=0.6)),
     Embedded("nano/model.safetensors"),
     Embedded("nano/tokenizer.safetensors"),
     text_encoder=TextSource(Embedded("nano/words.safetensors"), WordTextEncoder.load),

@@ -47,7 +47,10 @@ def test_pictures_and_records_of_several_shards(tmp_path: Path) -> None:
     second = shard(
         tmp_path / "1.tar", {f"./{CAPTIONS}": lines(full) + b"\n\n", "./b/owl.webp": picture((32, 32), color="blue", kind="WEBP")}
     )
-    pictures = read_pictures([first, second], 16)
+    by_side = read_pictures([first, second], [16, 24])
+    assert [(side, of_side.side) for side, of_side in by_side.items()] == [(16, 16), (24, 24)]
+    assert by_side[24].pixels[:, :, 12, 12].tolist() == by_side[16].pixels[:, :, 8, 8].tolist()
+    pictures = by_side[16]
     assert pictures.pixels.shape == (2, 3, 16, 16) and pictures.pixels.dtype == torch.uint8 and pictures.side == 16
     assert pictures.pixels[0, :, 0, 0].tolist() == [255, 0, 0]
     assert pictures.pixels[1, 2].float().mean() > 250 and pictures.pixels[1, 0].float().mean() < 5
@@ -59,7 +62,7 @@ def test_pictures_and_records_of_several_shards(tmp_path: Path) -> None:
 
 def test_transparent_becomes_white(tmp_path: Path) -> None:
     clear = shard(tmp_path / "0.tar", {CAPTIONS: lines(FOX), "fox.png": picture(mode="RGBA", color=(0, 0, 0, 0))})
-    assert read_pictures([clear], 16).pixels.min() == 255
+    assert read_pictures([clear], [16])[16].pixels.min() == 255
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_transparent_becomes_white(tmp_path: Path) -> None:
 )
 def test_shards_that_are_refused(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_pictures([shard(tmp_path / "0.tar", members)], 16)
+        read_pictures([shard(tmp_path / "0.tar", members)], [16])
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
@@ -97,7 +100,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="cannot be read as a tar"):
             read_shard(missing)
     with pytest.raises(DataError, match="name at least one shard"):
-        read_pictures([], 16)
+        read_pictures([], [16])
 
 
 def test_fingerprint_knows_pictures_captions_and_sides() -> None:

@@ -27,8 +27,8 @@ from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEnco
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from nextscale.train.captions import caption_variants, style_templates
 from nextscale.train.data import Pictures, Record
-from nextscale.train.forcing import ForcedPass, forced_pyramid, stage_windows
-from nextscale.train.model import Captions, Features, ModelTrainer, initialise, stage_weights, train_model
+from nextscale.train.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
+from nextscale.train.model import Captions, Features, ModelTrainer, initialise, train_model
 from nextscale.train.model_settings import Batch, ModelTraining, Phase
 from nextscale.train.run import CURVE, STATE, Budget, Run
 
@@ -135,7 +135,7 @@ def test_windows_let_every_stage_see_itself_and_what_is_before() -> None:
 
 
 def test_coarse_stages_weigh_less_than_fine_ones_but_more_than_their_tokens() -> None:
-    weights = stage_weights(Schedule([1, 2, 4]), 3)
+    weights = stage_weights(Schedule([1, 2, 4]).stages)
     torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 4.0]) / 7)
 
 
@@ -311,7 +311,7 @@ def test_the_curve_tells_every_stage(tmp_path: Path) -> None:
     for stages in (2, 3):
         losses = torch.tensor(line[f"stages_{SIDE}px_{stages}"])
         assert len(losses) == stages
-        expected = (losses * stage_weights(Schedule([1, 2, 4]), stages)).sum().item()
+        expected = (losses * stage_weights(Schedule([1, 2, 4]).stages[:stages])).sum().item()
         assert line[f"loss_{SIDE}px_{stages}"] == pytest.approx(expected, abs=2e-4)
     assert len(results["held_out"]["held_out_loss"]["32"]) == 3
 

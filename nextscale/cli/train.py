@@ -155,7 +155,7 @@ def parsed_sides(sides: str) -> list[int]:
 
 
 def by_side(shards: list[Path], sides: list[int], device: torch.device) -> dict[int, Pictures]:
-    return {side: read_pictures(shards, side).to(device) for side in sides}
+    return {side: pictures.to(device) for side, pictures in read_pictures(shards, sides).items()}
 
 
 def check_apart(data: list[Path], held_out: list[Path]) -> None:

@@ -101,8 +101,8 @@ class Pictures:
         return F.grid_sample(images, places, mode="bicubic", padding_mode="border", align_corners=False).clamp(-1, 1)
 
 
-def read_pictures(shards: Sequence[Path], side: int) -> Pictures:
-    """All pictures of some shards at one size. A shard is a tar file with captions.jsonl and the pictures that its lines name."""
+def read_pictures(shards: Sequence[Path], sides: Sequence[int]) -> dict[int, Pictures]:
+    """All pictures of some shards, by side. A shard is a tar file with captions.jsonl and the pictures that its lines name."""
     records: list[Record] = []
     files: list[bytes] = []
     for shard in shards:
@@ -111,7 +111,7 @@ def read_pictures(shards: Sequence[Path], side: int) -> Pictures:
         files += contents
     if not records:
         raise DataError("no pictures: name at least one shard (.tar) that holds captions.jsonl and pictures")
-    pixels = torch.empty(len(records), 3, side, side, dtype=torch.uint8)
+    pixels = {side: torch.empty(len(records), 3, side, side, dtype=torch.uint8) for side in sides}
 
     def decode(position: int) -> None:
         try:
@@ -120,12 +120,13 @@ def read_pictures(shards: Sequence[Path], side: int) -> Pictures:
             raise DataError(f"{records[position].file} is no picture that Pillow can read: {error}") from error
         if image.width != image.height:
             raise DataError(f"{records[position].file} has {image.width}x{image.height} pixels; expected a square picture")
-        resized = image if image.width == side else image.resize((side, side), Image.Resampling.LANCZOS)
-        pixels[position] = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+        for side, target in pixels.items():
+            resized = image if image.width == side else image.resize((side, side), Image.Resampling.LANCZOS)
+            target[position] = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow decodes without the interpreter lock
         list(pool.map(decode, range(len(records))))
-    return Pictures(pixels, records)
+    return {side: Pictures(of_side, records) for side, of_side in pixels.items()}
 
 
 def on_white(image: Image.Image) -> Image.Image:

@@ -100,6 +100,12 @@ def forced_block(
     return torch.addcmul(x, modulation.feed_forward_gain, block.feed_forward(block.feed_forward_input(x, modulation)))
 
 
+def stage_weights(stages: Sequence[Stage]) -> Tensor:
+    """Weight of each stage's mean loss, [stages]: its side, so that neither the few coarse tokens nor the many fine ones rule alone."""
+    sides = torch.tensor([math.sqrt(stage.cells) for stage in stages])
+    return sides / sides.sum()
+
+
 class ForcedPass:
     """An Infinity over the first stages of a schedule at once; computes what the stage loop would compute one after another."""
 
@@ -107,6 +113,7 @@ class ForcedPass:
         self.model, self.run_block = model, run_block
         self.stages = schedule.stages[:stages]
         self.windows = stage_windows(self.stages, model.device)
+        self.weights = stage_weights(self.stages).to(model.device)  # of the stages' losses in their sum
         turns = torch.cat(model.rotations(schedule)[:stages])[:, None, None]
         self.rotation = (turns.real.contiguous(), turns.imag.contiguous())
         self.levels = torch.cat([torch.full((stage.cells,), stage.index, device=model.device) for stage in self.stages])

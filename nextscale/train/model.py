@@ -81,7 +81,7 @@ class Features:
 
 @torch.inference_mode()
 def _encoded(tokenizer: InfinityTokenizer, pictures: Pictures, generator: torch.Generator | None) -> Tensor:
-    """[N, bits, h, w], float16: half the memory, and no sign is lost."""
+    """[N, bits, h, w], in float16 for half the memory."""
     everything = torch.arange(len(pictures), device=pictures.pixels.device)
     return torch.cat([tokenizer.features(pictures.batch(part, generator)).half() for part in everything.split(ENCODED_TOGETHER)])
 
@@ -180,7 +180,7 @@ class ModelTrainer:
         condition = self.condition(*captions.of(indices, wordings), self.working, self.words.model, captions.longest + 1, dropped)
         forced = self.forced_pass(bank.schedule, batch.stages)
         losses = forced.bit_losses(pyramid, condition)
-        loss = (losses * stage_weights(bank.schedule, batch.stages).to(self.device)).sum()
+        loss = (losses * forced.weights).sum()
         loss.backward()
         self.weights.take_gradients()
         rate = learning_rate(progress, step, settings.learning_rate)
@@ -222,12 +222,6 @@ class ModelTrainer:
         """The averaged weights, in the form that `nextscale.load` reads."""
         write_weights(self.average.module, folder / WEIGHTS, self.model.layout, dtype)
         WordTextEncoder(self.words.vocabulary, self.average_words.module).save(folder / WORDS, dtype)
-
-
-def stage_weights(schedule: Schedule, stages: int) -> Tensor:
-    """Weight of each stage's mean loss, [stages]: its side, so that neither the few coarse tokens nor the many fine ones rule alone."""
-    sides = torch.tensor([math.sqrt(stage.cells) for stage in schedule.stages[:stages]])
-    return sides / sides.sum()
 
 
 def weights_fingerprint(module: nn.Module) -> str:

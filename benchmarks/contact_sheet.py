@@ -1,0 +1,52 @@
+"""Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` draws 48 captions of a held-out shard, evenly spread.
+
+Caption i of the sheet has seed i. What is shown depends on the shard alone, so that nothing can be picked.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+import nextscale
+from nextscale.cli.sheet import wrapped
+from nextscale.files import write_image
+from nextscale.train.data import read_shard
+
+COLUMNS, ROWS = 8, 6
+SIDE, LETTERS, LINES = 192, 12, 3  # pixels of an image and of a letter; lines of caption
+BATCH = 8
+
+
+def evenly_spread(captions: list[str], count: int) -> list[str]:
+    return [captions[position * len(captions) // count] for position in range(count)]
+
+
+def sheet(captions: list[str], images: list[Image.Image]) -> Image.Image:
+    font = ImageFont.load_default(LETTERS)
+    height = SIDE + LINES * (LETTERS + 2) + 6
+    picture = Image.new("RGB", (COLUMNS * SIDE, ROWS * height), "white")
+    pen = ImageDraw.Draw(picture)
+    for position, (caption, image) in enumerate(zip(captions, images, strict=True)):
+        left, top = position % COLUMNS * SIDE, position // COLUMNS * height
+        picture.paste(image.resize((SIDE, SIDE), Image.Resampling.LANCZOS), (left, top))
+        pen.multiline_text((left + 4, top + SIDE + 2), "\n".join(wrapped(caption, font, SIDE - 8)[:LINES]), "black", font, spacing=2)
+    return picture
+
+
+def main(shard: str, target: str = "docs/nano.webp", *files: str) -> None:
+    """`files`: weights, tokenizer and words in place of those in the package."""
+    pipe = nextscale.load("nano", **dict(zip(("weights", "tokenizer", "text_encoder"), files, strict=False)))
+    captions = evenly_spread([record.caption for record in read_shard(Path(shard))[0]], COLUMNS * ROWS)
+    images = [
+        image
+        for first in range(0, len(captions), BATCH)
+        for image in pipe(captions[first : first + BATCH], seed=list(range(first, first + BATCH))).images
+    ]
+    write_image(sheet(captions, images), Path(target))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
