@@ -76,6 +76,7 @@ class Stream:
 def captured(tape: Tape, pool: Any = None, stream: Any = None) -> Iterator[None]:
     with tape:
         yield
+    assert tape.ops, "nothing was captured: torch warns of empty graphs"
 
 
 @contextmanager

@@ -127,6 +127,7 @@ RECORDED = (
     ToMe(),
     SparseVAR(tau=0.5, from_stage=3),
     Combined((SparseVAR(tau=0.5, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
+    Combined((SparseVAR(tau=0.5, from_stage=3), SkipStages(last=1))),
 )
 
 
@@ -151,6 +152,16 @@ def test_replays_draw_what_eager_generation_draws(family: str, method: Method, m
             if mine.shape == other.shape:  # on a ladder tokens are padded to other widths
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if family == "hart" else 1e-3)
+
+
+@pytest.mark.parametrize(("family", "skipped_graphs"), [("infinity", 0), ("var", 0), ("flexvar", 2)])
+def test_skipped_stages_have_a_graph_only_where_they_change_the_canvas(
+    family: str, skipped_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexVAR's canvas grows with the stage. Besides the stages that run there is the decoder's graph."""
+    play_graphs_on_the_cpu(monkeypatch)
+    made = recorded(family).warmup(prompts(family, 1), method=SkipStages(last=2))
+    assert made.graphs == len(schedule_of(family)) - 2 + skipped_graphs + 1
 
 
 def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..accel.combine import Combined
 from ..accel.method import Method
@@ -30,6 +31,7 @@ from ..stage import Schedule, Stage
 from ..tokenizers.base import Tokenizer
 from .conditions import FixedConditioning, text_tokens, text_width
 from .draws import FixedDraws
+from .segments import expandable_segments
 
 log = logging.getLogger(__name__)
 
@@ -110,12 +112,28 @@ class State:
         return [self.canvas.latent, *self.run.carried(), *lengths]
 
 
+class Launches(TorchDispatchMode):
+    """Counts what is run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way to run a stage: its graph and what it leaves."""
+    """One way to run a stage: its graph and what it leaves. Most skipped stages launch nothing and have no graph."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | None
     done: StageDone
+
+    def replay(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +176,7 @@ class Recording:
         self._draws, self._method_draws = FixedDraws(), FixedDraws()
         self._stream = torch.cuda.Stream(model.device)
         self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device))
-        self._begin_graph = torch.cuda.CUDAGraph()
+        self._plans = method.forecast(model, request.schedule)
         self._warm_up()
         self._steps = self._record()
         self.canvas = tokenizer.canvas(request.schedule, request.batch)
@@ -168,7 +186,8 @@ class Recording:
 
     @property
     def graphs(self) -> int:
-        return 2 + sum(len(step.ways) + (step.look is not None) for step in self._steps)
+        ways = [way for step in self._steps for way in step.ways.values()]
+        return 1 + sum(way.graph is not None for way in ways) + sum(step.look is not None for step in self._steps)
 
     def _start(self) -> Conditioning:
         self._draws.rewind()
@@ -185,44 +204,60 @@ class Recording:
                 generate(self._model, self._start(), canvas, request, self._method, lambda done: None)
                 self._tokenizer.decode(canvas.latent)
         torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
 
     def _record(self) -> list[Step]:
-        request = self._request
-        canvas = self._tokenizer.canvas(request.schedule, request.batch)
+        canvas = self._tokenizer.canvas(self._request.schedule, self._request.batch)
         self._empty = canvas.latent  # not from the pool, and read at every replay
-        with self._captured(self._begin_graph):  # methods may draw before the first stage
-            run, env = begin(self._model, self._start(), request, self._method, kept=1.0)
         # Keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that the next
         # recording can use the memory: a request has no use for what another has left there.
-        state, steps = State(canvas, env, run), []
+        state: State | None = None
+        steps: list[Step] = []
         forks: list[State] = []
-        for stage in request.schedule:
-            step, state = self._record_stage(stage, state, forks)
+        for stage in self._request.schedule:
+            if state is not None and self._launches_nothing(stage, state):
+                _, done, finite = self._run_stage(stage, state)
+                assert done is not None
+                steps.append(Step({0: Way(None, done)}, state.canvas.latent, finite))
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with self._captured(graph):
+                if state is None:  # in the first stage's graph: methods may draw before it
+                    run, env = begin(self._model, self._start(), self._request, self._method, kept=1.0)
+                    state = State(canvas, env, run)
+                counts, done, finite = self._run_stage(stage, state)
+            if counts is not None:
+                step, state = self._record_ladder(stage, state, graph, counts, forks)
+            else:
+                assert done is not None
+                step = Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite)
             steps.append(step)
         return steps
 
-    def _record_stage(self, stage: Stage, state: State, forks: list[State]) -> tuple[Step, State]:
-        """The step, and the state that all of its ways leave behind. `forks`: states that must live until all stages are recorded."""
-        counts: Tensor | None = None
-        done: StageDone | None = None
-        finite: Tensor | None = None
-        graph = torch.cuda.CUDAGraph()
-        with self._captured(graph):
-            if self._method.follows_image:
-                counts = state.run.look(stage, state.canvas)
-                # Rows leave here and not in the ways of the stage, whose caches have to share their memory.
-                state.env.keep(self._method.forecast(self._model, self._request.schedule)[stage.index].branches)
-            if counts is None:
-                plan = state.run.plan_as_told(stage, state.canvas)
-                done, finite = draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
-        if counts is not None:
-            return self._record_ladder(stage, state, graph, counts, forks)
-        assert done is not None
-        return Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite), state
+    def _launches_nothing(self, stage: Stage, state: State) -> bool:
+        """Of skipped stages: where the canvas stays as it is and the method looks at nothing, a graph would be empty."""
+        if not self._plans[stage.index].skip:
+            return False
+        with Launches() as launches:
+            self._run_stage(stage, state.fork())
+        return launches.count == 0
+
+    def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageDone | None, Tensor | None]:
+        """What was drawn and whether it is finite, as `draw_stage` tells it; or, where the image decides, its tokens [B] alone."""
+        planned = self._plans[stage.index]
+        if self._method.follows_image:
+            counts = state.run.look(stage, state.canvas)
+            # Rows leave here and not in the ways of the stage, whose caches have to share their memory.
+            state.env.keep(planned.branches)
+            if counts is not None and not planned.skip:
+                return counts, None, None
+        plan = state.run.plan_as_told(stage, state.canvas)
+        return None, *draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
     def _record_ladder(
         self, stage: Stage, state: State, look: torch.cuda.CUDAGraph, counts: Tensor, forks: list[State]
     ) -> tuple[Step, State]:
+        """The step, and the state that all of its ways leave behind. `forks`: states that must live until all stages are recorded."""
         ways: dict[int, Way] = {}
         first, good = state, None
         drawn = self._draws.drawn, self._method_draws.drawn
@@ -254,10 +289,9 @@ class Recording:
         self._fixed.load(cond)
         self._draws.refill(request.draws)
         self._method_draws.refill(request.method_draws)
-        self._begin_graph.replay()
         for step in self._steps:
             way = step.way()
-            way.graph.replay()
+            way.replay()
             self.canvas.latent = step.latent
             watch(replace(way.done, canvas=self.canvas))
         return {stage: step.finite for stage, step in enumerate(self._steps) if step.finite is not None}
@@ -286,7 +320,7 @@ class Recordings:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(device)
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
-        with torch.inference_mode():
+        with torch.inference_mode(), expandable_segments():
             recording = Recording(self._model, self._tokenizer, request, cond, method, signature.text, self._pool)
         torch.cuda.synchronize(device)
         self._recordings[signature] = recording
