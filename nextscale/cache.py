@@ -32,7 +32,8 @@ class StageKeys:
 class CacheSpec:
     """Sizes of one request's keys and values, as far as they are known before it starts.
 
-    Nothing reads the keys of the last stage that runs after their layer, so that they are not kept.
+    Nothing reads the keys of the last stage that runs after their layer, so that they are not kept, and those that a layer has kept
+    for it are freed as soon as it has read them.
     """
 
     layers: int
@@ -85,7 +86,10 @@ class CacheSpec:
 
     @property
     def bytes(self) -> int:
-        """Most that is allocated at a time: the kept tokens of every layer, and at the last stage a workspace that the layers share."""
+        """Most that is allocated at a time: the kept tokens of every layer, and at the last stage a workspace that the layers share.
+
+        From the first layer of that stage on it is less: see `freed_bytes`.
+        """
         return max((self.bytes_at(stage.stage) for stage in self.stages), default=0)
 
     @property
@@ -95,8 +99,18 @@ class CacheSpec:
 
     def bytes_at(self, stage: int, workspace: bool = True) -> int:
         """While a stage runs, by its index."""
-        rows = next(known.rows for known in self.stages if known.stage == stage)
-        tokens = sum(per_layer(self._kept_while(rows))) + (self.tokens if workspace and stage == self.final else 0)
+        rows = self._rows_at(stage)
+        return self._pair_bytes(rows, sum(per_layer(self._kept_while(rows))) + (self.tokens if workspace and stage == self.final else 0))
+
+    def freed_bytes(self, layers: int) -> int:
+        """Of what is allocated when the last stage begins, what is free once so many layers have read what they had kept."""
+        rows = self._rows_at(self.final)
+        return self._pair_bytes(rows, sum(per_layer(self._kept_while(rows))[:layers]))
+
+    def _rows_at(self, stage: int) -> int:
+        return next(known.rows for known in self.stages if known.stage == stage)
+
+    def _pair_bytes(self, rows: int, tokens: int) -> int:
         return 2 * rows * self.heads * self.head_dim * self.dtype.itemsize * tokens
 
     def allocate(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -182,7 +196,7 @@ class DenseLayerCache:
     """Every token of every stage, written in place into memory that is allocated when the first stage comes.
 
     What was planned is allocated at once; a method that runs more than it had said makes it grow. When rows leave, what the others
-    have is copied to memory of their own size.
+    have is copied to memory of their own size. The last stage reads everything from the workspace, and the layer's own memory is freed.
     """
 
     def __init__(self, spec: CacheSpec, workspace: Workspace) -> None:
@@ -192,6 +206,7 @@ class DenseLayerCache:
         self.lengths: Tensor | None = None  # [R] real entries, once rows differ
         self._rows = spec.rows
         self._pair: tuple[Tensor, Tensor] | None = None
+        self._spent = False  # the last stage has run
 
     @property
     def nbytes(self) -> int:
@@ -221,6 +236,8 @@ class DenseLayerCache:
         """Room for `new` entries per row, which the caller writes."""
         end = self.width + new
         final = tokens.stage.index == self.spec.final
+        if final and self._spent:
+            raise ValueError(f"stage {tokens.stage.index} is the last one, and its keys are gone: a layer cannot run it again")
         if final:
             keys, values = self.workspace.pair(rows, end)
             for target, source in ((keys, self.keys), (values, self.values)):
@@ -231,7 +248,9 @@ class DenseLayerCache:
         slot = Slot(keys, values, self.width, end)
         if self.lengths is not None or tokens.count is not None:
             slot = self._ragged(slot, new, None if tokens.count is None else tokens.prefix + tokens.count, final)
-        if not final:
+        if final:
+            self._pair, self._spent = None, True
+        else:
             self.width = end
         return slot
 

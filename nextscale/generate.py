@@ -15,7 +15,7 @@ from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
 from .models.base import Conditioning, Hidden, NextScaleModel
-from .models.blocks import attention_backend
+from .models.blocks import Block, attention_backend
 from .report import Stopwatch
 from .sampling import Draws, Sampling
 from .stage import Schedule, Stage, Tokens
@@ -54,6 +54,7 @@ class StageDone:
     canvas: Canvas
     rows: int = 0
     width: int = 0  # tokens per row that ran through the blocks
+    needed: Tensor | None = None  # [B], those of each image without the padding; None: all of them
     tokens: Tokens | None = None  # what the codes stand for
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as drawn
@@ -113,6 +114,7 @@ def draw_stage(
     env.keep(plan.branches)
     x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_width(tokens)
+    needed = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
     rows, width = x.shape[:2]
     with attention_backend(rows * width, x.device):
@@ -133,7 +135,7 @@ def draw_stage(
         canvas.add_residual(*run.spread(residual, hidden.tokens))
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
     kept = run.kept(stage) if request.track_kept else None
-    return StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept), finite
+    return StageDone(stage, canvas, rows, width, needed, tokens, out, ids, codes, residual, plan, kept), finite
 
 
 def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) -> None:
@@ -178,14 +180,18 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
             x = span(blocks[span.layers.start : span.layers.stop], x, tokens, env)
             layer = span.layers.stop
         else:
-            before = x
-            x = blocks[layer](x, tokens, env)
-            if layer in plan.taps:
-                run.observe(layer, before, x, tokens)
+            x = observed(blocks[layer], x, tokens, env, run) if layer in plan.taps else blocks[layer](x, tokens, env)
             layer += 1
         if layer - 1 in guidance.layers:
             x = guidance.on_hidden(x, tokens.stage, env.batch)
     return x
+
+
+def observed(block: Block, x: Tensor, tokens: Tokens, env: Env, run: Method) -> Tensor:
+    """The block's output, which the method sees beside its input."""
+    out = block(x, tokens, env)
+    run.observe(block.layer, x, out, tokens)
+    return out
 
 
 def require_finite(finite: Mapping[int, Tensor], latent: Tensor, stages: int) -> None:

@@ -77,6 +77,13 @@ def kept_map(done: StageDone, batch: int) -> Tensor:
     return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
 
 
+def padding_shares(done_stages: Sequence[StageDone]) -> list[float]:
+    """Of the tokens that each stage ran, those that no image needed; read from the device at once."""
+    needed = {done.stage.index: done.needed.double().mean() for done in done_stages if done.needed is not None}
+    means = dict(zip(needed, torch.stack([*needed.values()]).tolist(), strict=True)) if needed else {}
+    return [1 - means[done.stage.index] / done.width if done.stage.index in means else 0.0 for done in done_stages]
+
+
 class Accelerated:
     """Ends an acceleration where a `with` block ends."""
 
@@ -252,7 +259,7 @@ class Pipeline:
                 pixels = self.tokenizer.decode(canvas.latent) if recording is None else recording.decode()
             require_finite(finite, canvas.latent, len(schedule))
         dense, spent = self._costs(request, cond, done_stages)
-        stages = zip(done_stages, spent.stages, dense.stages, strict=True)
+        stages = zip(done_stages, padding_shares(done_stages), spent.stages, dense.stages, strict=True)
         report = Report(
             model=self.name,
             method=method.label,
@@ -261,7 +268,7 @@ class Pipeline:
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
             seeds=seeds,
-            stages=tuple(self._stage_report(done, batch, cost, cost.share(same), clock) for done, cost, same in stages),
+            stages=tuple(self._stage_report(done, batch, padding, cost, cost.share(same), clock) for done, padding, cost, same in stages),
             cost_share=spent.share(dense),
             condition_seconds=clock.seconds("condition"),
             decode_seconds=clock.seconds("decode"),
@@ -286,7 +293,7 @@ class Pipeline:
         return request_cost(self.model, workload), request_cost(self.model, workload, plans)
 
     @staticmethod
-    def _stage_report(done: StageDone, batch: int, cost: StageCost, cost_share: float, clock: Stopwatch) -> StageReport:
+    def _stage_report(done: StageDone, batch: int, padding: float, cost: StageCost, cost_share: float, clock: Stopwatch) -> StageReport:
         index = done.stage.index
         return StageReport(
             index,
@@ -294,6 +301,7 @@ class Pipeline:
             skipped=done.skipped,
             tokens=done.width,
             computed=cost.computed,
+            padding=padding,
             rows=done.rows,
             branches=done.rows // batch,
             cost_share=cost_share,

@@ -20,6 +20,7 @@ class StageReport:
     skipped: bool
     tokens: int  # that enter the first block, per row, with HART's text; 0 when skipped
     computed: float  # tokens per row, without text, that the parts of the blocks ran, mean of all; the cells when dense, 0 when skipped
+    padding: float  # share of the tokens that no image needed: run because another of the batch, or the recording, has more
     rows: int  # images times guidance branches
     branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # multiply-adds against those of the same stage in dense generation
@@ -48,9 +49,15 @@ class Report:
     def seconds(self) -> float:
         return self.condition_seconds + sum(stage.seconds for stage in self.stages) + self.decode_seconds
 
+    @property
+    def padding(self) -> float:
+        """Share of the tokens of all stages that no image needed."""
+        ran = sum(stage.tokens * stage.rows for stage in self.stages)
+        return sum(stage.padding * stage.tokens * stage.rows for stage in self.stages) / ran
+
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return asdict(self) | {"seconds": self.seconds}
+        return asdict(self) | {"seconds": self.seconds, "padding": self.padding}
 
 
 class Stopwatch:

@@ -73,8 +73,9 @@ def test_rows_tell_time_work_and_memory() -> None:
     assert (dense["method"], skip["method"], skip["settings"]) == ("dense", "skip:last=1", "SkipStages(last=1)")
     assert (dense["benchmark"], dense["suite"], dense["case"], dense["size"], dense["batch"]) == ("bench", "required", "tiny", [32, 32], 2)
     assert dense["cost_share"] == dense["speedup"]["median"] == dense["speedup_end_to_end"]["p80"] == 1
-    assert skip["tokens"] == [1, 4, 16, 64, 0] and skip["rows"] == [4, 4, 4, 4, 0]
+    assert skip["tokens"] == [1, 4, 16, 64, 0] and skip["rows"] == [4, 4, 4, 4, 0] and skip["padding"] == [0] * 5
     assert 0 < skip["cost_share"] < 0.5
+    assert dense["predicted_gb"] >= skip["predicted_gb"] >= dense["weights_gb"]
     for row in (dense, skip):
         assert row["repeats"] == 2 and row["engine"] == row["engine_asked"] == row["step"] == "eager"
         for times in (row, row["decode"], row["end_to_end"]):

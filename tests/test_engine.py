@@ -125,9 +125,9 @@ RECORDED = (
     FastVAR(),
     StageVAR(),
     ToMe(),
-    SparseVAR(tau=0.5, from_stage=3),
-    Combined((SparseVAR(tau=0.5, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
-    Combined((SparseVAR(tau=0.5, from_stage=3), SkipStages(last=1))),
+    SparseVAR(tau=0.95, from_stage=3),
+    Combined((SparseVAR(tau=0.95, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
+    Combined((SparseVAR(tau=0.95, from_stage=3), SkipStages(last=1))),
 )
 
 
@@ -167,7 +167,7 @@ def test_skipped_stages_have_a_graph_only_where_they_change_the_canvas(
 def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     pipe = recorded("infinity")
-    kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.5, from_stage=3)), (1, FastVAR()), (2, StageVAR())]
+    kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.95, from_stage=3)), (1, FastVAR()), (2, StageVAR())]
     for images, method in kinds:
         pipe.warmup(prompts("infinity", images), method=method)
     first = [pipe(prompts("infinity", images), seed=9, method=method).pixels for images, method in kinds]
@@ -176,6 +176,27 @@ def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) 
         again = pipe(prompts("infinity", images), seed=9, method=method)
         assert again.report.engine == "graphs"
         assert torch.equal(again.pixels, first[turn * 3 % len(kinds)])
+
+
+@pytest.mark.parametrize("family", ["var", "infinity"])
+def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager generation of one image runs what it needs; a replay runs the next rung, and says how much of it was too much."""
+    play_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr("nextscale.engine.graphs.RUNGS", 2)  # else stages this small have a rung for nearly every number
+    pipe, method = recorded(family), SparseVAR(tau=0.97, from_stage=3)
+    prompt = prompts(family, 1)
+    pipe.warmup(prompt, method=method)
+    with Dispatched():
+        needed = shared_pipeline(family)(prompt, seed=3, method=method).report
+    replayed = pipe(prompt, seed=3, method=method).report
+    assert [stage.padding for stage in needed.stages] == [0] * len(needed.stages)
+    assert needed.padding == 0
+    for ours, theirs in zip(replayed.stages, needed.stages, strict=True):
+        rungs = ladder(ours.height * ours.width)
+        assert ours.tokens == min(rung for rung in rungs if rung >= theirs.tokens)
+        assert ours.padding == pytest.approx(1 - theirs.tokens / ours.tokens)
+    assert 0 < replayed.padding < 1
+    assert replayed.to_dict()["padding"] == replayed.padding
 
 
 def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any, get_args
 import torch
 
 from ..accel.cost import Workload
+from ..accel.memory import ASSUMED_KEPT, request_memory
 from ..accel.method import Method
 from ..engine.graphs import WarmUp
 from ..errors import SettingError
@@ -251,8 +252,11 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
     generate = spread_ms([one.generate_seconds for one in drawn])
     end_to_end = spread_ms([one.seconds for one in drawn])
     shares = [statistics.fmean(report.stages[i].cost_share for report in reports) for i in stages]
-    limit = request_limit(pipe.model, workload(pipe, case), shares, plan.rates)
+    asked = workload(pipe, case)
+    limit = request_limit(pipe.model, asked, shares, plan.rates)
     peak = max(one.memory for one in drawn) + runner.recorded_bytes + (weight_bytes(pipe) if runner.device.type == "cuda" else 0)
+    plans = runner.method.forecast(pipe.model, asked.schedule, ASSUMED_KEPT)
+    predicted = request_memory(pipe.model, pipe.tokenizer, asked, plans)
     recording = runner.warm_up
     return {
         "repeats": len(drawn),
@@ -267,6 +271,7 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
         "cost_share": round(statistics.fmean(report.cost_share for report in reports), 4),
         "tokens": [stage.tokens for stage in reports[0].stages],
         "computed": [round(stage.computed, 1) for stage in reports[0].stages],
+        "padding": [round(statistics.fmean(report.stages[i].padding for report in reports), 4) for i in stages],
         "rows": [stage.rows for stage in reports[0].stages],
         "stage_median_ms": [spread_ms([report.stages[i].seconds for report in reports])["median_ms"] for i in stages],
         "limit_ms": round(1000 * limit.both, 3),
@@ -274,6 +279,7 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
         "limit_reading_ms": round(1000 * limit.reading, 3),
         "times_limit": round(generate["median_ms"] / (1000 * limit.both), 3),
         "peak_gb": round(peak / 1e9, 2),
+        "predicted_gb": round(predicted.peak / 1e9, 2),  # of eager generation
         "weights_gb": round(weight_bytes(pipe) / 1e9, 2),
         "planned_gb": round(reports[0].planned_memory / 1e9, 2),
         "recording": recording

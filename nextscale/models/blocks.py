@@ -22,6 +22,7 @@ from .rope import PairRope
 NORM_EPS = 1e-6
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 LARGEST_LOG_TEMPERATURE = math.log(100)
+PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last stage of one guided image of 1024 x 1024 pixels has
 
 Part = Callable[[Tensor, Tokens, Env], Tensor]
 """A residual branch: returns what the block adds to its input."""
@@ -163,11 +164,12 @@ class SelfAttention(nn.Module):
         turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
         if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
             rows, width = x.shape[:2]
+            slot = cache.reserve(rows, width, tokens)  # at the last stage it frees memory that the rest can use
             qkv = self.qkv(x).view(rows, width, 3, self.heads, self.head_dim)
-            slot = cache.reserve(rows, width, tokens)
             rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
+            del qkv  # three times the queries, which attention and what follows can use
             return self.proj(attend_slot(q, slot, self.scale))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
@@ -230,6 +232,17 @@ class CrossAttention(nn.Module):
         return self.proj(attend(q, keys, values, mask, self.scale))
 
 
+def in_pieces(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`run` of tokens [R, N, C], which treats each by itself, for a number at a time that bounds what it holds on the way."""
+    if torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= PIECE:
+        return run(x)
+    tokens = x.flatten(0, 1)
+    out = torch.empty_like(tokens)
+    for piece, target in zip(tokens.split(PIECE), out.split(PIECE), strict=True):
+        target.copy_(run(piece))
+    return out.view_as(x)
+
+
 class FeedForward(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -237,7 +250,13 @@ class FeedForward(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return in_pieces(self.run, x)
+
+    def run(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        # In place where no gradient is wanted: hidden states are the largest tensors of a stage.
+        gelu = F.gelu if torch.is_grad_enabled() else torch._C._nn.gelu_  # type: ignore[attr-defined]
+        return self.fc2(gelu(hidden, approximate="tanh"))
 
 
 class GatedFeedForward(nn.Module):
@@ -247,8 +266,12 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_pieces(self.run, x)
+
+    def run(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        opened = F.silu(gate)
+        return self.down(opened * up if torch.is_grad_enabled() else opened.mul_(up))
 
 
 class Block(nn.Module):
