@@ -49,7 +49,7 @@ def size(*tensors: Tensor) -> int:
 
 
 def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
-    from nextscale.kernels.bits import bit_update, bit_update_reference
+    from nextscale.kernels.bits import draw_bits, draw_bits_reference
     from nextscale.kernels.distance import distance_from_mean, distance_from_mean_reference
     from nextscale.kernels.norm import (
         norm_modulate,
@@ -97,11 +97,10 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
             yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gain=gain)
         mean = x.mean(dim=1, keepdim=True, dtype=torch.float32)
         yield case(distance_from_mean, distance_from_mean_reference, shape, whole, x, mean)
-        logits = normal(rows, tokens, BITS, 2, dtype=torch.float32)
+        logits = normal(1, tokens, BITS, 2, dtype=torch.float32)
         noise = normal(1, tokens, BITS, 2, dtype=torch.float32).exp()
-        moved = size(logits, noise) + size(noise) + tokens * BITS * (8 + 4)
-        settings = {"batch": 1, "channels": BITS, "scale": 4.0, "temperature": 0.5}
-        yield case(bit_update, bit_update_reference, tuple(logits.shape), moved, logits, noise, **settings)
+        moved = size(logits, noise) + tokens * BITS * 8
+        yield case(draw_bits, draw_bits_reference, tuple(logits.shape), moved, logits, noise, top_p=0.97)
 
 
 def milliseconds(run: Callable[[], Any]) -> dict[str, float]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from nextscale import kernels
+from nextscale.sampling import draw, filter_logits
 
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from nextscale.kernels.bits import bit_update_reference
     from nextscale.kernels.distance import distance_from_mean_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
@@ -90,21 +90,17 @@ def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> 
     compare(kernels.distance_from_mean, distance_from_mean_reference, x, x.mean(dim=1, keepdim=True, dtype=torch.float32) + 0.1)
 
 
-@pytest.mark.parametrize("scale, temperature", [(3.0, 1.0), (1.0, 0.7), (4.1, 0.3)])
+@pytest.mark.parametrize("top_p", [0.0, 0.6, 0.97])
 @pytest.mark.parametrize("tokens", [1, 3, 46 * 23, 4096])
-def test_bit_update(tokens: int, scale: float, temperature: float) -> None:
-    """Bit for bit, over two million draws at the largest stage: torch's exponentials, quotients and products to the last bit."""
+def test_draw_bits(tokens: int, top_p: float) -> None:
+    """Bit for bit, over two million draws at the largest stage: torch's exponentials, quotients and comparisons to the last bit."""
     make = Maker("cuda", torch.float32)
-    settings = {"batch": 16, "channels": 32, "scale": scale, "temperature": temperature}
-    logits = 3 * make.normal(32, tokens, 32, 2)
+    logits = 3 * make.normal(16, tokens, 32, 2)
+    logits[:, 0, 0] = 1.0
     noise = torch.empty(16, tokens, 32, 2, device="cuda").exponential_(generator=make.generator)
-    for given in (noise, None):
-        with poisoned():
-            found = kernels.bit_update(logits, given, **settings)
-        expected = bit_update_reference(logits, given, **settings)
-        assert torch.equal(found.guided, expected.guided)
-        assert torch.equal(found.bits, expected.bits)
-        torch.testing.assert_close(found.signs, expected.signs, rtol=1e-6, atol=0)
+    with poisoned():
+        found = kernels.draw_bits(logits, noise, top_p)
+    assert torch.equal(found, draw(filter_logits(logits, 900, top_p), noise))
 
 
 def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
@@ -128,7 +124,7 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "rotate": (rotate, [qkv]),
         "restore": (restore, [memory, fresh, index, x, gain]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
-        "bits": (lambda logits, noise: kernels.bit_update(logits, noise, batch=logits.shape[0], channels=32), [logits, noise]),
+        "bits": (lambda logits, noise: kernels.draw_bits(logits, noise, 0.97), [logits, noise]),
     }
 
 

@@ -14,10 +14,9 @@ import torch
 from nextscale import kernels
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import StageMemory
-from nextscale.guidance import mix
 from nextscale.models.blocks import unit_vectors
 from nextscale.models.rope import PairRope
-from nextscale.sampling import draw
+from nextscale.sampling import ImageDraws, Sampling, choose, draw, filter_logits
 from nextscale.stage import Stage, Tokens
 
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
@@ -31,7 +30,7 @@ with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
             del sys.modules[name]
     pytest.importorskip("triton")
-    from nextscale.kernels.bits import bit_update, bit_update_reference
+    from nextscale.kernels.bits import draw_bits_reference
     from nextscale.kernels.distance import distance_from_mean_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
@@ -242,35 +241,67 @@ def test_distance_is_that_of_the_methods() -> None:
 # --- bits
 
 
-@pytest.mark.parametrize("guided", [True, False])
-@pytest.mark.parametrize("scale, temperature", [(3.0, 1.0), (1.0, 0.7), (4.1, 0.3), (1.0, 1.0)])
-@pytest.mark.parametrize("drawn", [True, False])
-def test_bit_update(guided: bool, scale: float, temperature: float, drawn: bool) -> None:
-    """Bit for bit: 4000 draws, one of them a tie."""
-    make = Maker(DEVICE, torch.float32)
-    logits = 3 * make.normal(4 if guided else 2, 50, 40, 2)
-    noise = torch.empty(2, 50, 40, 2, device=DEVICE).exponential_(generator=make.generator) if drawn else None
-    logits[:, 0, 0] = 1.0
-    if noise is not None:
-        noise[:, 0, 0] = 0.5
-    settings = {"batch": 2, "channels": 40, "scale": scale, "temperature": temperature}
+def bit_logits(make: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and noise, with ties of both, and with one that is certain."""
+    logits = 3 * make.normal(*shape, 2)
+    noise = torch.empty(*shape, 2, device=DEVICE).exponential_(generator=make.generator)
+    logits[:, 0, 0], noise[:, 0, 0] = 1.0, 0.5
+    logits[:, 0, 1] = 1.0
+    logits[:, 0, 2] = torch.tensor([-200.0, 0.0])
+    return logits, noise
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.51, 0.8, 0.97, 1.0])
+def test_draw_bits(top_p: float) -> None:
+    """Bit for bit what is drawn without the kernel, and by its reference."""
+    logits, noise = bit_logits(Maker(DEVICE, torch.float32), 2, 50, 41)
     with poisoned():
-        found = bit_update(logits, noise, **settings)
-    expected = bit_update_reference(logits, noise, **settings)
-    assert torch.equal(found.bits, expected.bits) and found.bits.dtype == torch.int64
-    assert torch.equal(found.guided, expected.guided)
-    torch.testing.assert_close(found.signs, expected.signs, rtol=1e-6, atol=0)
-    assert 0.4 < found.bits.float().mean() < 0.6
-    if noise is not None:
-        assert torch.equal(found.bits, draw(mix(logits, scale, 2) / temperature, noise))
+        found = kernels.draw_bits(logits, noise, top_p)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, draw(filter_logits(logits, 900, top_p), noise))
+    assert torch.equal(found, draw_bits_reference(logits, noise, top_p))
+    assert 0.4 < found.float().mean() < 0.6
+    assert found[:, 0, 0].tolist() == [0, 0] and found[:, 0, 2].tolist() == [1, 1]
+    if 0 < top_p < 1:
+        assert not torch.equal(found, draw(logits, noise))  # the filter matters
 
 
-def test_bit_update_refuses_what_does_not_fit() -> None:
+def test_draw_bits_refuses_what_does_not_fit() -> None:
     logits = torch.zeros(2, 3, 4, 2, device=DEVICE)
-    with pytest.raises(ValueError, match="\\[3 or 6, N, bits, 2\\]; got \\[2, 3, 4, 2\\]"):
-        bit_update(logits, None, batch=3, channels=4)
-    with pytest.raises(ValueError, match="noise is float32 \\[1, 3, 4, 2\\]"):
-        bit_update(logits, logits, batch=1, channels=4)
+    with pytest.raises(ValueError, match="logits are float32 \\[..., 2\\]; got \\[2, 3, 4, 2\\], torch.float64"):
+        kernels.draw_bits(logits.double(), logits)
+    with pytest.raises(ValueError, match="noise is float32 \\[2, 3, 4, 2\\]; got \\[1, 3, 4, 2\\]"):
+        kernels.draw_bits(logits, logits[:1])
+    with pytest.raises(ValueError, match="top_p is 0 or above a half here; got 0.5"):
+        kernels.draw_bits(logits, logits, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "taken"),
+    [
+        (Sampling(top_k=900, top_p=0.97), True),  # as published for Infinity
+        (Sampling(), True),
+        (Sampling(top_k=1), False),
+        (Sampling(top_p=0.3), False),
+        (Sampling(greedy=True), False),
+    ],
+    ids=str,
+)
+def test_choosing_bits_takes_the_kernel_where_it_draws_the_same(sampling: Sampling, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, kernel = [], kernels.draw_bits
+    monkeypatch.setattr(kernels, "draw_bits", lambda *given: drawn.append(given) or kernel(*given))
+    logits, _ = bit_logits(Maker(DEVICE, torch.float32), 2, 12, 8)
+    tokens = Tokens(Stage(1, 4, 4, 1, False), torch.arange(12, device=DEVICE).flip(0).expand(2, -1))
+
+    def chosen() -> tuple[torch.Tensor, torch.Tensor]:
+        return choose(logits, tokens, 2, sampling, ImageDraws([3, 4], logits.device))
+
+    ids, codes = chosen()
+    assert bool(drawn) == taken
+    assert torch.equal(ids, codes)
+    monkeypatch.setattr(kernels, "available", lambda _: False)
+    assert torch.equal(ids, chosen()[0])
+    assert len(drawn) == taken
 
 
 # --- where they can be used

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .bits import BitUpdate, bit_update
+    from .bits import draw_bits
     from .distance import distance_from_mean
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
 
 __all__ = [
-    "BitUpdate",
     "available",
-    "bit_update",
     "distance_from_mean",
+    "draw_bits",
     "norm_modulate",
     "residual_norm_modulate",
     "restore_tokens",
@@ -43,8 +42,7 @@ FILES = {
     "rotate_into_cache": "rotate",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
-    "bit_update": "bits",
-    "BitUpdate": "bits",
+    "draw_bits": "bits",
 }
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OLDEST = (8, 0)  # compute capability: bfloat16
