@@ -319,6 +319,7 @@ class Recordings:
         device = self._model.device
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # so that what is reserved afterwards is what the recording keeps
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
         with torch.inference_mode(), expandable_segments():
             recording = Recording(self._model, self._tokenizer, request, cond, method, signature.text, self._pool)

@@ -16,7 +16,7 @@ BLOCK = 1024
 # own interpolation, once per stage, whose last bits the next stage reads.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # one program for all stages
 def draw_bits_kernel(logits_ptr, noise_ptr, bits_ptr, count, unlikely, FILTERED: tl.constexpr, GPU: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     both = entry[:, None] * 2 + tl.arange(0, 2)[None, :]
