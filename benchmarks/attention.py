@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nextscale.cache import real_entries
 from nextscale.models.blocks import attend, attend_lengths
 
 from .results import RESULTS, append, measure
@@ -73,7 +74,7 @@ def candidates(case: Case, device: str) -> Iterator[tuple[str, Callable[[], Tens
         lengths = torch.full((case.rows,), case.keys, dtype=torch.int32, device=device)
     else:
         lengths = torch.tensor(case.lengths * (case.rows // len(case.lengths)), dtype=torch.int32, device=device)
-        mask = (torch.arange(case.keys, device=device) < lengths[:, None])[:, None, None]
+        mask = real_entries(lengths, case.keys)
 
     def through(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
@@ -81,7 +82,7 @@ def candidates(case: Case, device: str) -> Iterator[tuple[str, Callable[[], Tens
 
     for name, backend in BACKENDS.items():
         yield name, partial(through, backend)
-    yield "lengths", partial(attend_lengths, q, k, v, lengths, case.keys, scale)
+    yield "lengths", partial(attend_lengths, q, k, v, lengths, case.keys, scale, {})
 
 
 def timed(case: Case, device: str = "cuda") -> dict[str, Any]:

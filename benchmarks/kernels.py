@@ -51,6 +51,7 @@ def size(*tensors: Tensor) -> int:
 def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
     from nextscale.kernels.bits import draw_bits, draw_bits_reference
     from nextscale.kernels.distance import distance_from_mean, distance_from_mean_reference
+    from nextscale.kernels.largest import places_of_largest, places_of_largest_reference
     from nextscale.kernels.norm import (
         norm_modulate,
         norm_modulate_reference,
@@ -97,6 +98,9 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
             yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gain=gain)
         mean = x.mean(dim=1, keepdim=True, dtype=torch.float32)
         yield case(distance_from_mean, distance_from_mean_reference, shape, whole, x, mean)
+        score = normal(rows, tokens, dtype=torch.float32)
+        moved = size(score) + rows * kept * 8
+        yield case(places_of_largest, places_of_largest_reference, (rows, tokens), moved, score, kept)
         logits = normal(1, tokens, BITS, 2, dtype=torch.float32)
         noise = normal(1, tokens, BITS, 2, dtype=torch.float32).exp()
         moved = size(logits, noise) + tokens * BITS * 8

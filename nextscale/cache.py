@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .models.base import Conditioning
 
 Branches = Literal["both", "cond", "uncond"]
+
+Scratch = dict[Hashable, Tensor]
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,11 @@ class LayerCache(Protocol):
     def keep_rows(self, rows: slice) -> None: ...
 
 
+def real_entries(lengths: Tensor, width: int) -> Tensor:
+    """Which of `width` entries a row of each length [R] has: [R, 1, 1, width]."""
+    return (torch.arange(width, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
 class Slot(NamedTuple):
     """Where new keys and values go, and what a stage reads once they are there."""
 
@@ -184,12 +191,13 @@ class Slot(NamedTuple):
     values: Tensor
     start: int | Tensor  # of the new entries; [R] once rows differ
     end: int
-    mask: Tensor | None = None  # [R, 1, 1, end]
-    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included
+    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included; int32
 
     @property
     def filled(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), self.mask
+        """Keys, values and a mask [R, 1, 1, end] where rows differ."""
+        mask = None if self.lengths is None else real_entries(self.lengths, self.end)
+        return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
 
 
 class DenseLayerCache:
@@ -261,15 +269,14 @@ class DenseLayerCache:
         """
         rows, device = slot.keys.shape[0], slot.keys.device
         if self.lengths is None:
-            self.lengths = torch.full((rows,), self.width, device=device)
+            self.lengths = torch.full((rows,), self.width, dtype=torch.int32, device=device)
             self._clear_tail()
         if final:
             for store in (slot.keys, slot.values):
                 store.narrow(1, self.width, new).zero_()
         start = self.lengths
-        self.lengths = start + (new if added is None else added)
-        mask = (torch.arange(slot.end, device=device) < self.lengths[:, None])[:, None, None, :]
-        return slot._replace(start=start, mask=mask, lengths=self.lengths)
+        self.lengths = (start + (new if added is None else added)).int()
+        return slot._replace(start=start, lengths=self.lengths)
 
     def keep_rows(self, rows: slice) -> None:
         self._rows = len(range(*rows.indices(self._rows)))
@@ -313,7 +320,7 @@ class NoCache:
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         mask = None
         if tokens.count is not None:
-            mask = (torch.arange(k.shape[1], device=k.device) < tokens.prefix + tokens.count[:, None])[:, None, None, :]
+            mask = real_entries(tokens.prefix + tokens.count, k.shape[1])
         return k.to(v.dtype), v, mask
 
     def keep_rows(self, rows: slice) -> None:
@@ -355,13 +362,17 @@ class StageMemory:
 
 @dataclass(slots=True)
 class Env:
-    """Everything that has one entry per running row: the guided half first, then the unconditional half while it runs."""
+    """Everything that has one entry per running row: the guided half first, then the unconditional half while it runs.
+
+    scratch: what the layers of a stage need alike, made by the first of them; empty when a stage begins.
+    """
 
     batch: int
     cond: Conditioning
     cache: Sequence[LayerCache]
     memory: StageMemory
     branches: Branches
+    scratch: Scratch = field(default_factory=dict)
 
     def keep(self, branches: Branches) -> None:
         """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""

@@ -112,6 +112,7 @@ def draw_stage(
         canvas.skip(stage)
         return StageDone(stage, canvas, plan=plan), None
     env.keep(plan.branches)
+    env.scratch.clear()
     x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_width(tokens)
     needed = None if tokens.count is None else tokens.count[:batch]

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     pytest.importorskip("triton")
     from nextscale.kernels.distance import distance_from_mean_reference
+    from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache_reference
@@ -88,6 +89,17 @@ def test_restore_tokens(grid: tuple[int, int], channels: int, dtype: torch.dtype
 def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     x = Maker("cuda", dtype).wide(*shape)
     compare(kernels.distance_from_mean, distance_from_mean_reference, x, x.mean(dim=1, keepdim=True, dtype=torch.float32) + 0.1)
+
+
+@pytest.mark.parametrize("tokens", [1, 144, 1600, 4096, 128 * 128])
+def test_places_of_largest(tokens: int) -> None:
+    scores = torch.randint(0, 1 + tokens // 2, (3, tokens), device="cuda").float()  # ties everywhere
+    scores[1] = torch.rand(tokens, device="cuda")
+    scores[2, ::7] = float("nan")
+    for keep in sorted({1, tokens // 10, tokens * 6 // 10, tokens}):
+        with poisoned():
+            found = kernels.places_of_largest(scores, keep)
+        assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.6, 0.97])

@@ -32,6 +32,7 @@ with pytest.MonkeyPatch.context() as patch:
     pytest.importorskip("triton")
     from nextscale.kernels.bits import draw_bits_reference
     from nextscale.kernels.distance import distance_from_mean_reference
+    from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
     from nextscale.kernels.rotate import rotate_into_cache_reference
@@ -236,6 +237,38 @@ def test_distance_is_that_of_the_methods() -> None:
         index = None if count is None else torch.arange(6, device=DEVICE).expand(2, -1)
         tokens = Tokens(Stage(0, 2, 3, start=0, last=True), index, count)
         torch.testing.assert_close(kernels.distance_from_mean(x, row_mean(x, tokens)), distance_from_mean(x, tokens))
+
+
+# --- selection
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 300])
+def test_places_of_largest(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ties, both zeros, infinities and what is not a number; also where the places are found in several rounds."""
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+    scores = torch.randint(-4, 5, (5, 2 * tokens), generator=generator, device=DEVICE).float()[:, ::2] / 2
+    scores[1] = -0.0
+    scores[1, : tokens // 2] = 0.0
+    scores[2, ::3] = float("inf")
+    scores[2, ::5] = float("-inf")
+    scores[3, tokens // 3 :: 4] = float("nan")
+    scores[4] = torch.rand(tokens, generator=generator, device=DEVICE)
+    monkeypatch.setattr("nextscale.kernels.largest.ORDERED", 64)
+    for keep in sorted({0, 1, tokens // 3, tokens - 1, tokens}):
+        with poisoned():
+            found = kernels.places_of_largest(scores, keep)
+        assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
+
+
+def test_selection_is_that_of_the_methods() -> None:
+    """Also of rows that end early, whose tail nothing selects."""
+    score = torch.rand(2, 6, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    tokens = Tokens(Stage(0, 2, 3, start=0, last=True), torch.arange(6, device=DEVICE).expand(2, -1), torch.tensor([6, 4], device=DEVICE))
+    selection, chosen = tokens.top(score, 3)
+    assert torch.equal(
+        selection, places_of_largest_reference(score.masked_fill(torch.arange(6, device=DEVICE) >= tokens.count[:, None], -1), 3)
+    )
+    assert torch.equal(chosen.index, selection)
 
 
 # --- bits

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import real_entries
 from ..models.base import Conditioning
 from ..models.text_context import TextContext
 
@@ -41,14 +42,14 @@ class FixedConditioning:
         fresh = list(_tensors(cond, TextContext))
         targets = list(self._tensors)
         if cond.text is not None:
-            assert self.value.text is not None and self.value.text.mask is not None
+            fixed = self.value.text
+            assert fixed is not None and fixed.mask is not None and fixed.lengths is not None
             tokens = text_tokens(cond)
-            for (keys, values), (new_keys, new_values) in zip(self.value.text.keys_values, cond.text.keys_values, strict=True):
+            for (keys, values), (new_keys, new_values) in zip(fixed.keys_values, cond.text.keys_values, strict=True):
                 targets += [keys.narrow(1, 0, tokens), values.narrow(1, 0, tokens)]
                 fresh += [new_keys, new_values]
-            self.value.text.mask.zero_()
-            told = self.value.text.mask.narrow(3, 0, tokens)
-            told.fill_(True) if cond.text.mask is None else told.copy_(cond.text.mask)
+            fixed.lengths.fill_(tokens) if cond.text.lengths is None else fixed.lengths.copy_(cond.text.lengths)
+            fixed.mask.copy_(real_entries(fixed.lengths, fixed.mask.shape[3]))
         torch._foreach_copy_(targets, fresh)
 
 
@@ -60,8 +61,8 @@ def _widened(text: TextContext, width: int) -> TextContext:
     def room(x: Tensor) -> Tensor:
         return x.new_zeros(rows, width, *x.shape[2:])
 
-    mask = torch.zeros(rows, 1, 1, width, dtype=torch.bool, device=device)
-    return TextContext([(room(keys), room(values)) for keys, values in text.keys_values], mask)
+    lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+    return TextContext([(room(keys), room(values)) for keys, values in text.keys_values], lengths, real_entries(lengths, width))
 
 
 def _tensors(value: Any, *left_out: type) -> Iterator[Tensor]:

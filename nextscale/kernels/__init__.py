@@ -22,6 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .bits import draw_bits
     from .distance import distance_from_mean
+    from .largest import places_of_largest
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
@@ -31,6 +32,7 @@ __all__ = [
     "distance_from_mean",
     "draw_bits",
     "norm_modulate",
+    "places_of_largest",
     "residual_norm_modulate",
     "restore_tokens",
     "rotate_into_cache",
@@ -42,6 +44,7 @@ FILES = {
     "rotate_into_cache": "rotate",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
+    "places_of_largest": "largest",
     "draw_bits": "bits",
 }
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})

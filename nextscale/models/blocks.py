@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..cache import DenseLayerCache, Env, Slot
+from ..cache import DenseLayerCache, Env, Scratch, Slot
 from ..stage import Tokens
 from .rope import PairRope
 
@@ -117,36 +117,45 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float) -> Tensor:
+def attend_slot(q: Tensor, slot: Slot, scale: float, scratch: Scratch) -> Tensor:
     """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
     if slot.lengths is None or not reads_lengths(q):
         return attend(q, *slot.filled, scale)
-    return attend_lengths(q, slot.keys, slot.values, slot.lengths, slot.end, scale)
+    return attend_lengths(q, slot.keys, slot.values, slot.lengths, slot.end, scale, scratch)
 
 
 def reads_lengths(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if torch.is_grad_enabled() or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return q.is_cuda and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float) -> Tensor:
-    """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else."""
+def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float, scratch: Scratch) -> Tensor:
+    """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else. Lengths: int32."""
     rows, width = q.shape[:2]
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
     out = torch.ops.aten._flash_attention_forward(
         q.flatten(0, 1),
         keys.flatten(0, 1),
         values.flatten(0, 1),
-        starts * width,
-        starts * keys.shape[1],
+        row_starts(rows, width, q.device, scratch),
+        row_starts(rows, keys.shape[1], q.device, scratch),
         width,
         longest,
         0.0,
         False,
         False,
         scale=scale,
-        seqused_k=lengths.int(),
+        seqused_k=lengths,
     )[0]
     return out.view(rows, width, -1)
+
+
+def row_starts(rows: int, width: int, device: torch.device, scratch: Scratch) -> Tensor:
+    """Where each of so many rows begins, and the end of the last: [R + 1], the same for all layers of a stage."""
+    key = "row starts", rows, width
+    if key not in scratch:
+        scratch[key] = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
+    return scratch[key]
 
 
 class SelfAttention(nn.Module):
@@ -170,7 +179,7 @@ class SelfAttention(nn.Module):
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(attend_slot(q, slot, self.scale))
+            return self.proj(attend_slot(q, slot, self.scale, env.scratch))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
@@ -219,17 +228,24 @@ class CrossAttention(nn.Module):
         return torch.stack([keys.to(kv.dtype), kv[:, 1]], dim=1)
 
     def forward(self, x: Tensor, env: Env) -> Tensor:
-        assert env.cond.text is not None
+        text = env.cond.text
+        assert text is not None
         rows = x.shape[0]
-        keys, values = env.cond.text.keys_values[self.layer]
-        x = x[: keys.shape[0]]  # a single row of text speaks to all rows: see TextContext
-        return self.attend_text(x, keys, values, env.cond.text.mask).expand(rows, -1, -1)
+        keys, values = text.keys_values[self.layer]
+        q = self.queries(x[: keys.shape[0]])  # a single row of text speaks to all rows: see TextContext
+        if text.lengths is None or not reads_lengths(q):
+            out = attend(q, keys, values, text.mask, self.scale)
+        else:
+            out = attend_lengths(q, keys, values, text.lengths, keys.shape[1], self.scale, env.scratch)
+        return self.proj(out).expand(rows, -1, -1)
 
     def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Outside of a request, as in training."""
+        return self.proj(attend(self.queries(x), keys, values, mask, self.scale))
+
+    def queries(self, x: Tensor) -> Tensor:
         q = self.q(x).view(*x.shape[:2], self.heads, self.head_dim)
-        if self.log_temperature is not None:
-            q = unit_vectors(q.float()).to(x.dtype)
-        return self.proj(attend(q, keys, values, mask, self.scale))
+        return q if self.log_temperature is None else unit_vectors(q.float()).to(x.dtype)
 
 
 def in_pieces(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -243,6 +259,17 @@ def in_pieces(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return out.view_as(x)
 
 
+def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+    """gelu(linear(x)), by its tanh formula. Hidden states are the largest tensors of a stage: on a GPU the product's own kernel applies it
+    before it writes them, elsewhere it is applied in place, except where gradients are wanted."""
+    if torch.is_grad_enabled():
+        return F.gelu(linear(x), approximate="tanh")
+    if x.is_cuda and linear.bias is not None and x.dtype == linear.weight.dtype:
+        flat = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
+        return flat.view(*x.shape[:-1], -1)
+    return torch._C._nn.gelu_(linear(x), approximate="tanh")  # type: ignore[attr-defined]
+
+
 class FeedForward(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -253,10 +280,7 @@ class FeedForward(nn.Module):
         return in_pieces(self.run, x)
 
     def run(self, x: Tensor) -> Tensor:
-        hidden = self.fc1(x)
-        # In place where no gradient is wanted: hidden states are the largest tensors of a stage.
-        gelu = F.gelu if torch.is_grad_enabled() else torch._C._nn.gelu_  # type: ignore[attr-defined]
-        return self.fc2(gelu(hidden, approximate="tanh"))
+        return self.fc2(linear_gelu(x, self.fc1))
 
 
 class GatedFeedForward(nn.Module):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cache import real_entries
 from ..errors import PromptError
 from ..text.features import TextFeatures
 from .blocks import Block
@@ -24,12 +25,14 @@ class TextContext:
     """
 
     keys_values: list[tuple[Tensor, Tensor]]
-    mask: Tensor | None  # [R, 1, 1, T]; None when all rows are equally long
+    lengths: Tensor | None = None  # [R], int32; None when all rows are equally long
+    mask: Tensor | None = None  # [R, 1, 1, T], says the same
 
     def rows(self, rows: slice) -> TextContext:
         if self.keys_values[0][0].shape[0] == 1:
             return self
-        return TextContext([(k[rows], v[rows]) for k, v in self.keys_values], None if self.mask is None else self.mask[rows])
+        told = (None if told is None else told[rows] for told in (self.lengths, self.mask))
+        return TextContext([(k[rows], v[rows]) for k, v in self.keys_values], *told)
 
 
 class Padding:
@@ -38,12 +41,14 @@ class Padding:
     def __init__(self, lengths: tuple[int, ...], device: torch.device, width: int = 0) -> None:
         """`width`: pad at least so far, for those who need one shape for all batches."""
         self.samples = len(lengths)
+        self.lengths: Tensor | None = None  # [R]
         self.mask: Tensor | None = None  # [R, 1, 1, T]
         if width or len(set(lengths)) > 1:
             self.width = math.ceil(max(width, *lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
-            real = torch.arange(self.width) < torch.tensor(lengths)[:, None]
-            self.places = real.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
-            self.mask = real[:, None, None].to(device)
+            told = torch.tensor(lengths, dtype=torch.int32)
+            mask = real_entries(told, self.width)
+            self.places = mask.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
+            self.lengths, self.mask = told.to(device), mask.to(device)
 
     def pad(self, rows: Tensor) -> Tensor:
         """[sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
@@ -54,7 +59,7 @@ class Padding:
     def context(self, blocks: Sequence[Block], text: Tensor) -> TextContext:
         """What the blocks make of the text rows [sum of lengths, C]."""
         padded = [self.pad(block.text_attention.text_keys_values(text)) for block in blocks]
-        return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], self.mask)
+        return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], self.lengths, self.mask)
 
 
 def context_bytes(layers: int, rows: int, tokens: int, width: int, dtype: torch.dtype) -> int:
