@@ -80,6 +80,29 @@ def test_a_request_that_draws_otherwise_the_second_time_is_told() -> None:
         draws.uniform((2, 3), CPU)
 
 
+def test_stages_share_the_memory_of_their_numbers() -> None:
+    draws = FixedDraws()
+    for stage in range(3):
+        for _ in range(stage):
+            draws.exponential((2, 10**stage), CPU)
+        draws.uniform((2, 2), CPU)
+        draws.end_stage()
+    draws.share_memory()
+    draws.rewind()
+    expected, bytes_held = ImageDraws([5, 6], CPU), set()
+    given = ImageDraws([5, 6], CPU)
+    for stage in range(3):
+        draws.refill(given, stage)
+        found = [draws.exponential((2, 10**stage), CPU) for _ in range(stage)]
+        for numbers in found:
+            assert torch.equal(numbers, expected.exponential((2, 10**stage), CPU))
+        found.append(draws.uniform((2, 2), CPU))
+        assert torch.equal(found[-1], expected.uniform((2, 2), CPU))
+        bytes_held |= {numbers.untyped_storage().data_ptr() for numbers in found}
+        assert {numbers.untyped_storage().nbytes() for numbers in found} == {4 * (2 * 200 + 4)}
+    assert len(bytes_held) == 1
+
+
 def test_texts_are_padded_to_few_widths() -> None:
     assert [text_width(tokens) for tokens in (0, 1, 16, 17, 512, 600)] == [16, 16, 16, 32, 512, 600]
     assert list(TEXT_WIDTHS) == sorted(TEXT_WIDTHS)
@@ -103,7 +126,9 @@ def test_methods_tell_whether_the_image_decides() -> None:
 
 def test_a_ladder_has_few_rungs_and_reaches_all_cells() -> None:
     assert ladder(4096)[0] == 4096
-    assert len(ladder(4096)) == 12
+    assert len(ladder(4096)) == 24
+    for kept in range(1024, 4097):
+        assert min(rung for rung in ladder(4096) if rung >= kept) / kept < 1.13
     assert list(ladder(4096)) == sorted(ladder(4096), reverse=True)
     assert ladder(4) == (4, 3, 2, 1)
 
@@ -182,7 +207,7 @@ def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) 
 def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager generation of one image runs what it needs; a replay runs the next rung, and says how much of it was too much."""
     play_graphs_on_the_cpu(monkeypatch)
-    monkeypatch.setattr("nextscale.engine.graphs.RUNGS", 2)  # else stages this small have a rung for nearly every number
+    monkeypatch.setattr("nextscale.engine.graphs.RUNGS", (32, 16))  # else stages this small have a rung for nearly every number
     pipe, method = recorded(family), SparseVAR(tau=0.97, from_stage=3)
     prompt = prompts(family, 1)
     pipe.warmup(prompt, method=method)

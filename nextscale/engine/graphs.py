@@ -36,7 +36,9 @@ from .segments import expandable_segments
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2  # runs before the recording
-RUNGS = 12  # of the ladder of token numbers; the padding that is paid is at most one of them, a twelfth of the stage
+# Rungs of the ladder of token numbers: narrow where few are kept and each of them tells, so that padding is a few percent of what is run.
+PARTS = 32
+RUNGS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class SilentClock(Stopwatch):
 
 def ladder(cells: int) -> tuple[int, ...]:
     """The numbers of tokens for which a stage is recorded where the image decides, from all cells down."""
-    return tuple(dict.fromkeys(max(1, cells * rung // RUNGS) for rung in range(RUNGS, 0, -1)))
+    return tuple(dict.fromkeys(max(1, cells * rung // PARTS) for rung in RUNGS))
 
 
 @dataclass(eq=False)
@@ -199,9 +201,12 @@ class Recording:
         request = self._request
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
+            for run in range(WARM_UPS):
                 canvas = self._tokenizer.canvas(request.schedule, request.batch)
-                generate(self._model, self._start(), canvas, request, self._method, lambda done: None)
+                watch = (lambda done: None) if run else (lambda done: self._draws.end_stage())
+                generate(self._model, self._start(), canvas, request, self._method, watch)
+                if not run:
+                    self._draws.share_memory()
                 self._tokenizer.decode(canvas.latent)
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
@@ -287,9 +292,9 @@ class Recording:
     def draw(self, request: Request, cond: Conditioning, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
         """Like `generate`, with what the recording was made from replaced by this request's."""
         self._fixed.load(cond)
-        self._draws.refill(request.draws)
-        self._method_draws.refill(request.method_draws)
-        for step in self._steps:
+        self._method_draws.refill(request.method_draws)  # all of them: a method may keep what it drew
+        for stage, step in enumerate(self._steps):
+            self._draws.refill(request.draws, stage)
             way = step.way()
             way.replay()
             self.canvas.latent = step.latent
