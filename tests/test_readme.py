@@ -12,6 +12,7 @@ from benchmarks.table import (
     README,
     newest,
     picture,
+    decisions_table,
     plans_table,
     with_readme_tables,
     with_tables,
@@ -24,7 +25,7 @@ def test_tables_and_picture_are_the_generated_ones() -> None:
     rows = read_rows(RESULTS)
     assert README.read_text() == with_readme_tables(README.read_text(), rows), "run python -m benchmarks.table"
     page = METHODS_PAGE.read_text()
-    assert page == with_tables(page, {"plans": plans_table()}), "run python -m benchmarks.table"
+    assert page == with_tables(page, {"plans": plans_table(), "decisions": decisions_table(read_rows(RESULTS))}), "run python -m benchmarks.table"
     assert PICTURE.read_text() == picture(newest(rows, "dense")["2b-1024"]), "run python -m benchmarks.table"
 
 

@@ -187,5 +187,5 @@ def size_of(row: Row) -> str:
 
 
 def sheet(prompts: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    titles = [f"{row.method}: {row.seconds:.2f} s per image, {percent(row.cost_share)} of the multiply-adds" for row in rows]
+    titles = [f"{row.method}: {percent(row.cost_share)} of the multiply-adds, {percent(row.tokens_share)} of the tokens" for row in rows]
     return compared(prompts, {title: to_pil(row.pixels) for title, row in zip(titles, rows, strict=True)})
