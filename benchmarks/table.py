@@ -176,7 +176,8 @@ def decisions_table(rows: list[Row]) -> str:
     lines.append("")
     lines.append(
         f"`{last['model']}`, {last['images']} held-out prompts, {image}, {last['hardware']}; in brackets 95 % bootstrap intervals. Each"
-        " choice is changed alone from tau 0.6, block 1, beta 0.9, alpha 4, from stage 10, rows cond; logits and image have thresholds of their own."
+        " choice is changed alone from tau 0.6, block 1, beta 0.9, alpha 4, from stage 10, rows cond; logits and image have thresholds"
+        " of their own."
     )
     return "\n".join(lines)
 
