@@ -1,11 +1,11 @@
 """Writes what the pages show: `python -m benchmarks.table`.
 
-The README's tables and picture come from the results file; the table of planned work in docs/methods.md is computed.
+The README's tables and picture come from the results file, those of speed as `nextscale bench --table` writes them; the table of planned
+work in docs/methods.md is computed.
 """
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from nextscale.accel.cost import RequestCost, Workload, request_cost
 from nextscale.evals.frontier import frontier_svg
 from nextscale.evals.methods import sparsevar_decisions
 from nextscale.evals.results import Row, comparable, judged, read_rows, real_agreement
+from nextscale.evals.speed_tables import pictured_row, speed_tables, stages_svg, with_tables
 from nextscale.presets import build_model, model_spec
 
 from .results import RESULTS
@@ -28,76 +29,6 @@ FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the largest size that was jud
 
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows both"  # a choice that no other list of methods tries
-
-# The authors' program on the same kind of GPU, same sizes, random weights: generation in ms, peak memory in GB, decoding in ms.
-AUTHORS = {"2b-1024": (790, 13.0, 99), "2b-1024-batch4": (1684, 38.0, None), "8b-1024": (1367, 34.3, None)}
-
-
-def newest(rows: list[Row], benchmark: str) -> dict[str, Row]:
-    """The last row of every case on a GPU; absolute times on other machines mean nothing."""
-    return {row["case"]: row for row in rows if row["benchmark"] == benchmark and not row["hardware"].startswith("CPU")}
-
-
-def dense_table(rows: dict[str, Row]) -> str:
-    lines = [
-        "| model | image | batch | generate, ms | authors' program | of this, ms | decode, ms | peak memory | authors' program |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, row in rows.items():
-        image = f"{row['size'][0]}x{row['size'][1]}"
-        start = f"| {row['model']} | {image} | {row['batch']} |"
-        if "error" in row:
-            lines.append(f"{start} {row['error']} | | | | | |")
-            continue
-        time, memory, decode = AUTHORS.get(name, (None, None, None))
-        cells = (
-            f"**{row['median_ms']:.0f}** ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})",
-            f"{time} ms" if time else "",
-            own_head(row),
-            f"{row['decode']['median_ms']:.0f}" + (f" (authors {decode})" if decode else ""),
-            f"{row['peak_gb']:.1f} GB",
-            f"{memory:.1f} GB" if memory else "",
-        )
-        lines.append(f"{start} {' | '.join(cells)} |")
-    any_row = next(iter(rows.values()))
-    machines = sorted({f"{row['hardware']}, torch {row['torch']}, {row['dtype']}" for row in rows.values()})
-    lines.append("")
-    lines.append(
-        f"Median of {any_row['repeats']} runs (20th–80th percentile); {'; '.join(machines)}; dense, guided, plain eager, random weights, so"
-        " no quality column. The authors' program ran on the same kind of GPU; at batch 4 it fails as released and was measured with its"
-        " recompile limit raised."
-    )
-    return "\n".join(lines)
-
-
-def methods_table(rows: list[Row]) -> str:
-    """The last row of every case and method on a GPU."""
-    newest_rows = {
-        (row["case"], row["method"]): row for row in rows if row["benchmark"] == "methods" and not row["hardware"].startswith("CPU")
-    }
-    lines = [
-        "| model | image | batch | method | generate, ms | times faster than dense | multiply-adds | peak memory |",
-        "|---|---|---:|---|---:|---:|---:|---:|",
-    ]
-    for row in newest_rows.values():
-        start = f"| {row['model']} | {row['size'][0]}x{row['size'][1]} | {row['batch']} | {row['method']} |"
-        if "error" in row:
-            lines.append(f"{start} {row['error']} | | | |")
-            continue
-        ratio = row["speedup"]
-        lines.append(
-            f"{start} {row['median_ms']:.0f} | **{ratio['median']:.2f}** ({ratio['p20']:.2f}–{ratio['p80']:.2f}) |"
-            f" {row['cost_share']:.0%} | {row['peak_gb']:.1f} GB |"
-        )
-    any_row = next(iter(newest_rows.values()))
-    lines.append("")
-    lines.append(
-        f"Median of {any_row['repeats']} runs in which the methods take turns (20th–80th percentile); {any_row['hardware']}, torch"
-        f" {any_row['torch']}, {any_row['dtype']}; guided, plain eager, random weights, so no quality column; SparseVAR's threshold is"
-        " replaced by a share there, because noise has detail everywhere (benchmarks/methods.py). Eager generation waits for the host in"
-        " small stages, so most of what the methods save in work is not saved in time yet: that is what captured graphs are for."
-    )
-    return "\n".join(lines)
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
@@ -245,55 +176,19 @@ def plans_table() -> str:
     return "\n".join(lines)
 
 
-def own_head(row: Row) -> str:
-    """What a model computes after its transformer: HART's diffusion, STAR's refinement."""
-    if row.get("residual", {}).get("median_ms"):
-        return f"diffusion head {row['residual']['median_ms']:.0f}"
-    return f"refinement {row['choice']['median_ms']:.0f}" if "sampler" in row["model"] else ""
-
-
-def picture(row: Row) -> str:
-    """Bars: time of every stage of one image."""
-    times, tokens = row["stage_median_ms"], row["tokens"]
-    width, height, left, top = 760, 240, 16, 44
-    step, tallest = (width - 2 * left) / len(times), max(times)
-    bars = []
-    for i, (time, count) in enumerate(zip(times, tokens, strict=True)):
-        size = max(time / tallest * (height - top - 46), 1)
-        x, y = left + i * step, height - 36 - size
-        bars.append(f'<rect x="{x + 4:.1f}" y="{y:.1f}" width="{step - 8:.1f}" height="{size:.1f}" rx="2" fill="#3b6fb6"/>')
-        bars.append(f'<text x="{x + step / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{time:.0f} ms</text>')
-        bars.append(f'<text x="{x + step / 2:.1f}" y="{height - 20}" text-anchor="middle">{count}</text>')
-    share = sum(times[-3:]) / sum(times)
-    image = f"{row['model']}, {row['size'][0]}x{row['size'][1]}"
-    title = f"{image}, one image: the last three of {len(times)} stages take {share:.0%} of the time"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" fill="#333">'
-        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="22" font-size="14">{title}</text>'
-        f'{"".join(bars)}<text x="{left}" y="{height - 4}">tokens per stage; {row["hardware"]}, eager, dense</text></svg>\n'
-    )
-
-
 def with_readme_tables(readme: str, rows: list[Row]) -> str:
-    tables = {"shares": shares_table(), "dense": dense_table(newest(rows, "dense")), "methods": methods_table(rows)}
+    tables = {"shares": shares_table(), **speed_tables(rows)}
     if judged := quality_table(rows):
         tables["quality"] = judged
     return with_tables(readme, tables)
-
-
-def with_tables(page: str, tables: dict[str, str]) -> str:
-    for name, table in tables.items():
-        block = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        assert block.search(page), f"the page has no place for the table {name!r}"
-        page = block.sub(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", page)
-    return page
 
 
 def main() -> None:
     rows = read_rows(RESULTS)
     README.write_text(with_readme_tables(README.read_text(), rows))
     METHODS_PAGE.write_text(with_tables(METHODS_PAGE.read_text(), {"plans": plans_table(), "decisions": decisions_table(rows)}))
-    PICTURE.write_text(picture(newest(rows, "dense")["2b-1024"]))
+    if (row := pictured_row(rows)) is not None:
+        PICTURE.write_text(stages_svg(row))
     if runs := judged_runs(rows):
         FRONTIER.write_text(frontier_svg(runs[-1]))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .stage import Schedule, Tokens
+from .stage import Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
     from .models.base import Conditioning
@@ -19,8 +20,20 @@ Branches = Literal["both", "cond", "uncond"]
 
 
 @dataclass(frozen=True)
+class StageKeys:
+    """What a stage that runs adds to the caches."""
+
+    stage: int
+    rows: int
+    tokens: tuple[int, ...]  # of a row, per layer; those before the first stage's included
+
+
+@dataclass(frozen=True)
 class CacheSpec:
-    """Sizes of one request's keys and values, all known before it starts."""
+    """Sizes of one request's keys and values, as far as they are known before it starts.
+
+    Nothing reads the keys of the last stage that runs after their layer, so that they are not kept.
+    """
 
     layers: int
     rows: int
@@ -30,21 +43,61 @@ class CacheSpec:
     dtype: torch.dtype
     device: torch.device
     prefix: int = 0  # tokens before the first stage's
+    planned: tuple[StageKeys, ...] | None = None  # the stages that are going to run; None: all of them, with all tokens and rows
+
+    @cached_property
+    def stages(self) -> tuple[StageKeys, ...]:
+        if self.planned is not None:
+            return self.planned
+        first = (self.prefix + self.schedule[0].cells,) * self.layers
+        later = (StageKeys(stage.index, self.rows, (stage.cells,) * self.layers) for stage in self.schedule.stages[1:])
+        return (StageKeys(0, self.rows, first), *later)
+
+    @cached_property
+    def final(self) -> int:
+        """Index of the last stage that runs."""
+        return self.stages[-1].stage if self.stages else -1
 
     @property
     def tokens(self) -> int:
-        return self.prefix + self.schedule.tokens
+        """Of a row, in the layer with most of them."""
+        return max(per_layer(self.stages), default=0)
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens that a later stage reads again: all but the last stage's."""
-        return self.prefix + self.schedule[-1].start
+        """Of these, those that a later stage reads again."""
+        return self.room(rows=0)
+
+    def room(self, rows: int, after: int = -1) -> int:
+        """Tokens of a row that are kept while so many rows run, in the layer with most of them: of the stages that run before rows leave.
+
+        `after`: only those of stages after this one.
+        """
+        return max(per_layer(self._kept_while(rows, after)), default=0)
+
+    def _kept_while(self, rows: int, after: int = -1) -> list[StageKeys]:
+        return [stage for stage in self.stages[:-1] if stage.rows >= rows and stage.stage > after]
+
+    def layer(self, number: int) -> CacheSpec:
+        """Of one layer alone."""
+        planned = None if self.planned is None else tuple(replace(stage, tokens=(stage.tokens[number],)) for stage in self.planned)
+        return replace(self, layers=1, planned=planned)
 
     @property
     def bytes(self) -> int:
-        """Dense need: the kept tokens of every layer, and one full-length workspace that the layers share at the last stage."""
-        per_token = 2 * self.rows * self.heads * self.head_dim * self.dtype.itemsize
-        return per_token * (self.layers * self.kept_tokens + self.tokens)
+        """Most that is allocated at a time: the kept tokens of every layer, and at the last stage a workspace that the layers share."""
+        return max((self.bytes_at(stage.stage) for stage in self.stages), default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of these, what is kept for later stages."""
+        return max((self.bytes_at(stage.stage, workspace=False) for stage in self.stages), default=0)
+
+    def bytes_at(self, stage: int, workspace: bool = True) -> int:
+        """While a stage runs, by its index."""
+        rows = next(known.rows for known in self.stages if known.stage == stage)
+        tokens = sum(per_layer(self._kept_while(rows))) + (self.tokens if workspace and stage == self.final else 0)
+        return 2 * rows * self.heads * self.head_dim * self.dtype.itemsize * tokens
 
     def allocate(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values [R, T, H, D]."""
@@ -52,11 +105,52 @@ class CacheSpec:
         return torch.empty(shape, dtype=self.dtype, device=self.device), torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
+def per_layer(stages: Sequence[StageKeys]) -> list[int]:
+    """Tokens of a row over all these stages."""
+    return [sum(tokens) for tokens in zip(*(stage.tokens for stage in stages), strict=True)]
+
+
+def pair_bytes(pair: tuple[Tensor, Tensor] | None) -> int:
+    return 0 if pair is None else sum(tensor.nbytes for tensor in pair)
+
+
 class Workspace:
-    """Full-length keys and values for the last stage. Nothing reads them after their layer, so all layers share one pair."""
+    """Keys and values of all stages for the last one. Nothing reads them after their layer, so all layers share one pair.
+
+    Allocated when it is needed: until then there may be more rows, whose caches need the memory.
+    """
 
     def __init__(self, spec: CacheSpec) -> None:
-        self.keys, self.values = spec.allocate(spec.tokens)
+        self.spec = spec
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    def pair(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Room for so many tokens of so many rows."""
+        if self._pair is None or self._pair[0].shape[0] < rows or self._pair[0].shape[1] < tokens:
+            self._pair = None  # before the next one is made
+            self._pair = replace(self.spec, rows=rows).allocate(max(tokens, self.spec.tokens))
+        keys, values = self._pair
+        return keys[:rows], values[:rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated now."""
+        return pair_bytes(self._pair)
+
+    @property
+    def keys(self) -> Tensor:
+        return self.pair(*self._sizes)[0]
+
+    @property
+    def values(self) -> Tensor:
+        return self.pair(*self._sizes)[1]
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """What there is, or what was planned."""
+        if self._pair is not None:
+            return self._pair[0].shape[0], 0
+        return (self.spec.stages[-1].rows if self.spec.stages else self.spec.rows), 0
 
 
 class LayerCache(Protocol):
@@ -69,58 +163,129 @@ class LayerCache(Protocol):
     def keep_rows(self, rows: slice) -> None: ...
 
 
+class Slot(NamedTuple):
+    """Where new keys and values go, and what a stage reads once they are there."""
+
+    keys: Tensor  # [R, T, H, D]
+    values: Tensor
+    start: int | Tensor  # of the new entries; [R] once rows differ
+    end: int
+    mask: Tensor | None = None  # [R, 1, 1, end]
+    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included
+
+    @property
+    def filled(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), self.mask
+
+
 class DenseLayerCache:
-    """Every token of every stage, written in place into memory allocated once."""
+    """Every token of every stage, written in place into memory that is allocated when the first stage comes.
+
+    What was planned is allocated at once; a method that runs more than it had said makes it grow. When rows leave, what the others
+    have is copied to memory of their own size.
+    """
 
     def __init__(self, spec: CacheSpec, workspace: Workspace) -> None:
-        self.keys, self.values = spec.allocate(spec.kept_tokens)
+        self.spec = spec
         self.workspace = workspace
         self.width = 0  # entries written so far, padding included: a bound that the host knows
         self.lengths: Tensor | None = None  # [R] real entries, once rows differ
+        self._rows = spec.rows
+        self._pair: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated now."""
+        return pair_bytes(self._pair)
+
+    @property
+    def keys(self) -> Tensor:
+        return self._held()[0]
+
+    @property
+    def values(self) -> Tensor:
+        return self._held()[1]
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, new = k.shape[:2]
-        keys, values = self.keys, self.values
-        if tokens.stage.last:
-            keys, values = self.workspace.keys[:rows], self.workspace.values[:rows]
-            keys.narrow(1, 0, self.width).copy_(self.keys.narrow(1, 0, self.width))
-            values.narrow(1, 0, self.width).copy_(self.values.narrow(1, 0, self.width))
-        end = self.width + new
-        mask = None
-        if self.lengths is None and tokens.count is None:
-            keys.narrow(1, self.width, new).copy_(k)
-            values.narrow(1, self.width, new).copy_(v)
-        else:
-            added = None if tokens.count is None else tokens.prefix + tokens.count
-            mask = self._append_ragged(keys, values, k, v, added, end)
-        if not tokens.stage.last:
-            self.width = end
-        return keys.narrow(1, 0, end), values.narrow(1, 0, end), mask
+        slot = self.reserve(rows, new, tokens)
+        for store, fresh in ((slot.keys, k), (slot.values, v)):
+            if isinstance(slot.start, int):
+                store.narrow(1, slot.start, new).copy_(fresh)
+            else:
+                row = torch.arange(rows, device=k.device)[:, None]
+                store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
+        return slot.filled
 
-    def _append_ragged(self, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, added: Tensor | None, end: int) -> Tensor:
+    def reserve(self, rows: int, new: int, tokens: Tokens) -> Slot:
+        """Room for `new` entries per row, which the caller writes."""
+        end = self.width + new
+        final = tokens.stage.index == self.spec.final
+        if final:
+            keys, values = self.workspace.pair(rows, end)
+            for target, source in ((keys, self.keys), (values, self.values)):
+                target.narrow(1, 0, self.width).copy_(source.narrow(1, 0, self.width))
+        else:
+            self._make_room(end, tokens.stage)
+            keys, values = self._held()
+        slot = Slot(keys, values, self.width, end)
+        if self.lengths is not None or tokens.count is not None:
+            slot = self._ragged(slot, new, None if tokens.count is None else tokens.prefix + tokens.count, final)
+        if not final:
+            self.width = end
+        return slot
+
+    def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool) -> Slot:
         """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding.
 
         What lies beyond a row's end is masked, but must be finite all the same: zero times NaN is NaN.
         """
-        rows, new = k.shape[:2]
+        rows, device = slot.keys.shape[0], slot.keys.device
         if self.lengths is None:
-            self.lengths = torch.full((rows,), self.width, device=k.device)
-            for store in (self.keys, self.values):
-                store.narrow(1, self.width, store.shape[1] - self.width).zero_()
-        if keys is not self.keys:
-            for store in (keys, values):
+            self.lengths = torch.full((rows,), self.width, device=device)
+            self._clear_tail()
+        if final:
+            for store in (slot.keys, slot.values):
                 store.narrow(1, self.width, new).zero_()
-        row = torch.arange(rows, device=k.device)[:, None]
-        place = self.lengths[:, None] + torch.arange(new, device=k.device)
-        keys[row, place] = k.to(keys.dtype)
-        values[row, place] = v.to(values.dtype)
-        self.lengths = self.lengths + (new if added is None else added)
-        return (torch.arange(end, device=k.device) < self.lengths[:, None])[:, None, None, :]
+        start = self.lengths
+        self.lengths = start + (new if added is None else added)
+        mask = (torch.arange(slot.end, device=device) < self.lengths[:, None])[:, None, None, :]
+        return slot._replace(start=start, mask=mask, lengths=self.lengths)
 
     def keep_rows(self, rows: slice) -> None:
-        self.keys, self.values = self.keys[rows].clone(), self.values[rows].clone()  # copies: a view would keep the others alive
+        self._rows = len(range(*rows.indices(self._rows)))
+        if self._pair is not None:
+            self._move(max(self.spec.room(self._rows), self.width), rows)  # copies: a view would keep the others alive
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        if self._pair is None:
+            self._pair = replace(self.spec, rows=self._rows).allocate(self.spec.room(self._rows))
+        return self._pair
+
+    def _make_room(self, end: int, stage: Stage) -> None:
+        """For `end` tokens, and where that is more than was planned, for those planned after `stage` as well."""
+        if stage.index > self.spec.final:
+            raise ValueError(
+                f"stage {stage.index} was not planned to run, so that stage {self.spec.final} has left no keys for it: a method's forecast"
+                " may only skip stages that its runs skip"
+            )
+        if self.keys.shape[1] < end:
+            self._move(end + self.spec.room(self._rows, after=stage.index), slice(None))
+
+    def _move(self, tokens: int, rows: slice) -> None:
+        """To memory for so many tokens of some of the rows."""
+        old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
+        for target, source in zip(fresh, old, strict=True):
+            target.narrow(1, 0, self.width).copy_(source[rows].narrow(1, 0, self.width))
+        self._pair = fresh
+        if self.lengths is not None:
+            self._clear_tail()
+
+    def _clear_tail(self) -> None:
+        for store in self._held():
+            store.narrow(1, self.width, store.shape[1] - self.width).zero_()
 
 
 class NoCache:
@@ -147,6 +312,10 @@ class StageMemory:
             raise ValueError(f"memory {key!r} needs the whole grid of stage {tokens.stage.index}, not {tokens.width} of its tokens")
         self._maps[key] = (tokens.on_grid(y)[0], tokens.stage.size)
 
+    def stored(self, key: Hashable) -> tuple[Tensor, tuple[int, int]]:
+        """What is stored under `key`, [R, h * w, C], and the size of its grid."""
+        return self._maps[key]
+
     def fill(self, key: Hashable, tokens: Tokens) -> Tensor:
         """What is stored under `key`, area-resized to the stage of `tokens` and gathered there: [R, N, C]."""
         y, (height, width) = self._maps[key]
@@ -154,8 +323,15 @@ class StageMemory:
         resized = F.interpolate(grid, size=tokens.stage.size, mode="area")
         return tokens.gather(resized.flatten(2).transpose(1, 2))
 
+    def copy(self) -> StageMemory:
+        """With the same tensors."""
+        memory = StageMemory()
+        memory._maps = dict(self._maps)
+        return memory
+
     def keep_rows(self, rows: slice) -> None:
-        self._maps = {key: (y[rows], size) for key, (y, size) in self._maps.items()}
+        """Copies: a view would keep the others alive."""
+        self._maps = {key: (y[rows].clone(), size) for key, (y, size) in self._maps.items()}
 
 
 @dataclass(slots=True)

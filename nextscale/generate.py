@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from .accel.memory import ASSUMED_KEPT, reserved_cache
 from .accel.method import DENSE, Method, RunSetup, StagePlan
 from .cache import Env, StageMemory, Workspace
 from .canvas import Canvas
@@ -72,48 +73,67 @@ class StageDone:
 
 @torch.inference_mode()
 def generate(
-    model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Request, method: Method, watch: Callable[[StageDone], None]
-) -> None:
-    """Draws a batch of images on `canvas`."""
-    schedule, guidance, sampling, batch = request.schedule, request.guidance, request.sampling, request.batch
-    guided = cond.start.shape[0] > batch
-    run = method.start(RunSetup(model, schedule, batch, request.method_draws, request.track_kept, guided))
-    check_plans(method.forecast(model, schedule), len(model.blocks), guidance)
-    env = new_env(model, cond, schedule, batch, run)
+    model: NextScaleModel,
+    cond: Conditioning,
+    canvas: Canvas,
+    request: Request,
+    method: Method,
+    watch: Callable[[StageDone], None],
+) -> dict[int, Tensor]:
+    """Draws a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
+    run, env = begin(model, cond, request, method)
     finite: dict[int, Tensor] = {}
-    for stage in schedule:
+    for stage in request.schedule:
         plan = run.plan(stage, canvas)
-        plan.check(len(model.blocks), guidance.layers)
-        if plan.skip:
-            canvas.skip(stage)
-            watch(StageDone(stage, canvas, plan=plan))
-            continue
-        env.keep(plan.branches)
-        x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
-        plan.check_width(tokens)
-        x, tokens = model.with_text(x, tokens, env)
-        rows, width = x.shape[:2]
-        with attention_backend(rows * width, x.device):
-            x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
-        hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
-        out = guidance.on_logits(model.logits(x, env), stage, batch)
-        out, tokens = run.leave(sampling.prepare(out, stage), hidden.tokens)
-        with request.clock.time("choice", stage.index):
-            ids, codes = model.choose(hidden, out, tokens)
-        if request.revise is not as_drawn:
-            codes = revised(request.revise, codes, tokens)
-        canvas.add(codes, tokens)
-        residual = None
-        if stage.last and model.adds_residual:
-            settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
-            with request.clock.time("residual", stage.index):
-                residual = model.residual(hidden, settled)
-            canvas.add_residual(*run.spread(residual, hidden.tokens))
-        finite[stage.index] = torch.stack([out.isfinite().all(), *hidden.finite]).all()
-        kept = run.kept(stage) if request.track_kept else None
-        watch(StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept))
-    finite[len(schedule) - 1] = canvas.latent.isfinite().all() & finite.get(len(schedule) - 1, True)
-    require_finite(finite, len(schedule))
+        done, good = draw_stage(model, canvas, request, run, plan, env, stage)
+        if good is not None:
+            finite[stage.index] = good
+        watch(done)
+    return finite
+
+
+def begin(model: NextScaleModel, cond: Conditioning, request: Request, method: Method, kept: float = ASSUMED_KEPT) -> tuple[Method, Env]:
+    """A run of the method and what the stages share; what cannot run is refused. `kept`: share of the cells to have memory for, where
+    the image decides."""
+    guided = cond.start.shape[0] > request.batch
+    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_draws, request.track_kept, guided))
+    check_plans(method.forecast(model, request.schedule), len(model.blocks), request.guidance)
+    return run, new_env(model, cond, request.schedule, request.batch, run, method, kept)
+
+
+def draw_stage(
+    model: NextScaleModel, canvas: Canvas, request: Request, run: Method, plan: StagePlan, env: Env, stage: Stage
+) -> tuple[StageDone, Tensor | None]:
+    """What was drawn, and whether all of it is finite; None where the stage is skipped."""
+    batch, guidance = request.batch, request.guidance
+    plan.check(len(model.blocks), guidance.layers)
+    if plan.skip:
+        canvas.skip(stage)
+        return StageDone(stage, canvas, plan=plan), None
+    env.keep(plan.branches)
+    x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
+    plan.check_width(tokens)
+    x, tokens = model.with_text(x, tokens, env)
+    rows, width = x.shape[:2]
+    with attention_backend(rows * width, x.device):
+        x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
+    hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
+    out = guidance.on_logits(model.logits(x, env), stage, batch)
+    out, tokens = run.leave(request.sampling.prepare(out, stage), hidden.tokens)
+    with request.clock.time("choice", stage.index):
+        ids, codes = model.choose(hidden, out, tokens)
+    if request.revise is not as_drawn:
+        codes = revised(request.revise, codes, tokens)
+    canvas.add(codes, tokens)
+    residual = None
+    if stage.last and model.adds_residual:
+        settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
+        with request.clock.time("residual", stage.index):
+            residual = model.residual(hidden, settled)
+        canvas.add_residual(*run.spread(residual, hidden.tokens))
+    finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
+    kept = run.kept(stage) if request.track_kept else None
+    return StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept), finite
 
 
 def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) -> None:
@@ -136,11 +156,14 @@ def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
     return whole.move(given.to(codes.device), tokens)
 
 
-def new_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method) -> Env:
+def new_env(
+    model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method, method: Method, kept: float = ASSUMED_KEPT
+) -> Env:
+    """`run` is what `method` has started, whose forecast tells how much memory the caches need."""
     rows = cond.start.shape[0]
-    spec = model.cache_spec(schedule, rows)
+    spec = reserved_cache(model, schedule, method, batch, rows, kept)
     workspace = Workspace(spec)
-    caches = [run.layer_cache(spec, workspace) for _ in model.blocks]
+    caches = [run.layer_cache(spec.layer(number), workspace) for number in range(len(model.blocks))]
     return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond")
 
 
@@ -165,10 +188,10 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
     return x
 
 
-def require_finite(finite: dict[int, Tensor], stages: int) -> None:
-    """One read from the device for all stages, after the last one."""
-    checks = torch.stack(list(finite.values())).tolist() if finite else []
-    failed = [index for index, good in zip(finite, checks, strict=True) if not good]
+def require_finite(finite: Mapping[int, Tensor], latent: Tensor, stages: int) -> None:
+    """One read from the device for all stages, after the last one; `latent`: what they have drawn."""
+    checks = torch.stack([*finite.values(), latent.isfinite().all()]).tolist()
+    failed = [index for index, good in zip([*finite, stages - 1], checks, strict=True) if not good]
     if failed:
         raise NonFiniteLogits(
             f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"

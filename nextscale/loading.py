@@ -20,7 +20,7 @@ from .hart_files import check_pair, hart_model_config, hart_tokenizer_config
 from .models import HartConfig, StarConfig
 from .models.base import NextScaleModel
 from .models.var import ClassConfig
-from .pipeline import Pipeline
+from .pipeline import Engine, Pipeline
 from .presets import MODELS, Embedded, ModelConfig, ModelSpec, Source, TextSource, build_model, build_tokenizer, hart_settings, model_spec
 from .prompts import ClassReader, PromptReader, TextReader
 from .text import Encoder
@@ -40,6 +40,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     as_released: bool = False,
+    engine: Engine | None = None,
 ) -> Pipeline:
     """A pipeline for one of `nextscale models`. "nano" comes with the package and needs nothing else.
 
@@ -50,6 +51,7 @@ def load(
         It is opened at the first text prompt.
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
     as_released: STAR: all images read the first prompt's text, as in the released program.
+    engine: "graphs" replays what `Pipeline.warmup` has recorded, the default on a GPU; "eager" never does.
     """
     spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
@@ -66,7 +68,7 @@ def load(
     load_module(images, tokenizer_path, device, dtype)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
-    return Pipeline(model, images, reader, spec.settings, name)
+    return Pipeline(model, images, reader, spec.settings, name, engine)
 
 
 def released_spec(spec: ModelSpec) -> ModelSpec:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from PIL import Image
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from .accel.choice import MethodLike, resolve_method
 from .accel.cost import RequestCost, StageCost, Workload, as_run, request_cost
+from .accel.memory import reserved_bytes
 from .accel.method import Method
 from .canvas import Canvas
+from .engine.graphs import Recordings, WarmUp
 from .errors import OutOfMemory, SettingError
-from .generate import Request, Revise, StageDone, as_drawn, generate
+from .generate import Request, Revise, StageDone, as_drawn, generate, require_finite
 from .guidance import GuidanceLike, GuidedRows, resolve_guidance
 from .images import to_pil
 from .models.base import Conditioning, NextScaleModel
@@ -28,8 +30,10 @@ from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, re
 from .sampling import Draws, ImageDraws, Sampling, SharedDraws, method_draws
 from .schedules import AspectLike, SizeLike
 from .stage import Schedule
+from .tokenizers.autoencoder import lay_out
 from .tokenizers.base import Tokenizer
 
+Engine = Literal["graphs", "eager"]
 SeedLike = int | Sequence[int] | torch.Generator | Draws | None
 
 
@@ -89,9 +93,20 @@ class Accelerated:
 class Pipeline:
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files."""
 
-    def __init__(self, model: NextScaleModel, tokenizer: Tokenizer, reader: PromptReader, settings: Settings, name: str = "custom") -> None:
+    def __init__(
+        self,
+        model: NextScaleModel,
+        tokenizer: Tokenizer,
+        reader: PromptReader,
+        settings: Settings,
+        name: str = "custom",
+        engine: Engine | None = None,
+    ) -> None:
+        """engine: "graphs" replays what `warmup` has recorded, and is the default on a GPU; "eager" never does."""
+        self._engine = checked_engine(engine)
+        self.recordings = Recordings(model, tokenizer)
         self.model = model.eval()
-        self.tokenizer = tokenizer.eval()
+        self.tokenizer = lay_out(tokenizer.eval())
         self.reader = reader
         self.settings = settings
         self.name = name
@@ -124,6 +139,45 @@ class Pipeline:
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
+        chosen = self.method if method is None else resolve_method(method)
+        request, prompts, against, seeds = self._request(prompt, seed, size, aspect, guidance, negative, masks, revise, sampling)
+        return self._run(request, prompts, against, seeds, chosen, on_stage)
+
+    def warmup(
+        self,
+        prompt: Any,
+        *,
+        size: SizeLike = None,
+        aspect: AspectLike = None,
+        guidance: GuidanceLike = None,
+        negative: Any = None,
+        method: MethodLike = None,
+        **sampling: Any,
+    ) -> WarmUp:
+        """Records requests like this one on the GPU, so that later calls replay them; takes what a call takes.
+
+        Any prompts do: what counts is how many there are, and for texts roughly how long. Other sizes, batches, guidance scales,
+        sampling settings and methods need a recording each; calls without one run eagerly and say so once.
+        """
+        chosen = self.method if method is None else resolve_method(method)
+        request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_drawn, sampling)
+        with torch.inference_mode():
+            cond = self.model.condition(prompts, request.guidance.needs_both, request.schedule, against)
+        return self.recordings.record(request, cond, chosen)
+
+    def _request(
+        self,
+        prompt: Any,
+        seed: SeedLike,
+        size: SizeLike,
+        aspect: AspectLike,
+        guidance: GuidanceLike,
+        negative: Any,
+        masks: bool,
+        revise: Revise,
+        sampling: dict[str, Any],
+    ) -> tuple[Request, Prompts, Prompts | None, tuple[int, ...] | None]:
+        """The request, what it draws, what it steers away from, and its seeds if they are numbers."""
         schedule = self.settings.schedules.choose(size, aspect)
         chosen = self._sampling(schedule, sampling)
         guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
@@ -134,8 +188,11 @@ class Pipeline:
         own_draws = draws if seeds is None else method_draws(seeds, self.model.device)
         against = self._against(negative, len(prompts), guided)
         clock = Stopwatch(self.model.device)
-        request = Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks)
-        return self._run(request, prompts, against, seeds, self.method if method is None else resolve_method(method), on_stage)
+        return Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks), prompts, against, seeds
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine or ("graphs" if self.model.device.type == "cuda" else "eager")
 
     def accelerate(self, method: MethodLike) -> Accelerated:
         """All further calls use `method`: a Method, a name such as "stagevar" or "sparsevar:tau=0.6", or a list of them.
@@ -154,7 +211,8 @@ class Pipeline:
 
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
         """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
-        return self.model.request_bytes(self.settings.schedules.choose(size, aspect), 2 * images, text_tokens)
+        schedule = self.settings.schedules.choose(size, aspect)
+        return reserved_bytes(self.model, schedule, self.method, images, 2 * images, text_tokens)
 
     def _run(
         self,
@@ -177,21 +235,28 @@ class Pipeline:
             clock.start("stage", done.stage.index + 1)
 
         rows = batch * (2 if request.guidance.needs_both else 1)
-        planned = self.model.request_bytes(schedule, rows, max(prompts.longest, negative.longest if negative is not None else 0))
+        longest = max(prompts.longest, negative.longest if negative is not None else 0)
+        planned = reserved_bytes(self.model, schedule, method, batch, rows, longest)
         with memory_errors(self, planned, request), torch.inference_mode():
             reset_peak(device)
             with clock.time("condition"):
                 cond = self.model.condition(prompts, request.guidance.needs_both, schedule, negative)
+            recording = self.recordings.find(request, cond, method) if self.engine == "graphs" else None
             clock.start("stage")
-            canvas = self.tokenizer.canvas(schedule, batch)
-            generate(self.model, cond, canvas, request, method, stage_done)
+            if recording is None:
+                canvas = self.tokenizer.canvas(schedule, batch)
+                finite = generate(self.model, cond, canvas, request, method, stage_done)
+            else:
+                canvas, finite = recording.canvas, recording.draw(request, cond, stage_done)
             with clock.time("decode"):
-                pixels = self.tokenizer.decode(canvas.latent)
+                pixels = self.tokenizer.decode(canvas.latent) if recording is None else recording.decode()
+            require_finite(finite, canvas.latent, len(schedule))
         dense, spent = self._costs(request, cond, done_stages)
         stages = zip(done_stages, spent.stages, dense.stages, strict=True)
         report = Report(
             model=self.name,
             method=method.label,
+            engine="eager" if recording is None else "graphs",
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
@@ -275,6 +340,12 @@ class Pipeline:
             raise SettingError(f"{len(given)} seeds for {images} images: give one number, or one per image")
         seeds = tuple(int(one) for one in given)
         return ImageDraws(seeds, self.model.device), seeds
+
+
+def checked_engine(engine: Engine | None) -> Engine | None:
+    if engine is not None and engine not in get_args(Engine):
+        raise SettingError(f"engine {engine!r}: choose one of {', '.join(get_args(Engine))}")
+    return engine
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class StageReport:
 @dataclass(frozen=True)
 class Report:
     model: str
+    engine: str  # "eager", or "graphs" where a recording was replayed
     method: str  # readable: the methods and those settings that are not the default
     device: str
     dtype: str

@@ -231,7 +231,7 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
     empty = pipeline.reader.empty()
     for guided in (False, True):
         cond = pipeline.model.condition(prompts, guided, schedule, empty.repeat(2) if guided and empty else None)
-        env = new_env(pipeline.model, cond, schedule, 2, Method())
+        env = new_env(pipeline.model, cond, schedule, 2, Method(), Method())
         tensors = [tensor for cache in env.cache for tensor in (cache.keys, cache.values)]
         tensors += [env.cache[0].workspace.keys, env.cache[0].workspace.values]
         if cond.text is not None:
@@ -289,7 +289,7 @@ def running_env(family: str) -> tuple[Env, Schedule]:
     """Two images with both branches, after the first stage; every row's number can be read off its memory."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
     prompts, negative = two_prompts(family, (3, 5)), two_prompts(family, (7, 2), seed=1)  # no two rows have the same text mask
-    env = new_env(model, model.condition(prompts, True, schedule, negative), schedule, 2, Method())
+    env = new_env(model, model.condition(prompts, True, schedule, negative), schedule, 2, Method(), Method())
     x, tokens = model.with_text(model.embed(None, schedule[0], env), Tokens(schedule[0]), env)
     for block in model.blocks:
         x = block(x, tokens, env)

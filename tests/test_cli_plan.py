@@ -151,17 +151,34 @@ def test_sizes() -> None:
     assert [(stage["height"], stage["width"]) for stage in sides["stages"]] == [(1, 1), (2, 2), (4, 6)]
 
 
-def test_memory_is_reserved_whatever_the_method(half: None) -> None:
+def test_memory_is_reserved_for_what_is_planned(half: None) -> None:
     plain, reduced = facts("var-d16"), facts("var-d16", "--method", "half")
     with torch.device("meta"):
         model = build_model(model_spec("var-d16").model).bfloat16()
     reserved = model.request_bytes(model.schedule, 2, 0)
-    assert plain["memory"]["reserved"] == reduced["memory"]["reserved"] == reserved
+    assert plain["memory"]["reserved"] == reserved
+    # Two rows of all stages but the last three and half of the first of those, before the others leave.
+    assert reduced["memory"]["reserved"] == 16 * 2 * 2 * (model.schedule[7].start + 50) * 1024 * 2
     early = model.schedule[-1].start
     assert plain["memory"]["dense"] == plain["memory"]["planned"] == reduced["memory"]["dense"] == 16 * 2 * 2 * early * 1024 * 2
     # Two rows of all stages but the last three, and half of the first of those: later stages have one row.
     assert reduced["memory"]["planned"] == 16 * 2 * 2 * (model.schedule[7].start + 50) * 1024 * 2
     assert facts("var-d16", "--dtype", "float32")["memory"]["reserved"] == 2 * reserved
+
+
+def test_peak_memory_is_weights_and_the_larger_of_drawing_and_decoding() -> None:
+    memory = facts("infinity-2b", "--method", "stagevar")["memory"]
+    method, dense = memory["method_peak"], memory["dense_peak"]
+    for peak in (method, dense):
+        assert peak["peak"] == peak["weights"] + max(peak["drawing"], peak["decoding"])
+        assert peak["drawing"] > peak["cache"] + peak["text"] + peak["remembered"]
+    assert dense["weights"] == method["weights"] == pytest.approx(4.7e9, rel=0.01)
+    assert dense["peak"] == pytest.approx(8.81e9, rel=0.02)  # as measured on an H200
+    assert method["peak"] < 7e9
+    assert memory["reserved"] == method["cache"] + method["text"]
+    batch = facts("infinity-2b", "--images", 4)["memory"]["dense_peak"]
+    assert batch["peak"] == pytest.approx(21.05e9, rel=0.02)
+    assert "They are reserved for 50.0% of the cells" in " ".join(table("infinity-2b", "--method", "sparsevar").split())
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -176,8 +193,9 @@ def test_the_table(columns: int) -> None:
     assert "all 10521 4121 64.1% 57.7 T 18.3 T 31.8%" in lines
     words = " ".join(shown.split())
     assert "linear layers 39.2%, attention 15.7%, heads 39.2%" in words
-    assert "3.33 GiB are reserved whatever the method" in words
-    assert re.search(r"keeps 2\.01 GiB of dense generation's 3\.14 GiB", words)
+    assert "1.33 GiB are reserved, text included" in words
+    assert re.search(r"Peak memory: about 5\.\d+ GiB, dense 8\.\d+ GiB: weights 4\.3\d GiB", words)
+    assert re.search(r"keeps 1\.23 GiB of dense generation's 3\.14 GiB", words)
     assert "64 tokens of text" in words
     assert "Not counted: text encoder and prompt, canvas, decoding" in words
     assert "SparseVAR's search for anchors" in words

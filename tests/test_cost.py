@@ -200,7 +200,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
         inside.update(request=request, text=text)
         with sdpa_kernel(SDPBackend.MATH), counter:
-            generate(model, cond, canvas, request, *rest)
+            return generate(model, cond, canvas, request, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_module, "generate", counted)

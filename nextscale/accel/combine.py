@@ -63,6 +63,10 @@ class Combined(Method):
     def label(self) -> str:
         return " + ".join(method.label for method in self.methods)
 
+    @property
+    def follows_image(self) -> bool:
+        return any(method.follows_image for method in self.methods)
+
     def start(self, setup: RunSetup) -> Method:
         for kept in (1.0, 0.5):  # conflicts may show only where tokens are left out
             self.forecast(setup.model, setup.schedule, kept)
@@ -87,6 +91,19 @@ class Combined(Method):
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return merged([method.plan(stage, canvas) for method in self.methods], stage.index)
+
+    def look(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        return next((counts for method in self.methods if (counts := method.look(stage, canvas)) is not None), None)
+
+    def told(self, fewest: int, width: int) -> None:
+        for method in self.methods:
+            method.told(fewest, width)
+
+    def plan_as_told(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return merged([method.plan_as_told(stage, canvas) for method in self.methods], stage.index)
+
+    def carried(self) -> list[Tensor]:
+        return [tensor for method in self.methods for tensor in method.carried()]
 
     def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         for method in self.methods:

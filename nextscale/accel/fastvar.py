@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
+from .. import kernels
 from ..cache import Env
 from ..errors import SettingError
 from ..models.base import NextScaleModel
+from ..models.blocks import ModulatedBlock
 from ..models.hart import Hart
 from ..models.infinity import Infinity
 from ..models.star import Star
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.blocks import Block
 
+T = TypeVar("T")
 Ratios = tuple[tuple[int, float], ...]
 
 INFINITY_RATIOS = {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}
@@ -265,20 +269,31 @@ class ThinnedBlocks(Span):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
+            fused = block.fused_parts(x, env) if isinstance(block, ModulatedBlock) else ()
             for number, branch in enumerate(block.parts):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
+                if fused:
+                    part, (memory, size) = fused[number], remembered(env.memory.stored, block, number, tokens)
+                    update = part.run(kernels.norm_modulate(x, part.scale, part.shift, selection), kept, env)
+                    x = kernels.restore_tokens(
+                        memory, size, tokens.stage.size, update, selection, base=x, gain=part.gain, cells=tokens.index
+                    )
+                    if self.ran is not None:
+                        self.ran.add(kept)
+                    continue
                 chosen = pick(x, selection)
                 fresh = chosen + branch(chosen, kept, env)
-                x = put_(x + remembered(block, number, tokens, env), selection, fresh)
+                filled = remembered(partial(env.memory.fill, tokens=tokens), block, number, tokens)
+                x = put_(x + filled, selection, fresh)
                 if self.ran is not None:
                     self.ran.add(kept)
         return repeat_last(x, tokens)
 
 
-def remembered(block: Block, branch: int, tokens: Tokens, env: Env) -> Tensor:
-    """What the branch added at the cells of `tokens` when it was kept: [R, N, C]."""
+def remembered(read: Callable[[Hashable], T], block: Block, branch: int, tokens: Tokens) -> T:
+    """What the branch added when it was kept."""
     try:
-        return env.memory.fill(memory_key(block, branch), tokens)
+        return read(memory_key(block, branch))
     except KeyError:
         raise SettingError(
             f"FastVAR: stage {tokens.stage.index} takes outputs from a stage that another method has skipped: choose another cache_stage"

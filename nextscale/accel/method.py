@@ -133,6 +133,14 @@ class Method:
     """
 
     own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
+    plans_by_image: ClassVar[bool] = False  # how many tokens a stage runs is known only when the stages before it have run
+
+    def __eq__(self, other: object) -> bool:
+        """Dense generation is always the same; subclasses are dataclasses and compare their settings."""
+        return type(other) is Method if type(self) is Method else self is other
+
+    def __hash__(self) -> int:
+        return hash(Method) if type(self) is Method else object.__hash__(self)
 
     @property
     def label(self) -> str:
@@ -157,8 +165,30 @@ class Method:
         """Whether this method has its own way with `enter`, `layer_cache`, ...; settings answer for their runs."""
         return hook in self.own_hooks
 
+    @property
+    def follows_image(self) -> bool:
+        """Whether plans depend on the image, so that no fixed sequence of launches can stand for a request."""
+        return self.plans_by_image
+
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return DENSE
+
+    def look(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Where the image decides how many tokens are run: how many of each image, [B], on the device. None: nothing to look at.
+
+        The first half of `plan`, for those who record a stage beforehand: what follows is `told` and `plan_as_told`.
+        """
+        return None
+
+    def told(self, fewest: int, width: int) -> None:
+        """The host has read what `look` returned: the smallest count, and at least the largest."""
+
+    def plan_as_told(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return self.plan(stage, canvas)
+
+    def carried(self) -> list[Tensor]:
+        """What a run remembers of the stages so far, where it depends on how many tokens were run; shapes do not."""
+        return []
 
     def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """Before the first block: may keep some of the tokens only."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import kernels
 from ..errors import SettingError
 from ..models.base import NextScaleModel
 from ..models.infinity import ChunkStart
@@ -82,7 +83,8 @@ def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
 
 def distance_from_mean(x: Tensor, tokens: Tokens) -> Tensor:
     """How far every token of x [R, N, C] lies from the mean of its row, [R, N], float32. Its order is that of the squared distance."""
-    return torch.linalg.vector_norm(x - row_mean(x, tokens), dim=-1)
+    mean = row_mean(x, tokens)
+    return kernels.distance_from_mean(x, mean) if kernels.available(x) else torch.linalg.vector_norm(x - mean, dim=-1)
 
 
 def top_share(tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Tokens]:

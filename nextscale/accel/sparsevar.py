@@ -85,6 +85,7 @@ class SparseVAR(Method):
     rows: ScoredRows = "cond"
 
     own_hooks: ClassVar[frozenset[str]] = frozenset({"enter"})
+    plans_by_image: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not is_share(self.tau):
@@ -168,8 +169,8 @@ class _Choice:
     excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
     kept: Tensor  # [B, cells]
     counts: Tensor  # [B]
-    fewest: int
-    width: int  # the largest count
+    fewest: int = 0  # as the host was told
+    width: int = 0  # the largest count, or more
 
     @property
     def reduces(self) -> bool:
@@ -178,7 +179,8 @@ class _Choice:
     def tokens(self, stage: Stage) -> Tokens:
         """Of one branch's rows, in raster order."""
         ragged = self.fewest < self.width
-        return Tokens(stage).top(self.kept.float(), self.counts if ragged else self.width, self.width)[1]
+        # Widths that are too small are recorded too, from images that need more, and never run.
+        return Tokens(stage).top(self.kept.float(), self.counts.clamp(max=self.width) if ragged else self.width, self.width)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +216,27 @@ class _Run(Method):
     # --- which tokens are run
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        counts = self.look(stage, canvas)
+        if counts is not None:
+            numbers = counts.tolist()  # the one thing that the host reads in a stage
+            self.told(min(numbers), max(numbers))
+        return self.plan_as_told(stage, canvas)
+
+    def look(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         self.voices = None
         self.choice = self._choose(stage, canvas)
+        return None if self.choice is None else self.choice.counts
+
+    def told(self, fewest: int, width: int) -> None:
+        assert self.choice is not None
+        self.choice = replace(self.choice, fewest=fewest, width=width)
+
+    def plan_as_told(self, stage: Stage, canvas: Canvas) -> StagePlan:
         plan = self.plans[stage.index]
         return replace(plan, width=self.choice.width) if self.choice is not None and self.choice.reduces else plan
+
+    def carried(self) -> list[Tensor]:
+        return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
     def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
         left_out = None if self.excluded is None else self.excluded.at(stage.size, "nearest-exact")[..., 0] > 0.5
@@ -232,9 +251,7 @@ class _Run(Method):
             kept = ~excluded.scatter_(1, most, False)
         else:
             kept = (~excluded).index_fill_(1, anchor_cells(stage.size, self.alpha, excluded.device), True)
-        counts = kept.sum(dim=1)
-        numbers = counts.tolist()  # the one thing that the host reads in a stage
-        return _Choice(excluded, kept, counts, min(numbers), max(numbers))
+        return _Choice(excluded, kept, kept.sum(dim=1))
 
     def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """How much detail every cell has, and which cells have little, [B, cells] each; None as long as nothing is known."""
@@ -309,7 +326,7 @@ class _Run(Method):
         speaker = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
         heard = kept | (similarity >= self.settings.beta - ROUNDING)
         cells, tokens = Tokens(stage).top(heard.float(), heard.sum(dim=1), stage.cells)
-        place = kept.cumsum(dim=1) - 1  # of a kept cell among all kept ones
+        place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.width - 1)  # of a kept cell among all kept ones
         return _Voices(tokens, place.gather(1, speaker.gather(1, cells)))
 
     def spread(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:

@@ -14,10 +14,12 @@ from rich.table import Table
 
 from ..accel.choice import resolve_method
 from ..accel.cost import RequestCost, StageCost, Workload, request_cost
+from ..accel.memory import ASSUMED_KEPT, RequestMemory, planned_cache, request_memory, reserved_bytes
 from ..accel.method import Method
 from ..guidance import GuidedRows
 from ..models.base import NextScaleModel
-from ..presets import build_model, model_spec
+from ..presets import build_model, build_tokenizer, model_spec
+from ..tokenizers.base import Tokenizer
 from .options import Aspect, Dtype, ModelName, Sides, Size, as_torch_dtype, choose_schedule
 from .program import app
 
@@ -48,18 +50,22 @@ def plan(
     ] = 0.5,
     text_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for models that attend to them.")] = 64,
     unguided: Annotated[bool, typer.Option("--unguided", help="One row per image.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Type of keys and values.")] = Dtype.bfloat16,
+    dtype: Annotated[Dtype, typer.Option(help="Type of weights, keys and values.")] = Dtype.bfloat16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a method would run, and what that costs, without weights and without running anything."""
     spec, chosen = model_spec(model), resolve_method(method)
     schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
     with torch.device("meta"):
-        built = build_model(spec.model).to(as_torch_dtype(dtype))
+        built, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
+    for module in (built, tokenizer):
+        for name, parameter in module.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if name.startswith(module.float32) else as_torch_dtype(dtype))
     built.check_schedule(schedule)
     guided = not unguided and GuidedRows(spec.settings.guidance, schedule, len(built.blocks)).needs_both
     read = text_tokens if built.stack[0].has_text else 0
-    forecast = forecast_of(spec.name, built, chosen, Workload(schedule, images, guided, read, spec.settings.sampling.refine), kept)
+    workload = Workload(schedule, images, guided, read, spec.settings.sampling.refine)
+    forecast = forecast_of(spec.name, built, tokenizer, chosen, workload, kept)
     if as_json:
         typer.echo(json.dumps(forecast.to_dict(), indent=2))
     else:
@@ -68,11 +74,17 @@ def plan(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes for keys and values."""
+    """Bytes. The first three are keys and values."""
 
-    reserved: int  # of a request, text included, whatever the method
+    reserved: int  # by a request with the method before it starts, text included
     dense: int  # kept for later stages by dense generation
     planned: int  # and by the method
+    method_peak: RequestMemory  # with what was reserved
+    dense_peak: RequestMemory
+
+    def to_dict(self) -> dict[str, Any]:
+        peaks = {"method_peak": self.method_peak, "dense_peak": self.dense_peak}
+        return asdict(self) | {name: asdict(peak) | {"peak": peak.peak} for name, peak in peaks.items()}
 
 
 @dataclass(frozen=True)
@@ -104,17 +116,16 @@ class Forecast:
             "dense": cost_facts(self.dense),
             "planned": cost_facts(self.planned),
             "share": self.planned.share(self.dense),
-            "memory": asdict(self.memory),
+            "memory": self.memory.to_dict(),
         }
 
 
-def forecast_of(name: str, model: NextScaleModel, method: Method, workload: Workload, kept: float) -> Forecast:
+def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, kept: float) -> Forecast:
     schedule = workload.schedule
     plans = method.forecast(model, schedule, kept)
     decides_by_image = method.forecast(model, schedule, 0.5) != method.forecast(model, schedule, 1.0)
     dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
     rows = workload.images * (2 if workload.guided else 1)
-    per_key = 2 * model.block_config.width * model.dtype.itemsize  # with its value
     return Forecast(
         name,
         method.label,
@@ -122,7 +133,13 @@ def forecast_of(name: str, model: NextScaleModel, method: Method, workload: Work
         kept if decides_by_image else None,
         dense,
         planned,
-        Memory(model.request_bytes(schedule, rows, workload.text_tokens), per_key * dense.held, per_key * planned.held),
+        Memory(
+            reserved_bytes(model, schedule, method, workload.images, rows, workload.text_tokens),
+            model.cache_spec(schedule, rows).kept_bytes,
+            planned_cache(model, schedule, plans, workload.images, rows).kept_bytes,
+            request_memory(model, tokenizer, workload, method.forecast(model, schedule, max(kept, ASSUMED_KEPT))),
+            request_memory(model, tokenizer, workload),
+        ),
     )
 
 
@@ -172,8 +189,17 @@ def show(forecast: Forecast) -> None:
     console.print(NOT_COUNTED)
     memory = forecast.memory
     console.print(
-        f"Keys and values: {gib(memory.reserved)} are reserved whatever the method, text included; for later stages it keeps"
+        f"Keys and values: {gib(memory.reserved)} are reserved, text included; for later stages the method keeps"
         f" {gib(memory.planned)} of dense generation's {gib(memory.dense)}."
+    )
+    if forecast.kept is not None:
+        console.print(
+            f"They are reserved for {percent(ASSUMED_KEPT)} of the cells where the method decides by the image, and grow if need be."
+        )
+    peak = memory.method_peak
+    console.print(
+        f"Peak memory: about {gib(peak.peak)}, dense {gib(memory.dense_peak.peak)}: weights {gib(peak.weights)}, without the text"
+        f" encoder's, and {gib(peak.drawing)} for drawing, keys, values and activations together, or {gib(peak.decoding)} for decoding."
     )
 
 

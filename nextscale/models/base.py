@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -46,6 +46,10 @@ class Conditioning:
     text: TextContext | None = None
     rope: Rope | None = None
     refiner: Conditioning | None = None  # of a second, smaller stack of blocks (STAR)
+
+    def copy(self) -> Conditioning:
+        """With the same tensors; rows that leave the copy stay here."""
+        return replace(self, refiner=None if self.refiner is None else self.refiner.copy())
 
     def keep_rows(self, rows: slice) -> None:
         self.start = self.start[rows]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..cache import Env
+from .. import kernels
+from ..cache import DenseLayerCache, Env, Slot
 from ..stage import Tokens
+from .rope import PairRope
 
 NORM_EPS = 1e-6
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
@@ -113,6 +116,38 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
+def attend_slot(q: Tensor, slot: Slot, scale: float) -> Tensor:
+    """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
+    if slot.lengths is None or not reads_lengths(q):
+        return attend(q, *slot.filled, scale)
+    return attend_lengths(q, slot.keys, slot.values, slot.lengths, slot.end, scale)
+
+
+def reads_lengths(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float) -> Tensor:
+    """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else."""
+    rows, width = q.shape[:2]
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    out = torch.ops.aten._flash_attention_forward(
+        q.flatten(0, 1),
+        keys.flatten(0, 1),
+        values.flatten(0, 1),
+        starts * width,
+        starts * keys.shape[1],
+        width,
+        longest,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        seqused_k=lengths.int(),
+    )[0]
+    return out.view(rows, width, -1)
+
+
 class SelfAttention(nn.Module):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
@@ -124,7 +159,16 @@ class SelfAttention(nn.Module):
         self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        rope = env.cond.rope
+        rope, cache = env.cond.rope, env.cache[self.layer]
+        turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
+        if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
+            rows, width = x.shape[:2]
+            qkv = self.qkv(x).view(rows, width, 3, self.heads, self.head_dim)
+            slot = cache.reserve(rows, width, tokens)
+            rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
+            stores = (slot.keys, slot.values, slot.start)
+            q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
+            return self.proj(attend_slot(q, slot, self.scale))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
@@ -242,6 +286,15 @@ class Block(nn.Module):
         return x
 
 
+class FusedPart(NamedTuple):
+    """A residual branch in pieces: adds gain * run(layer_norm(x) * scale + shift)."""
+
+    scale: Tensor  # [R, 1, C], or [C] of a learned norm
+    shift: Tensor
+    gain: Tensor | None
+    run: Part  # of what is normed
+
+
 class ModulatedBlock(Block):
     """A block whose attention and feed-forward a condition scales, shifts and weights."""
 
@@ -251,6 +304,19 @@ class ModulatedBlock(Block):
             self.modulation_table = nn.Parameter(torch.empty(6, config.width))
         else:
             self.modulation = nn.Linear(config.width, 6 * config.width)
+        self.fusable = not config.rms_norm and (config.text is None or config.text.learned_norm)
+
+    def fused_parts(self, x: Tensor, env: Env) -> tuple[FusedPart, ...]:
+        """`parts` for the kernels; empty where they cannot be used."""
+        if not self.fusable or not kernels.available(x):
+            return ()
+        m = env.cond.modulation[self.layer]
+        attention = FusedPart(m.attention_scale, m.attention_shift, m.attention_gain, self.attention)
+        feed_forward = FusedPart(m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain, lambda y, *_: self.feed_forward(y))
+        if not self.has_text:
+            return attention, feed_forward
+        text = FusedPart(self.text_norm.weight, self.text_norm.bias, None, lambda y, _, env: self.text_attention(y, env))
+        return attention, text, feed_forward
 
     def attention_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return env.cond.modulation[self.layer].attention_gain * self._attention(x, tokens, env)
@@ -259,7 +325,16 @@ class ModulatedBlock(Block):
         return env.cond.modulation[self.layer].feed_forward_gain * self._feed_forward(x, env)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        """All parts in order, each gain fused with the addition."""
+        """All parts in order, each gain fused with the addition; with kernels also with the next norm."""
+        fused = self.fused_parts(x, env)
+        if fused:
+            y = kernels.norm_modulate(x, fused[0].scale, fused[0].shift)
+            for part, following in pairwise(fused):
+                update = part.run(y, tokens, env)
+                x, y = kernels.residual_norm_modulate(x, part.gain, update, following.scale, following.shift)
+            gain = fused[-1].gain
+            assert gain is not None
+            return torch.addcmul(x, gain, fused[-1].run(y, tokens, env))
         m = env.cond.modulation[self.layer]
         x = torch.addcmul(x, m.attention_gain, self._attention(x, tokens, env))
         if self.has_text:
@@ -273,10 +348,15 @@ class ModulatedBlock(Block):
         return self.feed_forward(self.feed_forward_input(x, env.cond.modulation[self.layer]))
 
     def attention_input(self, x: Tensor, m: Modulation) -> Tensor:
-        return torch.addcmul(m.attention_shift, self.norm(x), m.attention_scale)
+        return self._modulated(x, m.attention_scale, m.attention_shift)
 
     def feed_forward_input(self, x: Tensor, m: Modulation) -> Tensor:
-        return torch.addcmul(m.feed_forward_shift, self.norm(x), m.feed_forward_scale)
+        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift)
+
+    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        if self.fusable and kernels.available(x):
+            return kernels.norm_modulate(x, scale, shift)
+        return torch.addcmul(shift, self.norm(x), scale)
 
 
 def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:

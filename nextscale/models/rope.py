@@ -105,6 +105,10 @@ class PairRope:
             rotation = torch.cat([rotation.new_ones(rotation.shape[0], tokens.prefix, *rotation.shape[2:]), rotation], dim=1)
         return rotation
 
+    def table(self, stage: Stage) -> Tensor:
+        """Rotations of all cells of a stage, [cells, head_dim / 2]."""
+        return self.stages[stage.index][0, :, 0, 0]
+
     def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
         pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * self.at(tokens)).flatten(-2)

@@ -1,0 +1,148 @@
+"""The kernels alone: time, bytes per second, and the time of the same in plain torch.
+
+    python -m benchmarks.kernels [--out FILE] [--sweep] [NAME ...]
+
+Sizes are those of infinity-2b at 1024 x 1024, guided: two rows. "mb" is what must be moved, every input once and every output once;
+"tb_s" that by the median time; "floor_ms" the least time at what a copy reaches on an H200. Memory is not flushed between runs except
+by the benchmark's own buffer, as triton.testing.do_bench does it. With --sweep every kernel also runs with half and twice its warps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .results import RESULTS, append, measure
+
+COPY_TB_S = 4.3  # on an H200, read and written
+WIDTH, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
+SIDES = (16, 32, 40, 64)  # of stages
+MEMORY = (24, 24)
+KEPT = 0.5
+QUANTILES = (0.5, 0.2, 0.8)
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: str
+    shape: tuple[int, ...]
+    bytes: int
+    run: Callable[..., Any]  # takes `warps`
+    reference: Callable[[], Any]
+    warps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {'x'.join(map(str, self.shape))}"
+
+
+def size(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
+    from nextscale.kernels.bits import bit_update, bit_update_reference
+    from nextscale.kernels.distance import distance_from_mean, distance_from_mean_reference
+    from nextscale.kernels.norm import (
+        norm_modulate,
+        norm_modulate_reference,
+        residual_norm_modulate,
+        residual_norm_modulate_reference,
+    )
+    from nextscale.kernels.restore import restore_tokens, restore_tokens_reference
+    from nextscale.kernels.rotate import rotate_into_cache, rotate_into_cache_reference
+    from nextscale.kernels.shapes import warps_for
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    warps = warps_for(WIDTH)
+    for side in SIDES:
+        tokens = side * side
+        x, update = normal(rows, tokens, WIDTH), normal(rows, tokens, WIDTH)
+        gain, scale, shift = normal(rows, 6, WIDTH)[:, :3, None].unbind(1)
+        kept = int(tokens * KEPT)
+        index = torch.rand(rows, tokens, generator=generator, device=device).argsort(dim=1)[:, :kept].sort(dim=1).values
+        whole = size(x)
+
+        def case(
+            kernel: Callable[..., Any], reference: Callable[..., Any], shape: tuple[int, ...], moved: int, *inputs: Any, **settings: Any
+        ) -> Case:
+            plain = partial(reference, *inputs, **settings)
+            return Case(kernel.__name__, shape, moved, partial(kernel, *inputs, **settings), plain, warps)
+
+        shape = (rows, tokens, WIDTH)
+        yield case(norm_modulate, norm_modulate_reference, shape, 2 * whole, x, scale, shift)
+        yield case(norm_modulate, norm_modulate_reference, (rows, kept, WIDTH), 2 * (whole * kept // tokens), x, scale, shift, index)
+        yield case(residual_norm_modulate, residual_norm_modulate_reference, shape, 4 * whole, x, gain, update, scale, shift)
+        qkv, angles = normal(rows, tokens, 3, HEADS, HEAD_DIM), normal(tokens, HEAD_DIM // 2, dtype=torch.float32)
+        keys, values = (torch.empty(rows, tokens + 697, HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
+        rotation, temperature = torch.polar(torch.ones_like(angles), angles), normal(HEADS, dtype=torch.float32).exp()
+        inputs = qkv, temperature, rotation, None, keys, values, 697
+        yield case(rotate_into_cache, rotate_into_cache_reference, tuple(qkv.shape), 2 * size(qkv), *inputs)
+        if side > MEMORY[0]:
+            memory, fresh = normal(rows, MEMORY[0] * MEMORY[1], WIDTH), normal(rows, kept, WIDTH)
+            inputs = memory, MEMORY, (side, side), fresh, index
+            moved = 2 * whole + size(memory, fresh)
+            yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gain=gain)
+        mean = x.mean(dim=1, keepdim=True, dtype=torch.float32)
+        yield case(distance_from_mean, distance_from_mean_reference, shape, whole, x, mean)
+        logits = normal(rows, tokens, BITS, 2, dtype=torch.float32)
+        noise = normal(1, tokens, BITS, 2, dtype=torch.float32).exp()
+        moved = size(logits, noise) + size(noise) + tokens * BITS * (8 + 4)
+        settings = {"batch": 1, "channels": BITS, "scale": 4.0, "temperature": 0.5}
+        yield case(bit_update, bit_update_reference, tuple(logits.shape), moved, logits, noise, **settings)
+
+
+def milliseconds(run: Callable[[], Any]) -> dict[str, float]:
+    from triton.testing import do_bench
+
+    median, p20, p80 = do_bench(run, quantiles=list(QUANTILES))
+    return {"median_ms": round(median, 5), "p20_ms": round(p20, 5), "p80_ms": round(p80, 5)}
+
+
+def timed(case: Case, sweep: bool) -> dict[str, Any]:
+    found = milliseconds(case.run)
+    row: dict[str, Any] = {
+        **found,
+        "mb": round(case.bytes / 1e6, 2),
+        "tb_s": round(case.bytes / found["median_ms"] / 1e9, 3),
+        "floor_ms": round(case.bytes / COPY_TB_S / 1e9, 5),
+        "reference": milliseconds(case.reference),
+    }
+    row["speedup"] = round(row["reference"]["median_ms"] / found["median_ms"], 2)
+    if sweep:
+        row["warps"] = {warps: milliseconds(partial(case.run, warps=warps))["median_ms"] for warps in (case.warps // 2, 2 * case.warps)}
+    return row
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels, such as norm_modulate; default: all")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--sweep", action="store_true", help="also with half and twice the warps")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("kernels are measured on a GPU")
+    for case in cases("cuda", torch.bfloat16):
+        if args.names and case.kernel not in args.names:
+            continue
+        config = {"case": case.name, "kernel": case.kernel, "shape": list(case.shape), "dtype": "bfloat16", "quality": None}
+        row = measure("kernels", config, partial(timed, case, args.sweep))
+        append([row], args.out)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

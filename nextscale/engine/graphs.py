@@ -1,0 +1,324 @@
+"""Recorded requests: every stage as one CUDA graph, so that the host only says which comes next.
+
+A recording fixes everything that decides shapes and launches: schedule, batch, guidance, sampling, method, room for the text. What
+differs from request to request lies at fixed addresses: the condition and the random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..accel.combine import Combined
+from ..accel.method import Method
+from ..cache import DenseLayerCache, Env
+from ..canvas import Canvas
+from ..errors import SettingError
+from ..generate import Request, StageDone, as_drawn, begin, draw_stage, generate
+from ..models.base import Conditioning, NextScaleModel
+from ..report import Stopwatch
+from ..sampling import Sampling
+from ..stage import Schedule, Stage
+from ..tokenizers.base import Tokenizer
+from .conditions import FixedConditioning, text_tokens, text_width
+from .draws import FixedDraws
+
+log = logging.getLogger(__name__)
+
+WARM_UPS = 2  # runs before the recording
+RUNGS = 12  # of the ladder of token numbers; the padding that is paid is at most one of them, a twelfth of the stage
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a recording is made for; a request with the same one can use it."""
+
+    schedule: Schedule
+    batch: int
+    rows: int
+    scales: tuple[float, ...]
+    guided_layers: frozenset[int]
+    guides_logits: bool
+    sampling: Sampling
+    method: Method
+    text: int  # room for so many tokens
+
+    @classmethod
+    def of(cls, request: Request, cond: Conditioning, method: Method) -> Signature:
+        guidance = request.guidance
+        return cls(
+            request.schedule,
+            request.batch,
+            cond.start.shape[0],
+            guidance.scales,
+            guidance.layers,
+            guidance.output_scale(request.schedule[0]) == guidance.scales[0],
+            request.sampling,
+            method,
+            text_width(text_tokens(cond)),
+        )
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What a recording cost."""
+
+    seconds: float
+    graphs: int
+    bytes: int  # that it keeps
+
+
+class SilentClock(Stopwatch):
+    """Times nothing: events inside a recording would be recorded, not measured."""
+
+    def start(self, what: str, stage: int = 0) -> None: ...
+
+    def stop(self, what: str, stage: int = 0) -> None: ...
+
+
+def ladder(cells: int) -> tuple[int, ...]:
+    """The numbers of tokens for which a stage is recorded where the image decides, from all cells down."""
+    return tuple(dict.fromkeys(max(1, cells * rung // RUNGS) for rung in range(RUNGS, 0, -1)))
+
+
+@dataclass(eq=False)
+class State:
+    """Everything that changes from stage to stage."""
+
+    canvas: Canvas
+    env: Env
+    run: Method
+
+    def fork(self) -> State:
+        """The same tensors in objects of its own, so that a stage can be run in several ways from here."""
+        env = replace(self.env, cond=self.env.cond.copy(), cache=[copy.copy(cache) for cache in self.env.cache])
+        env.memory = self.env.memory.copy()
+        run = Combined(tuple(map(copy.copy, self.run.methods))) if isinstance(self.run, Combined) else copy.copy(self.run)
+        return State(copy.copy(self.canvas), env, run)
+
+    def carried(self) -> list[Tensor]:
+        """What later stages read and what depends on how this one was run. Keys and values lie in memory that all forks share."""
+        lengths = [cache.lengths for cache in self.env.cache if isinstance(cache, DenseLayerCache) and cache.lengths is not None]
+        return [self.canvas.latent, *self.run.carried(), *lengths]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to run a stage: its graph and what it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    done: StageDone
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A stage of a recording. Where the image decides, `look` counts the tokens and there is a way for every rung of the ladder."""
+
+    ways: Mapping[int, Way]  # by number of tokens, the largest first
+    latent: Tensor  # what the canvas holds afterwards, whichever way was taken
+    finite: Tensor | None
+    look: torch.cuda.CUDAGraph | None = None
+    counts: Tensor | None = None  # [B], on the device
+    told: Tensor | None = None  # the same on the host
+
+    def way(self) -> Way:
+        if self.look is None or self.counts is None or self.told is None:
+            return next(iter(self.ways.values()))
+        self.look.replay()
+        self.told.copy_(self.counts, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        needed = int(self.told.max())
+        return self.ways[min(width for width in self.ways if width >= needed)]
+
+
+class Recording:
+    """One request as graphs. Its outputs are overwritten by the next replay: copy what is to be kept."""
+
+    def __init__(
+        self,
+        model: NextScaleModel,
+        tokenizer: Tokenizer,
+        request: Request,
+        cond: Conditioning,
+        method: Method,
+        text: int,
+        pool: Any,
+    ) -> None:
+        self._model, self._tokenizer, self._method, self._pool = model, tokenizer, method, pool
+        self._fixed = FixedConditioning(cond, text)
+        self._fixed.load(cond)
+        self._draws, self._method_draws = FixedDraws(), FixedDraws()
+        self._stream = torch.cuda.Stream(model.device)
+        self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device))
+        self._begin_graph = torch.cuda.CUDAGraph()
+        self._warm_up()
+        self._steps = self._record()
+        self.canvas = tokenizer.canvas(request.schedule, request.batch)
+        self._decode_graph = torch.cuda.CUDAGraph()
+        with self._captured(self._decode_graph):
+            self.pixels = tokenizer.decode(self._steps[-1].latent)
+
+    @property
+    def graphs(self) -> int:
+        return 2 + sum(len(step.ways) + (step.look is not None) for step in self._steps)
+
+    def _start(self) -> Conditioning:
+        self._draws.rewind()
+        self._method_draws.rewind()
+        return self._fixed.value.copy()  # rows that a method drops leave the copy, not what replays load into
+
+    def _warm_up(self) -> None:
+        """Libraries allocate their workspaces and kernels are compiled, neither of which can be recorded."""
+        request = self._request
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                canvas = self._tokenizer.canvas(request.schedule, request.batch)
+                generate(self._model, self._start(), canvas, request, self._method, lambda done: None)
+                self._tokenizer.decode(canvas.latent)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _record(self) -> list[Step]:
+        request = self._request
+        canvas = self._tokenizer.canvas(request.schedule, request.batch)
+        self._empty = canvas.latent  # not from the pool, and read at every replay
+        with self._captured(self._begin_graph):  # methods may draw before the first stage
+            run, env = begin(self._model, self._start(), request, self._method, kept=1.0)
+        # Keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that the next
+        # recording can use the memory: a request has no use for what another has left there.
+        state, steps = State(canvas, env, run), []
+        forks: list[State] = []
+        for stage in request.schedule:
+            step, state = self._record_stage(stage, state, forks)
+            steps.append(step)
+        return steps
+
+    def _record_stage(self, stage: Stage, state: State, forks: list[State]) -> tuple[Step, State]:
+        """The step, and the state that all of its ways leave behind. `forks`: states that must live until all stages are recorded."""
+        counts: Tensor | None = None
+        done: StageDone | None = None
+        finite: Tensor | None = None
+        graph = torch.cuda.CUDAGraph()
+        with self._captured(graph):
+            if self._method.follows_image:
+                counts = state.run.look(stage, state.canvas)
+                # Rows leave here and not in the ways of the stage, whose caches have to share their memory.
+                state.env.keep(self._method.forecast(self._model, self._request.schedule)[stage.index].branches)
+            if counts is None:
+                plan = state.run.plan_as_told(stage, state.canvas)
+                done, finite = draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
+        if counts is not None:
+            return self._record_ladder(stage, state, graph, counts, forks)
+        assert done is not None
+        return Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite), state
+
+    def _record_ladder(
+        self, stage: Stage, state: State, look: torch.cuda.CUDAGraph, counts: Tensor, forks: list[State]
+    ) -> tuple[Step, State]:
+        ways: dict[int, Way] = {}
+        first, good = state, None
+        drawn = self._draws.drawn, self._method_draws.drawn
+        for width in ladder(stage.cells):
+            self._draws.rewind(drawn[0])
+            self._method_draws.rewind(drawn[1])
+            fork = state.fork()
+            fork.run.told(0, width)
+            plan = fork.run.plan_as_told(stage, fork.canvas)
+            graph = torch.cuda.CUDAGraph()
+            with self._captured(graph):
+                done, finite = draw_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
+                if ways and finite is not None and good is not None:
+                    torch._foreach_copy_([good, *first.carried()], [finite, *fork.carried()])
+            if not ways:
+                first, good = fork, finite
+            ways[width] = Way(graph, done.without_logits())
+        forks += [state, first]
+        told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        return Step(ways, first.canvas.latent, good, look, counts, told), first
+
+    @contextmanager
+    def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            yield
+
+    def draw(self, request: Request, cond: Conditioning, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
+        """Like `generate`, with what the recording was made from replaced by this request's."""
+        self._fixed.load(cond)
+        self._draws.refill(request.draws)
+        self._method_draws.refill(request.method_draws)
+        self._begin_graph.replay()
+        for step in self._steps:
+            way = step.way()
+            way.graph.replay()
+            self.canvas.latent = step.latent
+            watch(replace(way.done, canvas=self.canvas))
+        return {stage: step.finite for stage, step in enumerate(self._steps) if step.finite is not None}
+
+    def decode(self) -> Tensor:
+        self._decode_graph.replay()
+        return self.pixels
+
+
+class Recordings:
+    """All recordings of a pipeline. They share one pool of memory, since only one is replayed at a time."""
+
+    def __init__(self, model: NextScaleModel, tokenizer: Tokenizer) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._recordings: dict[Signature, Recording] = {}
+        self._pool: Any = None  # torch names no public type
+        self._told: set[Signature] = set()
+
+    def record(self, request: Request, cond: Conditioning, method: Method) -> WarmUp:
+        """Makes a recording for requests like this one, unless there is one."""
+        require_recordable(self._model, request, method)
+        signature = Signature.of(request, cond, method)
+        if signature in self._recordings:
+            return WarmUp(0.0, 0, 0)
+        device = self._model.device
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(device)
+        begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
+        with torch.inference_mode():
+            recording = Recording(self._model, self._tokenizer, request, cond, method, signature.text, self._pool)
+        torch.cuda.synchronize(device)
+        self._recordings[signature] = recording
+        return WarmUp(time.perf_counter() - begun, recording.graphs, torch.cuda.memory_reserved(device) - before)
+
+    def find(self, request: Request, cond: Conditioning, method: Method) -> Recording | None:
+        """The recording for such a request; None, and said once for each kind, where there is none."""
+        if request.revise is not as_drawn or request.track_kept:
+            return None
+        signature = Signature.of(request, cond, method)
+        found = self._recordings.get(signature)
+        if found is None:
+            alike = [known for known in self._recordings if replace(known, text=signature.text) == signature]
+            wider = [known for known in alike if known.text > signature.text]
+            found = self._recordings[min(wider, key=lambda known: known.text)] if wider else None
+        if found is None and self._recordings and signature not in self._told:
+            self._told.add(signature)
+            log.warning(
+                "no recording for %d image(s) of %s with %s: drawn eagerly; pipe.warmup(...) makes one",
+                request.batch,
+                request.schedule,
+                method.label,
+            )
+        return found
+
+    def clear(self) -> None:
+        self._recordings.clear()
+        self._told.clear()
+
+
+def require_recordable(model: NextScaleModel, request: Request, method: Method) -> None:
+    if model.device.type != "cuda":
+        raise SettingError(f"graphs are recorded on a GPU; this model is on {model.device}: use engine='eager' there")
+    if request.track_kept or request.revise is not as_drawn:
+        raise SettingError("masks and revise need the host between stages and cannot be recorded: leave them out of warmup")

@@ -1,0 +1,106 @@
+"""Layer norm and modulation, with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
+
+NORM_EPS = 1e-6
+
+# Bytes for bfloat16 [2, 4096, 2048] and the least time at 4.3 TB/s:
+#   norm_modulate            x in, y out                      67 MB   15.6 us (torch: 134 MB in two kernels, 31 us)
+#   residual_norm_modulate   x and update in, sum and y out  134 MB   31.2 us (torch: 235 MB in three, 55 us)
+# One program per token: what it reads of scale, shift and gain, 4 KB each, is the row's and stays in the multiprocessor's first cache.
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def norm_modulate_kernel(
+    x_ptr, index_ptr, update_ptr, gain_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
+    tokens, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps,
+    INDEXED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    written = (row * tokens + token) * CHANNELS + channel
+    source = token
+    if INDEXED:
+        source = tl.load(index_ptr + row * tokens + token).to(tl.int64)
+    x = tl.load(x_ptr + row * x_row + source * x_token + channel, mask=inside, other=0.0).to(tl.float32)
+    if UPDATED:
+        update = tl.load(update_ptr + row * update_row + token * update_token + channel, mask=inside, other=0.0).to(tl.float32)
+        if GAINED:
+            update *= tl.load(gain_ptr + row * gain_row + channel, mask=inside, other=0.0).to(tl.float32)
+        rounded = (x + update).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + written, rounded, mask=inside)
+        x = rounded.to(tl.float32)  # the norm is that of what later blocks read
+    scale = tl.load(scale_ptr + row * scale_row + channel, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + row * shift_row + channel, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / CHANNELS
+    centred = tl.where(inside, x - mean, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / CHANNELS
+    y = centred * tl.rsqrt(variance + eps) * scale + shift
+    tl.store(out_ptr + written, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, index: Tensor | None = None, *, warps: int | None = None) -> Tensor:
+    """layer_norm(x) * scale + shift for x [R, N, C], or for its tokens at `index` [R, K] only, which are then gathered on the way.
+
+    scale and shift are [R, 1, C], or [C] for all rows (the weight and bias of a learned norm).
+    """
+    rows, width, channels = x.shape
+    x, scale, shift = dense_channels(x), per_row(scale, rows, channels), per_row(shift, rows, channels)
+    if index is not None:
+        index = require_index(index, rows)
+        width = index.shape[1]
+    out = torch.empty(rows, width, channels, dtype=x.dtype, device=x.device)
+    block = power_of_two(channels)
+    with torch.cuda.device_of(x):
+        norm_modulate_kernel[width, rows](
+            x, index, None, None, scale, shift, None, out,
+            width, x.stride(0), x.stride(1), 0, 0, 0, scale.stride(0), shift.stride(0), NORM_EPS,
+            INDEXED=index is not None, UPDATED=False, GAINED=False, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
+        )  # fmt: skip
+    return out
+
+
+def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, index: Tensor | None = None) -> Tensor:
+    if index is not None:
+        x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]).long())
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=NORM_EPS), scale)
+
+
+def residual_norm_modulate(
+    x: Tensor, gain: Tensor | None, update: Tensor, scale: Tensor, shift: Tensor, *, warps: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + gain * update, and its layer norm times scale plus shift: [R, N, C] each.
+
+    gain, scale and shift are [R, 1, C] or [C]; no gain is a gain of 1.
+    """
+    rows, width, channels = x.shape
+    require_shape("update", update, rows, width, channels)
+    x, update = dense_channels(x), dense_channels(update)
+    scale, shift = per_row(scale, rows, channels), per_row(shift, rows, channels)
+    if gain is not None:
+        gain = per_row(gain, rows, channels)
+    total, out = (torch.empty(rows, width, channels, dtype=x.dtype, device=x.device) for _ in range(2))
+    block = power_of_two(channels)
+    with torch.cuda.device_of(x):
+        norm_modulate_kernel[width, rows](
+            x, None, update, gain, scale, shift, total, out,
+            width, x.stride(0), x.stride(1), update.stride(0), update.stride(1), 0 if gain is None else gain.stride(0),
+            scale.stride(0), shift.stride(0), NORM_EPS,
+            INDEXED=False, UPDATED=True, GAINED=gain is not None, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
+        )  # fmt: skip
+    return total, out
+
+
+def residual_norm_modulate_reference(x: Tensor, gain: Tensor | None, update: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + update if gain is None else torch.addcmul(x, gain, update)
+    return total, norm_modulate_reference(total, scale, shift)

@@ -1,0 +1,43 @@
+"""What the launchers share: how tensors are laid out, and how many warps a row of channels gets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ELEMENTS_PER_THREAD = 16  # two 16-byte accesses of bfloat16 in flight per tensor
+LARGEST_WARPS = 16
+
+
+def power_of_two(count: int) -> int:
+    """The next one from `count` on."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def warps_for(elements: int) -> int:
+    """Of a program that holds so many elements (a power of two) of each tensor: 4 for 2048, 8 for 4096."""
+    return min(max(elements // (32 * ELEMENTS_PER_THREAD), 1), LARGEST_WARPS)
+
+
+def dense_channels(x: Tensor) -> Tensor:
+    """Neighbouring channels side by side, as the kernels read them; any other stride is taken as it is."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def per_row(x: Tensor, rows: int, channels: int) -> Tensor:
+    """[C], [1, 1, C] or [R, 1, C] as [R, C] without a copy: what all rows share has a row stride of 0."""
+    if x.ndim not in (1, 3) or x.shape[-1] != channels or (x.ndim == 3 and (x.shape[0] not in (1, rows) or x.shape[1] != 1)):
+        raise ValueError(f"expected [C], [1, 1, C] or [R, 1, C] with R = {rows} and C = {channels}; got {list(x.shape)}")
+    return dense_channels(x if x.ndim == 1 else x[:, 0]).expand(rows, channels)
+
+
+def require_shape(name: str, x: Tensor, *shape: int) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} is {list(x.shape)}; expected {list(shape)}")
+
+
+def require_index(index: Tensor, rows: int) -> Tensor:
+    """[R, K] positions, contiguous."""
+    if index.ndim != 2 or index.shape[0] != rows or index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"an index is [R, K] whole numbers with R = {rows}; got {list(index.shape)}, {index.dtype}")
+    return index.contiguous()

@@ -1,0 +1,105 @@
+"""What the tests of the kernels share: inputs, and the rule by which a result is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SLACK = 2.0  # times the error of torch in the same dtype
+
+
+class Maker:
+    """Random inputs of one dtype on one device, the same for the same seed."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None, mean: float = 0.0) -> Tensor:
+        return (torch.randn(shape, generator=self.generator, device=self.device) + mean).to(dtype or self.dtype)
+
+    def rows(self, rows: int, channels: int, mean: float = 0.0) -> Tensor:
+        """[R, 1, C] as the models keep modulations: a slice of a larger tensor."""
+        return self.normal(rows, 6, channels, mean=mean)[:, 2:3]
+
+    def wide(self, rows: int, tokens: int, channels: int) -> Tensor:
+        """[R, N, C], a part of something larger in every direction but the last."""
+        return self.normal(rows + 1, tokens + 3, channels, mean=0.5)[1:, 2 : tokens + 2]
+
+    def selection(self, rows: int, tokens: int, kept: int) -> Tensor:
+        """[R, K] ascending positions, another choice in every row."""
+        scores = torch.rand(rows, tokens, generator=self.generator, device=self.device)
+        return scores.argsort(dim=1)[:, :kept].sort(dim=1).values
+
+    def rotation(self, cells: int, head_dim: int) -> Tensor:
+        angles = torch.randn(cells, head_dim // 2, generator=self.generator, device=self.device) * 3
+        return torch.polar(torch.ones_like(angles), angles)
+
+
+def exact(value: Any) -> Any:
+    """Floating-point tensors in float64, everything else as it is."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New memory is full of NaN, or of the largest number, so that a place that is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape, f"{list(found.shape)} where {list(expected.shape)} is expected"
+    assert found.isfinite().all(), "not all of the result was written"
+    return (found.double() - expected).abs().max().item() if found.numel() else 0.0
+
+
+def require_close(found: Sequence[Tensor], torch_found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Errors against float64 at most twice those of torch in the same dtype, and some roundings of float32 where it happens to be exact."""
+    for ours, theirs, truth in zip(found, torch_found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        spare = 4 * torch.finfo(torch.float32).eps * truth.abs().max().item() if truth.numel() else 0.0
+        assert error(ours, truth) <= SLACK * error(theirs, truth) + spare
+
+
+def compare(kernel: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, **settings: Any) -> None:
+    """A kernel that returns one tensor or several against its reference; inputs must stay as they are."""
+    before = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+    with poisoned():
+        found = kernel(*inputs, **settings)
+    theirs = reference(*inputs, **settings)
+    truth = reference(*map(exact, inputs), **{name: exact(value) for name, value in settings.items()})
+    require_close(*([result] if isinstance(result, Tensor) else result for result in (found, theirs, truth)))
+    for value, old in zip(inputs, before, strict=True):
+        assert not isinstance(value, Tensor) or torch.equal(value, old)
+
+
+def compare_rotation(
+    kernels: tuple[Callable[..., Tensor], Callable[..., Tensor]], capacity: int, *inputs: Any, start: int | Tensor
+) -> None:
+    """`rotate_into_cache` writes into caches of `capacity` tokens: what it does not own there must stay."""
+    kernel, reference = kernels
+    qkv = inputs[0]
+    shape = (qkv.shape[0], capacity, *qkv.shape[3:])
+
+    def run(function: Callable[..., Tensor], given: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Caches that are slices of larger ones, filled with a number that no result is."""
+        keys, values = (torch.full((shape[0] + 1, *shape[1:]), -77.0, device=qkv.device, dtype=dtype)[1:] for _ in range(2))
+        return function(*given, keys, values, start), keys, values
+
+    with poisoned():
+        found = run(kernel, inputs, qkv.dtype)
+    theirs = run(reference, inputs, qkv.dtype)
+    truth = run(reference, [exact(value) for value in inputs], torch.float64)
+    require_close(found, theirs, truth)
+    assert torch.equal(found[2], theirs[2])  # values are only copied
+    assert torch.equal(found[1] == -77, theirs[1] == -77)

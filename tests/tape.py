@@ -1,0 +1,98 @@
+"""CUDA graphs played on a CPU: what runs inside a capture is written down op by op and can be run again on the same memory.
+
+As on a GPU, a replay writes where the capture wrote, nothing on the host runs again, and reading from the device during a capture fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nextscale.engine import graphs
+
+HOST_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::equal"}
+
+
+class Tape(TorchDispatchMode):
+    """Stands for torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # A number that is written into a tensor becomes one of no dimensions here; on a GPU it travels with the launch.
+        number = func._schema.name == "aten::lift_fresh" and args[0].ndim == 0
+        if func._schema.name in HOST_READS and not number:
+            raise RuntimeError(f"{func} during a capture: the host waits for the device, or sends it what it made")
+        out = func(*args, **kwargs or {})
+        self.ops.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.ops:
+            aliases = [value.alias_info for value in func._schema.returns]
+            in_place = any(alias is not None and alias.is_write for alias in aliases)
+            if not in_place and shares_memory(out, (args, kwargs)):
+                continue  # a view stays where it is
+            fresh = func(*args, **kwargs)
+            if in_place or func._schema.name.startswith("aten::empty"):
+                continue
+            for target, source in zip(tree_leaves(out), tree_leaves(fresh), strict=True):
+                if isinstance(target, Tensor):
+                    target.copy_(source)
+
+
+def shares_memory(out: Any, inputs: Any) -> bool:
+    """Some operators return a view or a copy, as it comes: `to`, `reshape`, `contiguous`."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
+    return any(tensor.untyped_storage().data_ptr() in places for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
+
+
+class Dispatched(TorchDispatchMode):
+    """Nothing but the way through Python that captures take: some operators, attention among them, round differently there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class Stream:
+    def __init__(self, *_: Any) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def captured(tape: Tape, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    with tape:
+        yield
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    yield
+
+
+def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "CUDAGraph": Tape,
+        "graph": captured,
+        "Stream": Stream,
+        "stream": on_stream,
+        "current_stream": Stream,
+        "graph_pool_handle": lambda: (0, 0),
+        "synchronize": lambda *_: None,
+        "memory_reserved": lambda *_: 0,
+    }.items():
+        patch.setattr(torch.cuda, name, value)
+    patch.setattr(graphs, "require_recordable", lambda *_: None)

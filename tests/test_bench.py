@@ -1,0 +1,514 @@
+"""Measuring speed: whole runs on tiny random models, ratios and limits whose arithmetic is known, tables from made-up rows."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nextscale import presets
+from nextscale.accel import Method, resolve_method
+from nextscale.accel.cost import Workload, request_cost
+from nextscale.cli import app
+from nextscale.cli import bench as bench_command
+from nextscale.errors import OutOfMemory, SettingError
+from nextscale.evals import bench
+from nextscale.evals.bench import Drawn, Plan, Runner, bench_case, chosen_engines, prompts, row_of, workload
+from nextscale.evals.energy import EnergyMeter
+from nextscale.evals.limit import Rates, request_limit
+from nextscale.evals.sparse_share import SparseVARShare
+from nextscale.evals.speed_tables import (
+    TABLES,
+    dense_table,
+    growth_table,
+    method_rows,
+    methods_table,
+    pictured_row,
+    speed_tables,
+    stages_svg,
+    throughput_table,
+    waterfall_table,
+)
+from nextscale.evals.suites import METHODS, SPARSE, SUITES, Case, timed_methods
+from nextscale.pipeline import Pipeline
+from nextscale.presets import model_spec
+from nextscale.random_weights import random_pipeline
+from nextscale.stage import Schedule
+
+from .tiny import FAMILIES, OneSchedule, infinity_spec, shared_pipeline
+
+CPU = torch.device("cpu")
+RATES = Rates(flops=1e12, bytes=1e11)
+PLAN = Plan(CPU, ("eager",), 2, RATES)
+SIDES = (1, 2, 4, 8, 16)
+SPEC = replace(infinity_spec(), settings=replace(infinity_spec().settings, schedules=OneSchedule(Schedule(SIDES))))
+
+Row = dict[str, Any]
+
+
+@cache
+def pipeline() -> Pipeline:
+    return random_pipeline(SPEC)
+
+
+class Failing(Method):
+    def start(self, setup: object) -> Method:
+        raise RuntimeError("does not work here\nat all")
+
+
+# --- whole runs
+
+
+def test_rows_tell_time_work_and_memory() -> None:
+    case = Case("tiny", "tiny-infinity", batch=2, suite="required")
+    dense, skip, odd = bench_case(pipeline(), case, {**timed_methods(["skip:last=1"]), "odd": Failing()}, PLAN)
+    assert (dense["method"], skip["method"], skip["settings"]) == ("dense", "skip:last=1", "SkipStages(last=1)")
+    assert (dense["benchmark"], dense["suite"], dense["case"], dense["size"], dense["batch"]) == ("bench", "required", "tiny", [32, 32], 2)
+    assert dense["cost_share"] == dense["speedup"]["median"] == dense["speedup_end_to_end"]["p80"] == 1
+    assert skip["tokens"] == [1, 4, 16, 64, 0] and skip["rows"] == [4, 4, 4, 4, 0]
+    assert 0 < skip["cost_share"] < 0.5
+    for row in (dense, skip):
+        assert row["repeats"] == 2 and row["engine"] == row["engine_asked"] == row["step"] == "eager"
+        for times in (row, row["decode"], row["end_to_end"]):
+            assert 0 < times["p20_ms"] <= times["median_ms"] <= times["p80_ms"]
+        assert row["median_ms"] < row["end_to_end"]["median_ms"]
+        assert row["images_per_second"] == pytest.approx(2000 / row["end_to_end"]["median_ms"], rel=1e-3)
+        assert row["times_limit"] == pytest.approx(row["median_ms"] / row["limit_ms"], rel=0.1)
+        assert row["limit_ms"] >= row["limit_arithmetic_ms"] > 0
+        assert row["joules_per_image"] is None and row["recording"] is None and "not_recorded" not in row
+        assert row["matmul_tflops"] == 1 and row["copy_tb_per_s"] == 0.1
+    assert odd["error"] == "RuntimeError: does not work here" and "median_ms" not in odd
+    json.dumps([dense, skip, odd], allow_nan=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_measured(family: str) -> None:
+    [row] = bench_case(shared_pipeline(family), Case(family, family), timed_methods([]), replace(PLAN, repeats=1))
+    assert row.get("error") is None and row["median_ms"] > 0 and row["limit_ms"] > 0
+
+
+def test_what_cannot_be_recorded_is_drawn_eagerly_and_says_so() -> None:
+    rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), timed_methods([]), replace(PLAN, engines=("eager", "graphs"), repeats=1))
+    assert [(row["engine"], row["engine_asked"], row["step"]) for row in rows] == [
+        ("eager", "eager", "eager"),
+        ("eager", "graphs", "graphs"),
+    ]
+    assert "recorded on a GPU" in rows[1]["not_recorded"] and rows[1]["recording"] is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recordings_are_measured_on_a_gpu() -> None:
+    cuda = torch.device("cuda")
+    pipe = random_pipeline(SPEC, device=cuda, dtype=torch.bfloat16)
+    plan = Plan(cuda, ("eager", "graphs"), 2, Rates.measured(cuda, torch.bfloat16), meter=EnergyMeter.of(cuda))
+    rows = bench_case(pipe, Case("tiny", "tiny-infinity"), timed_methods(["stagevar:alphas=[]", SPARSE]), plan)
+    engines = [(row["engine_asked"], row["engine"]) for row in rows]
+    assert engines == [("eager", "eager")] * 3 + [("graphs", "graphs")] * 2 + [("graphs", "eager")]
+    for row in rows:
+        assert row.get("error") is None and row["peak_gb"] >= row["weights_gb"] and row["times_limit"] > 1
+        assert (row["recording"] is not None) == (row["engine"] == "graphs")
+    assert rows[3]["recording"]["gb"] >= 0 and "not_recorded" in rows[5]
+
+
+def test_without_dense_there_are_times_but_no_ratio() -> None:
+    methods = {"dense": Failing(), "skip": resolve_method("skip:last=1")}
+    dense, skip = bench_case(pipeline(), Case("tiny", "tiny-infinity"), methods, PLAN)
+    assert "error" in dense
+    assert skip["speedup"] is None and skip["median_ms"] > 0
+
+
+def drawn(stage_seconds: float, decode: float, whole: float, memory: int = 0) -> Drawn:
+    report = pipeline()(prompts(pipeline(), 1, 0), seed=0).report
+    stages = tuple(replace(stage, seconds=stage_seconds) for stage in report.stages)
+    return Drawn(replace(report, stages=stages, condition_seconds=0, decode_seconds=decode), whole, memory)
+
+
+def test_ratios_are_those_of_each_round() -> None:
+    """Dense 1, 2 and 3 seconds, the method 0.5, 0.5 and 1 beside them: 2, 4 and 3 times faster, decoding left out."""
+    case = Case("tiny", "tiny-infinity")
+    dense, fast = (Runner(name, Method(), pipeline(), case, "eager") for name in ("dense", "fast"))
+    dense.drawn = [drawn(seconds / 5, 1.0, seconds + 1) for seconds in (1, 2, 3)]
+    fast.drawn = [drawn(seconds / 5, 1.0, seconds + 1, memory=10**9) for seconds in (0.5, 0.5, 1)]
+    row = row_of(fast, dense, PLAN)
+    assert (row["speedup"]["median"], row["median_ms"], row["decode"]["median_ms"]) == (3, 500, 1000)
+    assert row["speedup_end_to_end"]["median"] == 2 and row["end_to_end"]["median_ms"] == 1500
+    assert row["stage_median_ms"] == [100.0] * 5
+    assert row["peak_gb"] == 1
+
+
+def test_methods_take_turns() -> None:
+    order: list[str] = []
+
+    class Noted(Method):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def start(self, setup: object) -> Method:
+            order.append(self.name)
+            return self
+
+    bench_case(pipeline(), Case("tiny", "tiny-infinity"), {"dense": Noted("dense"), "b": Noted("b")}, PLAN)
+    assert order == ["dense", "b"] * (2 + bench.WARM_ROUNDS)
+
+
+def test_recordings_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+    monkeypatch.setattr(bench, "has_room", lambda runners: len(runners) < 3)
+    monkeypatch.setattr(Runner, "record", lambda runner: recorded.append(runner.name))
+    methods = {"dense": Method(), **{name: resolve_method("skip:last=1") for name in "abc"}}
+    rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), methods, replace(PLAN, repeats=1))
+    assert [row["method"] for row in rows] == ["dense", "a", "b", "c"]
+    assert recorded == ["dense", "a", "b", "dense", "c"]
+    assert all(row["speedup"] is not None for row in rows)
+
+
+# --- energy
+
+
+class Library:
+    """Stands for the driver's: every read is one joule more."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.millijoules, self.broken = 0, broken
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, found: Any) -> int:
+        self.millijoules += 1000
+        found._obj.value = self.millijoules
+        return 3 if self.broken else 0
+
+
+def meter(broken: bool = False) -> EnergyMeter:
+    return EnergyMeter(Library(broken), ctypes.c_void_p())  # type: ignore[arg-type]
+
+
+def test_energy_is_shared_among_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "METERED_SECONDS", 0)  # so two requests
+    case = Case("tiny", "tiny-infinity", batch=2)
+    [row] = bench_case(pipeline(), case, timed_methods([]), replace(PLAN, repeats=1, meter=meter()))
+    assert row["joules_per_image"] == 0.2  # 1 J for 4 images, rounded
+    [row] = bench_case(pipeline(), case, timed_methods([]), replace(PLAN, repeats=1, meter=meter(broken=True)))
+    assert row["joules_per_image"] is None
+    assert EnergyMeter.of(CPU) is None
+
+
+# --- limits
+
+
+def test_a_limit_is_arithmetic_or_reading_whichever_takes_longer() -> None:
+    model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
+    total = request_cost(model, work).total
+    slow = request_limit(model, work, [1.0] * 5, Rates(flops=1.0, bytes=1e30))
+    assert slow.both == slow.arithmetic == pytest.approx(2 * total)
+    halves = request_limit(model, work, [1.0, 1.0, 1.0, 1.0, 0.0], Rates(flops=1e30, bytes=1.0))
+    block = sum(linear.weight.numel() for linear in linears(model.stack[0]))
+    ends = sum(linear.weight.numel() for part in (model.head, model.word_embed) for linear in linears(part))
+    assert halves.both == halves.reading == pytest.approx(4 * 4 * (len(model.blocks) * block + ends))  # stages that run, bytes each
+
+
+def linears(module: torch.nn.Module) -> list[torch.nn.Linear]:
+    """Without those that read the text once per request, and what is made of the condition."""
+    found = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    return [part for name, part in found if not any(word in name for word in ("text_attention.kv", "text_attention.k", "modulation"))]
+
+
+def test_reading_counts_each_stage_alone() -> None:
+    model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
+    limit = request_limit(model, work, [1.0] * 5, Rates(flops=1e9, bytes=1e8))
+    assert max(limit.arithmetic, limit.reading) < limit.both < limit.arithmetic + limit.reading
+
+
+def test_rates_are_measured() -> None:
+    rates = Rates.measured(CPU, torch.float32)
+    assert 1e6 < rates.flops < 1e15 and 1e6 < rates.bytes < 1e14
+
+
+def test_text_counts_in_the_work() -> None:
+    assert workload(shared_pipeline("var"), Case("", "")).text_tokens == 0
+    assert workload(shared_pipeline("star"), Case("", "", batch=3)).text_tokens == 77
+    assert workload(pipeline(), Case("", "")) == Workload(Schedule(SIDES), text_tokens=24)  # this model reads no more
+
+
+# --- SparseVAR with a share
+
+
+def test_a_share_of_the_cells_is_kept_whatever_the_image() -> None:
+    method = SparseVARShare(from_stage=4)
+    report = pipeline()(prompts(pipeline(), 1, 0), seed=0, method=method).report
+    assert [stage.tokens for stage in report.stages][:3] == [1, 4, 16]
+    for stage, cells in zip(report.stages[3:], (64, 256), strict=True):
+        anchors = cells // 16
+        assert cells / 4 <= stage.tokens <= cells / 4 + anchors
+    assert method.follows_image
+    assert report.method == method.label == "SparseVAR, the liveliest 25% and anchors"
+
+
+# --- suites
+
+
+def test_suites_can_be_drawn() -> None:
+    for cases in SUITES.values():
+        for case in cases:
+            model_spec(case.model).settings.schedules.choose(case.size, None)
+            assert next(iter(timed_methods(case.methods))) == "dense"
+        assert len({case.name for case in cases}) == len(cases)
+    assert {case.model for case in SUITES["families"]} == {"hart-0.7b", "star-1024", "var-d30", "infinity-8b"}
+    first = SUITES["required"][0]
+    assert (first.model, first.size, first.batch) == ("infinity-2b", (1024, 1024), 1)
+    assert {SPARSE, "FastVAR", "StageVAR"} <= set(first.methods)
+
+
+def test_methods_by_name() -> None:
+    assert list(timed_methods(["all"])) == ["dense", *METHODS]
+    assert timed_methods(["fastvar + skip:last=1"])["fastvar + skip:last=1"].label == "FastVAR + SkipStages(last=1)"
+    with pytest.raises(SettingError, match="unknown method 'fastvra'; did you mean fastvar"):
+        timed_methods(["fastvra"])
+
+
+def test_engines_by_name() -> None:
+    assert chosen_engines(None, CPU) == chosen_engines("eager", torch.device("cuda")) == ("eager",)
+    assert chosen_engines(None, torch.device("cuda")) == ("graphs",)
+    assert chosen_engines("both", CPU) == ("eager", "graphs")
+    with pytest.raises(SettingError, match="'graph': choose one of graphs, eager, both"):
+        chosen_engines("graph", CPU)
+    with pytest.raises(SettingError, match="one by one"):
+        Plan(CPU, ("eager", "graphs"), 1, RATES, step="kernels")
+
+
+# --- tables
+
+
+def made(method: str = "dense", milliseconds: float = 100, **changes: Any) -> Row:
+    """A row of a GPU; dense generation takes 100 ms."""
+    ratio = {"median": 100 / milliseconds, "p20": 100 / milliseconds, "p80": 100 / milliseconds}
+    times = {"median_ms": milliseconds, "p20_ms": milliseconds, "p80_ms": milliseconds}
+    row = {
+        "benchmark": "bench",
+        "suite": None,
+        "case": "2b-1024",
+        "model": "infinity-2b",
+        "size": [1024, 1024],
+        "batch": 1,
+        "dtype": "bfloat16",
+        "engine": "graphs",
+        "engine_asked": "graphs",
+        "step": "graphs",
+        "method": method,
+        "hardware": "NVIDIA H200",
+        "torch": "2.11",
+        "matmul_tflops": 788.0,
+        "copy_tb_per_s": 4.3,
+        "repeats": 10,
+        **times,
+        "decode": times | {"median_ms": 80},
+        "end_to_end": times | {"median_ms": milliseconds + 80},
+        "speedup": ratio,
+        "speedup_end_to_end": ratio,
+        "images_per_second": 1000 / (milliseconds + 80),
+        "cost_share": 0.5,
+        "tokens": [1, 4],
+        "stage_median_ms": [10, milliseconds - 10],
+        "limit_ms": milliseconds / 2,
+        "times_limit": 2.0,
+        "peak_gb": 8.8,
+        "joules_per_image": 50.0,
+    }
+    return row | changes
+
+
+EAGER = {"engine": "eager", "engine_asked": "eager", "step": "eager"}
+OLD = {"benchmark": "dense", "engine": "eager", "repeats": 20}
+
+
+def old(**changes: Any) -> Row:
+    """As the program before this one wrote it."""
+    row = made(**OLD, **changes)
+    for name in ("suite", "engine_asked", "step", "end_to_end", "speedup", "limit_ms", "times_limit", "matmul_tflops", "images_per_second"):
+        del row[name]
+    return row
+
+
+def lines_of(table: str) -> list[str]:
+    return [line for line in table.splitlines()[2:] if line.startswith("|")]
+
+
+def test_the_dense_table_shows_the_last_row_of_graphs() -> None:
+    rows = [old(milliseconds=400), made(milliseconds=300, **EAGER), made(milliseconds=200), made(milliseconds=250, **EAGER)]
+    [line] = lines_of(dense_table(rows))
+    assert "| graphs | **200** (200–200) | 790 ms |" in line and "| 280 | 100 (2.0 times that) |" in line
+    [line] = lines_of(dense_table(rows[:2]))
+    assert "| eager | **300**" in line
+    [line] = lines_of(dense_table(rows[:1]))
+    assert "| eager | **400** (400–400) | 790 ms |  | 80 (authors 99) |  |  | 8.8 GB | 13.0 GB |" in line
+    note = dense_table(rows).splitlines()[-1]
+    assert "788 TFLOP/s" in note and "4.30 TB/s" in note and "Median of 10 runs" in note
+    assert "TFLOP" not in dense_table(rows[:1])
+
+
+def test_tables_leave_out_other_machines_and_suites_with_tables_of_their_own() -> None:
+    assert speed_tables([made(hardware="CPU x86_64")]) == {}
+    assert set(speed_tables([made(suite="growth")])) == {"growth"}
+    assert set(speed_tables([made(suite="throughput")])) == {"throughput"}
+    assert set(speed_tables([made(), made("FastVAR", 50)])) == {"dense", "methods"}
+    assert set(TABLES) == {"dense", "methods", "waterfall", "growth", "throughput"}
+
+
+def test_the_methods_table_compares_what_was_measured_together() -> None:
+    before = [made(name, 80, benchmark="methods", **EAGER) for name in ("dense", "SparseVAR", "ToMe")]
+    assert [row["method"] for row in method_rows(before)] == ["dense", SPARSE, "ToMe"]
+    rows = [*before, made(), made(SPARSE, 50, engine="eager", not_recorded="SettingError: no")]
+    first, second = lines_of(methods_table(rows))
+    assert "| dense | graphs | 100 | **1.00** (1.00–1.00) |" in first
+    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | 50% | 25 (2.0 times that) | 8.8 GB |" in second
+    assert "decides by the image" in methods_table(rows)
+
+
+def test_failures_are_lines() -> None:
+    error = {"error": "OutOfMemory: no | room"}
+    broken = {name: value for name, value in made("StageVAR").items() if not name.endswith("_ms")} | error
+    line = lines_of(methods_table([made(), broken]))[1]
+    assert line.startswith("| infinity-2b | 1024x1024 | 1 | StageVAR | graphs | OutOfMemory: no / room |")
+    assert line.count("|") == lines_of(methods_table([made(), broken]))[0].count("|")
+    failed = made(dtype=None, size=None, **error)
+    assert "its own size" in dense_table([failed])
+    assert "OutOfMemory" in throughput_table([made(suite="throughput", **error)])
+    refused = made("StageVAR", suite="growth", error="SettingError: no")
+    assert lines_of(growth_table([made(suite="growth"), refused])) == ["| infinity-2b | 1024x1024 | 100 | refused |"]
+
+
+def test_the_waterfall_says_what_each_step_brought() -> None:
+    assert waterfall_table([made(), made("FastVAR", 50)]) == ""
+    rows = [
+        made(milliseconds=200),
+        made(milliseconds=400, **EAGER),
+        made(milliseconds=100, step="graphs + kernels"),
+        made("StageVAR", 25, step="graphs + kernels"),
+        made("StageVAR", 60),
+        made(SPARSE, 50, engine="eager", step="graphs + kernels"),
+    ]
+    start = "| infinity-2b | 1024x1024 | 1 |"
+    assert lines_of(waterfall_table(rows)) == [
+        f"{start} authors' program | 790 |  |  |  |",
+        f"{start} eager | 400 | 1.98 | **1.98** | 200 (2.0 times that) |",
+        f"{start} graphs | 200 | 2.00 | **3.95** | 100 (2.0 times that) |",
+        f"{start} graphs + kernels | 100 | 2.00 | **7.90** | 50 (2.0 times that) |",
+        f"{start} graphs + kernels, StageVAR | 25 | 4.00 | **31.60** | 12 (2.0 times that) |",
+        f"{start} graphs + kernels, {SPARSE} (eager) | 50 | 2.00 | **15.80** | 25 (2.0 times that) |",
+    ]
+
+
+def test_growth_and_throughput() -> None:
+    sizes = [
+        made(name, 100 / gain, suite="growth", size=[side, side]) for side in (256, 2048) for name, gain in (("dense", 1), ("FastVAR", 2))
+    ]
+    assert lines_of(growth_table(sizes)) == [
+        "| infinity-2b | 256x256 | 100 | 50 (**2.00**) |",
+        "| infinity-2b | 2048x2048 | 100 | 50 (**2.00**) |",
+    ]
+    [line] = lines_of(throughput_table([made(suite="throughput", batch=8, joules_per_image=None)]))
+    assert line == "| infinity-2b | 1024x1024 | 8 | dense | graphs | **5.56** | **1.00** (1.00–1.00) |  | 8.8 GB |"
+
+
+def test_the_picture_is_that_of_the_row_in_the_table() -> None:
+    rows = [made(milliseconds=400, **EAGER), made(milliseconds=200)]
+    row = pictured_row(rows)
+    assert row is not None and "H200, graphs, dense" in stages_svg(row) and "190 ms" in stages_svg(row)
+    assert pictured_row([made(batch=4)]) is None
+
+
+# --- the command
+
+
+def run(arguments: Sequence[str], code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
+    out = tmp_path / "new" / "rows.jsonl"
+    shown = run(
+        ["tiny", "--methods", "skip:last=1", "--batch", "1", "--batch", "2", "--repeats", "1", "--device", "cpu", "--out", str(out)]
+    )
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["case"], row["batch"], row["method"]) for row in rows] == [
+        (name, batch, method) for name, batch in (("tiny", 1), ("tiny-batch2", 2)) for method in ("dense", "skip:last=1")
+    ]
+    assert "tiny, 32x32, batch 2" in shown and "skip:last=1" in shown
+    run(["tiny", "--step", "with tea", "--repeats", "1", "--device", "cpu", "--out", str(out)])
+    assert json.loads(out.read_text().splitlines()[-1])["step"] == "with tea"
+    assert "no row of speed on a GPU" in run(["--table", "--out", str(out)], 2)
+
+
+def test_a_suite_is_run_model_by_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
+    cases = (Case("a", "tiny"), Case("b", "nano", batch=2), Case("c", "tiny", methods=("skip:last=1",)))
+    monkeypatch.setitem(SUITES, "odd", cases)  # type: ignore[misc]
+
+    def opened(name: str, **_: object) -> Pipeline:
+        if name == "nano":
+            raise OutOfMemory("too large")
+        return pipeline()
+
+    monkeypatch.setattr(bench_command, "random_pipeline", opened)
+    out = tmp_path / "rows.jsonl"
+    run(["--suite", "odd", "--repeats", "1", "--device", "cpu", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["case"], row["suite"], row.get("error")) for row in rows] == [
+        ("a", "odd", None),
+        ("c", "odd", None),
+        ("c", "odd", None),
+        ("b", "odd", "OutOfMemory: too large"),
+    ]
+
+
+def test_tables_are_written_into_a_page(tmp_path: Path) -> None:
+    results, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
+    results.write_text("".join(json.dumps(row) + "\n" for row in (made(), made("FastVAR", 50))))
+    page.write_text("before\n<!-- dense:begin -->\nold\n<!-- dense:end -->\nafter\n")
+    assert "no place for methods" in run(["--table", "--out", str(results), "--page", str(page)], 2)
+    page.write_text(page.read_text() + "<!-- methods:begin -->\n<!-- methods:end -->\n")
+    run(["--table", "--out", str(results), "--page", str(page)])
+    written = page.read_text()
+    assert written.startswith("before\n<!-- dense:begin -->\n| model |") and "\nold\n" not in written and "FastVAR | graphs" in written
+    run(["--table", "--out", str(results), "--page", str(page)])
+    assert page.read_text() == written
+    assert "| FastVAR | graphs |" in run(["--table", "--out", str(results)])
+
+
+def test_the_tables_of_a_checkout_go_into_its_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, readme, picture = tmp_path / "benchmarks" / "results.jsonl", tmp_path / "README.md", tmp_path / "docs" / "stages.svg"
+    results.parent.mkdir()
+    results.write_text(json.dumps(made()) + "\n")
+    readme.write_text("<!-- dense:begin -->\n<!-- dense:end -->\n")
+    monkeypatch.setattr(bench_command, "OWN_RESULTS", results)
+    monkeypatch.setattr(bench_command, "CHECKOUT", tmp_path)
+    run(["--table"])
+    assert "| infinity-2b | 1024x1024 | 1 | graphs | **100**" in readme.read_text()
+    assert "90 ms" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "nothing to measure"),
+        (["--suite", "al"], "choose one of required"),
+        (["--suite", "dense", "--batch", "2"], "already says"),
+        (["nano", "--size", "100"], "no schedule draws 100x100"),
+        (["nano", "--methods", "fasvar"], "did you mean fastvar"),
+        (["nano", "--engine", "fast", "--device", "cpu"], "choose one of graphs, eager, both"),
+        (["nano", "--page", "x.md"], "add --table"),
+        (["--suite", "dense", "--weights", "x"], "of one model"),
+        (["nanp"], "did you mean nano"),
+    ],
+)
+def test_refusals(arguments: list[str], told: str) -> None:
+    assert told in run(arguments, 2)

@@ -1,0 +1,97 @@
+"""Recorded requests on a GPU: the images of eager generation, again and again. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale.models.blocks import attend, attend_lengths
+from nextscale.pipeline import Output
+from nextscale.random_weights import random_pipeline
+
+from .test_engine import other_prompts
+from .tiny import FAMILIES, SPECS, one_prompt, prompts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SPARSE = SparseVAR(tau=0.5, from_stage=3)
+METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(), SPARSE)
+
+
+def equal(ours: Output, theirs: Output) -> None:
+    for mine, other in zip(ours.codes, theirs.codes, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-2)  # mixtures of codes; numbers must be equal
+    torch.testing.assert_close(ours.pixels, theirs.pixels, rtol=1e-2, atol=1e-2)
+
+
+def eager(pipe: Pipeline) -> Pipeline:
+    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine="eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
+def test_replays_draw_what_eager_generation_draws(family: str, method: Method) -> None:
+    pipe = random_pipeline(SPECS[family], device="cuda")
+    first, second = prompts(family, 2), other_prompts(family)
+    made = pipe.warmup(first, method=method)
+    assert made.graphs > 1
+    for texts, seeds in ((first, [3, 4]), (second, [5, 6]), (first, [3, 4])):
+        replayed = pipe(texts, seed=seeds, method=method)
+        assert replayed.report.engine == "graphs"
+        equal(replayed, eager(pipe)(texts, seed=seeds, method=method))
+
+
+def test_requests_of_another_kind_run_eagerly_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = random_pipeline(SPECS["infinity"], device="cuda")
+    pipe.warmup(prompts("infinity", 2))
+    with caplog.at_level(logging.WARNING, logger="nextscale.engine.graphs"):
+        for _ in range(2):
+            assert pipe(one_prompt("infinity", 0), seed=0).report.engine == "eager"
+    assert len(caplog.records) == 1
+
+
+def test_mixed_requests_neither_grow_memory_nor_change_results() -> None:
+    pipe = random_pipeline(SPECS["infinity"], device="cuda")
+    pairs = [(1, Method()), (2, Method()), (2, FastVAR()), (1, StageVAR()), (2, SkipStages(last=1)), (2, SPARSE)]
+    kinds: Sequence[tuple[int, Method]] = pairs
+    for images, method in kinds:
+        pipe.warmup(prompts("infinity", images), method=method)
+    expected = [pipe(prompts("infinity", images), seed=9, method=method) for images, method in kinds]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for turn in range(200):
+        images, method = kinds[turn * 7 % len(kinds)]
+        output = pipe(prompts("infinity", images), seed=9, method=method)
+        assert output.report.engine == "graphs"
+        assert torch.equal(output.pixels, expected[turn * 7 % len(kinds)].pixels)
+        del output
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+def test_previews_show_every_stage_of_a_replay() -> None:
+    pipe = random_pipeline(SPECS["infinity"], device="cuda")
+    prompt = prompts("infinity", 2)
+    pipe.warmup(prompt)
+    shown: list[torch.Tensor] = []
+    known: list[torch.Tensor] = []
+    pipe(prompt, seed=1, on_stage=lambda preview: shown.append(preview.latent.clone()))
+    eager(pipe)(prompt, seed=1, on_stage=lambda preview: known.append(preview.latent.clone()))
+    assert len(shown) == len(known) > 1
+    for ours, theirs in zip(shown, known, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_over_rows_of_different_length(dtype: torch.dtype) -> None:
+    rows, width, room, heads, channels = 3, 37, 301, 4, 64
+    q, keys, values = (torch.randn(rows, n, heads, channels, device="cuda", dtype=dtype) for n in (width, room, room))
+    lengths = torch.tensor([301, 7, 130], device="cuda")
+    mask = (torch.arange(room, device="cuda") < lengths[:, None])[:, None, None]
+    expected = attend(q.double(), keys.double(), values.double(), mask, 0.1)
+    actual = attend_lengths(q, keys, values, lengths, room, 0.1)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=2e-2)

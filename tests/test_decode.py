@@ -1,0 +1,376 @@
+"""From the latent to pixels: the fused norm, decoding in strips, and the memory that both are said to take."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nextscale.errors import OutOfMemory
+from nextscale.presets import MODELS, build_tokenizer
+from nextscale.random_weights import fill_random
+from nextscale.tokenizers import tiles
+from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, NormAct, ResidualBlock, as_laid_out, lay_out, norm_act
+from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+with pytest.MonkeyPatch.context() as patch:
+    if DEVICE == "cpu":
+        # Read when Triton is imported, which other tests may have done already: here it is imported anew, and all is put back.
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
+            patch.delitem(sys.modules, name)
+        patch.delitem(sys.modules, "nextscale.kernels.group_norm_silu", raising=False)
+    pytest.importorskip("triton")
+    from triton.runtime import interpreter
+
+    from nextscale.kernels import group_norm_silu as kernel
+
+CONFIGS = {
+    "attention": AutoencoderConfig(48, (1, 2, 2), 6, blocks_per_level=1),  # 24 groups, as FlexVAR and small models have
+    "plain": AutoencoderConfig(32, (1, 2), 4, blocks_per_level=2, attention=False),
+    "one level": AutoencoderConfig(32, (1,), 4, blocks_per_level=1, attention=False),
+}
+
+
+def decoder_of(config: AutoencoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = Decoder(config)
+    fill_random(decoder, torch.Generator().manual_seed(0), dtype, ())
+    return decoder
+
+
+def latent(config: AutoencoderConfig, images: int, height: int, width: int) -> Tensor:
+    return torch.randn(images, config.latent_channels, height, width, generator=torch.Generator().manual_seed(1))
+
+
+# --- group norm with SiLU
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run, on a CPU under Triton's interpreter, which rounds to bfloat16 as a GPU does."""
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        convert = interpreter._convert_float
+
+        def rounded(data: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
+            if str(target) != "bf16" or str(source) != "fp32":
+                return convert(data, source, target, mode)
+            return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+
+        monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    with torch.no_grad():
+        yield
+
+
+def given_norm(channels: int, dtype: torch.dtype) -> NormAct:
+    norm = norm_act(channels)
+    fill_random(norm, torch.Generator().manual_seed(3), dtype, ())
+    return norm.to(DEVICE)
+
+
+def channels_last(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+    x = mean + torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    return x.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 32, 1, 1), (2, 160, 5, 3), (1, 48, 7, 11), (3, 256, 4, 4), (1, 320, 33, 29)], ids=str)
+def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
+    """Its error against float64 is at most twice that of torch, and its layout that of the input.
+
+    A millionth is allowed besides: a first pixel that is far from the mean costs a few roundings of the variance.
+    """
+    x, norm = channels_last(*shape, dtype=dtype, mean=0.5), given_norm(shape[1], dtype)
+    arguments = (norm.num_groups, norm.weight, norm.bias, norm.eps)
+    exact = kernel.group_norm_silu_reference(x.double(), norm.num_groups, norm.weight.double(), norm.bias.double(), norm.eps)
+    theirs = (kernel.group_norm_silu_reference(x, *arguments).double() - exact).abs().max()
+    ours = kernel.group_norm_silu(x, *arguments)
+    assert ours.dtype == dtype
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+    assert (ours.double() - exact).abs().max() <= 2 * theirs + 1e-6 * exact.abs().max()
+
+
+def test_many_shares_of_the_pixels_make_one_mean(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 4 pixels in 5 shares that do not come out even, of which 2 are added at a time."""
+    for name, number in (("TILE", 32 * 4), ("PROGRAMS", 5), ("SHARES", 2)):
+        monkeypatch.setattr(kernel, name, number)
+    x, norm = channels_last(1, 32, 3, 13, dtype=torch.float32), given_norm(32, torch.float32)
+    ours = kernel.group_norm_silu(x, 32, norm.weight, norm.bias, norm.eps)
+    torch.testing.assert_close(ours, kernel.group_norm_silu_reference(x, 32, norm.weight, norm.bias, norm.eps), rtol=1e-5, atol=1e-5)
+
+
+def test_large_values_that_hardly_differ(interpreted: None) -> None:
+    """A mean of a thousand deviations: squares of the values themselves would leave nothing of the variance in float32."""
+    x, norm = channels_last(1, 64, 9, 9, dtype=torch.float32, mean=1000.0), given_norm(64, torch.float32)
+    exact = kernel.group_norm_silu_reference(x.double(), 32, norm.weight.double(), norm.bias.double(), norm.eps)
+    ours = kernel.group_norm_silu(x, 32, norm.weight, norm.bias, norm.eps)
+    assert (ours.double() - exact).abs().max() < 2e-3
+
+
+def test_the_kernel_refuses_other_layouts(interpreted: None) -> None:
+    norm = given_norm(32, torch.float32)
+    with pytest.raises(ValueError, match=r"channels-last layout; got \[1, 32, 2, 2\]"):
+        kernel.group_norm_silu(torch.zeros(1, 32, 2, 2, device=DEVICE), 32, norm.weight, norm.bias, norm.eps)
+
+
+def test_a_decoder_takes_the_kernel_where_it_can(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For channels-last tensors without gradient; in strips too. The pixels are those of plain torch."""
+    calls = []
+    fused, applied = kernel.group_norm_silu, kernel.scale_shift_silu
+    monkeypatch.setattr(kernel, "group_norm_silu", lambda *arguments: calls.append("whole") or fused(*arguments))
+    config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)  # one block in every level
+    decoder = lay_out(decoder_of(config).to(DEVICE))
+    z = latent(config, 1, 2, 1).to(DEVICE)
+    expected = copy.deepcopy(decoder).cpu().at_once(z.cpu())
+    calls.clear()
+    if DEVICE == "cpu":
+        assert torch.equal(decoder.at_once(z), expected)
+        assert not calls  # rows of pixels, not of channels
+        for module in ("autoencoder", "tiles"):
+            monkeypatch.setattr(f"nextscale.tokenizers.{module}.as_laid_out", lambda x: x.contiguous(memory_format=torch.channels_last))
+    whole = decoder.at_once(z)
+    assert calls == ["whole"] * (2 * (2 + 2) + 1)  # two blocks in the middle, one in both levels, two norms each; the last one
+    torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-5)
+    calls.clear()
+    monkeypatch.setattr(kernel, "scale_shift_silu", lambda *arguments: calls.append("strip") or applied(*arguments))
+    torch.testing.assert_close(decode_tiled(decoder, z, Strips(2, 1)).cpu(), expected, rtol=0, atol=1e-5)
+    assert "strip" in calls
+    calls.clear()
+    with torch.enable_grad():
+        decoder.at_once(z)
+    assert not calls
+
+
+def test_a_norm_keeps_its_names_and_its_gradient() -> None:
+    block = ResidualBlock(32, 64)
+    assert {name for name, _ in block.named_parameters() if "norm" in name} == {f"norm{i}.{p}" for i in (1, 2) for p in ("weight", "bias")}
+    x = torch.randn(1, 32, 3, 3, requires_grad=True)
+    y = block.norm1(x)
+    assert torch.equal(y, torch.nn.functional.silu(torch.group_norm(x, 32, block.norm1.weight, block.norm1.bias, 1e-6)))
+    y.sum().backward()
+    assert x.grad is not None and block.norm1.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_channels_last_changes_nothing_but_rounding(config: AutoencoderConfig, dtype: torch.dtype) -> None:
+    """What a GPU is given, here on a CPU: an error against float64 like that of the usual layout."""
+    decoder, z = decoder_of(config, dtype), latent(config, 2, 4, 3)
+    exact = copy.deepcopy(decoder).double().at_once(z.to(dtype).double())
+    with torch.no_grad():
+        usual = decoder.at_once(z.to(dtype))
+        last = decoder.to(memory_format=torch.channels_last).at_once(z.to(dtype).contiguous(memory_format=torch.channels_last))
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    errors = [(image - exact).square().mean().sqrt() for image in (last, usual)]
+    assert errors[0] <= 3 * errors[1]
+
+
+def test_a_cpu_keeps_the_usual_layout() -> None:
+    decoder, z = decoder_of(CONFIGS["plain"]), latent(CONFIGS["plain"], 1, 2, 2)
+    assert as_laid_out(z) is z
+    assert all(parameter.is_contiguous() for parameter in lay_out(decoder).parameters())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_gpu_gets_channels_last() -> None:
+    decoder = lay_out(decoder_of(CONFIGS["plain"]).cuda())
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in decoder.parameters() if p.ndim == 4)
+    with torch.no_grad():
+        assert decoder(latent(CONFIGS["plain"], 2, 8, 8).cuda()).is_contiguous(memory_format=torch.channels_last)
+
+
+# --- strips
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@settings(deadline=None, max_examples=25)
+@given(height=st.integers(1, 5), width=st.integers(1, 4), rows=st.integers(1, 12), levels=st.integers(1, 3), images=st.integers(1, 2))
+def test_strips_make_the_image_that_is_decoded_at_once(
+    config: AutoencoderConfig, height: int, width: int, rows: int, levels: int, images: int
+) -> None:
+    """To float32's rounding: pixels have a deviation near 0.6. Strips whose norms looked at themselves alone would be off by 0.5."""
+    decoder, z = decoder_of(config), latent(config, images, height, width)
+    with torch.no_grad():
+        torch.testing.assert_close(decode_tiled(decoder, z, Strips(rows, levels)), decoder.at_once(z), rtol=0, atol=2e-5)
+
+
+def test_strips_in_half_precision_round_as_decoding_at_once_does() -> None:
+    config = CONFIGS["plain"]
+    decoder, z = decoder_of(config, torch.bfloat16), latent(config, 1, 6, 5).bfloat16()
+    exact = copy.deepcopy(decoder).double().at_once(z.double())
+    with torch.no_grad():
+        at_once, in_strips = (
+            (image - exact).square().mean().sqrt() for image in (decoder.at_once(z), decode_tiled(decoder, z, Strips(4, 2)))
+        )
+    assert in_strips <= 1.5 * at_once
+
+
+@settings(deadline=None)
+@given(heights=st.lists(st.integers(1, 6), min_size=1, max_size=4), mean=st.sampled_from([0.0, 300.0]))
+def test_statistics_of_strips_are_those_of_the_whole(heights: list[int], mean: float) -> None:
+    norm = norm_act(48)
+    fill_random(norm, torch.Generator().manual_seed(0), torch.float32, ())
+    x = mean + torch.randn(2, 48, sum(heights), 3, generator=torch.Generator().manual_seed(len(heights)))
+    statistics = Statistics(norm)
+    for strip in x.split(heights, dim=2):
+        statistics.add(strip)
+    exact = copy.deepcopy(norm).double()(x.double())
+    torch.testing.assert_close(statistics.norm()(x).double(), exact, rtol=0, atol=1e-4 if mean == 0 else 2e-3)
+
+
+# --- which way is taken
+
+
+def test_a_batch_of_large_images_is_decoded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image of 64 pixels counts as large here. Small ones are decoded together, as before bit for bit."""
+    config = CONFIGS["plain"]
+    decoder, z = decoder_of(config), latent(config, 3, 4, 4)
+    sizes: list[int] = []
+    at_once = Decoder.at_once
+    monkeypatch.setattr(Decoder, "at_once", lambda self, z: sizes.append(len(z)) or at_once(self, z))
+    with torch.inference_mode():
+        together = decoder(z)
+        assert sizes == [3]
+        assert torch.equal(together, at_once(decoder, z))
+        monkeypatch.setattr(tiles, "BUSY_PIXELS", 128)
+        torch.testing.assert_close(decoder(z), together, rtol=0, atol=1e-5)
+        assert sizes == [3, 2, 1]
+        monkeypatch.setattr(tiles, "BUSY_PIXELS", 64)
+        decoder(z)
+    assert sizes == [3, 2, 1, 1, 1, 1]
+
+
+def test_a_gradient_is_asked_of_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "decode", lambda *arguments: pytest.fail("decoded without gradient"))
+    decoder, z = decoder_of(CONFIGS["plain"]), latent(CONFIGS["plain"], 2, 2, 2).requires_grad_()
+    decoder(z).sum().backward()
+    assert z.grad is not None
+
+
+def test_memory_decides_between_whole_images_and_strips() -> None:
+    config = CONFIGS["plain"]
+    decoder, z = decoder_of(config), latent(config, 4, 150, 3)
+    one, few, least = (decode_bytes(decoder, (150, 3), torch.float32, strips) for strips in (None, Strips(75, 1), Strips(32, 1)))
+    assert least < few < one
+    facts = (decoder, z.shape, torch.float32)
+    assert [images_at_a_time(*facts, bound) for bound in (10 * one, 4 * one, 3 * one, one, one - 1)] == [4, 4, 3, 1, 1]
+    assert [choose_strips(*facts, bound) for bound in (one, one - 1, few, least)] == [None, Strips(75, 1), Strips(75, 1), Strips(32, 1)]
+    with pytest.raises(OutOfMemory, match=r"6x300 pixels in float32 takes .* even in strips of 32 rows.*allow more"):
+        choose_strips(*facts, least // 2)
+    with torch.no_grad():
+        expected = decoder.at_once(z)
+        for bound in (4 * one, one, few, least):
+            torch.testing.assert_close(decode(decoder, z, bound), expected, rtol=0, atol=2e-5)
+
+
+def test_without_a_bound_of_the_callers_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "MEMORY", 1)
+    decoder, z = decoder_of(CONFIGS["plain"]), latent(CONFIGS["plain"], 2, 20, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(z), decoder.at_once(z), rtol=0, atol=2e-5)
+
+
+# --- the memory that is predicted
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside took at a time; on the meta device nothing is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.live = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._known:
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        name, size = id(storage), storage.nbytes()
+        self._known.add(name)
+        self.live += size
+
+        def gone() -> None:
+            self._known.discard(name)
+            self.live -= size
+
+        weakref.finalize(storage, gone)
+
+
+def meta_decoder(model: str, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        return build_tokenizer(MODELS[model].tokenizer).to(dtype).decoder
+
+
+def peak_of(decoder: Decoder, side: int, dtype: torch.dtype, strips: Strips | None) -> tuple[int, int]:
+    """Of one image, and what was predicted."""
+    cells = side // tiles.stride(decoder)
+    z = torch.empty(1, decoder.conv_in.in_channels, cells, cells, dtype=dtype, device="meta")
+    with torch.no_grad(), LiveBytes() as found:
+        (decoder.at_once(z) if strips is None else decode_tiled(decoder, z, strips)).float()
+    return found.peak, decode_bytes(decoder, z.shape[2:], dtype, strips)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("side", "strips"), [(1024, None), (1024, Strips(64, 3)), (2048, Strips(128, 1))])
+@pytest.mark.parametrize("model", ["infinity-2b", "infinity-8b", "hart-0.7b", "flexvar-d16"])
+def test_the_predicted_memory_is_enough_and_not_much_more(model: str, side: int, strips: Strips | None, dtype: torch.dtype) -> None:
+    """Published decoders at published sizes."""
+    peak, predicted = peak_of(meta_decoder(model, dtype), side, dtype, strips)
+    assert 0.85 * predicted < peak <= predicted
+
+
+@pytest.mark.parametrize("model", ["infinity-2b", "infinity-8b", "hart-0.7b", "star-1024"])
+def test_four_megapixels_are_decoded_within_four_gigabytes(model: str) -> None:
+    decoder = meta_decoder(model, torch.bfloat16)
+    cells = 2048 // tiles.stride(decoder)
+    strips = choose_strips(decoder, torch.Size((1, 32, cells, cells)), torch.bfloat16, int(4e9))
+    assert strips is not None and strips.levels == 1
+    assert peak_of(decoder, 2048, torch.bfloat16, None)[0] > 4e9
+    assert peak_of(decoder, 2048, torch.bfloat16, strips)[0] < 4e9
+
+
+class Work(TorchDispatchMode):
+    """Multiply-adds of convolutions, and bytes that norms move: input twice, output once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.norm_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.convolution.default:
+            self.products += out.numel() * args[1][0].numel()
+        if func is torch.ops.aten.native_group_norm.default:
+            self.norm_bytes += 3 * args[0].nbytes
+        return out
+
+
+def test_what_the_comments_say_of_the_work() -> None:
+    """Strips cost an eighth more products at 2048 pixels; norms move 11 GB at 1024."""
+    decoder = meta_decoder("infinity-2b", torch.bfloat16)
+    work = []
+    for side, strips in ((1024, None), (2048, None), (2048, Strips(256, 1))):
+        z = torch.empty(1, 32, side // 16, side // 16, dtype=torch.bfloat16, device="meta")
+        with torch.no_grad(), Work() as done:
+            decoder.at_once(z) if strips is None else decode_tiled(decoder, z, strips)
+        work.append(done)
+    assert work[0].norm_bytes == pytest.approx(11e9, rel=0.1)
+    assert 1.08 < work[2].products / work[1].products < 1.17
