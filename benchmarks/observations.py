@@ -1,17 +1,22 @@
-"""Fills docs/observations.md: `python -m benchmarks.observations` after the folder of `nextscale observe` was put at docs/observations.
+"""Fills docs/observations.md: `python -m benchmarks.observations [RUN]`, where RUN is a folder that `nextscale observe` wrote.
 
-Figures and tables come from the numbers there alone.
+Figures and tables come from the numbers alone; without RUN those of the last one are drawn again.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from PIL import Image
 
 from nextscale.analysis import Observations, read_observations, verdicts
 from nextscale.analysis.numbers import Curve
 from nextscale.analysis.plots import figures
 from nextscale.analysis.verdicts import distances, late_mean, late_stages, shares_of
+from nextscale.files import write_image
 
 from .table import PROJECT, with_tables
 
@@ -117,13 +122,24 @@ def blocks_of_page(found: Observations | None, folder: Path = FOLDER) -> dict[st
             f"- {verdict.claim}: {HOLDS[verdict.holds]}. {verdict.text}." for verdict in verdicts(found) if verdict.topic == topic
         )
         pictures = [f"![{CAPTIONS[topic]}]({folder.name}/{topic}.svg)"]
-        if topic in SHEETS and (folder / f"{SHEETS[topic]}.png").exists():
-            pictures.append(f"![{CAPTIONS[topic]}, examples]({folder.name}/{SHEETS[topic]}.png)")
+        if topic in SHEETS and (folder / f"{SHEETS[topic]}.webp").exists():
+            pictures.append(f"![{CAPTIONS[topic]}, examples]({folder.name}/{SHEETS[topic]}.webp)")
         texts[f"observe-{topic}"] = "\n\n".join([claims, *pictures, make_table(found)])
     return texts
 
 
-def main() -> None:
+def take_over(run: Path) -> None:
+    """Numbers and sheets of a run become those of the page."""
+    FOLDER.mkdir(exist_ok=True)
+    shutil.copyfile(run / NUMBERS.name, NUMBERS)
+    for name in SHEETS.values():
+        with Image.open(run / f"{name}.png") as sheet:
+            write_image(sheet.convert("RGB"), FOLDER / f"{name}.webp")  # a tenth of the bytes
+
+
+def main(*run: str) -> None:
+    for folder in run:
+        take_over(Path(folder))
     found = read_observations(NUMBERS)
     for name, figure in figures(found).items():
         (FOLDER / f"{name}.svg").write_text(figure)
@@ -131,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 import torch
+import typer
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor, nn
+from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
 from nextscale import presets
@@ -739,3 +742,22 @@ def test_listing_and_help_do_not_import_transformers() -> None:
     )
     root = Path(__file__).parent.parent
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root, stdout=subprocess.DEVNULL)
+
+
+def test_options_named_like_their_metavar_say_their_name() -> None:
+    """typer 0.27 takes the metavar for the name otherwise: --SIZE in place of --size."""
+
+    def commands(program: typer.Typer) -> Iterator[Callable[..., object]]:
+        yield from (command.callback for command in program.registered_commands if command.callback)
+        for group in program.registered_groups:
+            assert group.typer_instance is not None
+            yield from commands(group.typer_instance)
+
+    seen = []
+    for command in commands(app):
+        for name, hint in get_type_hints(command, include_extras=True).items():
+            for option in getattr(hint, "__metadata__", ()):
+                if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name:
+                    seen.append(name)
+                    assert option.default == f"--{name}", f"{command.__name__} --{name}"  # in Annotated, the first name stands here
+    assert {"size", "device", "method"} <= set(seen)

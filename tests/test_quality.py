@@ -473,6 +473,6 @@ def test_readme_table_shows_the_newest_rows_of_the_most_prompts_on_a_gpu() -> No
     table = quality_table([*on_gpu, *on_gpu, on_gpu[1] | {"images": 2, "method": "of few prompts"}])
     lines = [line for line in table.splitlines() if line.startswith("| 32x32 |")]
     assert [line.split(" | ")[1] for line in lines] == [row["method"] for row in on_gpu]
-    assert lines[0].startswith("| 32x32 | dense | **1.00** | 100% |  |  |")
+    assert lines[0].startswith("| 32x32 | dense | **1.00** | 100% | 100% |  |  |")
     assert lines[-1].startswith("| 32x32 | odd | RuntimeError: does not work here |")
     assert "real held-out images" in table

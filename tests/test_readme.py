@@ -10,6 +10,7 @@ from benchmarks.table import (
     PICTURE,
     PROJECT,
     README,
+    decisions_table,
     plans_table,
     with_readme_tables,
     with_tables,
@@ -23,7 +24,8 @@ def test_tables_and_picture_are_the_generated_ones() -> None:
     rows = read_rows(RESULTS)
     assert README.read_text() == with_readme_tables(README.read_text(), rows), "run python -m benchmarks.table"
     page = METHODS_PAGE.read_text()
-    assert page == with_tables(page, {"plans": plans_table()}), "run python -m benchmarks.table"
+    tables = {"plans": plans_table(), "decisions": decisions_table(read_rows(RESULTS))}
+    assert page == with_tables(page, tables), "run python -m benchmarks.table"
     pictured = pictured_row(rows)
     assert pictured is not None and PICTURE.read_text() == stages_svg(pictured), "run python -m benchmarks.table"
 

@@ -59,12 +59,14 @@ class SparseVAR(Method):
     To tinker with:
     beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
     block: the paper's s, counted from 1: whose change is looked at. None is the published one, 3 for Infinity-2B and 16 for HART-0.7B,
-        scaled to other depths; other families take Infinity's share of the depth (ours).
+        scaled to other depths; other families take Infinity's share of the depth (ours). Depth does not tell which block is good: of
+        nano's eight, 1 is careful, 2 to 4 choose wrong cells, 5 to 8 are usable (docs/methods.md; `nextscale observe` measures it).
     metric: "mse" is that change. "logits" leaves out cells whose logits of the stage before resemble their neighbours': more than tau times
         the largest similarity, so here 0 leaves out the most and 1 nothing. "image" compares the images decoded after the two stages
-        before, which costs a decoding per stage; the paper takes tau from 0.04 to 0.3 for it.
+        before, which costs a decoding per stage; the paper takes tau from 0.04 to 0.3 for it. On nano "logits" stays nearest to dense
+        images of all that keep as many tokens, and no block has to be known for it: 0.9 is mild, 0.7 bold.
     rows: which rows of a guided pair are scored. "cond": the conditional one, so that leaving out the other branch changes nothing;
-        "both": their mean. Both keep the same cells in any case.
+        "both": their mean, which on nano keeps as many cells and comes equally near. Both rows keep the same cells in any case.
 
     Where the paper is silent or says two things, we decide. What is left out stays out, as its text says; its algorithm decides anew at
     every stage. So the largest change is that of the cells which are still there: what was left out keeps the map of the stage before,

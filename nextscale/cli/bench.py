@@ -28,12 +28,11 @@ from ..pipeline import Pipeline
 from ..presets import model_spec
 from ..random_weights import random_encoder, random_pipeline
 from .generate import result_console
-from .options import Dtype, as_torch_dtype, choose_schedule, parse_size
+from .options import MACHINE, OUTPUT, Device, DtypeName, TokenizerFile, as_torch_dtype, choose_schedule, parse_size
 from .program import app
 
 CHECKOUT = Path(__file__).parents[2]
 OWN_RESULTS = CHECKOUT / "benchmarks" / "results.jsonl"
-MACHINE, OUTPUT = "Model and machine", "What to write"
 
 
 @app.command()
@@ -56,6 +55,7 @@ def bench(
     size: Annotated[
         list[str] | None,
         typer.Option(
+            "--size",
             metavar="SIZE",
             show_default="the model's own",
             help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M; can be given again.",
@@ -74,14 +74,9 @@ def bench(
         Path | None,
         typer.Option(metavar="PATH", rich_help_panel=MACHINE, show_default="random weights", help="File or folder of the model."),
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer.")] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")
-    ] = None,
+    tokenizer: TokenizerFile = None,
+    device: Device = None,
+    dtype: DtypeName = None,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -121,6 +121,7 @@ def generate(
     method: Annotated[
         list[str] | None,
         typer.Option(
+            "--method",
             metavar="METHOD",
             rich_help_panel=DRAWING,
             show_default="dense",

@@ -24,8 +24,10 @@ from ..stage import Schedule
 # Options that several commands take.
 DEFAULT_MODEL = NANO.name  # for commands that can do without a name
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A name from `nextscale models`.", show_default=False)]
+# Options whose metavar is their own name say the name too: typer 0.27 takes the metavar for it otherwise, and wants --SIZE.
 Size = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M.")
+    str | None,
+    typer.Option("--size", metavar="SIZE", help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M."),
 ]
 Aspect = Annotated[str | None, typer.Option(metavar="W:H", help="Aspect ratio such as 16:9.")]
 Sides = Annotated[
@@ -47,7 +49,8 @@ TextEncoderSource = Annotated[
     str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder, file or hub name of the text encoder.")
 ]
 Device = Annotated[
-    str | None, typer.Option(metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")
+    str | None,
+    typer.Option("--device", metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
 ]
 DtypeName = Annotated[
     Dtype | None, typer.Option(rich_help_panel=MACHINE, show_default="bfloat16, on the CPU float32", help="Type of the weights.")

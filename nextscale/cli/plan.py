@@ -35,7 +35,10 @@ def plan(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="METHOD", show_default="dense", help="A method with its settings, such as skip:last=2; given again, several at once."
+            "--method",
+            metavar="METHOD",
+            show_default="dense",
+            help="A method with its settings, such as skip:last=2; given again, several at once.",
         ),
     ] = None,
     size: Size = None,

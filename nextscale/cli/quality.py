@@ -139,7 +139,7 @@ def quality(
 def frontier(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A .jsonl file that `nextscale quality --out` wrote.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="An .svg file.")] = Path("frontier.svg"),
-    model: Annotated[str | None, typer.Option(metavar="MODEL", show_default="that of the last row")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="MODEL", show_default="that of the last row")] = None,
     size: Annotated[
         int | None, typer.Option(metavar="HEIGHT", show_default="that of the last row", help="Of the images, in pixels.")
     ] = None,

@@ -39,7 +39,9 @@ Changes = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as learning_rate=1e-3 or model.depth=12; see the docs."),
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="torch.compile the blocks: a minute at first, then faster on a GPU.")]
-Device = Annotated[str | None, typer.Option(metavar="DEVICE", show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")
+]
 
 
 @train.command()

@@ -27,13 +27,14 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
         "skip the last two stages": "skip:last=2",
         "skip the last three stages": "skip:last=3",
         **{f"SparseVAR {tau}": f"sparsevar:tau={tau}" for tau in (0.4, 0.5, 0.6, 0.7)},
+        **{f"SparseVAR by logits {tau}": f"sparsevar:metric=logits,tau={tau}" for tau in (0.7, 0.9)},
         "FastVAR": "fastvar",
         f"FastVAR, {gentler}": f"fastvar:ratios={thinned}",
         "StageVAR": "stagevar",
         **({"StageVAR, no stage skipped": f"stagevar:alphas={ {stages - 1: 0.96} }"} if skips else {}),
         "StageVAR, guidance off only": GUIDANCE_OFF,
         "ToMe": "tome",
-        "SparseVAR 0.6 + guidance off": f"sparsevar:tau=0.6 + {GUIDANCE_OFF}",
+        "SparseVAR by logits 0.9 + guidance off": f"sparsevar:metric=logits,tau=0.9 + {GUIDANCE_OFF}",
         "FastVAR + guidance off": f"fastvar + {GUIDANCE_OFF}",
     }
 
