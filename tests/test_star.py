@@ -15,7 +15,6 @@ from torch import Tensor
 from nextscale.errors import PromptError, SettingError, TextEncoderUnavailable
 from nextscale.models import Star, StarConfig
 from nextscale.models.refiner import Board, Refiner, cells_per_round
-from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Output, Pipeline
 from nextscale.presets import build_model
 from nextscale.prompts import TextReader
@@ -377,7 +376,7 @@ def test_what_pads_a_short_text_has_no_influence(monkeypatch: pytest.MonkeyPatch
         padding = ~cond.text.mask.view(*cond.text.mask.shape[::3], 1, 1)  # [R, T, 1, 1]
         assert padding.any()
         noisy = [(keys.masked_fill(padding, 50.0), values.masked_fill(padding, 50.0)) for keys, values in cond.text.keys_values]
-        cond.text = TextContext(noisy, cond.text.mask)
+        cond.text = replace(cond.text, keys_values=noisy)
         return cond
 
     monkeypatch.setattr(Star, "condition", with_noise_as_padding)
