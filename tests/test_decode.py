@@ -117,7 +117,7 @@ def test_large_values_that_hardly_differ(interpreted: None) -> None:
     x, norm = channels_last(1, 64, 9, 9, dtype=torch.float32, mean=1000.0), given_norm(64, torch.float32)
     exact = kernel.group_norm_silu_reference(x.double(), 32, norm.weight.double(), norm.bias.double(), norm.eps)
     ours = kernel.group_norm_silu(x, 32, norm.weight, norm.bias, norm.eps)
-    assert (ours.double() - exact).abs().max() < 2e-3
+    assert (ours.double() - exact).abs().max() < 3e-4  # a mean of 1000 is rounded to 6e-5
 
 
 def test_the_kernel_refuses_other_layouts(interpreted: None) -> None:
@@ -128,8 +128,9 @@ def test_the_kernel_refuses_other_layouts(interpreted: None) -> None:
 
 def test_a_decoder_takes_the_kernel_where_it_can(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For channels-last tensors without gradient; in strips too. The pixels are those of plain torch."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions with ten bits of mantissa differ by 1.5e-3
     calls = []
-    fused, applied = kernel.group_norm_silu, kernel.scale_shift_silu
+    fused, applied = kernel.group_norm_silu, kernel.centred_silu
     monkeypatch.setattr(kernel, "group_norm_silu", lambda *arguments: calls.append("whole") or fused(*arguments))
     config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)  # one block in every level
     decoder = lay_out(decoder_of(config).to(DEVICE))
@@ -145,7 +146,7 @@ def test_a_decoder_takes_the_kernel_where_it_can(interpreted: None, monkeypatch:
     assert calls == ["whole"] * (2 * (2 + 2) + 1)  # two blocks in the middle, one in both levels, two norms each; the last one
     torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-5)
     calls.clear()
-    monkeypatch.setattr(kernel, "scale_shift_silu", lambda *arguments: calls.append("strip") or applied(*arguments))
+    monkeypatch.setattr(kernel, "centred_silu", lambda *arguments: calls.append("strip") or applied(*arguments))
     torch.testing.assert_close(decode_tiled(decoder, z, Strips(2, 1)).cpu(), expected, rtol=0, atol=1e-5)
     assert "strip" in calls
     calls.clear()

@@ -51,8 +51,8 @@ def partial_sums_kernel(
 
 
 @triton.jit
-def scale_shift_kernel(
-    x_ptr, sums_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, pixels, eps,
+def mean_scale_kernel(
+    x_ptr, sums_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, eps,
     PARTS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Of one group of one image."""
@@ -75,62 +75,63 @@ def scale_shift_kernel(
     own_variance = second / pixels - (first / pixels) * (first / pixels)
     variance = tl.sum(tl.where(inside, own_variance, 0.0) + apart * apart, axis=0) / MEMBERS
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     scale = weight * tl.rsqrt(tl.maximum(variance, 0.0) + eps)
+    tl.store(mean_ptr + image * CHANNELS + channel, mean + tl.zeros([BLOCK], dtype=tl.float32), mask=inside)
     tl.store(scale_ptr + image * CHANNELS + channel, scale, mask=inside)
-    tl.store(shift_ptr + image * CHANNELS + channel, bias - mean * scale, mask=inside)
 
 
 @triton.jit
-def scale_shift_silu_kernel(
-    x_ptr, scale_ptr, shift_ptr, out_ptr, pixels, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def centred_silu_kernel(
+    x_ptr, mean_ptr, scale_ptr, bias_ptr, out_ptr, pixels, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
+):
     image = tl.program_id(1).to(tl.int64)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = (pixel < pixels)[:, None]
     place = (image * pixels + pixel)[:, None] * CHANNELS + channel[None, :]
+    mean = tl.load(mean_ptr + image * CHANNELS + channel)[None, :]
     scale = tl.load(scale_ptr + image * CHANNELS + channel)[None, :]
-    shift = tl.load(shift_ptr + image * CHANNELS + channel)[None, :]
-    y = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale + shift
+    bias = tl.load(bias_ptr + channel).to(tl.float32)[None, :]
+    # The mean goes first: a group that hardly varies has a scale of up to 1 / sqrt(eps), 1000, which would magnify what x * scale rounds.
+    y = (tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) - mean) * scale + bias
     y = y / (1.0 + tl.exp(-y))
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def group_norm_silu(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """silu(group_norm(x)) of x [B, C, H, W] in channels-last layout, which the result has too. Rounded once, where torch rounds twice."""
-    return scale_shift_silu(x, *norm_scale_shift(x, groups, weight, bias, eps))
+    return centred_silu(x, *mean_and_scale(x, groups, weight, eps), bias)
 
 
-def norm_scale_shift(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What the norm multiplies the channels of every image by and what it adds, [B, C] float32 each."""
+def mean_and_scale(x: Tensor, groups: int, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """What the norm takes from the channels of every image and what it multiplies them by then, [B, C] float32 each."""
     images, channels, total = image_sizes(x)
     tile_pixels, block = tile_sizes(channels, total)
     wanted = max(1, PROGRAMS // (images * (channels // block)))
     share = tile_pixels * triton.cdiv(triton.cdiv(total, wanted), tile_pixels)
     shares = triton.cdiv(total, share)
     sums = torch.empty(images, shares, 2, channels, dtype=torch.float32, device=x.device)
-    scale, shift = (torch.empty(images, channels, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean, scale = (torch.empty(images, channels, dtype=torch.float32, device=x.device) for _ in range(2))
     members = channels // groups
     with torch.cuda.device_of(x):
         partial_sums_kernel[images, shares, channels // block](
             x, sums, total, shares, SHARE=share, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=WARPS
         )
-        scale_shift_kernel[images, groups](
-            x, sums, weight, bias, scale, shift, total, eps,
+        mean_scale_kernel[images, groups](
+            x, sums, weight, mean, scale, total, eps,
             PARTS=shares, CHANNELS=channels, MEMBERS=members, BLOCK=power_of_two(members), SHARES=SHARES, num_warps=1,
         )  # fmt: skip
-    return scale, shift
+    return mean, scale
 
 
-def scale_shift_silu(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """silu(x * scale + shift) of x [B, C, H, W] in channels-last layout, with scale and shift [B, C] float32."""
+def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """silu((x - mean) * scale + bias) of x [B, C, H, W] in channels-last layout; mean and scale [B, C] float32, bias [C]."""
     images, channels, total = image_sizes(x)
     tile_pixels, block = tile_sizes(channels, total)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
-        scale_shift_silu_kernel[triton.cdiv(total, tile_pixels), images, channels // block](
-            x, scale, shift, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=WARPS
+        centred_silu_kernel[triton.cdiv(total, tile_pixels), images, channels // block](
+            x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=WARPS
         )
     return out
 

@@ -235,15 +235,17 @@ def normalised(norm: Norm, x: Tensor, first: int = 0) -> Rows:
 class Norm:
     """Group norm with statistics that are known, and SiLU."""
 
-    def __init__(self, scale: Tensor, shift: Tensor) -> None:
-        self.scale, self.shift = scale, shift  # [B, C], float32
+    def __init__(self, mean: Tensor, scale: Tensor, bias: Tensor) -> None:
+        self.mean, self.scale = mean, scale  # [B, C], float32
+        self.bias = bias  # [C]
 
     def __call__(self, x: Tensor) -> Tensor:
         if fusable(x):
-            from ..kernels.group_norm_silu import scale_shift_silu  # needs triton
+            from ..kernels.group_norm_silu import centred_silu  # needs triton
 
-            return scale_shift_silu(x, self.scale, self.shift)
-        y = torch.mul(x, self.scale[:, :, None, None]).add_(self.shift[:, :, None, None])  # float32 whatever x is
+            return centred_silu(x, self.mean, self.scale, self.bias)
+        y = torch.sub(x, self.mean[:, :, None, None])  # float32 whatever x is
+        y.mul_(self.scale[:, :, None, None]).add_(self.bias[:, None, None])
         return F.silu(y, inplace=True).to(x.dtype)
 
 
@@ -275,5 +277,4 @@ class Statistics:
         mean = means.mean(dim=2, keepdim=True)
         variance = (variances + (means - mean).square()).mean(dim=2, keepdim=True)
         scale = (self._of.weight.double().unflatten(0, groups) * (variance + self._of.eps).rsqrt()).flatten(1)
-        shift = self._of.bias.double() - mean.expand_as(means).flatten(1) * scale
-        return Norm(scale.float(), shift.float())
+        return Norm(mean.expand_as(means).flatten(1).float(), scale.float(), self._of.bias)
