@@ -255,7 +255,8 @@ class DenseLayerCache:
             keys, values = self._held()
         slot = Slot(keys, values, self.width, end)
         if self.lengths is not None or tokens.count is not None:
-            slot = self._ragged(slot, new, None if tokens.count is None else tokens.prefix + tokens.count, final)
+            added = tokens.prefix + tokens.count if tokens.count is not None and tokens.prefix else tokens.count
+            slot = self._ragged(slot, new, added, final)
         if final:
             self._pair, self._spent = None, True
         else:

@@ -144,7 +144,7 @@ class Tokens:
         # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
         kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values
         selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
-        return selection, self.take(selection, keep)
+        return selection, self.take(selection, keep.int())  # as the caches of all layers take it
 
     def gather(self, grid: Tensor) -> Tensor:
         """Entries of `grid` [R or 1, cells, C] at these tokens: [R, N, C]."""

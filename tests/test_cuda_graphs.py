@@ -103,7 +103,7 @@ def test_gelu_inside_the_product(dtype: torch.dtype, tokens: int) -> None:
     exact = F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()), approximate="tanh")
     with torch.inference_mode():
         fused, plain = linear_gelu(x, linear), F.gelu(linear(x), approximate="tanh")
-    assert (fused - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+    assert (fused - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-5
     if dtype == torch.float32:
         assert (exact - F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()))).abs().max() > 1e-4  # can be told apart
 

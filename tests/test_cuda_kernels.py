@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     pytest.importorskip("triton")
     from nextscale.kernels.distance import distance_from_mean_reference
+    from nextscale.kernels.group_norm_silu import group_norm_silu, group_norm_silu_reference
     from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
@@ -102,6 +103,22 @@ def test_places_of_largest(tokens: int) -> None:
         assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
 
 
+@every_dtype
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+@pytest.mark.parametrize("shape", [(1, 128, 1024, 1024), (2, 512, 64, 64), (3, 160, 33, 17), (1, 1024, 3, 1)])
+def test_group_norm_silu(shape: tuple[int, int, int, int], mean: float, dtype: torch.dtype) -> None:
+    """At least as near to the exact result as torch, which rounds twice."""
+    make = Maker("cuda", dtype)
+    x = make.normal(*shape, mean=mean).contiguous(memory_format=torch.channels_last)
+    weight, bias = make.normal(shape[1], mean=1.0), make.normal(shape[1])
+    with poisoned():
+        found = group_norm_silu(x, 32, weight, bias, 1e-6)
+    exact = group_norm_silu_reference(x.double(), 32, weight.double(), bias.double(), 1e-6)
+    torchs = group_norm_silu_reference(x, 32, weight, bias, 1e-6)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert (found - exact).abs().max() <= 1.5 * (torchs - exact).abs().max() + 1e-5
+
+
 @pytest.mark.parametrize("top_p", [0.0, 0.6, 0.97])
 @pytest.mark.parametrize("tokens", [1, 3, 46 * 23, 4096])
 def test_draw_bits(tokens: int, top_p: float) -> None:
@@ -123,6 +140,9 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     scale, shift, gain = (make.rows(2, 2048) for _ in range(3))
     logits, noise = make.normal(2, 1024, 32, 2, dtype=torch.float32), make.normal(2, 1024, 32, 2, dtype=torch.float32).exp()
 
+    image = make.normal(2, 256, 40, 24, mean=3.0).contiguous(memory_format=torch.channels_last)
+    weight, bias = torch.linspace(0.5, 1.5, 256, device="cuda"), torch.linspace(-1, 1, 256, device="cuda")
+
     def rotate(qkv: Tensor) -> tuple[Tensor, ...]:
         keys, values = torch.zeros(2, qkv.shape[0], 2000, 16, 128, dtype=qkv.dtype, device="cuda")
         return kernels.rotate_into_cache(qkv, temperature, rotation, None, keys, values, 697), keys, values
@@ -137,10 +157,12 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "restore": (restore, [memory, fresh, index, x, gain]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
         "bits": (lambda logits, noise: kernels.draw_bits(logits, noise, 0.97), [logits, noise]),
+        "largest": (lambda score: kernels.places_of_largest(score, 614), [make.normal(2, 1024, dtype=torch.float32)]),
+        "group norm": (lambda x: group_norm_silu(x, 32, weight, bias, 1e-6), [image]),
     }
 
 
-NAMES = ("norm", "residual norm", "rotate", "restore", "distance", "bits")
+NAMES = ("norm", "residual norm", "rotate", "restore", "distance", "bits", "largest")
 
 
 def several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -157,7 +179,7 @@ def test_rows_do_not_depend_on_one_another_and_runs_repeat(name: str) -> None:
             assert torch.equal(first, second) and torch.equal(first[row], single[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "group norm"])  # whose sums are split otherwise for another number of images
 def test_kernels_can_be_captured(name: str) -> None:
     """After one run; the graph computes from what its inputs hold when it is replayed."""
     call, inputs = calls(Maker("cuda", torch.bfloat16))[name]

@@ -69,6 +69,8 @@ class FixedDraws:
 
     def _fixed(self, kind: Kind, shape: Sequence[int], device: torch.device) -> Tensor:
         if self._next == len(self._drawn):
+            if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"{kind} {list(shape)} is drawn by the recording and was not by the runs before it")
             self._drawn.append(Drawn(kind, torch.full(tuple(shape), 0.5, device=device)))
         drawn = self._drawn[self._next]
         if drawn.kind != kind or drawn.numbers.shape != torch.Size(shape):

@@ -23,7 +23,7 @@ from ..accel.method import Method
 from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
 from ..errors import SettingError
-from ..generate import Request, StageDone, as_drawn, begin, draw_stage, generate
+from ..generate import Request, StageDone, as_drawn, begin, draw_stage
 from ..models.base import Conditioning, NextScaleModel
 from ..report import Stopwatch
 from ..sampling import Sampling
@@ -203,8 +203,16 @@ class Recording:
         with torch.cuda.stream(self._stream):
             for run in range(WARM_UPS):
                 canvas = self._tokenizer.canvas(request.schedule, request.batch)
-                watch = (lambda done: None) if run else (lambda done: self._draws.end_stage())
-                generate(self._model, self._start(), canvas, request, self._method, watch)
+                method, env = begin(self._model, self._start(), request, self._method, kept=1.0)
+                state = State(canvas, env, method)
+                for stage in request.schedule:
+                    counts, _, _ = self._run_stage(stage, state)
+                    if counts is not None:  # as it is recorded, whatever this image needs: it draws and launches more
+                        state.run.told(0, stage.cells)
+                        plan = state.run.plan_as_told(stage, canvas)
+                        draw_stage(self._model, canvas, request, state.run, plan, env, stage)
+                    if not run:
+                        self._draws.end_stage()
                 if not run:
                     self._draws.share_memory()
                 self._tokenizer.decode(canvas.latent)
@@ -243,8 +251,11 @@ class Recording:
         """Of skipped stages: where the canvas stays as it is and the method looks at nothing, a graph would be empty."""
         if not self._plans[stage.index].skip:
             return False
+        drawn = self._draws.drawn, self._method_draws.drawn
         with Launches() as launches:
             self._run_stage(stage, state.fork())
+        self._draws.rewind(drawn[0])
+        self._method_draws.rewind(drawn[1])
         return launches.count == 0
 
     def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageDone | None, Tensor | None]:
@@ -271,9 +282,9 @@ class Recording:
             self._method_draws.rewind(drawn[1])
             fork = state.fork()
             fork.run.told(0, width)
-            plan = fork.run.plan_as_told(stage, fork.canvas)
             graph = torch.cuda.CUDAGraph()
             with self._captured(graph):
+                plan = fork.run.plan_as_told(stage, fork.canvas)  # a method may draw for it
                 done, finite = draw_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
                 if ways and finite is not None and good is not None:
                     torch._foreach_copy_([good, *first.carried()], [finite, *fork.carried()])
@@ -322,7 +333,8 @@ class Recordings:
         if signature in self._recordings:
             return WarmUp(0.0, 0, 0)
         device = self._model.device
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._recordings:  # torch refuses a pool that no graph uses any more while something in it is still held
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # so that what is reserved afterwards is what the recording keeps
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)

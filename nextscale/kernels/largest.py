@@ -69,7 +69,7 @@ def places_of_largest(score: Tensor, keep: int) -> Tensor:
         return out
     score = score if score.stride(1) == 1 else score.contiguous()
     kept = torch.empty(rows, tokens, dtype=torch.int8, device=score.device)
-    block = min(power_of_two(tokens), ORDERED)
+    block = min(max(power_of_two(tokens), 32), ORDERED)
     with torch.cuda.device_of(score):
         rank_kernel[triton.cdiv(tokens, OWN), rows](
             score, kept, tokens, keep, score.stride(0), ROUNDS=rounds(tokens, COMPARED), OWN=OWN, COMPARED=COMPARED, num_warps=4

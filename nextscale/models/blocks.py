@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -127,7 +128,14 @@ def attend_slot(q: Tensor, slot: Slot, scale: float, scratch: Scratch) -> Tensor
 def reads_lengths(q: Tensor) -> bool:
     if torch.is_grad_enabled() or q.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return q.is_cuda and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.is_cuda and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_flash(q.device)
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Torch's own flash attention, whose operator raises elsewhere."""
+    built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float, scratch: Scratch) -> Tensor:
@@ -266,7 +274,7 @@ def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
         return F.gelu(linear(x), approximate="tanh")
     if x.is_cuda and linear.bias is not None and x.dtype == linear.weight.dtype:
         flat = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
-        return flat.view(*x.shape[:-1], -1)
+        return flat.view(*x.shape[:-1], linear.out_features)
     return torch._C._nn.gelu_(linear(x), approximate="tanh")  # type: ignore[attr-defined]
 
 
