@@ -88,7 +88,9 @@ class Sampling:
         if temperature != 1:
             logits = logits / temperature
         if self.forbidden:
-            logits = logits.index_fill(-1, torch.tensor(self.forbidden, device=logits.device), -100.0)
+            logits = logits.clone()
+            for code in self.forbidden:  # one by one: a recording cannot take a list of them from the host
+                logits.select(-1, code).fill_(-100.0)
         return logits
 
     def top_k_at(self, stage: Stage) -> int:

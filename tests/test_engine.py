@@ -18,11 +18,12 @@ from nextscale.generate import Request, as_drawn, generate
 from nextscale.guidance import GuidedRows
 from nextscale.models.base import Conditioning
 from nextscale.pipeline import Pipeline
+from nextscale.random_weights import random_pipeline
 from nextscale.report import Stopwatch
 from nextscale.sampling import ImageDraws
 
-from .tape import Dispatched, play_graphs_on_the_cpu
-from .tiny import CLASS_FAMILIES, FAMILIES, prompts, schedule_of, shared_pipeline, text_features
+from .tape import Dispatched, Tape, play_graphs_on_the_cpu
+from .tiny import CLASS_FAMILIES, FAMILIES, SPECS, prompts, schedule_of, shared_pipeline, text_features
 
 CPU = torch.device("cpu")
 
@@ -179,3 +180,33 @@ def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) 
     assert len(shown) == len(known) > 1
     for ours, theirs in zip(shown, known, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "settings"),
+    [
+        ("var", Method(), {"forbidden": (1, 3)}),
+        ("infinity", ToMe(random=True), {}),
+        ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", from_stage=2), ToMe(random=True))), {}),
+        ("star_refined", SparseVAR(tau=0.3, from_stage=3), {}),
+    ],
+)
+def test_recordings_read_all_that_a_method_draws(
+    family: str, method: Method, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every way of the stage that draws it; and nothing but a refill writes there."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe = random_pipeline(SPECS[family])
+    pipe.warmup(prompts(family, 2), method=method, **settings)
+    (recording,) = pipe.recordings._recordings.values()
+    tapes = [[way.graph for way in step.ways.values() if isinstance(way.graph, Tape)] for step in recording._steps]
+    for drawn in recording._method_draws._drawn:
+        place = drawn.numbers.untyped_storage().data_ptr()
+
+        def there(values: object, place: int = place) -> bool:
+            tensors = values if isinstance(values, tuple) else (values,)
+            return any(isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == place for value in tensors)
+
+        readers = [[any(there(args) for _, args, _, _ in tape.ops) for tape in ways] for ways in tapes]
+        assert any(ways and all(ways) for ways in readers)
+        assert not [op for ways in tapes for tape in ways for op, args, _, out in tape.ops if there(out) and not there(args)]

@@ -22,7 +22,7 @@ from ..accel.method import Method
 from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
 from ..errors import SettingError
-from ..generate import Request, StageDone, as_drawn, begin, draw_stage, generate
+from ..generate import Request, StageDone, as_drawn, begin, draw_stage
 from ..models.base import Conditioning, NextScaleModel
 from ..report import Stopwatch
 from ..sampling import Sampling
@@ -182,7 +182,11 @@ class Recording:
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 canvas = self._tokenizer.canvas(request.schedule, request.batch)
-                generate(self._model, self._start(), canvas, request, self._method, lambda done: None)
+                run, env = begin(self._model, self._start(), request, self._method, kept=1.0)
+                for stage in request.schedule:
+                    if self._method.follows_image and run.look(stage, canvas) is not None:
+                        run.told(0, stage.cells)  # as it is recorded, whatever this image needs: it draws and launches more
+                    draw_stage(self._model, canvas, request, run, run.plan_as_told(stage, canvas), env, stage)
                 self._tokenizer.decode(canvas.latent)
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -231,9 +235,9 @@ class Recording:
             self._method_draws.rewind(drawn[1])
             fork = state.fork()
             fork.run.told(0, width)
-            plan = fork.run.plan_as_told(stage, fork.canvas)
             graph = torch.cuda.CUDAGraph()
             with self._captured(graph):
+                plan = fork.run.plan_as_told(stage, fork.canvas)  # a method may draw for it
                 done, finite = draw_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
                 if ways and finite is not None and good is not None:
                     torch._foreach_copy_([good, *first.carried()], [finite, *fork.carried()])
@@ -283,7 +287,8 @@ class Recordings:
         if signature in self._recordings:
             return WarmUp(0.0, 0, 0)
         device = self._model.device
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._recordings:  # torch refuses a pool that no graph uses any more while something in it is still held
+            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(device)
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
         with torch.inference_mode():

@@ -112,7 +112,7 @@ def restore_tokens(
             tokens, kept, *size, *grid,
             *memory.stride()[:2], *fresh.stride()[:2], *((0, 0) if base is None else base.stride()[:2]),
             0 if gain is None else gain.stride(0),
-            BASED=base is not None, GAINED=gain is not None, CELLS=cells is not None, STEPS=kept.bit_length(),
+            BASED=base is not None, GAINED=gain is not None, CELLS=cells is not None, STEPS=(grid[0] * grid[1]).bit_length(),
             TALLEST=widest_window(size[0], grid[0]), WIDEST=widest_window(size[1], grid[1]), CHANNELS=channels, BLOCK=block,
             num_warps=warps or warps_for(block),
         )  # fmt: skip
