@@ -23,7 +23,7 @@ from torch import Tensor
 from .results import RESULTS, append, measure
 
 COPY_TB_S = 4.3  # on an H200, read and written
-WIDTH, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
+WIDTH, HEADS, HEAD_DIM = 2048, 16, 128
 SIDES = (16, 32, 40, 64)  # of stages
 MEMORY = (24, 24)
 KEPT = 0.5
@@ -49,7 +49,6 @@ def size(*tensors: Tensor) -> int:
 
 
 def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
-    from nextscale.kernels.bits import bit_update, bit_update_reference
     from nextscale.kernels.distance import distance_from_mean, distance_from_mean_reference
     from nextscale.kernels.norm import (
         norm_modulate,
@@ -97,11 +96,6 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
             yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gain=gain)
         mean = x.mean(dim=1, keepdim=True, dtype=torch.float32)
         yield case(distance_from_mean, distance_from_mean_reference, shape, whole, x, mean)
-        logits = normal(rows, tokens, BITS, 2, dtype=torch.float32)
-        noise = normal(1, tokens, BITS, 2, dtype=torch.float32).exp()
-        moved = size(logits, noise) + size(noise) + tokens * BITS * (8 + 4)
-        settings = {"batch": 1, "channels": BITS, "scale": 4.0, "temperature": 0.5}
-        yield case(bit_update, bit_update_reference, tuple(logits.shape), moved, logits, noise, **settings)
 
 
 def milliseconds(run: Callable[[], Any]) -> dict[str, float]:

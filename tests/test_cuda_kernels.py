@@ -11,12 +11,11 @@ from torch import Tensor
 
 from nextscale import kernels
 
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from nextscale.kernels.bits import bit_update_reference
     from nextscale.kernels.distance import distance_from_mean_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
@@ -90,30 +89,12 @@ def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> 
     compare(kernels.distance_from_mean, distance_from_mean_reference, x, x.mean(dim=1, keepdim=True, dtype=torch.float32) + 0.1)
 
 
-@pytest.mark.parametrize("scale, temperature", [(3.0, 1.0), (1.0, 0.7), (4.1, 0.3)])
-@pytest.mark.parametrize("tokens", [1, 3, 46 * 23, 4096])
-def test_bit_update(tokens: int, scale: float, temperature: float) -> None:
-    """Bit for bit, over two million draws at the largest stage: torch's exponentials, quotients and products to the last bit."""
-    make = Maker("cuda", torch.float32)
-    settings = {"batch": 16, "channels": 32, "scale": scale, "temperature": temperature}
-    logits = 3 * make.normal(32, tokens, 32, 2)
-    noise = torch.empty(16, tokens, 32, 2, device="cuda").exponential_(generator=make.generator)
-    for given in (noise, None):
-        with poisoned():
-            found = kernels.bit_update(logits, given, **settings)
-        expected = bit_update_reference(logits, given, **settings)
-        assert torch.equal(found.guided, expected.guided)
-        assert torch.equal(found.bits, expected.bits)
-        torch.testing.assert_close(found.signs, expected.signs, rtol=1e-6, atol=0)
-
-
 def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     """Every kernel at a late stage, as a function of rows, and what it takes per row; with all other inputs alike in all rows."""
     temperature, rotation = make.normal(16, dtype=torch.float32).exp(), make.rotation(1024, 128)
     x, update, index = make.normal(2, 1024, 2048), make.normal(2, 1024, 2048), make.selection(2, 1024, 614)
     fresh, memory, qkv = make.normal(2, 614, 2048), make.normal(2, 576, 2048), make.normal(2, 1024, 3, 16, 128)
     scale, shift, gain = (make.rows(2, 2048) for _ in range(3))
-    logits, noise = make.normal(2, 1024, 32, 2, dtype=torch.float32), make.normal(2, 1024, 32, 2, dtype=torch.float32).exp()
 
     def rotate(qkv: Tensor) -> tuple[Tensor, ...]:
         keys, values = torch.zeros(2, qkv.shape[0], 2000, 16, 128, dtype=qkv.dtype, device="cuda")
@@ -128,11 +109,10 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "rotate": (rotate, [qkv]),
         "restore": (restore, [memory, fresh, index, x, gain]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
-        "bits": (lambda logits, noise: kernels.bit_update(logits, noise, batch=logits.shape[0], channels=32), [logits, noise]),
     }
 
 
-NAMES = ("norm", "residual norm", "rotate", "restore", "distance", "bits")
+NAMES = ("norm", "residual norm", "rotate", "restore", "distance")
 
 
 def several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

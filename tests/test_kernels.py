@@ -14,13 +14,11 @@ import torch
 from nextscale import kernels
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import StageMemory
-from nextscale.guidance import mix
 from nextscale.models.blocks import unit_vectors
 from nextscale.models.rope import PairRope
-from nextscale.sampling import draw
 from nextscale.stage import Stage, Tokens
 
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,7 +29,6 @@ with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
             del sys.modules[name]
     pytest.importorskip("triton")
-    from nextscale.kernels.bits import bit_update, bit_update_reference
     from nextscale.kernels.distance import distance_from_mean_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
@@ -237,40 +234,6 @@ def test_distance_is_that_of_the_methods() -> None:
         index = None if count is None else torch.arange(6, device=DEVICE).expand(2, -1)
         tokens = Tokens(Stage(0, 2, 3, start=0, last=True), index, count)
         torch.testing.assert_close(kernels.distance_from_mean(x, row_mean(x, tokens)), distance_from_mean(x, tokens))
-
-
-# --- bits
-
-
-@pytest.mark.parametrize("guided", [True, False])
-@pytest.mark.parametrize("scale, temperature", [(3.0, 1.0), (1.0, 0.7), (4.1, 0.3), (1.0, 1.0)])
-@pytest.mark.parametrize("drawn", [True, False])
-def test_bit_update(guided: bool, scale: float, temperature: float, drawn: bool) -> None:
-    """Bit for bit: 4000 draws, one of them a tie."""
-    make = Maker(DEVICE, torch.float32)
-    logits = 3 * make.normal(4 if guided else 2, 50, 40, 2)
-    noise = torch.empty(2, 50, 40, 2, device=DEVICE).exponential_(generator=make.generator) if drawn else None
-    logits[:, 0, 0] = 1.0
-    if noise is not None:
-        noise[:, 0, 0] = 0.5
-    settings = {"batch": 2, "channels": 40, "scale": scale, "temperature": temperature}
-    with poisoned():
-        found = bit_update(logits, noise, **settings)
-    expected = bit_update_reference(logits, noise, **settings)
-    assert torch.equal(found.bits, expected.bits) and found.bits.dtype == torch.int64
-    assert torch.equal(found.guided, expected.guided)
-    torch.testing.assert_close(found.signs, expected.signs, rtol=1e-6, atol=0)
-    assert 0.4 < found.bits.float().mean() < 0.6
-    if noise is not None:
-        assert torch.equal(found.bits, draw(mix(logits, scale, 2) / temperature, noise))
-
-
-def test_bit_update_refuses_what_does_not_fit() -> None:
-    logits = torch.zeros(2, 3, 4, 2, device=DEVICE)
-    with pytest.raises(ValueError, match="\\[3 or 6, N, bits, 2\\]; got \\[2, 3, 4, 2\\]"):
-        bit_update(logits, None, batch=3, channels=4)
-    with pytest.raises(ValueError, match="noise is float32 \\[1, 3, 4, 2\\]"):
-        bit_update(logits, logits, batch=1, channels=4)
 
 
 # --- where they can be used

@@ -20,16 +20,13 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .bits import BitUpdate, bit_update
     from .distance import distance_from_mean
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
 
 __all__ = [
-    "BitUpdate",
     "available",
-    "bit_update",
     "distance_from_mean",
     "norm_modulate",
     "residual_norm_modulate",
@@ -43,8 +40,6 @@ FILES = {
     "rotate_into_cache": "rotate",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
-    "bit_update": "bits",
-    "BitUpdate": "bits",
 }
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OLDEST = (8, 0)  # compute capability: bfloat16
