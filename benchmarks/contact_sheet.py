@@ -1,11 +1,13 @@
 """Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` draws 48 captions of a held-out shard, evenly spread.
 
-Caption i of the sheet has seed i. What is shown depends on the shard alone, so that nothing can be picked.
+Caption i of the sheet has seed i; * marks subjects that no training picture shows. What is shown depends on the shard alone, so that
+nothing can be picked.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -13,15 +15,15 @@ from PIL import Image, ImageDraw, ImageFont
 import nextscale
 from nextscale.cli.sheet import wrapped
 from nextscale.files import write_image
-from nextscale.train.data import read_shard
+from nextscale.train.data import Record, read_shard
 
 COLUMNS, ROWS = 8, 6
 SIDE, LETTERS, LINES = 192, 12, 3  # pixels of an image and of a letter; lines of caption
 BATCH = 8
 
 
-def evenly_spread(captions: list[str], count: int) -> list[str]:
-    return [captions[position * len(captions) // count] for position in range(count)]
+def evenly_spread(records: Sequence[Record], count: int) -> list[Record]:
+    return [records[position * len(records) // count] for position in range(count)]
 
 
 def sheet(captions: list[str], images: list[Image.Image]) -> Image.Image:
@@ -38,14 +40,12 @@ def sheet(captions: list[str], images: list[Image.Image]) -> Image.Image:
 
 def main(shard: str, target: str = "docs/nano.webp", *files: str) -> None:
     """`files`: weights, tokenizer and words in place of those in the package."""
-    pipe = nextscale.load("nano", **dict(zip(("weights", "tokenizer", "text_encoder"), files, strict=False)))
-    captions = evenly_spread([record.caption for record in read_shard(Path(shard))[0]], COLUMNS * ROWS)
-    images = [
-        image
-        for first in range(0, len(captions), BATCH)
-        for image in pipe(captions[first : first + BATCH], seed=list(range(first, first + BATCH))).images
-    ]
-    write_image(sheet(captions, images), Path(target))
+    pipe = nextscale.load("nano", **dict(zip(("weights", "tokenizer", "text_encoder")[: len(files)], files, strict=True)))
+    records = evenly_spread(read_shard(Path(shard))[0], COLUMNS * ROWS)
+    captions = [record.caption for record in records]
+    images = [image for first in range(0, len(captions), BATCH) for image in pipe(captions[first : first + BATCH], seed=first).images]
+    titles = [f"* {record.caption}" if record.unseen else record.caption for record in records]
+    write_image(sheet(titles, images), Path(target))
 
 
 if __name__ == "__main__":

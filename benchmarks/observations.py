@@ -100,13 +100,13 @@ def rank_table(found: Observations) -> str:
     numbers = found.rank
     rows = []
     for stage in range(len(found.stages)):
-        shares = [late_mean_of([shares_of(curve, numbers.full) for curve in curves], stage) for curves in numbers.ranks]
+        shares = [mean_of_blocks([shares_of(curve, numbers.full) for curve in curves], stage) for curves in numbers.ranks]
         rows.append((stage_name(found, stage), str(numbers.full[stage]), *(f"{share:.0%}" for share in shares)))
     return table(("stage", "possible", *(f"for {alpha:.0%}" for alpha in numbers.alphas)), rows)
 
 
-def late_mean_of(curves: Sequence[Curve], stage: int) -> float:
-    """Over the blocks."""
+def mean_of_blocks(curves: Sequence[Curve], stage: int) -> float:
+    """Of one stage."""
     return sum(late_mean(curve, range(stage, stage + 1)) for curve in curves) / len(curves)
 
 

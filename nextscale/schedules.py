@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -58,7 +59,7 @@ def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:
 
 
 def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeError:
-    nearest = sorted(offers, key=lambda offer: abs(offer[0] - size[0]) + abs(offer[1] - size[1]))[:4]
+    nearest = sorted(offers, key=lambda offer: math.dist(map(math.log, offer), map(math.log, size)))[:4]
     named = ", ".join(f"{height}x{width}" for height, width in nearest)
     return SizeError(f"no schedule draws {size[0]}x{size[1]} (height x width); nearest: {named}")
 

@@ -141,6 +141,33 @@ def test_own_files_take_the_place_of_the_embedded_ones(bundle: Path, tmp_path: P
     assert nextscale.load("nano", **files, text_encoder=encoder, device="cpu").reader.encoder is encoder
 
 
+def test_a_prompt_that_is_refused_leaves_nothing_behind(random_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "generate",
+        "a red apple",
+        "a red \u82f9\u679c",
+        "--batch",
+        "1",
+        "--size",
+        str(SMALLEST),
+        "--device",
+        "cpu",
+        "--out",
+        "drawn",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "has none of the letters a-z" in result.stderr
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_words_that_are_not_there_are_asked_for(bundle: Path) -> None:
+    files = {"weights": bundle / FILES[0], "tokenizer": bundle / FILES[1]}
+    with pytest.raises(CheckpointError, match=r"nothing/there is not there; pass the words.safetensors"):
+        nextscale.load("nano", **files, text_encoder="nothing/there", device="cpu").reader.read("a red apple")
+
+
 def test_swapped_files_are_recognised(random_nano: Path) -> None:
     with pytest.raises(WeightsMismatch, match="It looks like the tokenizer of nano"):
         nextscale.load("nano", weights=random_nano / FILES[1], device="cpu")
@@ -180,10 +207,17 @@ def test_prompts_are_drawn_without_a_model_s_name(random_nano: Path, tmp_path: P
 
 def test_the_embedded_files_are_small_and_finite_and_in_half_precision(embedded: Path) -> None:
     assert sum((embedded / file).stat().st_size for file in FILES) <= MOST_BYTES
-    for file in FILES[:2]:
+    for file in FILES:
         for name, tensor in load_file(embedded / file).items():
-            assert tensor.dtype == torch.float16, f"{file}: {name}"
+            assert tensor.dtype == torch.float16 or (file == FILES[2] and tensor.dtype == torch.uint8), f"{file}: {name}"  # texts are bytes
             assert tensor.isfinite().all(), f"{file}: {name}"
+
+
+def test_the_card_counts_the_parameters(embedded: Path) -> None:
+    card = (embedded / "MODEL_CARD.md").read_text()
+    for file in FILES:
+        numbers = sum(tensor.numel() for tensor in load_file(embedded / file).values() if tensor.is_floating_point())
+        assert f"| `{file}` | {numbers / 1e6:.1f} M |" in card
 
 
 def test_licences_travel_with_the_embedded_files(embedded: Path) -> None:

@@ -388,6 +388,7 @@ def test_frontier_shows_every_method_that_ran() -> None:
     assert "odd" not in drawn and "multiply-adds against dense" in drawn
     on_gpu = [row | {"hardware": "some GPU"} for row in evaluation().rows]
     assert "times faster than dense" in frontier_svg(on_gpu)
+    assert "multiply-adds against dense" in frontier_svg([row | {"speedup": None} for row in on_gpu])
     with pytest.raises(SettingError, match="nothing to draw"):
         frontier_svg(evaluation().rows[-1:])
 
@@ -441,6 +442,10 @@ def test_command_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
     prompts.write_text("a bee\n")
     assert "pass --prompts" in command("quality")[1]
     assert "unknown method 'nothing'" in command("quality", "--prompts", prompts, "--methods", "nothing")[1]
+    captions = tmp_path / "captions.jsonl"
+    captions.write_text('{"caption": "a bee"}\n')
+    assert "holds other things than results" in command("quality", "--prompts", captions, "--methods", "skip:last=1", "--out", captions)[1]
+    assert captions.read_text() == '{"caption": "a bee"}\n'
     assert "lpips_alex_fp16.safetensors" in command("quality", "--prompts", prompts, "--metrics", tmp_path)[1]
 
 
@@ -473,6 +478,6 @@ def test_readme_table_shows_the_newest_rows_of_the_most_prompts_on_a_gpu() -> No
     table = quality_table([*on_gpu, *on_gpu, on_gpu[1] | {"images": 2, "method": "of few prompts"}])
     lines = [line for line in table.splitlines() if line.startswith("| 32x32 |")]
     assert [line.split(" | ")[1] for line in lines] == [row["method"] for row in on_gpu]
-    assert lines[0].startswith("| 32x32 | dense | **1.00** | 100% | 100% |  |  |")
+    assert lines[0].startswith("| 32x32 | dense | **1.00** (1.00–1.00) | 100% | 100% |  |  |")
     assert lines[-1].startswith("| 32x32 | odd | RuntimeError: does not work here |")
     assert "real held-out images" in table

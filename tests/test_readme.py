@@ -6,16 +6,19 @@ import re
 
 from benchmarks.results import RESULTS
 from benchmarks.table import (
+    FRONTIER,
     METHODS_PAGE,
     PICTURE,
     PROJECT,
     README,
     decisions_table,
+    judged_runs,
     plans_table,
     with_readme_tables,
     with_tables,
 )
 from nextscale import MODELS
+from nextscale.evals.frontier import frontier_svg
 from nextscale.evals.results import read_rows
 from nextscale.evals.speed_tables import pictured_row, stages_svg
 
@@ -27,6 +30,7 @@ def test_tables_and_picture_are_the_generated_ones() -> None:
     tables = {"plans": plans_table(), "decisions": decisions_table(read_rows(RESULTS))}
     assert page == with_tables(page, tables), "run python -m benchmarks.table"
     pictured = pictured_row(rows)
+    assert FRONTIER.read_text() == frontier_svg(judged_runs(rows)[-1]), "run python -m benchmarks.table"
     assert pictured is not None and PICTURE.read_text() == stages_svg(pictured), "run python -m benchmarks.table"
 
 
@@ -41,7 +45,7 @@ def test_every_model_is_listed() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [README, *(PROJECT / "docs").glob("*.md")]
+    pages = [README, *(PROJECT / "docs").glob("*.md"), *(PROJECT / "nextscale" / "weights").glob("*/*.md")]
     for page in pages:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"

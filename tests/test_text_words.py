@@ -46,7 +46,7 @@ def read(text: str) -> list[str]:
     ("text", "entries"),
     [
         ("A red CAT!", ["a", "red", "cat"]),
-        ("réd 猫 cat", ["red", "cat"]),
+        ("réd, \u2615 cat", ["red", "cat"]),
         ("red-cat's", ["red", "cat", "##s"]),
         ("３Ｄ cat", ["3d", "cat"]),
         ("cats puppies", ["cat", "puppy"]),
@@ -60,10 +60,16 @@ def test_words_then_stems_then_parts(text: str, entries: list[str]) -> None:
     assert read(text) == entries
 
 
+def test_words_in_other_letters_are_not_left_out_silently() -> None:
+    with pytest.raises(PromptError, match="'猫' has none of the letters a-z"):
+        VOCABULARY.split("a red 猫")
+
+
 @given(st.text())
 def test_any_text_is_spelt_out_or_refused(text: str) -> None:
     words = plain_words(text)
-    if not words:
+    lost = [word for word in text.split() if any(sign.isalpha() for sign in word) and not plain_words(word)]
+    if lost or not words:
         with pytest.raises(PromptError, match="describe the picture"):
             VOCABULARY.split(text)
         return

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from torch import Tensor
 
-from ..accel.choice import resolve_method
+from ..errors import SettingError
+from ..evals.methods import parse_methods
 from ..files import write_image, write_text
 from ..guidance import resolve_guidance
 from ..images import grid as side_by_side
@@ -162,8 +163,10 @@ def generate(
     spec = model_spec(model)
     schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
     scales = None if guidance is None else parse_guidance(guidance, spec.settings.guidance)
+    if no_refine and spec.settings.sampling.refine is None:
+        raise SettingError(f"--no-refine is for models that draw late stages in rounds; {model} draws each at once: leave it out")
     sampling = chosen_sampling(temperature, top_k, top_p, greedy, smooth, no_refine)
-    acceleration = resolve_method(method)
+    acceleration = parse_methods(*method or ())
     # Generation checks these three as well, but only after the weights are loaded.
     spec.settings.sampling.changed(**sampling).check(schedule)
     resolve_guidance(scales, spec.settings.guidance).scales(schedule)
@@ -217,6 +220,9 @@ def draw(
     with progress_bar() as progress:
         task = progress.add_task("loading", total=tokens * len(pictures))
         pipeline = open_pipeline()
+        if len(pictures) > batch:  # what the encoder refuses is told before anything is drawn and written
+            for prompt in dict.fromkeys(picture.prompt for picture in pictures):
+                pipeline.reader.read(prompt)
         progress.update(task, description="drawing")
         for first in range(0, len(pictures), batch):
             together = pictures[first : first + batch]

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..accel.choice import resolve_method
 from ..accel.cost import RequestCost, StageCost, Workload, request_cost
 from ..accel.memory import ASSUMED_KEPT, RequestMemory, planned_cache, request_memory, reserved_bytes
 from ..accel.method import Method
+from ..evals.methods import parse_methods
 from ..guidance import GuidedRows
 from ..models.base import NextScaleModel
 from ..presets import build_model, build_tokenizer, model_spec
@@ -54,7 +54,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a method would run, and what that costs, without weights and without running anything."""
-    spec, chosen = model_spec(model), resolve_method(method)
+    spec, chosen = model_spec(model), parse_methods(*method or ())
     schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
     with torch.device("meta"):
         built, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)

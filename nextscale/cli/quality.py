@@ -108,6 +108,9 @@ def quality(
         blocks = len(build_model(spec.model).blocks)
     chosen = chosen_methods(methods or ["standard"], len(schedule), blocks)
     drawn = read_eval_prompts(prompts, limit)
+    earlier = [] if out is None or not out.exists() else read_rows(out)
+    if any("benchmark" not in row for row in earlier):
+        raise SettingError(f"--out {out} holds other things than results, and rows would be added to it: give another name")
     for name in (LPIPS, EFFICIENTNET):
         metric_file(name, metrics)  # missing ones are told before anything is loaded
     if sheet is not None:
@@ -116,7 +119,6 @@ def quality(
         require_writable([sheet], force)
     if out is not None:
         require_writable([out], force=True)  # rows are added
-    earlier = [] if out is None or not out.exists() else read_rows(out)
     place = choose_device(device)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)

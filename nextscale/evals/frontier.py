@@ -22,7 +22,7 @@ def frontier_svg(rows: Sequence[Row]) -> str:
     usable = [row for row in rows if "error" not in row]
     if not usable:
         raise SettingError("there is nothing to draw: the results hold no row of a method that ran")
-    timed = not usable[0]["hardware"].startswith("CPU")
+    timed = not usable[0]["hardware"].startswith("CPU") and all(row["speedup"] for row in usable)
     across = (lambda row: row["speedup"]["median"]) if timed else (lambda row: row["cost_share"])
     named = "times faster than dense" if timed else "multiply-adds against dense"
     agreement = next((name for name in ("label_top5", "style") if name in usable[0]), None)

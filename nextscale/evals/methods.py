@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..accel.choice import resolve_method
 from ..accel.method import Method
+from ..accel.sparsevar import INFINITY_BLOCK
 from ..errors import SettingError
 
 DENSE = "dense"
@@ -21,7 +22,7 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
     """
     skips = stages > 12
     thinned = {stages - 4: 0.4, stages - 3: 0.5, stages - 2: 0.6, stages - 1: 0.75} if skips else {stages - 2: 0.4, stages - 1: 0.5}
-    gentler = "no stage skipped" if skips else "last two stages"
+    variant = "no stage skipped" if skips else "last two stages"
     return {
         "skip the last stage": "skip:last=1",
         "skip the last two stages": "skip:last=2",
@@ -29,7 +30,7 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
         **{f"SparseVAR {tau}": f"sparsevar:tau={tau}" for tau in (0.4, 0.5, 0.6, 0.7)},
         **{f"SparseVAR by logits {tau}": f"sparsevar:metric=logits,tau={tau}" for tau in (0.7, 0.9)},
         "FastVAR": "fastvar",
-        f"FastVAR, {gentler}": f"fastvar:ratios={thinned}",
+        f"FastVAR, {variant}": f"fastvar:ratios={thinned}",
         "StageVAR": "stagevar",
         **({"StageVAR, no stage skipped": f"stagevar:alphas={ {stages - 1: 0.96} }"} if skips else {}),
         "StageVAR, guidance off only": GUIDANCE_OFF,
@@ -42,13 +43,14 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
     """What the paper of SparseVAR leaves open or picks by eye, each changed alone at tau 0.6; other metrics at thresholds of their own."""
     first = 10 if stages > 10 else stages - 1  # what from_stage is when it is not given
+    published = max(1, round(INFINITY_BLOCK * blocks))  # what block is then, except for HART
     chosen: dict[str, dict[str, object]] = {
         "SparseVAR 0.6": {},
         "rows both": {"rows": "both"},
         **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 8, "none")},
         **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, -1)},
-        **{f"from stage {stage}": {"from_stage": stage} for stage in range(first - 2, stages + 1) if stage != first},
-        **{f"block {block}": {"block": block} for block in range(2, blocks + 1)},  # 1 is what block is when it is not given
+        **{f"from stage {stage}": {"from_stage": stage} for stage in range(max(2, first - 2), stages + 1) if stage != first},
+        **{f"block {block}": {"block": block} for block in range(1, blocks + 1) if block != published},
         **{f"logits {tau}": {"metric": "logits", "tau": tau} for tau in (0.5, 0.7, 0.9, 0.97)},
         **{f"image {tau}": {"metric": "image", "tau": tau} for tau in (0.04, 0.1, 0.3)},
     }
@@ -73,6 +75,6 @@ def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, 
     return {DENSE: Method(), **methods}
 
 
-def parse_methods(text: str) -> Method:
-    """Several methods at once are joined by +."""
-    return resolve_method([part.strip() for part in text.split("+")])
+def parse_methods(*texts: str) -> Method:
+    """Several methods at once are several texts, or joined by +; none is dense generation."""
+    return resolve_method([part.strip() for text in texts for part in text.split("+")] or None)

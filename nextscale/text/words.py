@@ -91,6 +91,8 @@ class Vocabulary:
 
     def split(self, text: str) -> list[int]:
         """Ids of a text: of its words, else of their stems, else of the parts that spell them."""
+        if lost := [word for word in text.split() if any(map(str.isalpha, word)) and not plain_words(word)]:
+            raise PromptError(f"prompt {text[:80]!r}: {lost[0]!r} has none of the letters a-z; describe the picture in English words")
         ids = [position for word in plain_words(text) for position in self._word(word)]
         if not ids:
             raise PromptError(f"prompt {text[:80]!r} has none of the letters a-z and no digit; describe the picture in English words")
@@ -233,6 +235,8 @@ class WordTextEncoder:
     def load(cls, source: str | Path, *, device: torch.device | str = "cpu") -> Self:
         """From the file that `save` wrote, or from a folder with it under its usual name. Float32, whatever the file has."""
         path = Path(source).expanduser()
+        if not path.exists():
+            raise CheckpointError(f"{source} is not there; pass the {FILE_NAME} of a word encoder, or its folder")
         checkpoint = open_checkpoint(path / FILE_NAME if path.is_dir() else path, _LAYOUT)
         try:
             vocabulary = Vocabulary.parse(_stored_text(checkpoint, "vocabulary"))
