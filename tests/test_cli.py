@@ -344,6 +344,12 @@ def test_a_misspelt_model_is_no_prompt(published_models: None, name: str) -> Non
     assert f"name the model before it: nano {name}" in message
 
 
+def test_a_family_before_prompts_is_no_prompt(published_models: None) -> None:
+    message = fail("generate", "infinity", "a cat")
+    assert "several models: infinity-2b, " in message and "name the model before it: nano infinity" in message
+    assert split_model(["infinity"]) == ("nano", ["infinity"])  # alone it may well be meant
+
+
 def test_slugs_are_short_and_safe() -> None:
     assert slug("A red  bicycle!") == "a-red-bicycle"
     assert slug("Café ../../etc/passwd") == "cafe-etc-passwd"

@@ -442,6 +442,7 @@ def test_command_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
     prompts.write_text("a bee\n")
     assert "pass --prompts" in command("quality")[1]
     assert "unknown method 'nothing'" in command("quality", "--prompts", prompts, "--methods", "nothing")[1]
+    assert "cannot skip 10 of 10 stages" in command("quality", "--prompts", prompts, "--methods", "skip:last=10")[1]
     captions = tmp_path / "captions.jsonl"
     captions.write_text('{"caption": "a bee"}\n')
     assert "holds other things than results" in command("quality", "--prompts", captions, "--methods", "skip:last=1", "--out", captions)[1]

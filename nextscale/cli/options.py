@@ -65,11 +65,17 @@ def split_model(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The model's name and the prompts; the first argument may name a model, and the default one is taken where it does not.
 
     What looks like the name of a model and is none, such as "infinty-2b", is refused rather than drawn: a single word with a digit,
-    hyphen or underscore that resembles a known name.
+    hyphen or underscore that resembles a known name, or before prompts what several names begin with.
     """
     first = arguments[0] if arguments else ""
     if first in MODELS:
         return first, list(arguments[1:])
+    relatives = [name for name in MODELS if name.startswith(f"{first}-")]
+    if relatives and len(arguments) > 1:
+        raise UnknownModel(
+            f"{first!r} stands for several models: {', '.join(relatives)}. If it is a prompt, name the model before it: "
+            f"{DEFAULT_MODEL} {first}"
+        )
     if re.fullmatch(r"\S*[\d_-]\S*", first) and difflib.get_close_matches(first, MODELS, cutoff=0.6):
         try:
             model_spec(first)

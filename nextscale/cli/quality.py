@@ -39,6 +39,7 @@ from .options import (
     Weights,
     as_torch_dtype,
     choose_schedule,
+    require_fitting,
 )
 from .program import app
 from .progress import share_bar
@@ -107,6 +108,9 @@ def quality(
     with torch.device("meta"):
         blocks = len(build_model(spec.model).blocks)
     chosen = chosen_methods(methods or ["standard"], len(schedule), blocks)
+    for asked in methods or ():
+        if asked not in LISTS:  # of a list, what does not fit becomes a row that says so
+            require_fitting(chosen[asked], spec, schedule)
     drawn = read_eval_prompts(prompts, limit)
     earlier = [] if out is None or not out.exists() else read_rows(out)
     if any("benchmark" not in row for row in earlier):
