@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,6 @@ import torch
 from nextscale.evals.machine import where
 
 RESULTS = Path(__file__).parent / "results.jsonl"
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile in milliseconds."""
-    deciles = statistics.quantiles(seconds, n=10, method="inclusive")
-    median, p20, p80 = (round(1000 * value, 2) for value in (statistics.median(seconds), deciles[1], deciles[7]))
-    return {"median_ms": median, "p20_ms": p20, "p80_ms": p80}
 
 
 def measure(benchmark: str, config: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,6 +22,8 @@ from nextscale.random_weights import fill_random
 from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, NormAct, ResidualBlock, as_laid_out, lay_out, norm_act
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
+
+from .kernel_cases import round_to_bfloat16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -63,14 +64,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run, on a CPU under Triton's interpreter, which rounds to bfloat16 as a GPU does."""
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        convert = interpreter._convert_float
-
-        def rounded(data: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
-            if str(target) != "bf16" or str(source) != "fp32":
-                return convert(data, source, target, mode)
-            return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
-
-        monkeypatch.setattr(interpreter, "_convert_float", rounded)
+        round_to_bfloat16(interpreter, monkeypatch)
     with torch.no_grad():
         yield
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from nextscale.models.rope import PairRope
 from nextscale.sampling import ImageDraws, Sampling, choose, draw, filter_logits
 from nextscale.stage import Stage, Tokens
 
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned, round_to_bfloat16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -44,15 +43,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         from triton.runtime import interpreter
 
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        convert = interpreter._convert_float
-
-        def rounded(data: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
-            """To bfloat16 as a GPU does it; the interpreter cuts, which doubles the error."""
-            if str(target) != "bf16" or str(source) != "fp32":
-                return convert(data, source, target, mode)
-            return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
-
-        monkeypatch.setattr(interpreter, "_convert_float", rounded)
+        round_to_bfloat16(interpreter, monkeypatch)
     with torch.no_grad():
         yield
 
