@@ -1,4 +1,4 @@
-"""Every exact attention kernel that torch has, on the shapes of a model's stages: which is the fastest where.
+"""Our attention and every exact kernel that torch has, on the shapes of a model's stages: which is the fastest where.
 
     python -m benchmarks.attention [--out FILE]
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nextscale import kernels
 from nextscale.cache import real_entries
-from nextscale.models.blocks import attend, attend_lengths
+from nextscale.models.blocks import attend
 
 from .results import RESULTS, append, measure
 
@@ -82,7 +83,7 @@ def candidates(case: Case, device: str) -> Iterator[tuple[str, Callable[[], Tens
 
     for name, backend in BACKENDS.items():
         yield name, partial(through, backend)
-    yield "lengths", partial(attend_lengths, q, k, v, lengths, case.keys, scale, {})
+    yield "lengths", partial(kernels.attend_lengths, q, k, v, lengths, scale)
 
 
 def timed(case: Case, device: str = "cuda") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .models.base import Conditioning
 
 Branches = Literal["both", "cond", "uncond"]
-
-Scratch = dict[Hashable, Tensor]
 
 
 @dataclass(frozen=True)
@@ -363,17 +361,13 @@ class StageMemory:
 
 @dataclass(slots=True)
 class Env:
-    """Everything that has one entry per running row: the guided half first, then the unconditional half while it runs.
-
-    scratch: what the layers of a stage need alike, made by the first of them; empty when a stage begins.
-    """
+    """Everything that has one entry per running row: the guided half first, then the unconditional half while it runs."""
 
     batch: int
     cond: Conditioning
     cache: Sequence[LayerCache]
     memory: StageMemory
     branches: Branches
-    scratch: Scratch = field(default_factory=dict)
 
     def keep(self, branches: Branches) -> None:
         """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""

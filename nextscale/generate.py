@@ -44,6 +44,7 @@ class Request:
     clock: Stopwatch
     method_draws: Draws
     track_kept: bool = False
+    recorded: bool = False  # launches cost the host nothing
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,12 @@ def draw_stage(
         canvas.skip(stage)
         return StageDone(stage, canvas, plan=plan), None
     env.keep(plan.branches)
-    env.scratch.clear()
     x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_width(tokens)
     needed = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
     rows, width = x.shape[:2]
-    with attention_backend(rows * width, x.device):
+    with attention_backend(rows * width, x.device, request.recorded):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
     hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
     out = guidance.on_logits(model.logits(x, env), stage, batch)

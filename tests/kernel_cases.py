@@ -118,3 +118,14 @@ def round_to_bfloat16(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+def loop_to_loaded_bounds(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes what a kernel has loaded as the bound of a loop; of itself it trips over recent versions of numpy."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

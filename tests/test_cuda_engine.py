@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
 from nextscale.accel.combine import Combined
 from nextscale.cache import real_entries
 from nextscale.engine import segments
 from nextscale.models import blocks
-from nextscale.models.blocks import FeedForward, attend, attend_lengths, linear_gelu, reads_lengths
+from nextscale.models.blocks import FeedForward, attend, linear_gelu, reads_lengths
 from nextscale.random_weights import random_pipeline
 
 from .tiny import FAMILIES, SPECS, prompts
@@ -63,9 +63,9 @@ def test_texts_are_attended_by_their_lengths_without_a_copy(rows: int, width: in
     keys[real_entries(lengths, room)[:, 0, 0].logical_not()] = float("nan")  # nothing reads them
     with torch.inference_mode():
         assert reads_lengths(q)
-        attend_lengths(q, keys, values, lengths, room, 0.1, {})
+        kernels.attend_lengths(q, keys, values, lengths, 0.1)
         with no_more_than(q.nbytes + q.nbytes // 8 + (1 << 20)):
-            found = attend_lengths(q, keys, values, lengths, room, 0.1, {})
+            found = kernels.attend_lengths(q, keys, values, lengths, 0.1)
     for row, length in enumerate(lengths.tolist()):
         one = slice(row, row + 1)
         expected = attend(q[one].float(), keys[one, :length].float(), values[one, :length].float(), None, 0.1)
@@ -80,12 +80,10 @@ def test_a_recorded_attention_follows_the_lengths() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.inference_mode():
         with torch.cuda.stream(stream):
-            attend_lengths(q, keys, values, lengths, 32, 0.1, {})
+            kernels.attend_lengths(q, keys, values, lengths, 0.1)
         torch.cuda.synchronize()
-        scratch: dict[object, Tensor] = {}
         with torch.cuda.graph(graph, stream=stream):
-            found = [attend_lengths(q, keys, values, lengths, 32, 0.1, scratch) for _ in range(3)]  # layers share where rows begin
-        scratch.clear()
+            found = [kernels.attend_lengths(q, keys, values, lengths, 0.1) for _ in range(3)]
         for pair in ([5, 32], [1, 17], [32, 32]):
             lengths.copy_(torch.tensor(pair, dtype=torch.int32))
             graph.replay()

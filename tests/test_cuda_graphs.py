@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.cache import real_entries
-from nextscale.models.blocks import attend, attend_lengths, linear_gelu
+from nextscale.models.blocks import linear_gelu
 from nextscale.pipeline import Output
 from nextscale.random_weights import random_pipeline
 
@@ -106,14 +105,3 @@ def test_gelu_inside_the_product(dtype: torch.dtype, tokens: int) -> None:
     assert (fused - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-5
     if dtype == torch.float32:
         assert (exact - F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()))).abs().max() > 1e-4  # can be told apart
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_attention_over_rows_of_different_length(dtype: torch.dtype) -> None:
-    rows, width, room, heads, channels = 3, 37, 301, 4, 64
-    q, keys, values = (torch.randn(rows, n, heads, channels, device="cuda", dtype=dtype) for n in (width, room, room))
-    lengths = torch.tensor([301, 7, 130], dtype=torch.int32, device="cuda")
-    expected = attend(q.double(), keys.double(), values.double(), real_entries(lengths, room), 0.1)
-    with torch.inference_mode():
-        actual = attend_lengths(q, keys, values, lengths, room, 0.1, {})
-    torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=2e-2)

@@ -17,7 +17,8 @@ from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from nextscale.kernels.distance import distance_from_mean_reference
+    from nextscale.kernels.attention import attend_lengths_reference
+    from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
     from nextscale.kernels.group_norm_silu import group_norm_silu, group_norm_silu_reference
     from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
@@ -92,6 +93,36 @@ def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> 
     compare(kernels.distance_from_mean, distance_from_mean_reference, x, x.mean(dim=1, keepdim=True, dtype=torch.float32) + 0.1)
 
 
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mean_over_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, Maker("cuda", dtype).wide(*shape) + 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("heads", "channels"), HEADS)
+@pytest.mark.parametrize(
+    ("queries", "room", "lengths"),
+    [(1, 9, (9, 1)), (4096, 64, (24, 61)), (307, 2521, (1804, 2521)), (64, 512, (512, 65)), (1228, 10521, (7653, 1))],
+)
+def test_attend_lengths(queries: int, room: int, lengths: tuple[int, int], heads: int, channels: int, dtype: torch.dtype) -> None:
+    """At most twice as far from the exact result as torch, which reads no further than the lengths either."""
+    make = Maker("cuda", dtype)
+    q, both = make.normal(2, queries, heads, channels), make.normal(2, room, 2, heads, channels)
+    told = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    both[torch.arange(room, device="cuda") >= told[:, None]] = float("nan")
+    with poisoned():
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], told, 0.1)
+    for row, length in enumerate(lengths):
+        one = (q[row : row + 1], both[row : row + 1, :length, 0], both[row : row + 1, :length, 1], told[row : row + 1], 0.1)
+        torchs = attend_lengths_reference(*one)
+        truth = attend_lengths_reference(
+            *(x.float() if x is not told and isinstance(x, Tensor) and x.is_floating_point() else x for x in one)
+        )
+        error, allowed = (found[row] - truth[0]).abs().max(), (torchs - truth).abs().max()
+        assert error <= 2 * allowed + torch.finfo(dtype).eps * truth.abs().max()
+
+
 @pytest.mark.parametrize("tokens", [1, 144, 1600, 4096, 128 * 128])
 def test_places_of_largest(tokens: int) -> None:
     scores = torch.randint(0, 1 + tokens // 2, (3, tokens), device="cuda").float()  # ties everywhere
@@ -140,6 +171,7 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     scale, shift, gain = (make.rows(2, 2048) for _ in range(3))
     logits, noise = make.normal(2, 1024, 32, 2, dtype=torch.float32), make.normal(2, 1024, 32, 2, dtype=torch.float32).exp()
 
+    lengths = torch.tensor([1024, 700], dtype=torch.int32, device="cuda")
     image = make.normal(2, 256, 40, 24, mean=3.0).contiguous(memory_format=torch.channels_last)
     weight, bias = torch.linspace(0.5, 1.5, 256, device="cuda"), torch.linspace(-1, 1, 256, device="cuda")
 
@@ -155,6 +187,11 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "residual norm": (kernels.residual_norm_modulate, [x, gain, update, scale, shift]),
         "rotate": (rotate, [qkv]),
         "restore": (restore, [memory, fresh, index, x, gain]),
+        "attention": (
+            lambda q, kv, lengths: kernels.attend_lengths(q, kv, kv, lengths, 0.1),
+            [fresh.view(2, 614, 16, 128), x.view(2, 1024, 16, 128), lengths],
+        ),
+        "mean": (kernels.mean_over_tokens, [x]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
         "bits": (lambda logits, noise: kernels.draw_bits(logits, noise, 0.97), [logits, noise]),
         "largest": (lambda score: kernels.places_of_largest(score, 614), [make.normal(2, 1024, dtype=torch.float32)]),
@@ -162,7 +199,7 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     }
 
 
-NAMES = ("norm", "residual norm", "rotate", "restore", "distance", "bits", "largest")
+NAMES = ("norm", "residual norm", "rotate", "restore", "attention", "mean", "distance", "bits", "largest")
 
 
 def several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

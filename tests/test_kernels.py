@@ -18,7 +18,7 @@ from nextscale.models.rope import PairRope
 from nextscale.sampling import ImageDraws, Sampling, choose, draw, filter_logits
 from nextscale.stage import Stage, Tokens
 
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned, round_to_bfloat16
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation, loop_to_loaded_bounds, poisoned, round_to_bfloat16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -29,8 +29,9 @@ with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
             del sys.modules[name]
     pytest.importorskip("triton")
+    from nextscale.kernels.attention import Tile, attend_lengths_reference, tile_for
     from nextscale.kernels.bits import draw_bits_reference
-    from nextscale.kernels.distance import distance_from_mean_reference
+    from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
     from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
@@ -44,12 +45,55 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         round_to_bfloat16(interpreter, monkeypatch)
+        loop_to_loaded_bounds(interpreter, monkeypatch)
     with torch.no_grad():
         yield
 
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 SHAPES = [(1, 1, 64), (2, 3, 120), (3, 7, 130), (2, 2, 2080)]  # rows, tokens, channels
+
+
+# --- attention
+
+
+@pytest.mark.parametrize("tile", [None, (16, 16, 4, 2), (64, 32, 4, 1)])
+@pytest.mark.parametrize(
+    ("queries", "room", "heads", "channels", "lengths"),
+    [(1, 1, 1, 128, (1,)), (5, 70, 2, 64, (70, 3)), (130, 200, 3, 24, (1, 64, 200)), (17, 65, 2, 16, (65, 64))],
+)
+def test_attend_lengths(
+    queries: int, room: int, heads: int, channels: int, lengths: tuple[int, ...], tile: tuple[int, int, int, int] | None
+) -> None:
+    """Keys and values side by side, as texts have them; nothing beyond a row's length is read."""
+    dtype = torch.float16  # the interpreter takes the bits of bfloat16 for numbers when it multiplies matrices
+    make, rows = Maker(DEVICE, dtype), len(lengths)
+    q, both = make.normal(rows, queries, heads, channels), make.normal(rows, room, 2, heads, channels)
+    told = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    beyond = torch.arange(room, device=DEVICE) >= told[:, None]
+    both[beyond] = float("nan")
+    with poisoned():
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], told, 0.3, tile=None if tile is None else Tile(*tile))
+    truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), told, 0.3)
+    assert found.dtype == dtype and found.shape == truth.shape
+    bound = torch.finfo(dtype).eps * both[~beyond].abs().max().item()  # weights and result are rounded, one each
+    assert (found.double() - truth).abs().max().item() <= bound
+
+
+def test_attend_lengths_refuses_what_does_not_fit() -> None:
+    make = Maker(DEVICE, torch.float16)
+    q, keys, lengths = make.normal(2, 3, 2, 16), make.normal(2, 9, 2, 16), torch.ones(2, dtype=torch.int32, device=DEVICE)
+    for given in ((q, keys[:1], keys, lengths), (q, keys, keys[:, :8], lengths), (q, keys, keys, lengths[:1])):
+        with pytest.raises(ValueError, match="expected"):
+            kernels.attend_lengths(*given, 1.0)
+    with pytest.raises(ValueError, match="side by side"):
+        kernels.attend_lengths(q.transpose(2, 3), keys.transpose(2, 3), keys.transpose(2, 3), lengths, 1.0)
+
+
+def test_tiles_of_attention_fill_tensor_cores() -> None:
+    for queries in (1, 17, 64, 300, 4096):
+        for keys in (1, 16, 64, 600, 40000):
+            assert min(tile_for(queries, keys)[:2]) >= 16
 
 
 # --- norms
@@ -212,6 +256,14 @@ def test_windows_of_area_resizing() -> None:
 
 
 # --- scores
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 131, 40)])
+def test_mean_over_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x = Maker(DEVICE, dtype).normal(*shape, mean=2.0)
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, x)
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, x[:, ::2])
 
 
 @every_dtype

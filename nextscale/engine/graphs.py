@@ -177,7 +177,7 @@ class Recording:
         self._fixed.load(cond)
         self._draws, self._method_draws = FixedDraws(), FixedDraws()
         self._stream = torch.cuda.Stream(model.device)
-        self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device))
+        self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device), recorded=True)
         self._plans = method.forecast(model, request.schedule)
         self._warm_up()
         self._steps = self._record()

@@ -3,9 +3,9 @@
     if kernels.available(x):
         y = kernels.norm_modulate(x, scale, shift)
 
-Triton is imported when the first kernel is used, so that nothing else needs it. All are memory-bound: they read every input once and
-write every output once, compute in float32 and round once. None has a gradient. A kernel is compiled when it first meets a width and
-a dtype, which a captured graph does not allow: run a stage once before it is captured.
+Triton is imported when the first kernel is used, so that nothing else needs it. All but attention are memory-bound: they read every
+input once and write every output once. All compute in float32 and round once; none has a gradient. A kernel is compiled when it first
+meets a width and a dtype, which a captured graph does not allow: run a stage once before it is captured.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .attention import attend_lengths
     from .bits import draw_bits
-    from .distance import distance_from_mean
+    from .distance import distance_from_mean, mean_over_tokens
     from .largest import places_of_largest
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
 
 __all__ = [
+    "attend_lengths",
     "available",
     "distance_from_mean",
     "draw_bits",
+    "mean_over_tokens",
     "norm_modulate",
     "places_of_largest",
     "residual_norm_modulate",
@@ -39,11 +42,13 @@ __all__ = [
 ]
 
 FILES = {
+    "attend_lengths": "attention",
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
+    "mean_over_tokens": "distance",
     "places_of_largest": "largest",
     "draw_bits": "bits",
 }

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..cache import DenseLayerCache, Env, Scratch, Slot
+from ..cache import DenseLayerCache, Env, Slot
 from ..stage import Tokens
 from .rope import PairRope
 
@@ -98,16 +97,17 @@ def temperature(log: Tensor) -> Tensor:
     return log.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None]
 
 
-def attention_backend(queries: int, device: torch.device) -> AbstractContextManager[None]:
+def attention_backend(queries: int, device: torch.device, recorded: bool) -> AbstractContextManager[None]:
     """Which of torch's attention kernels to use for a stage with so many query tokens over all rows.
 
-    On an H200 cuDNN's kernel, torch's own choice, is the fastest for large stages (4096 queries, 10521 keys: 1.13 ms, flash 1.95,
-    memory-efficient 4.1). Small stages wait for the host: 32 blocks take 23 ms with cuDNN's and 18 ms with flash, and a call of the
-    memory-efficient kernel costs the host half of a call of flash.
+    On an H200 cuDNN's kernel, torch's own choice, is the fastest from 288 queries of two rows on, 1.5 to 1.9 times as fast as flash
+    (4096 queries, 10521 keys: 1.13 ms, flash 2.08, memory-efficient 4.14); for fewer flash is (5.5 us, cuDNN 7.2). Stages that are not
+    recorded wait for the host if they are small: 32 blocks take 23 ms with cuDNN's and 18 ms with flash, and a call of the
+    memory-efficient kernel costs the host half of a call of flash. `benchmarks.attention` measures them.
     """
-    if device.type != "cuda" or queries > 2048:
+    if device.type != "cuda" or queries > (128 if recorded else 2048):
         return nullcontext()
-    if queries > 512:
+    if recorded or queries > 512:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
@@ -118,52 +118,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float, scratch: Scratch) -> Tensor:
+def attend_slot(q: Tensor, slot: Slot, scale: float) -> Tensor:
     """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
     if slot.lengths is None or not reads_lengths(q):
         return attend(q, *slot.filled, scale)
-    return attend_lengths(q, slot.keys, slot.values, slot.lengths, slot.end, scale, scratch)
+    return kernels.attend_lengths(q, slot.keys, slot.values, slot.lengths, scale)
 
 
 def reads_lengths(q: Tensor) -> bool:
-    if torch.is_grad_enabled() or q.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return q.is_cuda and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_flash(q.device)
-
-
-@cache
-def has_flash(device: torch.device) -> bool:
-    """Torch's own flash attention, whose operator raises elsewhere."""
-    built = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float, scratch: Scratch) -> Tensor:
-    """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else. Lengths: int32."""
-    rows, width = q.shape[:2]
-    out = torch.ops.aten._flash_attention_forward(
-        q.flatten(0, 1),
-        keys.flatten(0, 1),
-        values.flatten(0, 1),
-        row_starts(rows, width, q.device, scratch),
-        row_starts(rows, keys.shape[1], q.device, scratch),
-        width,
-        longest,
-        0.0,
-        False,
-        False,
-        scale=scale,
-        seqused_k=lengths,
-    )[0]
-    return out.view(rows, width, -1)
-
-
-def row_starts(rows: int, width: int, device: torch.device, scratch: Scratch) -> Tensor:
-    """Where each of so many rows begins, and the end of the last: [R + 1], the same for all layers of a stage."""
-    key = "row starts", rows, width
-    if key not in scratch:
-        scratch[key] = torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=device)
-    return scratch[key]
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and kernels.available(q)
 
 
 class SelfAttention(nn.Module):
@@ -187,7 +150,7 @@ class SelfAttention(nn.Module):
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(attend_slot(q, slot, self.scale, env.scratch))
+            return self.proj(attend_slot(q, slot, self.scale))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
@@ -244,7 +207,7 @@ class CrossAttention(nn.Module):
         if text.lengths is None or not reads_lengths(q):
             out = attend(q, keys, values, text.mask, self.scale)
         else:
-            out = attend_lengths(q, keys, values, text.lengths, keys.shape[1], self.scale, env.scratch)
+            out = kernels.attend_lengths(q, keys, values, text.lengths, self.scale)
         return self.proj(out).expand(rows, -1, -1)
 
     def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

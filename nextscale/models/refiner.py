@@ -64,7 +64,7 @@ class Refiner(nn.Module):
                 out = logits
             else:
                 known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
-                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device):
+                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device, request.recorded):
                     raw = self(hidden.x, tokens.gather(known), with_prompt, env)
                 out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
                 hidden.finite.append(out.isfinite().all())
