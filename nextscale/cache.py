@@ -368,6 +368,7 @@ class Env:
     cache: Sequence[LayerCache]
     memory: StageMemory
     branches: Branches
+    recorded: bool = False  # launches cost the host nothing
 
     def keep(self, branches: Branches) -> None:
         """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""

@@ -100,7 +100,9 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request, method: M
     guided = cond.start.shape[0] > request.batch
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_draws, request.track_kept, guided))
     check_plans(method.forecast(model, request.schedule), len(model.blocks), request.guidance)
-    return run, new_env(model, cond, request.schedule, request.batch, run, method, kept)
+    env = new_env(model, cond, request.schedule, request.batch, run, method, kept)
+    env.recorded = request.recorded
+    return run, env
 
 
 def draw_stage(
@@ -118,7 +120,7 @@ def draw_stage(
     needed = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
     rows, width = x.shape[:2]
-    with attention_backend(rows * width, x.device, request.recorded):
+    with attention_backend(rows * width, x.device, env.recorded):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
     hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
     out = guidance.on_logits(model.logits(x, env), stage, batch)

@@ -103,7 +103,14 @@ def test_mean_over_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> No
 @pytest.mark.parametrize(("heads", "channels"), HEADS)
 @pytest.mark.parametrize(
     ("queries", "room", "lengths"),
-    [(1, 9, (9, 1)), (4096, 64, (24, 61)), (307, 2521, (1804, 2521)), (64, 512, (512, 65)), (1228, 10521, (7653, 1))],
+    [
+        (1, 9, (9, 1)),
+        (4096, 64, (24, 61)),
+        (307, 2521, (1804, 2521)),
+        (64, 512, (512, 65)),
+        (1228, 10521, (7653, 1)),
+        (300, 40000, (40000, 39999)),
+    ],
 )
 def test_attend_lengths(queries: int, room: int, lengths: tuple[int, int], heads: int, channels: int, dtype: torch.dtype) -> None:
     """At most twice as far from the exact result as torch, which reads no further than the lengths either."""

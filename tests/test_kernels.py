@@ -29,7 +29,7 @@ with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
             del sys.modules[name]
     pytest.importorskip("triton")
-    from nextscale.kernels.attention import Tile, attend_lengths_reference, tile_for
+    from nextscale.kernels.attention import Tile, attend_lengths_reference
     from nextscale.kernels.bits import draw_bits_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
     from nextscale.kernels.largest import places_of_largest_reference
@@ -78,6 +78,9 @@ def test_attend_lengths(
     assert found.dtype == dtype and found.shape == truth.shape
     bound = torch.finfo(dtype).eps * both[~beyond].abs().max().item()  # weights and result are rounded, one each
     assert (found.double() - truth).abs().max().item() <= bound
+    one = (q[:1], both[:1, :, 0], both[:1, :, 1])
+    alone = kernels.attend_lengths(*one, lengths[0], 0.3, tile=None if tile is None else Tile(*tile))  # as a number
+    assert torch.equal(alone, found[:1]) or tile is None  # which chooses by the room or by the length
 
 
 def test_attend_lengths_refuses_what_does_not_fit() -> None:
@@ -86,14 +89,11 @@ def test_attend_lengths_refuses_what_does_not_fit() -> None:
     for given in ((q, keys[:1], keys, lengths), (q, keys, keys[:, :8], lengths), (q, keys, keys, lengths[:1])):
         with pytest.raises(ValueError, match="expected"):
             kernels.attend_lengths(*given, 1.0)
+    for length in (0, 10):
+        with pytest.raises(ValueError, match="from 1 to 9"):
+            kernels.attend_lengths(q, keys, keys, length, 1.0)
     with pytest.raises(ValueError, match="side by side"):
         kernels.attend_lengths(q.transpose(2, 3), keys.transpose(2, 3), keys.transpose(2, 3), lengths, 1.0)
-
-
-def test_tiles_of_attention_fill_tensor_cores() -> None:
-    for queries in (1, 17, 64, 300, 4096):
-        for keys in (1, 16, 64, 600, 40000):
-            assert min(tile_for(queries, keys)[:2]) >= 16
 
 
 # --- norms

@@ -24,6 +24,8 @@ SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 LARGEST_LOG_TEMPERATURE = math.log(100)
 PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last stage of one guided image of 1024 x 1024 pixels has
 
+FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them, and our own costs the host more, which a recording does not pay
+
 Part = Callable[[Tensor, Tokens, Env], Tensor]
 """A residual branch: returns what the block adds to its input."""
 
@@ -100,14 +102,13 @@ def temperature(log: Tensor) -> Tensor:
 def attention_backend(queries: int, device: torch.device, recorded: bool) -> AbstractContextManager[None]:
     """Which of torch's attention kernels to use for a stage with so many query tokens over all rows.
 
-    On an H200 cuDNN's kernel, torch's own choice, is the fastest from 288 queries of two rows on, 1.5 to 1.9 times as fast as flash
-    (4096 queries, 10521 keys: 1.13 ms, flash 2.08, memory-efficient 4.14); for fewer flash is (5.5 us, cuDNN 7.2). Stages that are not
-    recorded wait for the host if they are small: 32 blocks take 23 ms with cuDNN's and 18 ms with flash, and a call of the
-    memory-efficient kernel costs the host half of a call of flash. `benchmarks.attention` measures them.
+    On an H200 cuDNN's kernel, torch's own choice, is the fastest, 1.5 to 1.9 times as fast as flash (4096 queries, 10521 keys: 1.13 ms,
+    flash 2.08, memory-efficient 4.14; `benchmarks.attention`). Small stages that are not recorded wait for the host: 32 blocks take 23 ms
+    with cuDNN's and 18 ms with flash, and a call of the memory-efficient kernel costs the host half of a call of flash.
     """
-    if device.type != "cuda" or queries > (128 if recorded else 2048):
+    if device.type != "cuda" or recorded or queries > 2048:
         return nullcontext()
-    if recorded or queries > 512:
+    if queries > 512:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
@@ -118,11 +119,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float) -> Tensor:
+def attend_slot(q: Tensor, slot: Slot, scale: float, recorded: bool) -> Tensor:
     """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
-    if slot.lengths is None or not reads_lengths(q):
+    few = recorded and q.shape[0] * q.shape[1] <= FEW_QUERIES
+    if (slot.lengths is None and not few) or not reads_lengths(q):
         return attend(q, *slot.filled, scale)
-    return kernels.attend_lengths(q, slot.keys, slot.values, slot.lengths, scale)
+    return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
 
 
 def reads_lengths(q: Tensor) -> bool:
@@ -150,7 +152,7 @@ class SelfAttention(nn.Module):
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(attend_slot(q, slot, self.scale))
+            return self.proj(attend_slot(q, slot, self.scale, env.recorded))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class Refiner(nn.Module):
         request, tokens, sampling = hidden.request, hidden.tokens, hidden.request.sampling
         assert sampling.refine is not None and hidden.env.cond.refiner is not None
         rounds, drafted = sampling.refine.at(tokens.stage)
-        env = Env(request.batch, hidden.env.cond.refiner, [NoCache()] * len(self.blocks), StageMemory(), hidden.env.branches)
+        env = replace(hidden.env, cond=hidden.env.cond.refiner, cache=[NoCache()] * len(self.blocks), memory=StageMemory())
         with_prompt = tokens.repeat(hidden.branches).with_prefix(1)
         board = Board(tokens, request.batch, logits.device)
         for turn, count in enumerate(cells_per_round(rounds, board.cells)):
@@ -64,7 +65,7 @@ class Refiner(nn.Module):
                 out = logits
             else:
                 known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
-                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device, request.recorded):
+                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device, hidden.env.recorded):
                     raw = self(hidden.x, tokens.gather(known), with_prompt, env)
                 out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
                 hidden.finite.append(out.isfinite().all())
