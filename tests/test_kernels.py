@@ -389,6 +389,12 @@ def test_available(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernels.available(x.double()) and not kernels.available(x.long())
     with torch.enable_grad():
         assert not kernels.available(x)  # they have no gradient
+    with monkeypatch.context() as unwanted:
+        unwanted.setenv("NEXTSCALE_KERNELS", "0")
+        kernels.wanted.cache_clear()
+        assert not kernels.available(x)
+    kernels.wanted.cache_clear()
+    assert kernels.available(x)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not kernels.available(torch.zeros(1))
 

@@ -57,12 +57,19 @@ OLDEST = (8, 0)  # compute capability: bfloat16
 
 
 def available(tensor: Tensor) -> bool:
-    """Whether the kernels can work on tensors like this one. On a CPU only where TRITON_INTERPRET=1 asks for it, as tests do."""
-    if torch.is_grad_enabled() or tensor.dtype not in DTYPES:
+    """Whether the kernels can work on tensors like this one, and are wanted. On a CPU only where TRITON_INTERPRET=1 asks for it, as tests
+    do."""
+    if torch.is_grad_enabled() or tensor.dtype not in DTYPES or not wanted():
         return False
     if tensor.is_cuda:
         return usable(tensor.device)
     return os.environ.get("TRITON_INTERPRET") == "1" and tensor.device.type == "cpu" and installed()
+
+
+@cache
+def wanted() -> bool:
+    """Not with NEXTSCALE_KERNELS=0: plain torch in their place, to tell where a difference comes from."""
+    return os.environ.get("NEXTSCALE_KERNELS") != "0"
 
 
 @cache
