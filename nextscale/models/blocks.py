@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -350,8 +350,21 @@ class FusedPart(NamedTuple):
     run: Part  # of what is normed
 
 
+def run_fused(parts: Sequence[FusedPart], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    """All parts in order, of one block or of several: an addition and the norm that follows are one pass."""
+    y = kernels.norm_modulate(x, parts[0].scale, parts[0].shift)
+    for part, following in pairwise(parts):
+        update = part.run(y, tokens, env)
+        x, y = kernels.residual_norm_modulate(x, part.gain, update, following.scale, following.shift)
+    gain = parts[-1].gain
+    assert gain is not None
+    return torch.addcmul(x, gain, parts[-1].run(y, tokens, env))
+
+
 class ModulatedBlock(Block):
     """A block whose attention and feed-forward a condition scales, shifts and weights."""
+
+    changes_input: ClassVar[bool] = False  # before the first norm
 
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__(layer, config)
@@ -383,13 +396,7 @@ class ModulatedBlock(Block):
         """All parts in order, each gain fused with the addition; with kernels also with the next norm."""
         fused = self.fused_parts(x, env)
         if fused:
-            y = kernels.norm_modulate(x, fused[0].scale, fused[0].shift)
-            for part, following in pairwise(fused):
-                update = part.run(y, tokens, env)
-                x, y = kernels.residual_norm_modulate(x, part.gain, update, following.scale, following.shift)
-            gain = fused[-1].gain
-            assert gain is not None
-            return torch.addcmul(x, gain, fused[-1].run(y, tokens, env))
+            return run_fused(fused, x, tokens, env)
         m = env.cond.modulation[self.layer]
         x = torch.addcmul(x, m.attention_gain, self._attention(x, tokens, env))
         if self.has_text:
@@ -412,6 +419,18 @@ class ModulatedBlock(Block):
         if self.fusable and kernels.available(x):
             return kernels.norm_modulate(x, scale, shift)
         return torch.addcmul(shift, self.norm(x), scale)
+
+
+def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    """One block after another; with kernels, neighbours as one chain of parts."""
+    chain: list[FusedPart] = []
+    for block in blocks:
+        parts = block.fused_parts(x, env) if isinstance(block, ModulatedBlock) and not block.changes_input else ()
+        if not parts:
+            x = block(run_fused(chain, x, tokens, env) if chain else x, tokens, env)
+            chain = []
+        chain += parts
+    return run_fused(chain, x, tokens, env) if chain else x
 
 
 def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:
