@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.accel import Method
-from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageMemory, Workspace
+from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.generate import new_env
 from nextscale.models.base import Conditioning
 from nextscale.models.blocks import attend
@@ -158,6 +158,33 @@ def test_layers_share_the_last_stage_but_nothing_else() -> None:
             seen[layer].append(k)
             keys, _, _ = cache.append(k, k, v, Tokens(stage))
             assert torch.equal(keys, torch.cat(seen[layer], dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [1, 4, 7, 8, 12, 64])
+@pytest.mark.parametrize("first", [0, 1], ids=["from the first channel", "from the second"])
+def test_a_wide_copy_copies_every_bit(dtype: torch.dtype, head_dim: int, first: int) -> None:
+    """Of any pattern of bits, numbers or not, and nothing beside them; 16 bytes at a time where the channels are a multiple of that."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    some = torch.iinfo(bits)
+    held, room = (torch.randint(some.min, some.max, (3, tokens, 2, head_dim + first), dtype=bits) for tokens in (9, 12))
+    expected = room.clone()
+    expected[:2, :5, :, first:] = held[1:, :5, :, first:]
+    source, target = held.view(dtype)[1:, :5, :, first:], room.view(dtype)[:2, :5, :, first:]
+    assert in_widest(source) == in_widest(target) == (head_dim * dtype.itemsize % 16 == 0 and not first)
+    copy_wide(target, source)
+    assert torch.equal(room, expected)
+
+
+def test_a_wide_copy_of_other_layouts() -> None:
+    for source in (
+        torch.randn(2, 8, 3, 5).transpose(1, 3),
+        torch.randn(2, 1, 1, 8).expand(-1, 5, 3, -1),
+        torch.randn(2, 5, 3, 16)[..., ::2],
+    ):
+        target = torch.zeros(2, 5, 3, 8)
+        copy_wide(target, source)
+        assert torch.equal(target, source)
 
 
 def test_a_reduced_stage_takes_less_room() -> None:
