@@ -232,6 +232,7 @@ class DenseLayerCache:
         self.workspace = workspace
         self.width = 0  # entries written so far, padding included: a bound that the host knows
         self.lengths: Tensor | None = None  # [R] real entries, once rows differ
+        self._finite_tails = False  # what lies beyond them is
         self._rows = spec.rows
         self._pair: tuple[Tensor, Tensor] | None = None
         self._spent = False  # the last stage has run
@@ -260,8 +261,12 @@ class DenseLayerCache:
                 store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
         return slot.filled
 
-    def reserve(self, rows: int, new: int, tokens: Tokens) -> Slot:
-        """Room for `new` entries per row, which the caller writes."""
+    def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
+        """Room for `new` entries per row, which the caller writes.
+
+        finite_tails: what lies beyond a row's end is finite, as a mask needs it: zero times NaN is NaN. Attention that reads a row up
+        to its length does without, then at all stages that follow.
+        """
         end = self.width + new
         final = tokens.stage.index == self.spec.final
         if final and self._spent:
@@ -276,23 +281,23 @@ class DenseLayerCache:
         slot = Slot(keys, values, self.width, end)
         if self.lengths is not None or tokens.count is not None:
             added = tokens.prefix + tokens.count if tokens.count is not None and tokens.prefix else tokens.count
-            slot = self._ragged(slot, new, added, final)
+            slot = self._ragged(slot, new, added, final, finite_tails)
         if final:
             self._pair, self._spent = None, True
         else:
             self.width = end
         return slot
 
-    def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool) -> Slot:
-        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding.
-
-        What lies beyond a row's end is masked, but must be finite all the same: zero times NaN is NaN.
-        """
+    def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool, finite_tails: bool) -> Slot:
+        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding."""
         rows, device = slot.keys.shape[0], slot.keys.device
         if self.lengths is None:
             self.lengths = torch.full((rows,), self.width, dtype=torch.int32, device=device)
-            self._clear_tail()
-        if final:
+            self._finite_tails = finite_tails
+            if finite_tails:
+                self._clear_tail()
+        assert self._finite_tails or not finite_tails, "tails that an earlier stage has not cleared"
+        if final and finite_tails:
             for store in (slot.keys, slot.values):
                 store.narrow(1, self.width, new).zero_()
         start = self.lengths
@@ -327,7 +332,7 @@ class DenseLayerCache:
         for target, source in zip(fresh, old, strict=True):
             copy_wide(target.narrow(1, 0, self.width), source[rows].narrow(1, 0, self.width))
         self._pair = fresh
-        if self.lengths is not None:
+        if self._finite_tails:
             self._clear_tail()
 
     def _clear_tail(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.accel import Method
-from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageMemory, Workspace, copy_wide, in_widest
+from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.generate import new_env
 from nextscale.models.base import Conditioning
 from nextscale.models.blocks import attend
@@ -134,6 +136,25 @@ def test_attention_over_ragged_rows_is_attention_over_each_row_alone(
             for a, b, c in zip(first, second, third, strict=True)
         )
         assert torch.allclose(together[row : row + 1], attend(queries[row : row + 1], own_keys, own_values, None, 1.0), atol=1e-6)
+
+
+def test_tails_that_nothing_reads_are_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in memory that has grown, in that of fewer rows and in the workspace; a mask cannot be asked for afterwards."""
+    fill_memory(monkeypatch, float("nan"))
+    schedule = Schedule((1, 2, 3))
+    few = tuple(StageKeys(stage.index, 3, (1,)) for stage in schedule)
+    cache = DenseLayerCache(replace(spec(schedule, 3), planned=few), Workspace(spec(schedule, 3)))
+    for stage, rows, new, counts in zip(schedule, (3, 3, 2), (1, 4, 9), ([1, 1, 1], [1, 4, 2], [9, 3]), strict=True):
+        tokens = Tokens(stage, torch.arange(new).expand(rows, -1), torch.tensor(counts))
+        slot = cache.reserve(rows, new, tokens, finite_tails=False)
+        assert slot.keys[:, slot.end - new :].isnan().all() and slot.values[:, slot.end - new :].isnan().all()
+        for store in slot[:2]:
+            store[:, :1] = stage.index
+        if stage.index == 1:
+            with pytest.raises(AssertionError, match="has not cleared"):
+                copy(cache).reserve(rows, 9, Tokens(schedule[2]))
+            cache.keep_rows(slice(1, None))
+    assert slot.start.tolist() == [5, 3] and slot.lengths.tolist() == [14, 6]
 
 
 def test_dense_attention_reads_only_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:

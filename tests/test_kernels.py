@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from nextscale import Method, StagePlan, StageVAR, kernels
 from nextscale.accel.select import distance_from_mean, row_mean
-from nextscale.cache import StageMemory
+from nextscale.cache import DenseLayerCache, Scratch, StageMemory
 from nextscale.generate import new_env
 from nextscale.guidance import ConstantGuidance, Guidance
+from nextscale.models import blocks
 from nextscale.models.blocks import ModulatedBlock, run_in_order, unit_vectors
 from nextscale.models.rope import PairRope
 from nextscale.presets import ModelSpec
@@ -26,6 +28,8 @@ from nextscale.stage import Stage, Tokens
 
 from . import tiny
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned, round_to_bfloat16
+from .test_cache import fill_memory
+from .test_method import KeepShare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -202,13 +206,13 @@ def test_blocks_in_a_row_are_one_block_after_another(
 ) -> None:
     """The sum between two blocks is rounded as if it stood alone: in half precision, whose products float32 holds, bit for bit."""
     family = spec.name.removeprefix("tiny-")
-    pipe, schedule = random_pipeline(spec, dtype=dtype), tiny.schedule_of(family)
-    prompts = Labels(torch.tensor([1, 2])) if family == "var" else tiny.text_features(family, (3, 5))
+    pipe, schedule = random_pipeline(spec, device=DEVICE, dtype=dtype), tiny.schedule_of(family)
+    prompts = Labels(torch.tensor([1, 2])) if family == "var" else tiny.text_features(family, (3, 5)).to(DEVICE)
     conditions = [pipe.model.condition(prompts, False, schedule) for _ in ("one by one", "in order")]
     envs = [new_env(pipe.model, condition, schedule, 2, Method(), Method()) for condition in conditions]
     norms, sums = counted("norm_modulate", monkeypatch), counted("residual_norm_modulate", monkeypatch)
     for stage in schedule.stages[:2]:
-        start = Maker("cpu", dtype).normal(2, stage.cells, tiny.WIDTH) if stage.index else pipe.model.embed(None, stage, envs[0])
+        start = Maker(DEVICE, dtype).normal(2, stage.cells, tiny.WIDTH) if stage.index else pipe.model.embed(None, stage, envs[0])
         x, tokens = pipe.model.with_text(start, Tokens(stage), envs[0])
         expected = x
         for block in pipe.model.stack:
@@ -242,12 +246,33 @@ def test_images_of_blocks_in_a_row(
     method: Method, guidance: Guidance | None, joints: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks are joined, at so many places in every stage, except where something else reads or changes hidden states."""
-    pipe, prompts = tiny.shared_pipeline("infinity", torch.bfloat16), tiny.prompts("infinity", 1)
+    pipe = random_pipeline(tiny.SPECS["infinity"], device=DEVICE, dtype=torch.bfloat16)
+    prompts = tiny.prompts("infinity", 1)
     sums = counted("residual_norm_modulate", monkeypatch)
     chained, fused = pipe(prompts, seed=1, method=method, guidance=guidance), len(sums)
     monkeypatch.setattr(ModulatedBlock, "changes_input", True)
     tiny.assert_same_bits(chained, pipe(prompts, seed=1, method=method, guidance=guidance))
     assert fused - (len(sums) - fused) == sum(joints)
+
+
+def attend_lengths_row_by_row(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float, scratch: Scratch
+) -> Tensor:
+    assert lengths.max() <= longest
+    rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
+    return torch.cat([blocks.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
+def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that keep different numbers of tokens are those of masked attention, and no tail is written for them."""
+    fill_memory(monkeypatch, float("nan"))
+    pipe, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
+    masked = pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True)
+    monkeypatch.setattr(blocks, "reads_lengths", lambda x, head_dim: head_dim == tiny.WIDTH // tiny.HEADS)
+    monkeypatch.setattr(blocks, "attend_lengths", attend_lengths_row_by_row)
+    monkeypatch.setattr(DenseLayerCache, "_clear_tail", None)
+    tiny.assert_close("infinity", pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True), masked)
 
 
 # --- restoration

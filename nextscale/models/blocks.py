@@ -120,15 +120,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 def attend_slot(q: Tensor, slot: Slot, scale: float, scratch: Scratch) -> Tensor:
     """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
-    if slot.lengths is None or not reads_lengths(q):
+    if slot.lengths is None or not reads_lengths(q, q.shape[-1]):
         return attend(q, *slot.filled, scale)
     return attend_lengths(q, slot.keys, slot.values, slot.lengths, slot.end, scale, scratch)
 
 
-def reads_lengths(q: Tensor) -> bool:
-    if torch.is_grad_enabled() or q.dtype not in (torch.float16, torch.bfloat16):
+def reads_lengths(x: Tensor, head_dim: int) -> bool:
+    """Whether attention for tensors like this one reads a row's keys and values up to its length, and nothing that lies beyond."""
+    if torch.is_grad_enabled() or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return q.is_cuda and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_flash(q.device)
+    return x.is_cuda and head_dim % 8 == 0 and head_dim <= 256 and has_flash(x.device)
 
 
 @cache
@@ -181,7 +182,8 @@ class SelfAttention(nn.Module):
         turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
         if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
             rows, width = x.shape[:2]
-            slot = cache.reserve(rows, width, tokens)  # at the last stage it frees memory that the rest can use
+            masked = not reads_lengths(x, self.head_dim)
+            slot = cache.reserve(rows, width, tokens, finite_tails=masked)  # at the last stage it frees memory that the rest can use
             qkv = self.qkv(x).view(rows, width, 3, self.heads, self.head_dim)
             rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
             stores = (slot.keys, slot.values, slot.start)
@@ -241,7 +243,7 @@ class CrossAttention(nn.Module):
         rows = x.shape[0]
         keys, values = text.keys_values[self.layer]
         q = self.queries(x[: keys.shape[0]])  # a single row of text speaks to all rows: see TextContext
-        if text.lengths is None or not reads_lengths(q):
+        if text.lengths is None or not reads_lengths(q, self.head_dim):
             out = attend(q, keys, values, text.mask, self.scale)
         else:
             out = attend_lengths(q, keys, values, text.lengths, keys.shape[1], self.scale, env.scratch)
