@@ -198,6 +198,26 @@ class Slot(NamedTuple):
         return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
 
 
+WIDEST = torch.complex128  # 16 bytes, the most that a GPU's thread reads or writes at a time
+
+
+def copy_wide(target: Tensor, source: Tensor) -> None:
+    """target.copy_(source), of the same type, in elements of 16 bytes where both consist of such.
+
+    Rows that are not side by side torch copies element by element, and those of half precision have 2 bytes.
+    """
+    if all(map(in_widest, (target, source))):
+        target, source = target.view(WIDEST), source.view(WIDEST)
+    target.copy_(source)
+
+
+def in_widest(x: Tensor) -> bool:
+    """Torch's own memory begins at such a place."""
+    *outer, last = x.stride()
+    together = WIDEST.itemsize // x.element_size()
+    return last == 1 and not any(number % together for number in (x.shape[-1], x.storage_offset(), *outer))
+
+
 class DenseLayerCache:
     """Every token of every stage, written in place into memory that is allocated when the first stage comes.
 
@@ -210,6 +230,7 @@ class DenseLayerCache:
         self.workspace = workspace
         self.width = 0  # entries written so far, padding included: a bound that the host knows
         self.lengths: Tensor | None = None  # [R] real entries, once rows differ
+        self._finite_tails = False  # what lies beyond them is
         self._rows = spec.rows
         self._pair: tuple[Tensor, Tensor] | None = None
         self._spent = False  # the last stage has run
@@ -238,8 +259,12 @@ class DenseLayerCache:
                 store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
         return slot.filled
 
-    def reserve(self, rows: int, new: int, tokens: Tokens) -> Slot:
-        """Room for `new` entries per row, which the caller writes."""
+    def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
+        """Room for `new` entries per row, which the caller writes.
+
+        finite_tails: what lies beyond a row's end is finite, as a mask needs it: zero times NaN is NaN. Attention that reads a row up
+        to its length does without, then at all stages that follow.
+        """
         end = self.width + new
         final = tokens.stage.index == self.spec.final
         if final and self._spent:
@@ -247,30 +272,30 @@ class DenseLayerCache:
         if final:
             keys, values = self.workspace.pair(rows, end)
             for target, source in ((keys, self.keys), (values, self.values)):
-                target.narrow(1, 0, self.width).copy_(source.narrow(1, 0, self.width))
+                copy_wide(target.narrow(1, 0, self.width), source.narrow(1, 0, self.width))
         else:
             self._make_room(end, tokens.stage)
             keys, values = self._held()
         slot = Slot(keys, values, self.width, end)
         if self.lengths is not None or tokens.count is not None:
             added = tokens.prefix + tokens.count if tokens.count is not None and tokens.prefix else tokens.count
-            slot = self._ragged(slot, new, added, final)
+            slot = self._ragged(slot, new, added, final, finite_tails)
         if final:
             self._pair, self._spent = None, True
         else:
             self.width = end
         return slot
 
-    def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool) -> Slot:
-        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding.
-
-        What lies beyond a row's end is masked, but must be finite all the same: zero times NaN is NaN.
-        """
+    def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool, finite_tails: bool) -> Slot:
+        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding."""
         rows, device = slot.keys.shape[0], slot.keys.device
         if self.lengths is None:
             self.lengths = torch.full((rows,), self.width, dtype=torch.int32, device=device)
-            self._clear_tail()
-        if final:
+            self._finite_tails = finite_tails
+            if finite_tails:
+                self._clear_tail()
+        assert self._finite_tails or not finite_tails, "tails that an earlier stage has not cleared"
+        if final and finite_tails:
             for store in (slot.keys, slot.values):
                 store.narrow(1, self.width, new).zero_()
         start = self.lengths
@@ -303,9 +328,9 @@ class DenseLayerCache:
         """To memory for so many tokens of some of the rows."""
         old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
         for target, source in zip(fresh, old, strict=True):
-            target.narrow(1, 0, self.width).copy_(source[rows].narrow(1, 0, self.width))
+            copy_wide(target.narrow(1, 0, self.width), source[rows].narrow(1, 0, self.width))
         self._pair = fresh
-        if self.lengths is not None:
+        if self._finite_tails:
             self._clear_tail()
 
     def _clear_tail(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
 from .models.base import Conditioning, Hidden, NextScaleModel
-from .models.blocks import Block, attention_backend
+from .models.blocks import Block, attention_backend, run_in_order
 from .report import Stopwatch
 from .sampling import Draws, Sampling
 from .stage import Schedule, Stage, Tokens
@@ -176,18 +177,28 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
     """All blocks in order; a plan's spans run groups of them their own way."""
     blocks = model.stack
     spans = {span.layers.start: span for span in plan.spans}
-    layer = 0
-    while layer < len(blocks):
-        if layer in spans:
-            span = spans[layer]
-            x = span(blocks[span.layers.start : span.layers.stop], x, tokens, env)
-            layer = span.layers.stop
+    for start, stop in pairwise(seams(len(blocks), plan, guidance)):
+        stretch = blocks[start:stop]
+        if start in spans:
+            x = spans[start](stretch, x, tokens, env)
+        elif start in plan.taps:
+            x = observed(blocks[start], x, tokens, env, run)
         else:
-            x = observed(blocks[layer], x, tokens, env, run) if layer in plan.taps else blocks[layer](x, tokens, env)
-            layer += 1
-        if layer - 1 in guidance.layers:
+            x = run_in_order(stretch, x, tokens, env)
+        if stop - 1 in guidance.layers:
             x = guidance.on_hidden(x, tokens.stage, env.batch)
     return x
+
+
+def seams(depth: int, plan: StagePlan, guidance: GuidedRows) -> list[int]:
+    """Numbers of blocks after which hidden states are asked for: around spans and observed blocks, and after guided ones.
+
+    Where one branch runs alone, a span may hide blocks after which both would be guided.
+    """
+    spans = {edge for span in plan.spans for edge in (span.layers.start, span.layers.stop)}
+    taps = {edge for layer in plan.taps for edge in (layer, layer + 1)}
+    guided = {layer + 1 for layer in guidance.layers} if plan.branches == "both" else set()
+    return sorted({0, depth} | spans | taps | guided)
 
 
 def observed(block: Block, x: Tensor, tokens: Tokens, env: Env, run: Method) -> Tensor:

@@ -6,19 +6,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from nextscale import kernels
+from nextscale import Method, StagePlan, StageVAR, kernels
 from nextscale.accel.select import distance_from_mean, row_mean
-from nextscale.cache import StageMemory
-from nextscale.models.blocks import unit_vectors
+from nextscale.cache import DenseLayerCache, StageMemory
+from nextscale.generate import new_env
+from nextscale.guidance import ConstantGuidance, Guidance
+from nextscale.models import blocks
+from nextscale.models.blocks import ModulatedBlock, run_in_order, unit_vectors
 from nextscale.models.rope import PairRope
+from nextscale.presets import ModelSpec
+from nextscale.prompts import Labels
+from nextscale.random_weights import random_pipeline
 from nextscale.sampling import ImageDraws, Sampling, choose, draw, filter_logits
 from nextscale.stage import Stage, Tokens
 
+from . import tiny
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, loop_to_loaded_bounds, poisoned, round_to_bfloat16
+from .test_cache import fill_memory
+from .test_method import KeepShare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -207,6 +218,102 @@ def test_rotate_refuses_what_does_not_fit() -> None:
         kernels.rotate_into_cache(qkv, None, make.rotation(3, 12), None, keys, keys.clone(), 0)
     with pytest.raises(ValueError, match="written in place"):
         kernels.rotate_into_cache(qkv, None, None, None, make.normal(2, 5, 16, 2).mT, keys, 0)
+
+
+# --- blocks in a row
+
+
+def with_chunk_starts(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, model=replace(spec.model, chunks=tiny.DEPTH, level_every_chunk=True))  # type: ignore[type-var]
+
+
+def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls, kernel = [], getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *given: calls.append(name) or kernel(*given))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("spec", "chains", "parts"),
+    [
+        (tiny.SPECS["var"], 1, 2),
+        (tiny.SPECS["infinity"], 1, 3),
+        (with_chunk_starts(tiny.SPECS["infinity"]), tiny.DEPTH, 3),  # each adds to what the block before has given
+        (tiny.SPECS["hart"], 0, 0),  # other norms
+        (tiny.SPECS["star"], 0, 0),  # no gains
+    ],
+    ids=["var", "infinity", "chunk starts", "hart", "star"],
+)
+def test_blocks_in_a_row_are_one_block_after_another(
+    spec: ModelSpec, chains: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum between two blocks is rounded as if it stood alone: in half precision, whose products float32 holds, bit for bit."""
+    family = spec.name.removeprefix("tiny-")
+    pipe, schedule = random_pipeline(spec, device=DEVICE, dtype=dtype), tiny.schedule_of(family)
+    prompts = Labels(torch.tensor([1, 2])) if family == "var" else tiny.text_features(family, (3, 5)).to(DEVICE)
+    conditions = [pipe.model.condition(prompts, False, schedule) for _ in ("one by one", "in order")]
+    envs = [new_env(pipe.model, condition, schedule, 2, Method(), Method()) for condition in conditions]
+    norms, sums = counted("norm_modulate", monkeypatch), counted("residual_norm_modulate", monkeypatch)
+    for stage in schedule.stages[:2]:
+        start = Maker(DEVICE, dtype).normal(2, stage.cells, tiny.WIDTH) if stage.index else pipe.model.embed(None, stage, envs[0])
+        x, tokens = pipe.model.with_text(start, Tokens(stage), envs[0])
+        expected = x
+        for block in pipe.model.stack:
+            expected = block(expected, tokens, envs[0])
+        norms.clear(), sums.clear()
+        found = run_in_order(pipe.model.stack, x, tokens, envs[1])
+        assert (len(norms), len(sums)) == (chains, parts and parts * tiny.DEPTH - chains)
+        bound = 1e-5 if dtype == torch.float32 else 0.0
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+        assert not torch.equal(found, x)
+
+
+class Tap(Method):
+    """Watches the first block."""
+
+    def plan(self, stage: Stage, canvas: object) -> StagePlan:
+        return StagePlan(taps=(0,))
+
+
+@pytest.mark.parametrize(
+    ("method", "guidance", "joints"),
+    [
+        (Method(), None, (2, 2, 2, 2)),
+        (Tap(), None, (1, 1, 1, 1)),
+        (Method(), ConstantGuidance(logits=False, layers=(1,), strength=3.0), (1, 1, 1, 1)),
+        (StageVAR(groups=2, ranks=0.5, guidance_off=2), None, (2, 2, 1, 1)),
+    ],
+    ids=["dense", "tap", "guided inside", "stagevar"],
+)
+def test_images_of_blocks_in_a_row(
+    method: Method, guidance: Guidance | None, joints: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are joined, at so many places in every stage, except where something else reads or changes hidden states."""
+    pipe = random_pipeline(tiny.SPECS["infinity"], device=DEVICE, dtype=torch.bfloat16)
+    prompts = tiny.prompts("infinity", 1)
+    sums = counted("residual_norm_modulate", monkeypatch)
+    chained, fused = pipe(prompts, seed=1, method=method, guidance=guidance), len(sums)
+    monkeypatch.setattr(ModulatedBlock, "changes_input", True)
+    tiny.assert_same_bits(chained, pipe(prompts, seed=1, method=method, guidance=guidance))
+    assert fused - (len(sums) - fused) == sum(joints)
+
+
+def attend_lengths_row_by_row(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
+    return torch.cat([blocks.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
+def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that keep different numbers of tokens are those of masked attention, and no tail is written for them."""
+    fill_memory(monkeypatch, float("nan"))
+    pipe, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
+    masked = pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True)
+    monkeypatch.setattr(blocks, "reads_lengths", lambda x: True)
+    monkeypatch.setattr(kernels, "attend_lengths", attend_lengths_row_by_row)
+    monkeypatch.setattr(DenseLayerCache, "_clear_tail", None)
+    tiny.assert_close("infinity", pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True), masked)
 
 
 # --- restoration

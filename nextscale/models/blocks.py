@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,8 +127,9 @@ def attend_slot(q: Tensor, slot: Slot, scale: float, recorded: bool) -> Tensor:
     return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
 
 
-def reads_lengths(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and kernels.available(q)
+def reads_lengths(x: Tensor) -> bool:
+    """Whether attention for tensors like this one reads a row's keys and values up to its length, and nothing that lies beyond."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and kernels.available(x)
 
 
 class SelfAttention(nn.Module):
@@ -146,7 +147,8 @@ class SelfAttention(nn.Module):
         turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
         if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
             rows, width = x.shape[:2]
-            slot = cache.reserve(rows, width, tokens)  # at the last stage it frees memory that the rest can use
+            masked = not reads_lengths(x)
+            slot = cache.reserve(rows, width, tokens, finite_tails=masked)  # at the last stage it frees memory that the rest can use
             qkv = self.qkv(x).view(rows, width, 3, self.heads, self.head_dim)
             rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
             stores = (slot.keys, slot.values, slot.start)
@@ -315,8 +317,21 @@ class FusedPart(NamedTuple):
     run: Part  # of what is normed
 
 
+def run_fused(parts: Sequence[FusedPart], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    """All parts in order, of one block or of several: an addition and the norm that follows are one pass."""
+    y = kernels.norm_modulate(x, parts[0].scale, parts[0].shift)
+    for part, following in pairwise(parts):
+        update = part.run(y, tokens, env)
+        x, y = kernels.residual_norm_modulate(x, part.gain, update, following.scale, following.shift)
+    gain = parts[-1].gain
+    assert gain is not None
+    return torch.addcmul(x, gain, parts[-1].run(y, tokens, env))
+
+
 class ModulatedBlock(Block):
     """A block whose attention and feed-forward a condition scales, shifts and weights."""
+
+    changes_input: ClassVar[bool] = False  # before the first norm
 
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__(layer, config)
@@ -348,13 +363,7 @@ class ModulatedBlock(Block):
         """All parts in order, each gain fused with the addition; with kernels also with the next norm."""
         fused = self.fused_parts(x, env)
         if fused:
-            y = kernels.norm_modulate(x, fused[0].scale, fused[0].shift)
-            for part, following in pairwise(fused):
-                update = part.run(y, tokens, env)
-                x, y = kernels.residual_norm_modulate(x, part.gain, update, following.scale, following.shift)
-            gain = fused[-1].gain
-            assert gain is not None
-            return torch.addcmul(x, gain, fused[-1].run(y, tokens, env))
+            return run_fused(fused, x, tokens, env)
         m = env.cond.modulation[self.layer]
         x = torch.addcmul(x, m.attention_gain, self._attention(x, tokens, env))
         if self.has_text:
@@ -377,6 +386,18 @@ class ModulatedBlock(Block):
         if self.fusable and kernels.available(x):
             return kernels.norm_modulate(x, scale, shift)
         return torch.addcmul(shift, self.norm(x), scale)
+
+
+def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    """One block after another; with kernels, neighbours as one chain of parts."""
+    chain: list[FusedPart] = []
+    for block in blocks:
+        parts = block.fused_parts(x, env) if isinstance(block, ModulatedBlock) and not block.changes_input else ()
+        if not parts:
+            x = block(run_fused(chain, x, tokens, env) if chain else x, tokens, env)
+            chain = []
+        chain += parts
+    return run_fused(chain, x, tokens, env) if chain else x
 
 
 def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:

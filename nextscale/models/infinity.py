@@ -66,6 +66,8 @@ class TextPool(nn.Module):
 class ChunkStart(ModulatedBlock):
     """A block that adds the level embedding again, as one training option did; no released model uses it."""
 
+    changes_input = True
+
     def __init__(self, layer: int, config: BlockConfig, level_embed: nn.Embedding) -> None:
         super().__init__(layer, config)
         self._level_embed = [level_embed]  # in a list: the model owns the parameter

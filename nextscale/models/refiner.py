@@ -12,7 +12,7 @@ from ..cache import Env, NoCache, StageMemory
 from ..sampling import cell_noise, draw_codes
 from ..stage import Tokens
 from .base import Conditioning, Hidden, temperatures
-from .blocks import Block, BlockConfig, attention_backend, build_blocks, plain_norm
+from .blocks import Block, BlockConfig, attention_backend, build_blocks, plain_norm, run_in_order
 from .rope import Rope
 
 
@@ -48,8 +48,7 @@ class Refiner(nn.Module):
         told = self.word_embed(known.to(x.dtype)) + self.level_embed.weight[tokens.stage.index]
         told = torch.cat([env.cond.start, told.repeat(x.shape[0] // told.shape[0], 1, 1)], dim=1)
         y = self.merge(torch.cat([told, torch.cat([env.cond.start, x], dim=1)], dim=-1))
-        for block in self.stack:
-            y = block(y, tokens, env)
+        y = run_in_order(self.stack, y, tokens, env)
         return self.head(self.head_norm(tokens.on_grid(y)[0])).float()
 
     def settle(self, hidden: Hidden, logits: Tensor) -> Tensor:
