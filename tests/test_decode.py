@@ -99,7 +99,7 @@ def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.
 
 def test_many_shares_of_the_pixels_make_one_mean(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 4 pixels in 5 shares that do not come out even, of which 2 are added at a time."""
-    for name, number in (("TILE", 32 * 4), ("PROGRAMS", 5), ("SHARES", 2)):
+    for name, number in (("TILE", 32 * 4), ("SUMS_TILE", 32 * 4), ("PROGRAMS", 5), ("SHARES", 2)):
         monkeypatch.setattr(kernel, name, number)
     x, norm = channels_last(1, 32, 3, 13, dtype=torch.float32), given_norm(32, torch.float32)
     ours = kernel.group_norm_silu(x, 32, norm.weight, norm.bias, norm.eps)
