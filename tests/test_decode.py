@@ -205,7 +205,7 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
 
     def count(module: ModuleType, name: str) -> None:
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments: calls.update([name]) or function(*arguments))
+        monkeypatch.setattr(module, name, lambda *given, **settings: calls.update([name]) or function(*given, **settings))
 
     count(kernel, "group_norm_silu")
     count(bias_residual, "add_bias_residual_")

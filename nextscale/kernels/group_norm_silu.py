@@ -106,15 +106,19 @@ def centred_silu_kernel(
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def group_norm_silu(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None = None) -> Tensor:
+def group_norm_silu(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None = None, *, warps: int = WARPS
+) -> Tensor:
     """silu(group_norm(x)) of x [B, C, H, W] in channels-last layout, which the result has too. Rounded once, where torch rounds twice.
 
     With a shift [C], such as the bias of the convolution before, of x + shift: no pass more.
     """
-    return centred_silu(x, *mean_and_scale(x, groups, weight, eps, shift), bias)
+    return centred_silu(x, *mean_and_scale(x, groups, weight, eps, shift, warps=warps), bias, warps=warps)
 
 
-def mean_and_scale(x: Tensor, groups: int, weight: Tensor, eps: float, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def mean_and_scale(
+    x: Tensor, groups: int, weight: Tensor, eps: float, shift: Tensor | None = None, *, warps: int = WARPS
+) -> tuple[Tensor, Tensor]:
     """What the norm of x + shift takes from the channels of x of every image and what it multiplies them by then, [B, C] float32 each."""
     images, channels, total = image_sizes(x)
     if shift is not None:
@@ -129,7 +133,7 @@ def mean_and_scale(x: Tensor, groups: int, weight: Tensor, eps: float, shift: Te
     with torch.cuda.device_of(x):
         partial_sums_kernel[images, shares, channels // block](
             x, sums, total, shares,
-            SHARE=share, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=WARPS,
+            SHARE=share, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
         mean_scale_kernel[images, groups](
             x, sums, shift, weight, mean, scale, total, eps, SHIFTED=shift is not None,
@@ -138,14 +142,14 @@ def mean_and_scale(x: Tensor, groups: int, weight: Tensor, eps: float, shift: Te
     return mean, scale
 
 
-def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor, *, warps: int = WARPS) -> Tensor:
     """silu((x - mean) * scale + bias) of x [B, C, H, W] in channels-last layout; mean and scale [B, C] float32, bias [C]."""
     images, channels, total = image_sizes(x)
     tile_pixels, block = tile_sizes(channels, total, TILE)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
         centred_silu_kernel[triton.cdiv(total, tile_pixels), images, channels // block](
-            x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=WARPS
+            x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps
         )
     return out
 
