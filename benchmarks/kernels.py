@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels [--out FILE] [--sweep] [NAME ...]
 
-Sizes are those of infinity-2b at 1024 x 1024, guided: two rows. "mb" is what must be moved, every input once and every output once;
-"tb_s" that by the median time; "floor_ms" the least time at what a copy reaches on an H200. Memory is not flushed between runs except
-by the benchmark's own buffer, as triton.testing.do_bench does it. With --sweep every kernel also runs with half and twice its warps.
+Sizes are those of infinity-2b at 1024 x 1024, guided: two rows; one image in the decoder. "mb" is what must be moved, every input once
+and every output once; "tb_s" that by the median time; "floor_ms" the least time at what a copy reaches on an H200. Memory is not flushed
+between runs except by the benchmark's own buffer, as triton.testing.do_bench does it. With --sweep every kernel also runs with half and
+twice its warps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ WIDTH, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
 SIDES = (16, 32, 40, 64)  # of stages
 MEMORY = (24, 24)
 KEPT = 0.5
+MAPS = ((128, 1024), (256, 512), (512, 256), (512, 64))  # channels and side of levels of the decoder
 QUANTILES = (0.5, 0.2, 0.8)
 
 
@@ -107,6 +110,25 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         yield case(draw_bits, draw_bits_reference, tuple(logits.shape), moved, logits, noise, top_p=0.97)
 
 
+def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """In channels-last layout. The group norm has to read its input twice; numbers that are added to in place grow from run to run."""
+    from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
+    from nextscale.kernels.group_norm_silu import WARPS, group_norm_silu, group_norm_silu_reference
+    from nextscale.kernels.shapes import warps_for
+    from nextscale.kernels.upsample import TILE, upsample_nearest, upsample_nearest_reference
+
+    for channels, side in MAPS:
+        x, residual = torch.randn(2, 1, channels, side, side, device=device, dtype=dtype)
+        x, residual = (image.contiguous(memory_format=torch.channels_last) for image in (x, residual))
+        weight, bias, shift = torch.randn(3, channels, device=device, dtype=dtype)
+        for kernel, reference, inputs, maps, warps in (
+            (group_norm_silu, group_norm_silu_reference, (x, 32, weight, bias, 1e-6, shift), 3, WARPS),
+            (add_bias_residual_, add_bias_residual_reference, (x, bias, residual), 3, warps_for(TILE)),
+            (upsample_nearest, upsample_nearest_reference, (x,), 5, warps_for(TILE)),
+        ):
+            yield Case(kernel.__name__, tuple(x.shape), maps * size(x), partial(kernel, *inputs), partial(reference, *inputs), warps)
+
+
 def milliseconds(run: Callable[[], Any]) -> dict[str, float]:
     from triton.testing import do_bench
 
@@ -138,7 +160,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("kernels are measured on a GPU")
-    for case in cases("cuda", torch.bfloat16):
+    for case in chain(cases("cuda", torch.bfloat16), decoder_cases("cuda", torch.bfloat16)):
         if args.names and case.kernel not in args.names:
             continue
         config = {"case": case.name, "kernel": case.kernel, "shape": list(case.shape), "dtype": "bfloat16", "quality": None}

@@ -26,6 +26,10 @@ class Maker:
     def normal(self, *shape: int, dtype: torch.dtype | None = None, mean: float = 0.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator, device=self.device) + mean).to(dtype or self.dtype)
 
+    def image(self, *shape: int, mean: float = 0.0) -> Tensor:
+        """[B, C, H, W] in channels-last layout."""
+        return self.normal(*shape, mean=mean).contiguous(memory_format=torch.channels_last)
+
     def rows(self, rows: int, channels: int, mean: float = 0.0) -> Tensor:
         """[R, 1, C] as the models keep modulations: a slice of a larger tensor."""
         return self.normal(rows, 6, channels, mean=mean)[:, 2:3]

@@ -18,12 +18,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     pytest.importorskip("triton")
     from nextscale.kernels.attention import attend_lengths_reference
+    from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
     from nextscale.kernels.group_norm_silu import group_norm_silu, group_norm_silu_reference
     from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache_reference
+    from nextscale.kernels.upsample import upsample_nearest, upsample_nearest_reference
 
 
 @pytest.fixture(autouse=True)
@@ -141,20 +143,62 @@ def test_places_of_largest(tokens: int) -> None:
         assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
 
 
+IMAGES = [(1, 128, 1024, 1024), (2, 512, 64, 64), (3, 160, 33, 17), (1, 384, 40, 23), (2, 96, 5, 7), (1, 1024, 3, 1)]
+every_image = pytest.mark.parametrize("shape", IMAGES, ids=str)
+
+
 @every_dtype
+@every_image
 @pytest.mark.parametrize("mean", [0.0, 30.0])
-@pytest.mark.parametrize("shape", [(1, 128, 1024, 1024), (2, 512, 64, 64), (3, 160, 33, 17), (1, 1024, 3, 1)])
-def test_group_norm_silu(shape: tuple[int, int, int, int], mean: float, dtype: torch.dtype) -> None:
-    """At least as near to the exact result as torch, which rounds twice."""
+@pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
+def test_group_norm_silu(shape: tuple[int, int, int, int], mean: float, shifted: bool, dtype: torch.dtype) -> None:
+    """At least as near to the exact result as torch, which rounds twice, and once more where a bias is added before."""
     make = Maker("cuda", dtype)
-    x = make.normal(*shape, mean=mean).contiguous(memory_format=torch.channels_last)
+    x = make.image(*shape, mean=mean)
     weight, bias = make.normal(shape[1], mean=1.0), make.normal(shape[1])
+    shift = 3 * make.normal(shape[1]) if shifted else None
     with poisoned():
-        found = group_norm_silu(x, 32, weight, bias, 1e-6)
-    exact = group_norm_silu_reference(x.double(), 32, weight.double(), bias.double(), 1e-6)
-    torchs = group_norm_silu_reference(x, 32, weight, bias, 1e-6)
+        found = group_norm_silu(x, 32, weight, bias, 1e-6, shift)
+    exact = group_norm_silu_reference(x.double(), 32, weight.double(), bias.double(), 1e-6, None if shift is None else shift.double())
+    torchs = group_norm_silu_reference(x, 32, weight, bias, 1e-6, shift)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert (found - exact).abs().max() <= 1.5 * (torchs - exact).abs().max() + 1e-5
+
+
+@every_dtype
+@every_image
+def test_add_bias_residual(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    make = Maker("cuda", dtype)
+    x, residual, bias, residual_bias = make.image(*shape), make.image(*shape, mean=2.0), make.normal(shape[1]), make.normal(shape[1])
+
+    def added(x: Tensor, *others: Tensor) -> Tensor:
+        return add_bias_residual_(x.clone(), *others)
+
+    for others in ((bias,), (bias, residual), (bias, residual, residual_bias)):
+        compare(added, add_bias_residual_reference, x, *others)
+
+
+@every_dtype
+@every_image
+def test_upsample_nearest(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    x = Maker("cuda", dtype).image(*shape)
+    with poisoned():
+        found = upsample_nearest(x)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, upsample_nearest_reference(x))
+
+
+def test_images_of_more_than_two_to_the_31_elements() -> None:
+    """Places are counted in 64 bits: the last rows are what a small image of them makes."""
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB")
+    x = Maker("cuda", torch.bfloat16).image(1, 256, 6, 2048)
+    tall = x.repeat(1, 1, 700, 1).contiguous(memory_format=torch.channels_last)
+    bias = torch.linspace(-1, 1, 256, device="cuda")
+    assert torch.equal(upsample_nearest(tall)[:, :, -12:], upsample_nearest(x))
+    assert torch.equal(add_bias_residual_(tall.clone(), bias, tall)[:, :, -6:], add_bias_residual_(x.clone(), bias, x))
+    whole, part = (group_norm_silu(image, 32, bias, bias, 1e-6, bias)[:, :, -6:] for image in (tall, x))
+    torch.testing.assert_close(whole, part, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.6, 0.97])
@@ -179,7 +223,7 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     logits, noise = make.normal(2, 1024, 32, 2, dtype=torch.float32), make.normal(2, 1024, 32, 2, dtype=torch.float32).exp()
 
     lengths = torch.tensor([1024, 700], dtype=torch.int32, device="cuda")
-    image = make.normal(2, 256, 40, 24, mean=3.0).contiguous(memory_format=torch.channels_last)
+    image, residual = make.image(2, 256, 40, 24, mean=3.0), make.image(2, 256, 40, 24)
     weight, bias = torch.linspace(0.5, 1.5, 256, device="cuda"), torch.linspace(-1, 1, 256, device="cuda")
 
     def rotate(qkv: Tensor) -> tuple[Tensor, ...]:
@@ -202,11 +246,13 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
         "bits": (lambda logits, noise: kernels.draw_bits(logits, noise, 0.97), [logits, noise]),
         "largest": (lambda score: kernels.places_of_largest(score, 614), [make.normal(2, 1024, dtype=torch.float32)]),
-        "group norm": (lambda x: group_norm_silu(x, 32, weight, bias, 1e-6), [image]),
+        "group norm": (lambda x: group_norm_silu(x, 32, weight, bias, 1e-6, bias), [image]),
+        "bias and residual": (lambda x, residual: add_bias_residual_(x.clone(), bias, residual, weight), [image, residual]),
+        "upsample": (upsample_nearest, [image]),
     }
 
 
-NAMES = ("norm", "residual norm", "rotate", "restore", "attention", "mean", "distance", "bits", "largest")
+NAMES = ("norm", "residual norm", "rotate", "restore", "attention", "mean", "distance", "bits", "largest", "bias and residual", "upsample")
 
 
 def several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

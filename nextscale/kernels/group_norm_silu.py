@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shapes import power_of_two
+from .shapes import image_sizes, power_of_two, require_shape, tile_sizes
 
 # The input is read twice and the output written once. Bytes in bfloat16 and the least time at 4.3 TB/s:
 #   one image of 1024 x 1024 with 128 channels              0.81 GB   0.19 ms
@@ -16,67 +16,75 @@ from .shapes import power_of_two
 # torch's own group norm gives one program to each (image, group), 32 for an image on 132 multiprocessors, and turns channels-last
 # tensors round before and after.
 TILE = 8192  # pixels x channels that a program holds at a time
-LARGEST_CHANNELS = 128  # of a tile
-PROGRAMS = 528  # for the sums: four per multiprocessor of an H200
-SHARES = 64  # partial sums that are added up at a time
+SUMS_TILE = 4096  # where sums are kept beside it: 16 elements of a tile and 32 sums per thread
+PROGRAMS = 1056  # for the sums: eight per multiprocessor of an H200
+STAGES = 3  # tiles that are on their way at a time
+SHARES = 128  # partial sums that are added up at a time
 WARPS = 8
+GROUP_WARPS = 4
 
 
 @triton.jit
 def partial_sums_kernel(
-    x_ptr, sums_ptr, pixels, shares, SHARE: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, sums_ptr, pixels, shares,
+    SHARE: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Of one image, one share of its pixels and one block of channels: sums of the distances from the first pixel and of their squares.
 
-    Distances from some value of the same channel, since squares of large values that hardly differ cancel.
+    Distances from some value of the same channel, since squares of large values that hardly differ cancel. Every thread adds up what
+    it reads itself; threads meet once, at the end.
     """
     image = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     base = x_ptr + image * pixels * CHANNELS
     pivot = tl.load(base + channel).to(tl.float32)
-    first = tl.zeros([BLOCK], dtype=tl.float32)
-    second = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, SHARE, PIXELS):
+    first = tl.zeros([PIXELS, BLOCK], dtype=tl.float32)
+    second = tl.zeros([PIXELS, BLOCK], dtype=tl.float32)
+    for start in tl.range(0, SHARE, PIXELS, num_stages=STAGES):
         inner = start + tl.arange(0, PIXELS)
         pixel = part.to(tl.int64) * SHARE + inner
         inside = pixel < pixels  # shares are whole tiles
         x = tl.load(base + pixel[:, None] * CHANNELS + channel[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         distance = tl.where(inside[:, None], x - pivot[None, :], 0.0)
-        first += tl.sum(distance, axis=0)
-        second += tl.sum(distance * distance, axis=0)
+        first += distance
+        second += distance * distance
     out = sums_ptr + (image * shares + part) * 2 * CHANNELS + channel
-    tl.store(out, first)
-    tl.store(out + CHANNELS, second)
+    tl.store(out, tl.sum(first, axis=0))
+    tl.store(out + CHANNELS, tl.sum(second, axis=0))
 
 
 @triton.jit
 def mean_scale_kernel(
-    x_ptr, sums_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, eps,
+    x_ptr, sums_ptr, shift_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, eps, SHIFTED: tl.constexpr,
     PARTS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Of one group of one image."""
+    """Of one group of one image. A shift of the channels moves their means, not their distances from the first pixel."""
     image = tl.program_id(0).to(tl.int64)
     member = tl.arange(0, BLOCK)
     channel = tl.program_id(1) * MEMBERS + member
     inside = member < MEMBERS
-    first = tl.zeros([BLOCK], dtype=tl.float32)
-    second = tl.zeros([BLOCK], dtype=tl.float32)
+    firsts = tl.zeros([SHARES, BLOCK], dtype=tl.float32)
+    seconds = tl.zeros([SHARES, BLOCK], dtype=tl.float32)
     for start in range(0, PARTS, SHARES):
         part = start + tl.arange(0, SHARES)
         there = (part < PARTS)[:, None] & inside[None, :]
         source = sums_ptr + (image * PARTS + part)[:, None] * 2 * CHANNELS + channel[None, :]
-        first += tl.sum(tl.load(source, mask=there, other=0.0), axis=0)
-        second += tl.sum(tl.load(source + CHANNELS, mask=there, other=0.0), axis=0)
+        firsts += tl.load(source, mask=there, other=0.0)
+        seconds += tl.load(source + CHANNELS, mask=there, other=0.0)
+    first, second = tl.sum(firsts, axis=0), tl.sum(seconds, axis=0)
+    shift = tl.zeros([BLOCK], dtype=tl.float32)
+    if SHIFTED:
+        shift = tl.load(shift_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     pivot = tl.load(x_ptr + image * pixels * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-    own_mean = tl.where(inside, pivot + first / pixels, 0.0)  # of each channel
+    own_mean = tl.where(inside, pivot + shift + first / pixels, 0.0)  # of each channel
     mean = tl.sum(own_mean, axis=0) / MEMBERS
     apart = tl.where(inside, own_mean - mean, 0.0)
     own_variance = second / pixels - (first / pixels) * (first / pixels)
     variance = tl.sum(tl.where(inside, own_variance, 0.0) + apart * apart, axis=0) / MEMBERS
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     scale = weight * tl.rsqrt(tl.maximum(variance, 0.0) + eps)
-    tl.store(mean_ptr + image * CHANNELS + channel, mean + tl.zeros([BLOCK], dtype=tl.float32), mask=inside)
+    tl.store(mean_ptr + image * CHANNELS + channel, mean - shift, mask=inside)
     tl.store(scale_ptr + image * CHANNELS + channel, scale, mask=inside)
 
 
@@ -98,15 +106,24 @@ def centred_silu_kernel(
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def group_norm_silu(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """silu(group_norm(x)) of x [B, C, H, W] in channels-last layout, which the result has too. Rounded once, where torch rounds twice."""
-    return centred_silu(x, *mean_and_scale(x, groups, weight, eps), bias)
+def group_norm_silu(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None = None, *, warps: int = WARPS
+) -> Tensor:
+    """silu(group_norm(x)) of x [B, C, H, W] in channels-last layout, which the result has too. Rounded once, where torch rounds twice.
+
+    With a shift [C], such as the bias of the convolution before, of x + shift: no pass more.
+    """
+    return centred_silu(x, *mean_and_scale(x, groups, weight, eps, shift, warps=warps), bias, warps=warps)
 
 
-def mean_and_scale(x: Tensor, groups: int, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """What the norm takes from the channels of every image and what it multiplies them by then, [B, C] float32 each."""
+def mean_and_scale(
+    x: Tensor, groups: int, weight: Tensor, eps: float, shift: Tensor | None = None, *, warps: int = WARPS
+) -> tuple[Tensor, Tensor]:
+    """What the norm of x + shift takes from the channels of x of every image and what it multiplies them by then, [B, C] float32 each."""
     images, channels, total = image_sizes(x)
-    tile_pixels, block = tile_sizes(channels, total)
+    if shift is not None:
+        require_shape("shift", shift, channels)
+    tile_pixels, block = tile_sizes(channels, total, SUMS_TILE)
     wanted = max(1, PROGRAMS // (images * (channels // block)))
     share = tile_pixels * triton.cdiv(triton.cdiv(total, wanted), tile_pixels)
     shares = triton.cdiv(total, share)
@@ -115,39 +132,28 @@ def mean_and_scale(x: Tensor, groups: int, weight: Tensor, eps: float) -> tuple[
     members = channels // groups
     with torch.cuda.device_of(x):
         partial_sums_kernel[images, shares, channels // block](
-            x, sums, total, shares, SHARE=share, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=WARPS
-        )
+            x, sums, total, shares,
+            SHARE=share, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
+        )  # fmt: skip
         mean_scale_kernel[images, groups](
-            x, sums, weight, mean, scale, total, eps,
-            PARTS=shares, CHANNELS=channels, MEMBERS=members, BLOCK=power_of_two(members), SHARES=SHARES, num_warps=1,
+            x, sums, shift, weight, mean, scale, total, eps, SHIFTED=shift is not None,
+            PARTS=shares, CHANNELS=channels, MEMBERS=members, BLOCK=power_of_two(members), SHARES=SHARES, num_warps=GROUP_WARPS,
         )  # fmt: skip
     return mean, scale
 
 
-def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor, *, warps: int = WARPS) -> Tensor:
     """silu((x - mean) * scale + bias) of x [B, C, H, W] in channels-last layout; mean and scale [B, C] float32, bias [C]."""
     images, channels, total = image_sizes(x)
-    tile_pixels, block = tile_sizes(channels, total)
+    tile_pixels, block = tile_sizes(channels, total, TILE)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
         centred_silu_kernel[triton.cdiv(total, tile_pixels), images, channels // block](
-            x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=WARPS
+            x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps
         )
     return out
 
 
-def group_norm_silu_reference(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def group_norm_silu_reference(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None = None) -> Tensor:
+    x = x if shift is None else x + shift[:, None, None]
     return F.silu(torch.group_norm(x, groups, weight, bias, eps))
-
-
-def image_sizes(x: Tensor) -> tuple[int, int, int]:
-    """Images, channels, pixels of an image."""
-    if x.ndim != 4 or not x.is_contiguous(memory_format=torch.channels_last):
-        raise ValueError(f"expected [B, C, H, W] in channels-last layout; got {list(x.shape)} with strides {list(x.stride())}")
-    return x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
-
-
-def tile_sizes(channels: int, pixels: int) -> tuple[int, int]:
-    """Pixels and channels of a tile: as many channels as the largest power of two that divides them, so that no lane is idle."""
-    block = min(LARGEST_CHANNELS, channels & -channels)
-    return min(TILE // block, power_of_two(pixels)), block
