@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +9,13 @@ import torch
 
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel.combine import Combined
-from nextscale.engine.conditions import TEXT_WIDTHS, FixedConditioning, text_tokens, text_width
+from nextscale.engine.conditions import TEXT_WIDTHS, FixedGiven, text_width
 from nextscale.engine.draws import FixedDraws
 from nextscale.engine.graphs import ladder
 from nextscale.errors import SettingError
 from nextscale.generate import Request, as_drawn, generate
 from nextscale.guidance import GuidedRows
-from nextscale.models.base import Conditioning
+from nextscale.models.base import Given
 from nextscale.pipeline import Pipeline
 from nextscale.random_weights import random_pipeline
 from nextscale.report import Stopwatch
@@ -39,35 +38,34 @@ def request_of(pipe: Pipeline, family: str, draws: object, own: object) -> Reque
     return Request(2, schedule, guidance, pipe.settings.sampling, draws, as_drawn, Stopwatch(CPU), own)  # type: ignore[arg-type]
 
 
-def condition(pipe: Pipeline, family: str, prompt: object) -> Conditioning:
-    schedule = schedule_of(family)
+def given(pipe: Pipeline, family: str, prompt: object) -> Given:
     empty = pipe.reader.empty()
     with torch.inference_mode():
-        return pipe.model.condition(pipe.reader.read(prompt), True, schedule, None if empty is None else empty.repeat(2))
+        return pipe.model.given(pipe.reader.read(prompt), True, schedule_of(family), None if empty is None else empty.repeat(2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fixed_draws_and_conditions_give_the_images_of_the_request_that_is_loaded(family: str) -> None:
+def test_fixed_draws_and_prompts_give_the_images_of_the_request_that_is_loaded(family: str) -> None:
     """The first request fixes the buffers; the second one's numbers and prompts take their place."""
     pipe = shared_pipeline(family)
     first, second = prompts(family, 2), other_prompts(family)
     expected = pipe(second, seed=[5, 6], method=Method())
     draws, own = FixedDraws(), FixedDraws()
-    cond = condition(pipe, family, first)
-    fixed = FixedConditioning(cond, text_width(max(text_tokens(cond), 1)))
-    fixed.load(cond)
+    fixed = FixedGiven(given(pipe, family, first), text_width(1))
     request = request_of(pipe, family, draws, own)
 
+    @torch.inference_mode()
     def drawn() -> torch.Tensor:
         draws.rewind()
         own.rewind()
         canvas = pipe.tokenizer.canvas(request.schedule, 2)
-        generate(pipe.model, replace(fixed.value), canvas, request, Method(), lambda done: None)
+        cond = pipe.model.conditioned(fixed.value, pipe.model.tables(request.schedule))
+        generate(pipe.model, cond, canvas, request, Method(), lambda done: None)
         return canvas.latent
 
     before = drawn()
     draws.refill(ImageDraws([5, 6], CPU))
-    fixed.load(condition(pipe, family, second))
+    fixed.load(given(pipe, family, second))
     after = drawn()
     torch.testing.assert_close(after, expected.latent, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(before, after)
@@ -105,7 +103,7 @@ def test_stages_share_the_memory_of_their_numbers() -> None:
 
 
 def test_texts_are_padded_to_few_widths() -> None:
-    assert [text_width(tokens) for tokens in (0, 1, 16, 17, 512, 600)] == [16, 16, 16, 32, 512, 600]
+    assert [text_width(tokens) for tokens in (0, 1, 16, 17, 512, 600, 601)] == [16, 16, 16, 32, 512, 600, 608]
     assert list(TEXT_WIDTHS) == sorted(TEXT_WIDTHS)
 
 
@@ -184,10 +182,10 @@ def test_replays_draw_what_eager_generation_draws(family: str, method: Method, m
 def test_skipped_stages_have_a_graph_only_where_they_change_the_canvas(
     family: str, skipped_graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FlexVAR's canvas grows with the stage. Besides the stages that run there is the decoder's graph."""
+    """FlexVAR's canvas grows with the stage. Besides the stages that run there are the graphs of the condition and of the decoder."""
     play_graphs_on_the_cpu(monkeypatch)
     made = recorded(family).warmup(prompts(family, 1), method=SkipStages(last=2))
-    assert made.graphs == len(schedule_of(family)) - 2 + skipped_graphs + 1
+    assert made.graphs == len(schedule_of(family)) - 2 + skipped_graphs + 2
 
 
 def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ class Infinity(NextScaleModel):
         if guided:
             rest, rest_lengths = self._unconditional(prompts, negative)
             rows, lengths = torch.cat([rows, rest.to(rows.dtype)]), lengths + rest_lengths
-        return Given(text=GivenText(rows, lengths))
+        return Given(text=GivenText(rows.float(), lengths))
 
     def tables(self, schedule: Schedule) -> PairRope:
         return PairRope(self.rotations(schedule))

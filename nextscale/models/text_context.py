@@ -88,7 +88,7 @@ class PaddedAlready(Padding):
 class GivenText:
     """The texts of a request for models whose blocks attend to them, one after another."""
 
-    rows: Tensor  # [sum of lengths, C]
+    rows: Tensor  # [sum of lengths, C], of a type that does not depend on the prompts
     lengths: tuple[int, ...]
 
     @property
