@@ -219,8 +219,9 @@ class Recording:
                         draw_stage(self._model, canvas, request, state.run, plan, env, stage)
                     if not run:
                         self._draws.end_stage()
+                        self._method_draws.end_stage()
                 if not run:
-                    self._draws.share_memory()
+                    self._draws.share_memory()  # not what a method draws, which it may keep
                 self._tokenizer.decode(canvas.latent)
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
@@ -315,8 +316,8 @@ class Recording:
 
     def draw(self, request: Request, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
         """Like `generate`, for the prompts of `condition`, with this request's random numbers."""
-        self._method_draws.refill(request.method_draws)  # all of them: a method may keep what it drew
         for stage, step in enumerate(self._steps):
+            self._method_draws.refill(request.method_draws, stage)
             self._draws.refill(request.draws, stage)
             way = step.way()
             way.replay()
