@@ -139,6 +139,26 @@ class Way:
             self.graph.replay()
 
 
+class Look:
+    """Counts the tokens of a stage where the image decides."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, counts: Tensor) -> None:
+        """`counts` [B], on the device."""
+        self._graph, self._counts = graph, counts
+        self._told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._counted = torch.cuda.Event()
+
+    def start(self) -> None:
+        self._graph.replay()
+        self._told.copy_(self._counts, non_blocking=True)
+        self._counted.record()
+
+    def needed(self) -> int:
+        """The most of any image; the host waits for the count, not for what was launched after it."""
+        self._counted.synchronize()
+        return int(self._told.max())
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """A stage of a recording. Where the image decides, `look` counts the tokens and there is a way for every rung of the ladder."""
@@ -146,17 +166,12 @@ class Step:
     ways: Mapping[int, Way]  # by number of tokens, the largest first
     latent: Tensor  # what the canvas holds afterwards, whichever way was taken
     finite: Tensor | None
-    look: torch.cuda.CUDAGraph | None = None
-    counts: Tensor | None = None  # [B], on the device
-    told: Tensor | None = None  # the same on the host
+    look: Look | None = None
 
     def way(self) -> Way:
-        if self.look is None or self.counts is None or self.told is None:
+        if self.look is None:
             return next(iter(self.ways.values()))
-        self.look.replay()
-        self.told.copy_(self.counts, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        needed = int(self.told.max())
+        needed = self.look.needed()
         return self.ways[min(width for width in self.ways if width >= needed)]
 
 
@@ -301,8 +316,7 @@ class Recording:
                 first, good = fork, finite
             ways[width] = Way(graph, done.without_logits())
         forks += [state, first]
-        told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
-        return Step(ways, first.canvas.latent, good, look, counts, told), first
+        return Step(ways, first.canvas.latent, good, Look(look, counts)), first
 
     @contextmanager
     def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -318,6 +332,8 @@ class Recording:
         """Like `generate`, for the prompts of `condition`, with this request's random numbers."""
         for stage, step in enumerate(self._steps):
             self._method_draws.refill(request.method_draws, stage)
+            if step.look is not None:
+                step.look.start()
             self._draws.refill(request.draws, stage)
             way = step.way()
             way.replay()
