@@ -259,7 +259,7 @@ class Pipeline:
             return reserved_bytes(self.model, schedule, method, batch, request.rows, longest)
 
         with memory_errors(device, planned, request):
-            if recording is None:  # which has the memory that it needs
+            if recording is None:  # a recording has the memory that it needs
                 require_room(device, planned(), request)
             reset_peak(device)
             with torch.inference_mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from nextscale.engine.graphs import ladder
 from nextscale.errors import SettingError
 from nextscale.generate import Request, as_drawn, generate
 from nextscale.guidance import GuidedRows
-from nextscale.models.base import Given
+from nextscale.models.base import Conditioning, Given
 from nextscale.models.text_context import GivenText
 from nextscale.pipeline import TABLES, Pipeline
 from nextscale.random_weights import random_pipeline
@@ -274,6 +275,22 @@ def test_a_replay_launches_nothing_for_single_layers(family: str, monkeypatch: p
         launched.append(outside.count)
     assert launched[0] == launched[1]
     assert launched[0] < 45 + 15 * len(schedule_of(family))
+
+
+@pytest.mark.parametrize("method", RECORDED, ids=lambda method: method.label)
+def test_a_recording_does_not_hold_the_condition(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs write and read it; the decoder and other recordings use the memory as well."""
+    play_graphs_on_the_cpu(monkeypatch)
+
+    def conditions() -> int:
+        gc.collect()
+        return sum(type(known) is Conditioning for known in gc.get_objects())
+
+    pipe, before = recorded("infinity"), conditions()
+    pipe.warmup(prompts("infinity", 2), method=method)
+    assert conditions() == before
+    pipe(prompts("infinity", 2), seed=1, method=method)
+    assert conditions() == before
 
 
 def test_what_one_request_leaves_behind_shorter_texts_harms_no_other() -> None:
