@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -46,6 +46,11 @@ class Request:
     method_draws: Draws
     track_kept: bool = False
     recorded: bool = False  # launches cost the host nothing
+
+    @property
+    def rows(self) -> int:
+        """With which it begins: one per image, or two with guidance."""
+        return self.batch * (2 if self.guidance.needs_both else 1)
 
 
 @dataclass(frozen=True)
@@ -208,10 +213,8 @@ def observed(block: Block, x: Tensor, tokens: Tokens, env: Env, run: Method) -> 
     return out
 
 
-def require_finite(finite: Mapping[int, Tensor], latent: Tensor, stages: int) -> None:
-    """One read from the device for all stages, after the last one; `latent`: what they have drawn."""
-    checks = torch.stack([*finite.values(), latent.isfinite().all()]).tolist()
-    failed = [index for index, good in zip([*finite, stages - 1], checks, strict=True) if not good]
+def require_finite(failed: Sequence[int], stages: int) -> None:
+    """`failed`: stages whose numbers were not."""
     if failed:
         raise NonFiniteLogits(
             f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"

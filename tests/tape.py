@@ -69,6 +69,10 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None: ...
 
+
+class Event:
+    def record(self) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -89,6 +93,7 @@ def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
         "CUDAGraph": Tape,
         "graph": captured,
         "Stream": Stream,
+        "Event": Event,
         "stream": on_stream,
         "current_stream": Stream,
         "graph_pool_handle": lambda: (0, 0),

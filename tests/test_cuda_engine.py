@@ -18,7 +18,7 @@ from nextscale.models import blocks
 from nextscale.models.blocks import FeedForward, attend, linear_gelu, reads_lengths
 from nextscale.random_weights import random_pipeline
 
-from .tiny import FAMILIES, SPECS, prompts
+from .tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -177,6 +177,25 @@ def test_requests_that_draw_in_odd_places_can_be_recorded(family: str, method: M
         theirs = eager(pipe)(prompts(family, 2), seed=seeds, method=method, **settings)
         assert ours.report.engine == "graphs"
         torch.testing.assert_close(ours.pixels, theirs.pixels, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_a_recording_makes_the_condition_of_other_prompts(family: str) -> None:
+    """Longer and shorter ones, with and without negative prompts, between requests of another recording that shares its memory."""
+    pipe = random_pipeline(SPECS[family], device="cuda")
+    pipe.warmup(prompts(family, 2))
+    pipe.warmup(prompts(family, 2), method=StageVAR())
+    for seed, (texts, negative) in enumerate([((12, 2), None), ((1, 8), (11, 4)), ((5, 5), (3,)), ((9, 5), None)]):
+        request = {
+            "prompt": text_features(family, texts, seed=8 + seed),
+            "negative": None if negative is None else text_features(family, negative, seed=20),
+            "seed": seed,
+        }
+        ours, theirs = pipe(**request), eager(pipe)(**request)
+        assert ours.report.engine == "graphs"
+        assert ours.report.condition_seconds > 0
+        torch.testing.assert_close(ours.pixels, theirs.pixels, rtol=1e-2, atol=1e-2)
+        assert pipe(**request, method=StageVAR()).report.engine == "graphs"
 
 
 def test_recordings_can_be_made_again_after_they_were_cleared_and_after_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:

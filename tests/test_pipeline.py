@@ -714,7 +714,7 @@ def test_a_request_that_cannot_fit_is_refused_before_it_starts(family: str, monk
     monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device: need)
     drawn(family)
     monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device: need - 1)
-    monkeypatch.setattr(type(pipeline.model), "condition", lambda *arguments: pytest.fail("the request was started"))
+    monkeypatch.setattr(type(pipeline.model), "given", lambda *arguments: pytest.fail("the request was started"))
     with pytest.raises(OutOfMemory, match=r"GiB are free\. 3 image\(s\) of Schedule.*draw fewer images"):
         drawn(family)
 

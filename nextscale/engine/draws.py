@@ -53,7 +53,7 @@ class FixedDraws:
 
     @torch.inference_mode()
     def refill(self, draws: Draws, stage: int | None = None) -> None:
-        """With the numbers that a request with these draws would get: those of one stage, where memory is shared, else all."""
+        """With the numbers that a request with these draws would get: those of one stage, or all."""
         start, end = (0, len(self._drawn)) if stage is None else (self._ends[stage - 1] if stage else 0, self._ends[stage])
         for drawn in self._drawn[start:end]:
             drawn.numbers.copy_(getattr(draws, drawn.kind)(drawn.numbers.shape, drawn.numbers.device))

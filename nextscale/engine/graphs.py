@@ -1,7 +1,7 @@
-"""Recorded requests: every stage as one CUDA graph, so that the host only says which comes next.
+"""Recorded requests: the condition and every stage as one CUDA graph each, so that the host only says which comes next.
 
 A recording fixes everything that decides shapes and launches: schedule, batch, guidance, sampling, method, room for the text. What
-differs from request to request lies at fixed addresses: the condition and the random numbers.
+differs from request to request lies at fixed addresses: what the prompts give and the random numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
 from ..errors import SettingError
 from ..generate import Request, StageDone, as_drawn, begin, draw_stage
-from ..models.base import Conditioning, NextScaleModel
+from ..models.base import Conditioning, Given, NextScaleModel
 from ..report import Stopwatch
 from ..sampling import Sampling
 from ..stage import Schedule, Stage
 from ..tokenizers.base import Tokenizer
-from .conditions import FixedConditioning, text_tokens, text_width
+from .conditions import FixedGiven, text_width
 from .draws import FixedDraws
 from .segments import expandable_segments
 
@@ -56,18 +56,19 @@ class Signature:
     text: int  # room for so many tokens
 
     @classmethod
-    def of(cls, request: Request, cond: Conditioning, method: Method) -> Signature:
+    def of(cls, request: Request, method: Method, longest: int) -> Signature:
+        """`longest`: tokens of the longest prompt; 0 where there is no text."""
         guidance = request.guidance
         return cls(
             request.schedule,
             request.batch,
-            cond.start.shape[0],
+            request.rows,
             guidance.scales,
             guidance.layers,
             guidance.output_scale(request.schedule[0]) == guidance.scales[0],
             request.sampling,
             method,
-            text_width(text_tokens(cond)),
+            text_width(longest),
         )
 
 
@@ -138,6 +139,26 @@ class Way:
             self.graph.replay()
 
 
+class Look:
+    """Counts the tokens of a stage where the image decides."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, counts: Tensor) -> None:
+        """`counts` [B], on the device."""
+        self._graph, self._counts = graph, counts
+        self._told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._counted = torch.cuda.Event()
+
+    def start(self) -> None:
+        self._graph.replay()
+        self._told.copy_(self._counts, non_blocking=True)
+        self._counted.record()
+
+    def needed(self) -> int:
+        """The most of any image; the host waits for the count, not for what was launched after it."""
+        self._counted.synchronize()
+        return int(self._told.max())
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """A stage of a recording. Where the image decides, `look` counts the tokens and there is a way for every rung of the ladder."""
@@ -145,17 +166,12 @@ class Step:
     ways: Mapping[int, Way]  # by number of tokens, the largest first
     latent: Tensor  # what the canvas holds afterwards, whichever way was taken
     finite: Tensor | None
-    look: torch.cuda.CUDAGraph | None = None
-    counts: Tensor | None = None  # [B], on the device
-    told: Tensor | None = None  # the same on the host
+    look: Look | None = None
 
     def way(self) -> Way:
-        if self.look is None or self.counts is None or self.told is None:
+        if self.look is None:
             return next(iter(self.ways.values()))
-        self.look.replay()
-        self.told.copy_(self.counts, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        needed = int(self.told.max())
+        needed = self.look.needed()
         return self.ways[min(width for width in self.ways if width >= needed)]
 
 
@@ -167,19 +183,21 @@ class Recording:
         model: NextScaleModel,
         tokenizer: Tokenizer,
         request: Request,
-        cond: Conditioning,
+        given: Given,
+        tables: Any,
         method: Method,
         text: int,
         pool: Any,
     ) -> None:
+        """`tables`: what the model makes of the schedule."""
         self._model, self._tokenizer, self._method, self._pool = model, tokenizer, method, pool
-        self._fixed = FixedConditioning(cond, text)
-        self._fixed.load(cond)
+        self._given, self._tables = FixedGiven(given, text), tables
         self._draws, self._method_draws = FixedDraws(), FixedDraws()
         self._stream = torch.cuda.Stream(model.device)
         self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device), recorded=True)
         self._plans = method.forecast(model, request.schedule)
         self._warm_up()
+        self._condition_graph = torch.cuda.CUDAGraph()
         self._steps = self._record()
         self.canvas = tokenizer.canvas(request.schedule, request.batch)
         self._decode_graph = torch.cuda.CUDAGraph()
@@ -189,12 +207,15 @@ class Recording:
     @property
     def graphs(self) -> int:
         ways = [way for step in self._steps for way in step.ways.values()]
-        return 1 + sum(way.graph is not None for way in ways) + sum(step.look is not None for step in self._steps)
+        return 2 + sum(way.graph is not None for way in ways) + sum(step.look is not None for step in self._steps)
 
-    def _start(self) -> Conditioning:
+    def _condition(self) -> Conditioning:
+        return self._model.conditioned(self._given.value, self._tables)
+
+    def _begin(self, cond: Conditioning) -> tuple[Method, Env]:
         self._draws.rewind()
         self._method_draws.rewind()
-        return self._fixed.value.copy()  # rows that a method drops leave the copy, not what replays load into
+        return begin(self._model, cond, self._request, self._method, kept=1.0)
 
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be recorded."""
@@ -203,7 +224,7 @@ class Recording:
         with torch.cuda.stream(self._stream):
             for run in range(WARM_UPS):
                 canvas = self._tokenizer.canvas(request.schedule, request.batch)
-                method, env = begin(self._model, self._start(), request, self._method, kept=1.0)
+                method, env = self._begin(self._condition())
                 state = State(canvas, env, method)
                 for stage in request.schedule:
                     counts, _, _ = self._run_stage(stage, state)
@@ -213,8 +234,9 @@ class Recording:
                         draw_stage(self._model, canvas, request, state.run, plan, env, stage)
                     if not run:
                         self._draws.end_stage()
+                        self._method_draws.end_stage()
                 if not run:
-                    self._draws.share_memory()
+                    self._draws.share_memory()  # not what a method draws, which it may keep
                 self._tokenizer.decode(canvas.latent)
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
@@ -222,8 +244,10 @@ class Recording:
     def _record(self) -> list[Step]:
         canvas = self._tokenizer.canvas(self._request.schedule, self._request.batch)
         self._empty = canvas.latent  # not from the pool, and read at every replay
-        # Keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that the next
-        # recording can use the memory: a request has no use for what another has left there.
+        # The condition, keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that
+        # the decoder and the next recording can use the memory: a request has no use for what another has left there.
+        with self._captured(self._condition_graph):
+            cond = self._condition()
         state: State | None = None
         steps: list[Step] = []
         forks: list[State] = []
@@ -236,7 +260,7 @@ class Recording:
             graph = torch.cuda.CUDAGraph()
             with self._captured(graph):
                 if state is None:  # in the first stage's graph: methods may draw before it
-                    run, env = begin(self._model, self._start(), self._request, self._method, kept=1.0)
+                    run, env = self._begin(cond.copy())  # rows that a method drops leave the copy, and no later stage takes their memory
                     state = State(canvas, env, run)
                 counts, done, finite = self._run_stage(stage, state)
             if counts is not None:
@@ -292,19 +316,24 @@ class Recording:
                 first, good = fork, finite
             ways[width] = Way(graph, done.without_logits())
         forks += [state, first]
-        told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
-        return Step(ways, first.canvas.latent, good, look, counts, told), first
+        return Step(ways, first.canvas.latent, good, Look(look, counts)), first
 
     @contextmanager
     def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             yield
 
-    def draw(self, request: Request, cond: Conditioning, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
-        """Like `generate`, with what the recording was made from replaced by this request's."""
-        self._fixed.load(cond)
-        self._method_draws.refill(request.method_draws)  # all of them: a method may keep what it drew
+    def condition(self, given: Given) -> None:
+        """Puts these prompts in the place of those before."""
+        self._given.load(given)
+        self._condition_graph.replay()
+
+    def draw(self, request: Request, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
+        """Like `generate`, for the prompts of `condition`, with this request's random numbers."""
         for stage, step in enumerate(self._steps):
+            self._method_draws.refill(request.method_draws, stage)
+            if step.look is not None:
+                step.look.start()
             self._draws.refill(request.draws, stage)
             way = step.way()
             way.replay()
@@ -326,10 +355,10 @@ class Recordings:
         self._pool: Any = None  # torch names no public type
         self._told: set[Signature] = set()
 
-    def record(self, request: Request, cond: Conditioning, method: Method) -> WarmUp:
-        """Makes a recording for requests like this one, unless there is one."""
+    def record(self, request: Request, method: Method, longest: int, given: Given, tables: Any) -> WarmUp:
+        """Makes a recording for requests like this one, unless there is one. `longest`: tokens of the longest prompt."""
         require_recordable(self._model, request, method)
-        signature = Signature.of(request, cond, method)
+        signature = Signature.of(request, method, longest)
         if signature in self._recordings:
             return WarmUp(0.0, 0, 0)
         device = self._model.device
@@ -339,16 +368,16 @@ class Recordings:
         torch.cuda.empty_cache()  # so that what is reserved afterwards is what the recording keeps
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
         with torch.inference_mode(), expandable_segments():
-            recording = Recording(self._model, self._tokenizer, request, cond, method, signature.text, self._pool)
+            recording = Recording(self._model, self._tokenizer, request, given, tables, method, signature.text, self._pool)
         torch.cuda.synchronize(device)
         self._recordings[signature] = recording
         return WarmUp(time.perf_counter() - begun, recording.graphs, torch.cuda.memory_reserved(device) - before)
 
-    def find(self, request: Request, cond: Conditioning, method: Method) -> Recording | None:
+    def find(self, request: Request, method: Method, longest: int) -> Recording | None:
         """The recording for such a request; None, and said once for each kind, where there is none."""
         if request.revise is not as_drawn or request.track_kept:
             return None
-        signature = Signature.of(request, cond, method)
+        signature = Signature.of(request, method, longest)
         found = self._recordings.get(signature)
         if found is None:
             alike = [known for known in self._recordings if replace(known, text=signature.text) == signature]

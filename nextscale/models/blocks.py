@@ -70,7 +70,8 @@ class Modulation(NamedTuple):
     @classmethod
     def of_layers(cls, six: Tensor, dtype: torch.dtype) -> list[Modulation]:
         """One per layer from [L, R, 6, C] in the published order: two gains, two scales, two shifts."""
-        one = torch.tensor([0, 0, 1, 1, 0, 0], dtype=six.dtype, device=six.device)[:, None]
+        one = six.new_zeros(6, 1)
+        one[2:4].fill_(1)  # on the device: what the host has made could not be recorded
         return [cls(*layer.unsqueeze(2).unbind(1)) for layer in (six + one).to(dtype)]
 
     def rows(self, rows: slice) -> Modulation:
