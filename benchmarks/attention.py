@@ -96,6 +96,7 @@ def timed(case: Case, device: str = "cuda") -> dict[str, Any]:
         except RuntimeError as error:  # the backend does not take such a call
             found[name] = {"error": str(error).splitlines()[0][:120]}
             continue
+        torch.cuda.synchronize()  # what follows runs on another stream
         graph = do_bench_cudagraph(run, rep=5, return_mode="median")
         found[name] = {"graph_ms": round(graph, 5), "eager_ms": round(do_bench(run, warmup=2, rep=5, return_mode="median"), 5)}
         found[name]["tflops"] = round(case.flops / graph / 1e9, 1)

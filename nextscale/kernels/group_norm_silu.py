@@ -77,14 +77,15 @@ def mean_scale_kernel(
     if SHIFTED:
         shift = tl.load(shift_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     pivot = tl.load(x_ptr + image * pixels * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-    own_mean = tl.where(inside, pivot + shift + first / pixels, 0.0)  # of each channel
-    mean = tl.sum(own_mean, axis=0) / MEMBERS
-    apart = tl.where(inside, own_mean - mean, 0.0)
+    own_mean = pivot + first / pixels  # of each channel, without the shift
+    mean = tl.sum(tl.where(inside, own_mean + shift, 0.0), axis=0) / MEMBERS
+    apart = tl.where(inside, own_mean + shift - mean, 0.0)
     own_variance = second / pixels - (first / pixels) * (first / pixels)
     variance = tl.sum(tl.where(inside, own_variance, 0.0) + apart * apart, axis=0) / MEMBERS
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     scale = weight * tl.rsqrt(tl.maximum(variance, 0.0) + eps)
-    tl.store(mean_ptr + image * CHANNELS + channel, mean - shift, mask=inside)
+    # The group's mean without the shift; not mean - shift, which rounds even where a channel is the whole group.
+    tl.store(mean_ptr + image * CHANNELS + channel, own_mean - apart, mask=inside)
     tl.store(scale_ptr + image * CHANNELS + channel, scale, mask=inside)
 
 
