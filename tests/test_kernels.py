@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale import Method, StagePlan, StageVAR, kernels
+from nextscale import FastVAR, Method, StagePlan, StageVAR, kernels
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
 from nextscale.generate import new_env
@@ -314,6 +314,19 @@ def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kernels, "attend_lengths", attend_lengths_row_by_row)
     monkeypatch.setattr(DenseLayerCache, "_clear_tail", None)
     tiny.assert_close("infinity", pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True), masked)
+
+
+@pytest.mark.parametrize("family", ["var", "infinity"])
+@pytest.mark.parametrize("method", [Method(), FastVAR(), StageVAR()], ids=["dense", "fastvar", "stagevar"])
+def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers and codes are the same, so that what is left is rounding in float32."""
+    pipe = random_pipeline(tiny.SPECS[family], device=DEVICE)
+    prompts = tiny.prompts(family, 2)
+    launched = counted("norm_modulate", monkeypatch)
+    ours = pipe(prompts, seed=1, method=method)
+    assert launched
+    monkeypatch.setattr(kernels, "available", lambda tensor: False)
+    tiny.assert_close(family, pipe(prompts, seed=1, method=method), ours)
 
 
 # --- restoration
