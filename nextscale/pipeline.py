@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -58,7 +58,7 @@ class Output:
 class Preview:
     """Given to `on_stage` after each stage."""
 
-    done: StageDone
+    done: StageDone  # where a recording was replayed, without logits, and the next request writes into its tensors
     latent: Tensor  # what the canvas held after this stage
     tokenizer: Tokenizer
 
@@ -172,15 +172,22 @@ class Pipeline:
     ) -> WarmUp:
         """Records requests like this one on the GPU, so that later calls replay them; takes what a call takes.
 
-        Any prompts do: what counts is how many there are, and for texts roughly how long. Other sizes, batches, guidance scales,
-        sampling settings and methods need a recording each; calls without one run eagerly and say so once.
+        Any prompts do: what counts is how many there are, one for each image, and for texts roughly how long. Other sizes, batches,
+        guidance scales, sampling settings and methods need a recording each; calls without one run eagerly and say so once.
         """
+        if self.engine != "graphs":
+            raise SettingError(
+                f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
+            )
         chosen = self.method if method is None else resolve_method(method)
         request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_drawn, sampling)
         with torch.inference_mode():
             given = self.model.given(prompts, request.guidance.needs_both, request.schedule, against)
             tables = self._schedule_tables(request.schedule)
-        return self.recordings.record(request, chosen, longest_text(prompts, against), given, tables)
+        longest = longest_text(prompts, against)
+        planned = partial(reserved_bytes, self.model, request.schedule, chosen, request.batch, request.rows, longest)
+        with memory_errors(self.model.device, planned, request):
+            return self.recordings.record(request, chosen, longest, given, tables)
 
     def _request(
         self,
@@ -242,25 +249,24 @@ class Pipeline:
     ) -> Output:
         device, schedule, batch = self.model.device, request.schedule, request.batch
         done_stages: list[StageDone] = []
-        clock = request.clock
+        clock, longest = request.clock, longest_text(prompts, negative)
 
         def stage_done(done: StageDone) -> None:
             clock.stop("stage", done.stage.index)
             done_stages.append(done.without_logits())
             if on_stage is not None:
-                on_stage(Preview(done, done.canvas.latent, self.tokenizer))
+                latent = done.canvas.latent
+                on_stage(Preview(done, latent if recording is None else latent.clone(), self.tokenizer))  # a replay writes there again
             clock.start("stage", done.stage.index + 1)
-
-        longest = longest_text(prompts, negative)
-        recording = self.recordings.find(request, method, longest) if self.engine == "graphs" else None
 
         @cache
         def planned() -> int:
             return reserved_bytes(self.model, schedule, method, batch, request.rows, longest)
 
-        with memory_errors(device, planned, request):
+        replayable = self.recordings.taken(request, method, longest) if self.engine == "graphs" else nullcontext()
+        with replayable as recording, memory_errors(device, planned, request):
             if recording is None:  # a recording has the memory that it needs
-                require_room(device, planned(), request)
+                require_room(device, planned(), request, self.recordings.bytes)
             reset_peak(device)
             with torch.inference_mode():
                 with clock.time("condition"):
@@ -293,7 +299,10 @@ class Pipeline:
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
             seeds=seeds,
-            stages=tuple(self._stage_report(done, batch, unneeded, cost, cost.share(same), clock) for done, unneeded, cost, same in stages),
+            stages=tuple(
+                self._stage_report(done, batch, unneeded, cost, cost.share(same), clock, recording is None)
+                for done, unneeded, cost, same in stages
+            ),
             cost_share=spent.share(dense),
             condition_seconds=clock.seconds("condition"),
             decode_seconds=clock.seconds("decode"),
@@ -305,11 +314,11 @@ class Pipeline:
     def _schedule_tables(self, schedule: Schedule) -> Any:
         """What the model makes of a schedule, kept for the last few of them."""
         key = schedule, self.model.device
-        if key not in self._tables:
-            if len(self._tables) == TABLES:
-                del self._tables[next(iter(self._tables))]
-            self._tables[key] = self.model.tables(schedule)
-        return self._tables[key]
+        tables = self._tables.pop(key) if key in self._tables else self.model.tables(schedule)
+        if len(self._tables) == TABLES:
+            del self._tables[next(iter(self._tables))]
+        self._tables[key] = tables  # the last one used is the last to go
+        return tables
 
     def _costs(self, request: Request, given: Given, done_stages: Sequence[StageDone]) -> tuple[RequestCost, RequestCost]:
         """Multiply-adds of the same request in dense generation, and of what was run."""
@@ -325,7 +334,9 @@ class Pipeline:
         return request_cost(self.model, workload), request_cost(self.model, workload, plans)
 
     @staticmethod
-    def _stage_report(done: StageDone, batch: int, padding: float, cost: StageCost, cost_share: float, clock: Stopwatch) -> StageReport:
+    def _stage_report(
+        done: StageDone, batch: int, padding: float, cost: StageCost, cost_share: float, clock: Stopwatch, eager: bool
+    ) -> StageReport:
         index = done.stage.index
         return StageReport(
             index,
@@ -338,8 +349,8 @@ class Pipeline:
             branches=done.rows // batch,
             cost_share=cost_share,
             seconds=clock.seconds("stage", index),
-            choice_seconds=clock.seconds("choice", index),
-            residual_seconds=clock.seconds("residual", index),
+            choice_seconds=clock.seconds("choice", index) if eager else None,
+            residual_seconds=clock.seconds("residual", index) if eager else None,
         )
 
     def _against(self, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
@@ -400,9 +411,9 @@ def memory_advice(device: torch.device, planned: int, request: Request) -> str:
     )
 
 
-def require_room(device: torch.device, planned: int, request: Request) -> None:
-    """Refuses a request whose known need is larger than what is free."""
-    free = free_memory(device)
+def require_room(device: torch.device, planned: int, request: Request, recorded: int) -> None:
+    """Refuses a request whose known need is larger than what is free. `recorded`: bytes that recordings keep for themselves."""
+    free = free_memory(device, recorded)
     if free is not None and planned > free:
         raise OutOfMemory(f"{free / 2**30:.2f} GiB are free. {memory_advice(device, planned, request)}")
 

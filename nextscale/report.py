@@ -25,8 +25,8 @@ class StageReport:
     branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # multiply-adds against those of the same stage in dense generation
     seconds: float
-    choice_seconds: float  # of these: from logits to codes, STAR's refinement included
-    residual_seconds: float  # of these: HART's residual diffusion
+    choice_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: a replay cannot tell
+    residual_seconds: float | None  # of these: HART's residual diffusion; None likewise
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated, or None where the system does not tell."""
+def free_memory(device: torch.device, recorded: int = 0) -> int | None:
+    """Bytes that can still be allocated, or None where the system does not tell. `recorded`: held by recordings, for nobody else."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - recorded
+        return torch.cuda.mem_get_info(device)[0] + max(unused, 0)
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -239,3 +239,26 @@ def test_recordings_lie_in_segments_that_grow_and_nothing_else_does() -> None:
     fresh = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     (own,) = [s for s in torch.cuda.memory_snapshot() if s["address"] <= fresh.data_ptr() < s["address"] + s["total_size"]]
     assert not own["is_expandable"]
+
+
+def test_recordings_share_their_memory() -> None:
+    """What one needs besides its results, another can use: they are never replayed at once."""
+    prompt = text_features("infinity", (5,) * 32, seed=1)
+    alone = random_pipeline(SPECS["infinity"], device="cuda").warmup(prompt, guidance=2.0).bytes
+    pipe = random_pipeline(SPECS["infinity"], device="cuda")
+    first = pipe.warmup(prompt, guidance=3.0).bytes
+    second = pipe.warmup(prompt, guidance=2.0).bytes
+    assert first >= alone * 0.8
+    assert second <= alone / 2
+    assert pipe.recordings.bytes == first + second
+
+
+def test_weights_that_move_take_their_recordings_along() -> None:
+    pipe = random_pipeline(SPECS["infinity"], device="cuda")
+    prompt = prompts("infinity", 2)
+    pipe.warmup(prompt)
+    expected = pipe(prompt, seed=1)
+    pipe.model.to("cpu").to("cuda")
+    again = pipe(prompt, seed=1)
+    assert (expected.report.engine, again.report.engine) == ("graphs", "eager")
+    torch.testing.assert_close(again.pixels, expected.pixels, rtol=1e-2, atol=1e-2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, pi
 from nextscale.accel.combine import Combined
 from nextscale.engine.conditions import TEXT_WIDTHS, FixedGiven, text_width
 from nextscale.engine.draws import FixedDraws
-from nextscale.engine.graphs import ladder
+from nextscale.engine.graphs import ladder, require_recordable
 from nextscale.errors import SettingError
 from nextscale.generate import Request, as_drawn, generate
-from nextscale.guidance import GuidedRows
+from nextscale.guidance import Guidance, GuidedRows, RampGuidance, StageGuidance
 from nextscale.models.base import Conditioning, Given
 from nextscale.models.text_context import GivenText
 from nextscale.pipeline import TABLES, Pipeline
@@ -140,8 +141,10 @@ def test_a_ladder_has_few_rungs_and_reaches_all_cells() -> None:
 def test_recording_without_a_gpu_is_refused() -> None:
     pipe = shared_pipeline("var")
     assert pipe.engine == "eager"
-    with pytest.raises(SettingError, match="recorded on a GPU; this model is on cpu"):
+    with pytest.raises(SettingError, match="engine 'eager' replays nothing"):
         pipe.warmup(1)
+    with pytest.raises(SettingError, match="recorded on a GPU; this model is on cpu"):
+        recorded("var").warmup(1)
     with pytest.raises(SettingError, match="engine 'fast': choose one of graphs, eager"):
         Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, engine="fast")  # type: ignore[arg-type]
 
@@ -157,6 +160,7 @@ RECORDED = (
     SparseVAR(tau=0.95, from_stage=3),
     Combined((SparseVAR(tau=0.95, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, from_stage=3), SkipStages(last=1))),
+    Combined((Combined((SparseVAR(tau=0.95, from_stage=3),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it
 )
 
 
@@ -373,15 +377,86 @@ def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: py
     assert replayed.to_dict()["padding"] == replayed.padding
 
 
+@pytest.mark.parametrize("scales", [RampGuidance(False, (1,), 3.0), StageGuidance(False, (1,), (1.0, 2.0, 3.0, 4.0, 5.0))])
+def test_guidance_of_another_kind_needs_another_recording(scales: Guidance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here of hidden states alone, with the same scales, the first of which is 1."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, prompt = recorded("infinity"), prompts("infinity", 2)
+    pipe.warmup(prompt, guidance=replace(scales, logits=True))
+    assert pipe(prompt, seed=1, guidance=replace(scales, logits=True)).report.engine == "graphs"
+    assert pipe(prompt, seed=1, guidance=scales).report.engine == "eager"
+
+
+def test_recordings_are_forgotten_when_weights_move(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    plain = random_pipeline(SPECS["var"])
+    pipe = Pipeline(plain.model, plain.tokenizer, plain.reader, plain.settings, plain.name, engine="graphs")
+    pipe.warmup(1)
+    assert pipe(1, seed=1).report.engine == "graphs"
+    pipe.model.head.weight.data = pipe.model.head.weight.data.clone()
+    assert pipe(1, seed=1).report.engine == "eager"
+    assert "weights have moved" in caplog.text
+    pipe.warmup(1)
+    assert pipe(1, seed=1).report.engine == "graphs"
+
+
+def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings share their memory. The same holds for other threads."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe = recorded("var")
+    pipe.warmup(1)
+    alone, inner = pipe(1, seed=1), []
+    outer = pipe(1, seed=1, on_stage=lambda preview: inner.append(pipe(2, seed=2).report.engine))
+    assert outer.report.engine == "graphs" and set(inner) == {"eager"}
+    assert torch.equal(outer.pixels, alone.pixels)
+    assert pipe(1, seed=1).report.engine == "graphs"
+    with pytest.raises(ZeroDivisionError):
+        pipe(1, seed=1, on_stage=lambda preview: 1 / 0)
+    assert pipe(1, seed=1).report.engine == "graphs"
+
+
+@pytest.mark.parametrize("method", [StageVAR(ranks="measured"), StageVAR(variant="least_squares"), StageVAR(variant="svd")])
+def test_what_reads_from_the_device_is_not_recorded(
+    method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, prompt = recorded("infinity"), prompts("infinity", 1)
+    pipe.warmup(prompt)
+    for asked in (method, Combined((SkipStages(), method))):
+        assert not asked.recordable
+        assert pipe(prompt, seed=1, method=method).report.engine == "eager"
+    assert not caplog.text  # nothing that warmup could mend
+    monkeypatch.undo()
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    request = request_of(pipe, "infinity", None, None)
+    with pytest.raises(SettingError, match="reads from the device between stages and cannot be recorded"):
+        require_recordable(on_gpu, request, method)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["hart", "star"])
+def test_rungs_share_the_memory_of_their_codes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures of codes are large, and there are two dozen rungs."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe = recorded(family)
+    pipe.warmup(prompts(family, 2), method=SparseVAR(tau=0.95, from_stage=3))
+    (recording,) = pipe.recordings._recordings.values()
+    ladders = [step.ways.values() for step in recording._steps if step.look is not None]
+    assert ladders
+    for ways in ladders:
+        assert len(ways) > 3
+        assert len({way.done.codes.data_ptr() for way in ways if way.done.codes is not None}) == 1
+
+
 def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     pipe, prompt = recorded("infinity"), prompts("infinity", 2)
     pipe.warmup(prompt)
     shown: list[torch.Tensor] = []
     known: list[torch.Tensor] = []
-    pipe(prompt, seed=1, on_stage=lambda preview: shown.append(preview.latent.clone()))
+    pipe(prompt, seed=1, on_stage=lambda preview: shown.append(preview.latent))
+    pipe(prompt, seed=2)  # writes where the first one did
     with Dispatched():
-        shared_pipeline("infinity")(prompt, seed=1, on_stage=lambda preview: known.append(preview.latent.clone()))
+        shared_pipeline("infinity")(prompt, seed=1, on_stage=lambda preview: known.append(preview.latent))
     assert len(shown) == len(known) > 1
     for ours, theirs in zip(shown, known, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -402,7 +477,7 @@ def test_recordings_read_all_that_a_method_draws(
 ) -> None:
     """In every way of the stage that draws it; and nothing but a refill writes there."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe = random_pipeline(SPECS[family])
+    pipe = recorded(family)
     pipe.warmup(prompts(family, 2), method=method, **settings)
     (recording,) = pipe.recordings._recordings.values()
     tapes = [[way.graph for way in step.ways.values() if isinstance(way.graph, Tape)] for step in recording._steps]

@@ -117,6 +117,11 @@ class StageVAR(Method):
             )
         return _Run(plans, state)
 
+    @property
+    def recordable(self) -> bool:
+        """Measured ranks are read by the host, and solvers tell it whether they succeeded."""
+        return self.variant in ("vanilla", "representative") and self.ranks != "measured"
+
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
         """Of a guided request. `kept` matters for measured ranks only: the share of the largest possible rank."""
         return self._plans(model, schedule, guided=True, kept=kept)

@@ -33,6 +33,8 @@ class FixedGiven:
         targets, fresh = list(self.value.rows), list(given.rows)
         text, room = given.text, self.value.text
         if isinstance(text, GivenText) and isinstance(room, RoomForText):
+            if max(text.lengths) > room.width:
+                raise ValueError(f"a text of {max(text.lengths)} tokens where there is room for {room.width}")
             starts = range(0, room.rows.shape[0], room.width)
             targets += [room.rows.narrow(0, start, length) for start, length in zip(starts, text.lengths, strict=True)]
             fresh += text.rows.split(text.lengths)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..accel.combine import Combined
 from ..accel.method import Method
 from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
@@ -36,6 +36,7 @@ from .segments import expandable_segments
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2  # runs before the recording
+TOLD_AT_MOST = 32  # kinds of requests without a recording that are warned about
 # Rungs of the ladder of token numbers: narrow where few are kept and each of them tells, so that padding is a few percent of what is run.
 PARTS = 32
 RUNGS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
@@ -48,9 +49,7 @@ class Signature:
     schedule: Schedule
     batch: int
     rows: int
-    scales: tuple[float, ...]
-    guided_layers: frozenset[int]
-    guides_logits: bool
+    guidance: Hashable
     sampling: Sampling
     method: Method
     text: int  # room for so many tokens
@@ -58,18 +57,7 @@ class Signature:
     @classmethod
     def of(cls, request: Request, method: Method, longest: int) -> Signature:
         """`longest`: tokens of the longest prompt; 0 where there is no text."""
-        guidance = request.guidance
-        return cls(
-            request.schedule,
-            request.batch,
-            request.rows,
-            guidance.scales,
-            guidance.layers,
-            guidance.output_scale(request.schedule[0]) == guidance.scales[0],
-            request.sampling,
-            method,
-            text_width(longest),
-        )
+        return cls(request.schedule, request.batch, request.rows, request.guidance.key, request.sampling, method, text_width(longest))
 
 
 @dataclass(frozen=True)
@@ -106,8 +94,7 @@ class State:
         """The same tensors in objects of its own, so that a stage can be run in several ways from here."""
         env = replace(self.env, cond=self.env.cond.copy(), cache=[copy.copy(cache) for cache in self.env.cache])
         env.memory = self.env.memory.copy()
-        run = Combined(tuple(map(copy.copy, self.run.methods))) if isinstance(self.run, Combined) else copy.copy(self.run)
-        return State(copy.copy(self.canvas), env, run)
+        return State(copy.copy(self.canvas), env, self.run.fork())
 
     def carried(self) -> list[Tensor]:
         """What later stages read and what depends on how this one was run. Keys and values lie in memory that all forks share."""
@@ -151,7 +138,7 @@ class Look:
     def start(self) -> None:
         self._graph.replay()
         self._told.copy_(self._counts, non_blocking=True)
-        self._counted.record()
+        self._counted.record(torch.cuda.current_stream(self._counts.device))
 
     def needed(self) -> int:
         """The most of any image; the host waits for the count, not for what was launched after it."""
@@ -188,12 +175,12 @@ class Recording:
         method: Method,
         text: int,
         pool: Any,
+        stream: torch.cuda.Stream,
     ) -> None:
-        """`tables`: what the model makes of the schedule."""
-        self._model, self._tokenizer, self._method, self._pool = model, tokenizer, method, pool
+        """`tables`: what the model makes of the schedule. `pool`, `stream`: where it is recorded; memory is shared where both are."""
+        self._model, self._tokenizer, self._method, self._pool, self._stream = model, tokenizer, method, pool, stream
         self._given, self._tables = FixedGiven(given, text), tables
         self._draws, self._method_draws = FixedDraws(), FixedDraws()
-        self._stream = torch.cuda.Stream(model.device)
         self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device), recorded=True)
         self._plans = method.forecast(model, request.schedule)
         self._warm_up()
@@ -220,7 +207,8 @@ class Recording:
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be recorded."""
         request = self._request
-        self._stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream(self._model.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for run in range(WARM_UPS):
                 canvas = self._tokenizer.canvas(request.schedule, request.batch)
@@ -238,7 +226,7 @@ class Recording:
                 if not run:
                     self._draws.share_memory()  # not what a method draws, which it may keep
                 self._tokenizer.decode(canvas.latent)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current.wait_stream(self._stream)
         torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
 
     def _record(self) -> list[Step]:
@@ -310,11 +298,13 @@ class Recording:
             with self._captured(graph):
                 plan = fork.run.plan_as_told(stage, fork.canvas)  # a method may draw for it
                 done, finite = draw_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
+                done = done.without_logits()
                 if ways and finite is not None and good is not None:
                     torch._foreach_copy_([good, *first.carried()], [finite, *fork.carried()])
+                    done = with_codes_of(next(iter(ways.values())).done, done)
             if not ways:
                 first, good = fork, finite
-            ways[width] = Way(graph, done.without_logits())
+            ways[width] = Way(graph, done)
         forks += [state, first]
         return Step(ways, first.canvas.latent, good, Look(look, counts)), first
 
@@ -346,6 +336,16 @@ class Recording:
         return self.pixels
 
 
+def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
+    """`done` with its codes moved to where another way has put its own, where they fit: mixtures of 4096 codes take 16 KiB a cell."""
+    pairs = {"codes": (first.codes, done.codes), "ids": (first.ids, done.ids)}
+    moved: dict[str, Any] = {}
+    for name, (target, source) in pairs.items():
+        if target is not None and source is not None and target.shape == source.shape:
+            moved[name] = target.copy_(source)
+    return replace(done, **moved)
+
+
 class Recordings:
     """All recordings of a pipeline. They share one pool of memory, since only one is replayed at a time."""
 
@@ -353,7 +353,11 @@ class Recordings:
         self._model, self._tokenizer = model, tokenizer
         self._recordings: dict[Signature, Recording] = {}
         self._pool: Any = None  # torch names no public type
+        self._stream: torch.cuda.Stream | None = None  # of all captures: torch shares a pool's memory within a stream
+        self._weights: tuple[int, ...] = ()
+        self._replaying = Lock()
         self._told: set[Signature] = set()
+        self.bytes = 0  # that all of them keep
 
     def record(self, request: Request, method: Method, longest: int, given: Given, tables: Any) -> WarmUp:
         """Makes a recording for requests like this one, unless there is one. `longest`: tokens of the longest prompt."""
@@ -362,40 +366,71 @@ class Recordings:
         if signature in self._recordings:
             return WarmUp(0.0, 0, 0)
         device = self._model.device
+        self._forget_if_weights_moved()
         if not self._recordings:  # torch refuses a pool that no graph uses any more while something in it is still held
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._stream, self._weights = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), self._addresses()
+        assert self._stream is not None
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # so that what is reserved afterwards is what the recording keeps
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
         with torch.inference_mode(), expandable_segments():
-            recording = Recording(self._model, self._tokenizer, request, given, tables, method, signature.text, self._pool)
+            recording = Recording(self._model, self._tokenizer, request, given, tables, method, signature.text, self._pool, self._stream)
         torch.cuda.synchronize(device)
         self._recordings[signature] = recording
-        return WarmUp(time.perf_counter() - begun, recording.graphs, torch.cuda.memory_reserved(device) - before)
+        taken = torch.cuda.memory_reserved(device) - before
+        self.bytes += taken
+        return WarmUp(time.perf_counter() - begun, recording.graphs, taken)
+
+    @contextmanager
+    def taken(self, request: Request, method: Method, longest: int) -> Iterator[Recording | None]:
+        """`find`, for this caller alone until the end of the `with` block. None also where another thread, or a caller further up, is
+        replaying: all recordings share their memory."""
+        recording = self.find(request, method, longest)
+        if recording is None or not self._replaying.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield recording
+        finally:
+            self._replaying.release()
 
     def find(self, request: Request, method: Method, longest: int) -> Recording | None:
         """The recording for such a request; None, and said once for each kind, where there is none."""
-        if request.revise is not as_drawn or request.track_kept:
+        if request.revise is not as_drawn or request.track_kept or not method.recordable:
             return None
+        self._forget_if_weights_moved()
         signature = Signature.of(request, method, longest)
         found = self._recordings.get(signature)
         if found is None:
             alike = [known for known in self._recordings if replace(known, text=signature.text) == signature]
             wider = [known for known in alike if known.text > signature.text]
             found = self._recordings[min(wider, key=lambda known: known.text)] if wider else None
-        if found is None and self._recordings and signature not in self._told:
+        if found is None and self._recordings and signature not in self._told and len(self._told) < TOLD_AT_MOST:
             self._told.add(signature)
             log.warning(
-                "no recording for %d image(s) of %s with %s: drawn eagerly; pipe.warmup(...) makes one",
+                "no recording for %d image(s) of %s with %s, up to %d tokens of text, this guidance and this sampling: drawn eagerly;"
+                " pipe.warmup(...) makes one",
                 request.batch,
                 request.schedule,
                 method.label,
+                signature.text,
             )
         return found
 
     def clear(self) -> None:
         self._recordings.clear()
         self._told.clear()
+        self.bytes = 0
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where the weights lie, which recordings read there."""
+        modules = (self._model, self._tokenizer)
+        return tuple(tensor.data_ptr() for module in modules for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+
+    def _forget_if_weights_moved(self) -> None:
+        if self._recordings and self._addresses() != self._weights:
+            log.warning("the weights have moved since pipe.warmup(...), to another device or type: its recordings are forgotten")
+            self.clear()
 
 
 def require_recordable(model: NextScaleModel, request: Request, method: Method) -> None:
@@ -403,3 +438,5 @@ def require_recordable(model: NextScaleModel, request: Request, method: Method) 
         raise SettingError(f"graphs are recorded on a GPU; this model is on {model.device}: use engine='eager' there")
     if request.track_kept or request.revise is not as_drawn:
         raise SettingError("masks and revise need the host between stages and cannot be recorded: leave them out of warmup")
+    if not method.recordable:
+        raise SettingError(f"{method.label} reads from the device between stages and cannot be recorded: calls with it run eagerly")
