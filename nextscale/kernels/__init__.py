@@ -59,11 +59,16 @@ OLDEST = (8, 0)  # compute capability: bfloat16
 def available(tensor: Tensor) -> bool:
     """Whether the kernels can work on tensors like this one, and are wanted. On a CPU only where TRITON_INTERPRET=1 asks for it, as tests
     do."""
-    if torch.is_grad_enabled() or tensor.dtype not in DTYPES or not wanted():
+    return not torch.is_grad_enabled() and tensor.dtype in DTYPES and enabled(tensor.device)
+
+
+def enabled(device: torch.device) -> bool:
+    """Whether requests on this device run with kernels."""
+    if not wanted():
         return False
-    if tensor.is_cuda:
-        return usable(tensor.device)
-    return os.environ.get("TRITON_INTERPRET") == "1" and tensor.device.type == "cpu" and installed()
+    if device.type == "cuda":
+        return usable(device)
+    return os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu" and installed()
 
 
 @cache
