@@ -224,7 +224,7 @@ def waterfall_table(rows: Iterable[Row]) -> str:
     heads = "model | image | batch | step | generate, ms | times faster than the step before | in all | least at measured rates, ms"
     note = (
         f"Medians; {machines(shown)}. Steps were measured one after another on the same machine, methods in turns with dense generation of"
-        f" the last step, with which they are compared.{limit_note(shown)}"
+        f" the last step, with which they are compared.{authors_note(shown)}{limit_note(shown)}"
     )
     return table(heads, "llrlrrrr", lines, note)
 
