@@ -39,7 +39,7 @@ class Case:
     rows: int
     queries: int
     keys: int
-    lengths: tuple[int, ...] | None = None  # of the rows, in turn, where they differ
+    lengths: tuple[int, ...] | None = None  # of the rows, in turn, where they are shorter than the room for keys
 
     @property
     def flops(self) -> int:
@@ -60,6 +60,11 @@ def cases() -> Iterator[Case]:
             yield Case(f"stage {number}, batch 4", 8, cells, held)
         if cells in (1, 64, 256, 1024, 4096):
             yield Case(f"stage {number} to the text", 2, cells, TEXT, TEXT_LENGTHS)
+    for queries in (16, 4096):
+        yield Case(f"{queries} queries to equally long texts", 2, queries, TEXT, (50,))
+    yield Case("307 queries, rows equally long", 2, 307, 2521, (1804,))
+    yield Case("1228 queries, rows equally long", 2, 1228, 10521, (7653,))
+    yield Case("few queries of one row, many keys", 1, 409, 7000)
 
 
 def candidates(case: Case, device: str) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -70,16 +75,14 @@ def candidates(case: Case, device: str) -> Iterator[tuple[str, Callable[[], Tens
 
     q, k, v = normal(case.queries), normal(case.keys), normal(case.keys)
     scale = 1 / HEAD_DIM
-    mask: Tensor | None = None
-    if case.lengths is None:
-        lengths = torch.full((case.rows,), case.keys, dtype=torch.int32, device=device)
-    else:
-        lengths = torch.tensor(case.lengths * (case.rows // len(case.lengths)), dtype=torch.int32, device=device)
-        mask = real_entries(lengths, case.keys)
+    each = case.lengths or (case.keys,)
+    lengths = torch.tensor(each * (case.rows // len(each)), dtype=torch.int32, device=device)
+    # Rows that are equally long need no mask.
+    read, mask = (each[0], None) if len(each) == 1 else (case.keys, real_entries(lengths, case.keys))
 
     def through(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
-            return attend(q, k, v, mask, scale)
+            return attend(q, k[:, :read], v[:, :read], mask, scale)
 
     for name, backend in BACKENDS.items():
         yield name, partial(through, backend)

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     pytest.importorskip("triton")
     from nextscale.kernels.attention import attend_lengths_reference
-    from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
+    from nextscale.kernels.bias_residual import add_bias_residual_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
-    from nextscale.kernels.group_norm_silu import group_norm_silu, group_norm_silu_reference
+    from nextscale.kernels.group_norm import group_norm_silu_reference
     from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache_reference
-    from nextscale.kernels.upsample import upsample_nearest, upsample_nearest_reference
+    from nextscale.kernels.upsample import upsample_nearest_reference
 
 
 @pytest.fixture(autouse=True)
@@ -128,8 +128,10 @@ def test_attend_lengths(queries: int, room: int, lengths: tuple[int, int], heads
         truth = attend_lengths_reference(
             *(x.float() if x is not told and isinstance(x, Tensor) and x.is_floating_point() else x for x in one)
         )
-        error, allowed = (found[row] - truth[0]).abs().max(), (torchs - truth).abs().max()
-        assert error <= 2 * allowed + torch.finfo(dtype).eps * truth.abs().max()
+        alone = kernels.attend_lengths(q[row : row + 1], both[row : row + 1, :, 0], both[row : row + 1, :, 1], length, 0.1)  # as a number
+        allowed = 2 * (torchs - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()
+        for ours in (found[row], alone[0]):
+            assert (ours - truth[0]).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("tokens", [1, 144, 1600, 4096, 128 * 128])
@@ -158,7 +160,7 @@ def test_group_norm_silu(shape: tuple[int, int, int, int], mean: float, shifted:
     weight, bias = make.normal(shape[1], mean=1.0), make.normal(shape[1])
     shift = 3 * make.normal(shape[1]) if shifted else None
     with poisoned():
-        found = group_norm_silu(x, 32, weight, bias, 1e-6, shift)
+        found = kernels.group_norm_silu(x, 32, weight, bias, 1e-6, shift)
     exact = group_norm_silu_reference(x.double(), 32, weight.double(), bias.double(), 1e-6, None if shift is None else shift.double())
     torchs = group_norm_silu_reference(x, 32, weight, bias, 1e-6, shift)
     assert found.is_contiguous(memory_format=torch.channels_last)
@@ -172,7 +174,7 @@ def test_add_bias_residual(shape: tuple[int, int, int, int], dtype: torch.dtype)
     x, residual, bias, residual_bias = make.image(*shape), make.image(*shape, mean=2.0), make.normal(shape[1]), make.normal(shape[1])
 
     def added(x: Tensor, *others: Tensor) -> Tensor:
-        return add_bias_residual_(x.clone(), *others)
+        return kernels.add_bias_residual_(x.clone(), *others)
 
     for others in ((bias,), (bias, residual), (bias, residual, residual_bias)):
         compare(added, add_bias_residual_reference, x, *others)
@@ -183,7 +185,7 @@ def test_add_bias_residual(shape: tuple[int, int, int, int], dtype: torch.dtype)
 def test_upsample_nearest(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     x = Maker("cuda", dtype).image(*shape)
     with poisoned():
-        found = upsample_nearest(x)
+        found = kernels.upsample_nearest(x)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(found, upsample_nearest_reference(x))
 
@@ -195,9 +197,9 @@ def test_images_of_more_than_two_to_the_31_elements() -> None:
     x = Maker("cuda", torch.bfloat16).image(1, 256, 6, 2048)
     tall = x.repeat(1, 1, 700, 1).contiguous(memory_format=torch.channels_last)
     bias = torch.linspace(-1, 1, 256, device="cuda")
-    assert torch.equal(upsample_nearest(tall)[:, :, -12:], upsample_nearest(x))
-    assert torch.equal(add_bias_residual_(tall.clone(), bias, tall)[:, :, -6:], add_bias_residual_(x.clone(), bias, x))
-    whole, part = (group_norm_silu(image, 32, bias, bias, 1e-6, bias)[:, :, -6:] for image in (tall, x))
+    assert torch.equal(kernels.upsample_nearest(tall)[:, :, -12:], kernels.upsample_nearest(x))
+    assert torch.equal(kernels.add_bias_residual_(tall.clone(), bias, tall)[:, :, -6:], kernels.add_bias_residual_(x.clone(), bias, x))
+    whole, part = (kernels.group_norm_silu(image, 32, bias, bias, 1e-6, bias)[:, :, -6:] for image in (tall, x))
     torch.testing.assert_close(whole, part, rtol=1e-2, atol=1e-2)
 
 
@@ -242,17 +244,34 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
             lambda q, kv, lengths: kernels.attend_lengths(q, kv, kv, lengths, 0.1),
             [fresh.view(2, 614, 16, 128), x.view(2, 1024, 16, 128), lengths],
         ),
+        "attention, all rows alike": (
+            lambda q, kv: kernels.attend_lengths(q, kv, kv, 700, 0.1),
+            [fresh.view(2, 614, 16, 128), x.view(2, 1024, 16, 128)],
+        ),
         "mean": (kernels.mean_over_tokens, [x]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
         "bits": (lambda logits, noise: kernels.draw_bits(logits, noise, 0.97), [logits, noise]),
         "largest": (lambda score: kernels.places_of_largest(score, 614), [make.normal(2, 1024, dtype=torch.float32)]),
-        "group norm": (lambda x: group_norm_silu(x, 32, weight, bias, 1e-6, bias), [image]),
-        "bias and residual": (lambda x, residual: add_bias_residual_(x.clone(), bias, residual, weight), [image, residual]),
-        "upsample": (upsample_nearest, [image]),
+        "group norm": (lambda x: kernels.group_norm_silu(x, 32, weight, bias, 1e-6, bias), [image]),
+        "bias and residual": (lambda x, residual: kernels.add_bias_residual_(x.clone(), bias, residual, weight), [image, residual]),
+        "upsample": (kernels.upsample_nearest, [image]),
     }
 
 
-NAMES = ("norm", "residual norm", "rotate", "restore", "attention", "mean", "distance", "bits", "largest", "bias and residual", "upsample")
+NAMES = (
+    "norm",
+    "residual norm",
+    "rotate",
+    "restore",
+    "attention",
+    "attention, all rows alike",
+    "mean",
+    "distance",
+    "bits",
+    "largest",
+    "bias and residual",
+    "upsample",
+)
 
 
 def several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

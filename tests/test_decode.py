@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.nn.functional import conv2d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nextscale import kernels
 from nextscale.errors import OutOfMemory
 from nextscale.presets import MODELS, build_tokenizer
 from nextscale.random_weights import fill_random
@@ -26,7 +26,7 @@ from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, NormAct, ResidualBlock, as_laid_out, lay_out, norm_act
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
 
-from .kernel_cases import DTYPES, compare, poisoned, round_to_bfloat16
+from .kernel_cases import DTYPES, compare, loop_to_loaded_bounds, poisoned, round_to_bfloat16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,14 +36,15 @@ with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
             patch.delitem(sys.modules, name)
-        for name in ("group_norm_silu", "bias_residual", "upsample"):
+        for name in ("group_norm", "bias_residual", "upsample"):
             patch.delitem(sys.modules, f"nextscale.kernels.{name}", raising=False)
     pytest.importorskip("triton")
     from triton.runtime import interpreter
 
     from nextscale.kernels import bias_residual, upsample
-    from nextscale.kernels import group_norm_silu as kernel
+    from nextscale.kernels import group_norm as kernel
 
+DECODER_KERNELS = {"group_norm_silu", "centred_silu", "add_bias_residual_", "upsample_nearest"}
 CONFIGS = {
     "attention": AutoencoderConfig(48, (1, 2, 2), 6, blocks_per_level=1),  # 24 groups, as FlexVAR and small models have
     "plain": AutoencoderConfig(32, (1, 2), 4, blocks_per_level=2, attention=False),
@@ -76,6 +77,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         round_to_bfloat16(interpreter, monkeypatch)
+        loop_to_loaded_bounds(interpreter, monkeypatch)
+        for module in (kernel, bias_residual, upsample):
+            for name in DECODER_KERNELS & vars(module).keys():
+                monkeypatch.setitem(vars(kernels), name, vars(module)[name])
     with torch.no_grad():
         yield
 
@@ -203,13 +208,12 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions with ten bits of mantissa differ by 1.5e-3
     calls: Counter[str] = Counter()
 
-    def count(module: ModuleType, name: str) -> None:
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, **settings: calls.update([name]) or function(*given, **settings))
+    def count(name: str) -> None:
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *given, **settings: calls.update([name]) or function(*given, **settings))
 
-    count(kernel, "group_norm_silu")
-    count(bias_residual, "add_bias_residual_")
-    count(upsample, "upsample_nearest")
+    for name in ("group_norm_silu", "add_bias_residual_", "upsample_nearest"):
+        count(name)
     config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)  # one block in every level
     decoder = lay_out(decoder_of(config).to(DEVICE))
     z = latent(config, 1, 2, 1).to(DEVICE)
@@ -224,7 +228,7 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
     assert calls == {"group_norm_silu": 2 * blocks + 1, "add_bias_residual_": blocks + 1, "upsample_nearest": 1}
     torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-5)
     calls.clear()
-    count(kernel, "centred_silu")
+    count("centred_silu")
     torch.testing.assert_close(decode_tiled(decoder, z, Strips(2, 1)).cpu(), expected, rtol=0, atol=1e-5)
     assert min(calls[name] for name in ("centred_silu", "add_bias_residual_", "upsample_nearest")) > 1
     calls.clear()
@@ -434,10 +438,10 @@ def test_the_predicted_memory_is_enough_and_not_much_more(model: str, side: int,
 @pytest.mark.parametrize("model", ["infinity-2b", "hart-0.7b", "flexvar-d16"])
 def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strips | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of each, something that makes the same tensors: they add in place, where torch makes a third map."""
-    monkeypatch.setattr(kernel, "group_norm_silu", lambda x, *others: torch.empty_like(x))
-    monkeypatch.setattr(kernel, "centred_silu", lambda x, *others: torch.empty_like(x))
-    monkeypatch.setattr(bias_residual, "add_bias_residual_", lambda x, *others: x)
-    monkeypatch.setattr(upsample, "upsample_nearest", upsample.upsample_nearest_reference)
+    monkeypatch.setitem(vars(kernels), "group_norm_silu", lambda x, *others: torch.empty_like(x))
+    monkeypatch.setitem(vars(kernels), "centred_silu", lambda x, *others: torch.empty_like(x))
+    monkeypatch.setitem(vars(kernels), "add_bias_residual_", lambda x, *others: x)
+    monkeypatch.setitem(vars(kernels), "upsample_nearest", upsample.upsample_nearest_reference)
     for module in ("autoencoder", "tiles"):
         monkeypatch.setattr(f"nextscale.tokenizers.{module}.fusable", lambda x: True)
     # On the meta device a convolution does not keep the layout.

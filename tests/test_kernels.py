@@ -40,6 +40,7 @@ with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
             del sys.modules[name]
     pytest.importorskip("triton")
+    from nextscale.kernels import probe
     from nextscale.kernels.attention import Tile, attend_lengths_reference
     from nextscale.kernels.bits import draw_bits_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
@@ -71,7 +72,7 @@ SHAPES = [(1, 1, 64), (2, 3, 120), (3, 7, 130), (2, 2, 2080)]  # rows, tokens, c
 @pytest.mark.parametrize("tile", [None, (16, 16, 4, 2), (64, 32, 4, 1)])
 @pytest.mark.parametrize(
     ("queries", "room", "heads", "channels", "lengths"),
-    [(1, 1, 1, 128, (1,)), (5, 70, 2, 64, (70, 3)), (130, 200, 3, 24, (1, 64, 200)), (17, 65, 2, 16, (65, 64))],
+    [(1, 1, 1, 128, (1,)), (5, 70, 2, 64, (70, 3)), (130, 200, 3, 24, (1, 64, 200)), (17, 65, 2, 16, (65, 64)), (3, 150, 1, 136, (150, 9))],
 )
 def test_attend_lengths(
     queries: int, room: int, heads: int, channels: int, lengths: tuple[int, ...], tile: tuple[int, int, int, int] | None
@@ -91,7 +92,9 @@ def test_attend_lengths(
     assert (found.double() - truth).abs().max().item() <= bound
     one = (q[:1], both[:1, :, 0], both[:1, :, 1])
     alone = kernels.attend_lengths(*one, lengths[0], 0.3, tile=None if tile is None else Tile(*tile))  # as a number
-    assert torch.equal(alone, found[:1]) or tile is None  # which chooses by the room or by the length
+    assert (alone.double() - truth[:1]).abs().max().item() <= bound
+    if tile is not None:  # else chosen by the room, or by the length
+        assert torch.equal(alone, found[:1])
 
 
 def test_attend_lengths_refuses_what_does_not_fit() -> None:
@@ -517,6 +520,25 @@ def test_available(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.available(x)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not kernels.available(torch.zeros(1))
+
+
+def test_a_triton_that_cannot_launch_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As on images without a C compiler. The warning comes once per device."""
+    probe.require_launches(torch.device(DEVICE))
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setitem(sys.modules, "nextscale.kernels.probe", probe)
+    monkeypatch.setattr(probe, "require_launches", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernels.usable.cache_clear()
+    for _ in range(2):
+        assert not kernels.usable(torch.device("cuda"))
+    kernels.usable.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "plain torch runs instead of Triton kernels on cuda, since one could not be launched: Failed to find C compiler"
+    ]
 
 
 def test_the_package_does_not_need_triton() -> None:

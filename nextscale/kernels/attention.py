@@ -14,13 +14,15 @@ from .shapes import power_of_two, require_shape
 
 LOG2_E = 1.4426950408889634
 SMALLEST_DOT = 16  # sides of a product on tensor cores
+WIDE = 128  # channels of a head from which on three blocks of keys and values do not fit the 99 KB that many GPUs share among a program
 SHORT = 128  # keys that are read without being waited for, at most: a text
 
-# Times on an H200 for two rows of 16 heads of 128 channels, bfloat16, against torch's:
-#   16 queries, text of 50 tokens                    3.5 us, flash 5.8
-#   4096 queries, text of 50 tokens                   37 us, flash 38
-#   307 queries, 1804 keys of 2521                    33 us, flash 58 (cuDNN, where all rows have 1804: 32)
-#   1228 queries, 7653 keys of 10521                 367 us, flash 580 (cuDNN, where all rows have 7653: 313)
+# Times on an H200 for two rows of 16 heads of 128 channels, bfloat16. All rows have so many keys of what there is room for; ours are told
+# by lengths, torch's kernels are given these keys alone, so that they read the same number, and no mask:
+#   16 queries, text of 50 tokens of 64              3.5 us, flash 5.8
+#   4096 queries, text of 50 tokens of 64             37 us, flash 38
+#   307 queries, 1804 keys of 2521                    33 us, flash 58, cuDNN 32
+#   1228 queries, 7653 keys of 10521                 367 us, flash 580, cuDNN 313
 # cuDNN's own attention to rows of different length cannot be recorded.
 
 
@@ -86,9 +88,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(keys: int) -> Tile:
+def tile_for(keys: int, channels: int) -> Tile:
     """What a program takes at a time where rows have so many keys at most."""
-    return Tile(64, 32, 4, 1) if keys <= SHORT else Tile(64, 64, 4, 3)
+    if keys <= SHORT:
+        return Tile(64, 32, 4, 1)
+    return Tile(64, 64, 4, 3) if channels <= WIDE else Tile(64, 32, 4, 2)
 
 
 def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, tile: Tile | None = None) -> Tensor:
@@ -108,7 +112,7 @@ def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | in
     if any(x.stride(3) != 1 for x in (q, keys, values)):
         raise ValueError(f"channels must lie side by side; got strides {[x.stride() for x in (q, keys, values)]}")
     out = torch.empty(rows, width, heads * channels, dtype=q.dtype, device=q.device)
-    queries, key_block, warps, stages = tile_for(length) if tile is None else tile
+    queries, key_block, warps, stages = tile_for(length, channels) if tile is None else tile
     with torch.cuda.device_of(q):
         attend_lengths_kernel[triton.cdiv(width, queries), heads, rows](
             q, keys, values, told, out, width, length, scale * LOG2_E,

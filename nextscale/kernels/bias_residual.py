@@ -17,7 +17,7 @@ from .shapes import image_sizes, require_shape, tile_sizes, warps_for
 TILE = 4096  # pixels x channels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def add_bias_residual_kernel(
     x_ptr, bias_ptr, residual_ptr, residual_bias_ptr, pixels, ADDED: tl.constexpr, BIASED: tl.constexpr,
     CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,

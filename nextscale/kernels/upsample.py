@@ -15,7 +15,7 @@ from .shapes import image_sizes, tile_sizes, warps_for
 TILE = 4096  # pixels x channels that a program reads
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def upsample_nearest_kernel(x_ptr, out_ptr, width, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr):
     """Of one row of one image, some pixels and one block of channels."""
     row = tl.program_id(0).to(tl.int64)  # of all images

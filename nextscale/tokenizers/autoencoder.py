@@ -51,15 +51,11 @@ class NormAct(GroupNorm):
 
     def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
         """Of x + shift [C], by the kernel."""
-        from ..kernels.group_norm_silu import group_norm_silu  # needs triton
-
-        return group_norm_silu(x, self.num_groups, self.weight, self.bias, self.eps, shift)
+        return kernels.group_norm_silu(x, self.num_groups, self.weight, self.bias, self.eps, shift)
 
 
 def fusable(x: Tensor) -> bool:
-    """Whether our kernels can take this. What is compiled is fused by the compiler."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether our kernels can take this."""
     return kernels.available(x) and x.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -77,19 +73,13 @@ def without_bias(conv: nn.Conv2d, x: Tensor, padding: int | tuple[int, int]) -> 
 
 def add_bias_(y: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
     """What is still missing of a convolution, and a residual with what is missing of that, into y itself."""
-    from ..kernels.bias_residual import add_bias_residual_  # needs triton
-
     assert conv.bias is not None
-    return add_bias_residual_(y, conv.bias, residual, residual_bias)
+    return kernels.add_bias_residual_(y, conv.bias, residual, residual_bias)
 
 
 def upsample_nearest(x: Tensor) -> Tensor:
     """Every pixel as two by two."""
-    if not fusable(x):
-        return F.interpolate(x, scale_factor=2, mode="nearest")
-    from ..kernels import upsample  # needs triton
-
-    return upsample.upsample_nearest(x)
+    return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
 
 
 def group_count(channels: int) -> int:

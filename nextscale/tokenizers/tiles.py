@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import kernels
 from ..errors import OutOfMemory
 from .autoencoder import Decoder, GroupNorm, Level, PixelAttention, Upsample, as_laid_out, convolve, fusable, upsample_nearest
 
@@ -241,9 +242,7 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if fusable(x):
-            from ..kernels.group_norm_silu import centred_silu  # needs triton
-
-            return centred_silu(x, self.mean, self.scale, self.bias)
+            return kernels.centred_silu(x, self.mean, self.scale, self.bias)
         y = torch.sub(x, self.mean[:, :, None, None])  # float32 whatever x is
         y.mul_(self.scale[:, :, None, None]).add_(self.bias[:, None, None])
         return F.silu(y, inplace=True).to(x.dtype)

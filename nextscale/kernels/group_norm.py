@@ -24,10 +24,10 @@ WARPS = 8
 GROUP_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "share", "shares"])
 def partial_sums_kernel(
-    x_ptr, sums_ptr, pixels, shares,
-    SHARE: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, sums_ptr, pixels, share, shares,
+    CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of one image, one share of its pixels and one block of channels: sums of the distances from the first pixel and of their squares.
 
@@ -41,9 +41,9 @@ def partial_sums_kernel(
     pivot = tl.load(base + channel).to(tl.float32)
     first = tl.zeros([PIXELS, BLOCK], dtype=tl.float32)
     second = tl.zeros([PIXELS, BLOCK], dtype=tl.float32)
-    for start in tl.range(0, SHARE, PIXELS, num_stages=STAGES):
+    for start in tl.range(0, share, PIXELS, num_stages=STAGES):
         inner = start + tl.arange(0, PIXELS)
-        pixel = part.to(tl.int64) * SHARE + inner
+        pixel = part.to(tl.int64) * share + inner
         inside = pixel < pixels  # shares are whole tiles
         x = tl.load(base + pixel[:, None] * CHANNELS + channel[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         distance = tl.where(inside[:, None], x - pivot[None, :], 0.0)
@@ -54,10 +54,10 @@ def partial_sums_kernel(
     tl.store(out + CHANNELS, tl.sum(second, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "shares"])
 def mean_scale_kernel(
-    x_ptr, sums_ptr, shift_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, eps, SHIFTED: tl.constexpr,
-    PARTS: tl.constexpr, CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+    x_ptr, sums_ptr, shift_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, shares, eps, SHIFTED: tl.constexpr,
+    CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """Of one group of one image. A shift of the channels moves their means, not their distances from the first pixel."""
     image = tl.program_id(0).to(tl.int64)
@@ -66,10 +66,10 @@ def mean_scale_kernel(
     inside = member < MEMBERS
     firsts = tl.zeros([SHARES, BLOCK], dtype=tl.float32)
     seconds = tl.zeros([SHARES, BLOCK], dtype=tl.float32)
-    for start in range(0, PARTS, SHARES):
+    for start in range(0, shares, SHARES):
         part = start + tl.arange(0, SHARES)
-        there = (part < PARTS)[:, None] & inside[None, :]
-        source = sums_ptr + (image * PARTS + part)[:, None] * 2 * CHANNELS + channel[None, :]
+        there = (part < shares)[:, None] & inside[None, :]
+        source = sums_ptr + (image * shares + part)[:, None] * 2 * CHANNELS + channel[None, :]
         firsts += tl.load(source, mask=there, other=0.0)
         seconds += tl.load(source + CHANNELS, mask=there, other=0.0)
     first, second = tl.sum(firsts, axis=0), tl.sum(seconds, axis=0)
@@ -89,7 +89,7 @@ def mean_scale_kernel(
     tl.store(scale_ptr + image * CHANNELS + channel, scale, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels"])
 def centred_silu_kernel(
     x_ptr, mean_ptr, scale_ptr, bias_ptr, out_ptr, pixels, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -133,12 +133,12 @@ def mean_and_scale(
     members = channels // groups
     with torch.cuda.device_of(x):
         partial_sums_kernel[images, shares, channels // block](
-            x, sums, total, shares,
-            SHARE=share, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            x, sums, total, share, shares,
+            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
         mean_scale_kernel[images, groups](
-            x, sums, shift, weight, mean, scale, total, eps, SHIFTED=shift is not None,
-            PARTS=shares, CHANNELS=channels, MEMBERS=members, BLOCK=power_of_two(members), SHARES=SHARES, num_warps=GROUP_WARPS,
+            x, sums, shift, weight, mean, scale, total, shares, eps, SHIFTED=shift is not None,
+            CHANNELS=channels, MEMBERS=members, BLOCK=power_of_two(members), SHARES=SHARES, num_warps=GROUP_WARPS,
         )  # fmt: skip
     return mean, scale
 
