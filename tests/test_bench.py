@@ -436,6 +436,14 @@ def test_the_methods_table_compares_what_was_measured_together() -> None:
     assert f"Not recorded, so drawn eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
 
 
+def test_eager_rows_give_way_to_graphs_in_a_table_of_their_own() -> None:
+    before = [made(name, 80, benchmark="methods", **EAGER) for name in ("dense", "ToMe")]
+    assert len(method_rows(before)) == 2
+    growth = [made(suite="growth"), made("ToMe", 50, suite="growth")]
+    assert not method_rows([*before, *growth])
+    assert len(method_rows([*before, *growth, made(run="c"), made("ToMe", 50, run="c")])) == 2
+
+
 def test_methods_stand_beside_dense_generation_of_their_own_run() -> None:
     """The run that timed most of them; what only another has keeps the ratio of that one."""
     before = [made(run="a", milliseconds=400), made("ToMe", 200, run="a"), made("FastVAR", 100, run="a")]
@@ -511,7 +519,7 @@ def test_the_waterfall_says_what_each_step_brought() -> None:
     ]
     assert lines_of(waterfall_table(rows)) == [*chain, f"{start} graphs, StageVAR | 60 | 1.67 | **13.17** | 30 (2.0 times that) |"]
     note = waterfall_table(rows).splitlines()[-1]
-    assert "one after another on the same machine" in note and "authors' program ran on the same kind of GPU" in note
+    assert "one after another on machines of this kind" in note and "authors' program ran on the same kind of GPU" in note
     named = [
         made(milliseconds=100, step="tea"),
         made("StageVAR", 25, step="tea"),
