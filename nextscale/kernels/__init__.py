@@ -3,6 +3,7 @@
     if kernels.available(x):
         y = kernels.norm_modulate(x, scale, shift)
 
+Without them a recorded request of infinity-2b, 1024 x 1024 pixels, takes 284 ms and its decoding 123 on an H200; with them 213 and 19.
 Triton is imported when the first kernel is used, so that nothing else needs it. All but attention are memory-bound: they read every
 input once and write every output once. All compute in float32 and round once; none has a gradient. A kernel is compiled when it first
 meets a dtype, a number of channels, heads or groups, a layout, or a size of tiles, which are smaller for small inputs; how many tokens,

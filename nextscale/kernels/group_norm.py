@@ -14,7 +14,7 @@ from .shapes import image_sizes, power_of_two, require_shape, tile_sizes
 #   one image of 1024 x 1024 with 128 channels              0.81 GB   0.19 ms
 #   all norms of Infinity's decoder at 1024 x 1024 pixels     11 GB    2.5 ms
 # torch's own group norm gives one program to each (image, group), 32 for an image on 132 multiprocessors, and turns channels-last
-# tensors round before and after.
+# tensors round before and after. Measured on an H200, all norms of that decoder: sums 1.5 ms, norm and SiLU 1.7.
 TILE = 8192  # pixels x channels that a program holds at a time
 SUMS_TILE = 4096  # where sums are kept beside it: 16 elements of a tile and 32 sums per thread
 PROGRAMS = 1056  # for the sums: eight per multiprocessor of an H200

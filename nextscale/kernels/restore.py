@@ -14,6 +14,7 @@ from .shapes import dense_channels, per_row, power_of_two, require_index, requir
 
 # Bytes for bfloat16 [2, 4096, 2048], half of the tokens run, memory of 24 x 24: base in 34 MB, update 17 MB, memory 5 MB (its
 # overlapping reads come from the second cache), result 34 MB: 89 MB, 21 us at 4.3 TB/s. Torch gathers, adds, resizes and scatters: 293 MB.
+# Measured on an H200: 40 us, torch 216.
 # One program per token. Whether it was run is found by bisection in the ascending index, whose loads all programs of a row share.
 
 
