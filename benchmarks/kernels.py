@@ -2,9 +2,10 @@
 
     python -m benchmarks.kernels [--out FILE] [--sweep] [NAME ...]
 
-Sizes are those of infinity-2b at 1024 x 1024, guided: two rows. "mb" is what must be moved, every input once and every output once;
-"tb_s" that by the median time; "floor_ms" the least time at what a copy reaches on an H200. Memory is not flushed between runs except
-by the benchmark's own buffer, as triton.testing.do_bench does it. With --sweep every kernel also runs with half and twice its warps.
+Sizes are those of infinity-2b at 1024 x 1024, guided: two rows; one image in the decoder. "mb" is what must be moved, every input once
+and every output once; "tb_s" that by the median time; "floor_ms" the least time at what a copy reaches on an H200. Memory is not flushed
+between runs except by the benchmark's own buffer, as triton.testing.do_bench does it. With --sweep every kernel whose warps can be chosen
+also runs with half and twice as many.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,11 @@ from torch import Tensor
 from .results import RESULTS, append, measure
 
 COPY_TB_S = 4.3  # on an H200, read and written
-WIDTH, HEADS, HEAD_DIM = 2048, 16, 128
+WIDTH, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
 SIDES = (16, 32, 40, 64)  # of stages
 MEMORY = (24, 24)
 KEPT = 0.5
+MAPS = ((128, 1024), (256, 512), (512, 256), (512, 64))  # channels and side of levels of the decoder
 QUANTILES = (0.5, 0.2, 0.8)
 
 
@@ -35,9 +39,9 @@ class Case:
     kernel: str
     shape: tuple[int, ...]
     bytes: int
-    run: Callable[..., Any]  # takes `warps`
+    run: Callable[..., Any]
     reference: Callable[[], Any]
-    warps: int
+    warps: int | None  # None where `run` does not take any
 
     @property
     def name(self) -> str:
@@ -49,7 +53,14 @@ def size(*tensors: Tensor) -> int:
 
 
 def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
-    from nextscale.kernels.distance import distance_from_mean, distance_from_mean_reference
+    from nextscale.kernels.bits import draw_bits, draw_bits_reference
+    from nextscale.kernels.distance import (
+        distance_from_mean,
+        distance_from_mean_reference,
+        mean_over_tokens,
+        mean_over_tokens_reference,
+    )
+    from nextscale.kernels.largest import places_of_largest, places_of_largest_reference
     from nextscale.kernels.norm import (
         norm_modulate,
         norm_modulate_reference,
@@ -78,7 +89,8 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
             kernel: Callable[..., Any], reference: Callable[..., Any], shape: tuple[int, ...], moved: int, *inputs: Any, **settings: Any
         ) -> Case:
             plain = partial(reference, *inputs, **settings)
-            return Case(kernel.__name__, shape, moved, partial(kernel, *inputs, **settings), plain, warps)
+            chosen = warps if "warps" in signature(kernel).parameters else None
+            return Case(kernel.__name__, shape, moved, partial(kernel, *inputs, **settings), plain, chosen)
 
         shape = (rows, tokens, WIDTH)
         yield case(norm_modulate, norm_modulate_reference, shape, 2 * whole, x, scale, shift)
@@ -94,8 +106,35 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
             inputs = memory, MEMORY, (side, side), fresh, index
             moved = 2 * whole + size(memory, fresh)
             yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gain=gain)
+        yield case(mean_over_tokens, mean_over_tokens_reference, shape, whole, x)
         mean = x.mean(dim=1, keepdim=True, dtype=torch.float32)
         yield case(distance_from_mean, distance_from_mean_reference, shape, whole, x, mean)
+        score = normal(rows, tokens, dtype=torch.float32)
+        moved = size(score) + rows * kept * 8
+        yield case(places_of_largest, places_of_largest_reference, (rows, tokens), moved, score, kept)
+        logits = normal(1, tokens, BITS, 2, dtype=torch.float32)
+        noise = normal(1, tokens, BITS, 2, dtype=torch.float32).exp()
+        moved = size(logits, noise) + tokens * BITS * 8
+        yield case(draw_bits, draw_bits_reference, tuple(logits.shape), moved, logits, noise, top_p=0.97)
+
+
+def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """In channels-last layout. The group norm has to read its input twice; numbers that are added to in place grow from run to run."""
+    from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
+    from nextscale.kernels.group_norm import WARPS, group_norm_silu, group_norm_silu_reference
+    from nextscale.kernels.shapes import warps_for
+    from nextscale.kernels.upsample import TILE, upsample_nearest, upsample_nearest_reference
+
+    for channels, side in MAPS:
+        x, residual = torch.randn(2, 1, channels, side, side, device=device, dtype=dtype)
+        x, residual = (image.contiguous(memory_format=torch.channels_last) for image in (x, residual))
+        weight, bias, shift = torch.randn(3, channels, device=device, dtype=dtype)
+        for kernel, reference, inputs, maps, warps in (
+            (group_norm_silu, group_norm_silu_reference, (x, 32, weight, bias, 1e-6, shift), 3, WARPS),
+            (add_bias_residual_, add_bias_residual_reference, (x, bias, residual), 3, warps_for(TILE)),
+            (upsample_nearest, upsample_nearest_reference, (x,), 5, warps_for(TILE)),
+        ):
+            yield Case(kernel.__name__, tuple(x.shape), maps * size(x), partial(kernel, *inputs), partial(reference, *inputs), warps)
 
 
 def milliseconds(run: Callable[[], Any]) -> dict[str, float]:
@@ -115,7 +154,7 @@ def timed(case: Case, sweep: bool) -> dict[str, Any]:
         "reference": milliseconds(case.reference),
     }
     row["speedup"] = round(row["reference"]["median_ms"] / found["median_ms"], 2)
-    if sweep:
+    if sweep and case.warps is not None:
         row["warps"] = {warps: milliseconds(partial(case.run, warps=warps))["median_ms"] for warps in (case.warps // 2, 2 * case.warps)}
     return row
 
@@ -129,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("kernels are measured on a GPU")
-    for case in cases("cuda", torch.bfloat16):
+    for case in chain(cases("cuda", torch.bfloat16), decoder_cases("cuda", torch.bfloat16)):
         if args.names and case.kernel not in args.names:
             continue
         config = {"case": case.name, "kernel": case.kernel, "shape": list(case.shape), "dtype": "bfloat16", "quality": None}

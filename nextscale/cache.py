@@ -32,7 +32,8 @@ class StageKeys:
 class CacheSpec:
     """Sizes of one request's keys and values, as far as they are known before it starts.
 
-    Nothing reads the keys of the last stage that runs after their layer, so that they are not kept.
+    Nothing reads the keys of the last stage that runs after their layer, so that they are not kept, and those that a layer has kept
+    for it are freed as soon as it has read them.
     """
 
     layers: int
@@ -85,7 +86,10 @@ class CacheSpec:
 
     @property
     def bytes(self) -> int:
-        """Most that is allocated at a time: the kept tokens of every layer, and at the last stage a workspace that the layers share."""
+        """Most that is allocated at a time: the kept tokens of every layer, and at the last stage a workspace that the layers share.
+
+        From the first layer of that stage on it is less: see `freed_bytes`.
+        """
         return max((self.bytes_at(stage.stage) for stage in self.stages), default=0)
 
     @property
@@ -95,8 +99,18 @@ class CacheSpec:
 
     def bytes_at(self, stage: int, workspace: bool = True) -> int:
         """While a stage runs, by its index."""
-        rows = next(known.rows for known in self.stages if known.stage == stage)
-        tokens = sum(per_layer(self._kept_while(rows))) + (self.tokens if workspace and stage == self.final else 0)
+        rows = self._rows_at(stage)
+        return self._pair_bytes(rows, sum(per_layer(self._kept_while(rows))) + (self.tokens if workspace and stage == self.final else 0))
+
+    def freed_bytes(self, layers: int) -> int:
+        """Of what is allocated when the last stage begins, what is free once so many layers have read what they had kept."""
+        rows = self._rows_at(self.final)
+        return self._pair_bytes(rows, sum(per_layer(self._kept_while(rows))[:layers]))
+
+    def _rows_at(self, stage: int) -> int:
+        return next(known.rows for known in self.stages if known.stage == stage)
+
+    def _pair_bytes(self, rows: int, tokens: int) -> int:
         return 2 * rows * self.heads * self.head_dim * self.dtype.itemsize * tokens
 
     def allocate(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -163,6 +177,11 @@ class LayerCache(Protocol):
     def keep_rows(self, rows: slice) -> None: ...
 
 
+def real_entries(lengths: Tensor, width: int) -> Tensor:
+    """Which of `width` entries a row of each length [R] has: [R, 1, 1, width]."""
+    return (torch.arange(width, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
 class Slot(NamedTuple):
     """Where new keys and values go, and what a stage reads once they are there."""
 
@@ -170,19 +189,40 @@ class Slot(NamedTuple):
     values: Tensor
     start: int | Tensor  # of the new entries; [R] once rows differ
     end: int
-    mask: Tensor | None = None  # [R, 1, 1, end]
-    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included
+    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included; int32
 
     @property
     def filled(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), self.mask
+        """Keys, values and a mask [R, 1, 1, end] where rows differ."""
+        mask = None if self.lengths is None else real_entries(self.lengths, self.end)
+        return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
+
+
+WIDEST = torch.complex128  # 16 bytes, the most that a GPU's thread reads or writes at a time
+
+
+def copy_wide(target: Tensor, source: Tensor) -> None:
+    """target.copy_(source), of the same type, in elements of 16 bytes where both consist of such.
+
+    Rows that are not side by side torch copies element by element, and those of half precision have 2 bytes.
+    """
+    if all(map(in_widest, (target, source))):
+        target, source = target.view(WIDEST), source.view(WIDEST)
+    target.copy_(source)
+
+
+def in_widest(x: Tensor) -> bool:
+    """Torch's own memory begins at such a place."""
+    *outer, last = x.stride()
+    together = WIDEST.itemsize // x.element_size()
+    return last == 1 and not any(number % together for number in (x.shape[-1], x.storage_offset(), *outer))
 
 
 class DenseLayerCache:
     """Every token of every stage, written in place into memory that is allocated when the first stage comes.
 
     What was planned is allocated at once; a method that runs more than it had said makes it grow. When rows leave, what the others
-    have is copied to memory of their own size.
+    have is copied to memory of their own size. The last stage reads everything from the workspace, and the layer's own memory is freed.
     """
 
     def __init__(self, spec: CacheSpec, workspace: Workspace) -> None:
@@ -190,8 +230,10 @@ class DenseLayerCache:
         self.workspace = workspace
         self.width = 0  # entries written so far, padding included: a bound that the host knows
         self.lengths: Tensor | None = None  # [R] real entries, once rows differ
+        self._finite_tails = False  # what lies beyond them is
         self._rows = spec.rows
         self._pair: tuple[Tensor, Tensor] | None = None
+        self._spent = False  # the last stage has run
 
     @property
     def nbytes(self) -> int:
@@ -217,40 +259,48 @@ class DenseLayerCache:
                 store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
         return slot.filled
 
-    def reserve(self, rows: int, new: int, tokens: Tokens) -> Slot:
-        """Room for `new` entries per row, which the caller writes."""
+    def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
+        """Room for `new` entries per row, which the caller writes.
+
+        finite_tails: what lies beyond a row's end is finite, as a mask needs it: zero times NaN is NaN. Attention that reads a row up
+        to its length does without, then at all stages that follow.
+        """
         end = self.width + new
         final = tokens.stage.index == self.spec.final
+        if final and self._spent:
+            raise ValueError(f"stage {tokens.stage.index} is the last one, and its keys are gone: a layer cannot run it again")
         if final:
             keys, values = self.workspace.pair(rows, end)
             for target, source in ((keys, self.keys), (values, self.values)):
-                target.narrow(1, 0, self.width).copy_(source.narrow(1, 0, self.width))
+                copy_wide(target.narrow(1, 0, self.width), source.narrow(1, 0, self.width))
         else:
             self._make_room(end, tokens.stage)
             keys, values = self._held()
         slot = Slot(keys, values, self.width, end)
         if self.lengths is not None or tokens.count is not None:
-            slot = self._ragged(slot, new, None if tokens.count is None else tokens.prefix + tokens.count, final)
-        if not final:
+            added = tokens.prefix + tokens.count if tokens.count is not None and tokens.prefix else tokens.count
+            slot = self._ragged(slot, new, added, final, finite_tails)
+        if final:
+            self._pair, self._spent = None, True
+        else:
             self.width = end
         return slot
 
-    def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool) -> Slot:
-        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding.
-
-        What lies beyond a row's end is masked, but must be finite all the same: zero times NaN is NaN.
-        """
+    def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool, finite_tails: bool) -> Slot:
+        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding."""
         rows, device = slot.keys.shape[0], slot.keys.device
         if self.lengths is None:
-            self.lengths = torch.full((rows,), self.width, device=device)
-            self._clear_tail()
-        if final:
+            self.lengths = torch.full((rows,), self.width, dtype=torch.int32, device=device)
+            self._finite_tails = finite_tails
+            if finite_tails:
+                self._clear_tail()
+        assert self._finite_tails or not finite_tails, "tails that an earlier stage has not cleared"
+        if final and finite_tails:
             for store in (slot.keys, slot.values):
                 store.narrow(1, self.width, new).zero_()
         start = self.lengths
-        self.lengths = start + (new if added is None else added)
-        mask = (torch.arange(slot.end, device=device) < self.lengths[:, None])[:, None, None, :]
-        return slot._replace(start=start, mask=mask, lengths=self.lengths)
+        self.lengths = (start + (new if added is None else added)).int()
+        return slot._replace(start=start, lengths=self.lengths)
 
     def keep_rows(self, rows: slice) -> None:
         self._rows = len(range(*rows.indices(self._rows)))
@@ -278,9 +328,9 @@ class DenseLayerCache:
         """To memory for so many tokens of some of the rows."""
         old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
         for target, source in zip(fresh, old, strict=True):
-            target.narrow(1, 0, self.width).copy_(source[rows].narrow(1, 0, self.width))
+            copy_wide(target.narrow(1, 0, self.width), source[rows].narrow(1, 0, self.width))
         self._pair = fresh
-        if self.lengths is not None:
+        if self._finite_tails:
             self._clear_tail()
 
     def _clear_tail(self) -> None:
@@ -294,7 +344,7 @@ class NoCache:
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         mask = None
         if tokens.count is not None:
-            mask = (torch.arange(k.shape[1], device=k.device) < tokens.prefix + tokens.count[:, None])[:, None, None, :]
+            mask = real_entries(tokens.prefix + tokens.count, k.shape[1])
         return k.to(v.dtype), v, mask
 
     def keep_rows(self, rows: slice) -> None:
@@ -343,6 +393,7 @@ class Env:
     cache: Sequence[LayerCache]
     memory: StageMemory
     branches: Branches
+    recorded: bool = False  # launches cost the host nothing
 
     def keep(self, branches: Branches) -> None:
         """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
 from .models.base import Conditioning, Hidden, NextScaleModel
-from .models.blocks import attention_backend
+from .models.blocks import Block, attention_backend, run_in_order
 from .report import Stopwatch
 from .sampling import Draws, Sampling
 from .stage import Schedule, Stage, Tokens
@@ -44,6 +45,12 @@ class Request:
     clock: Stopwatch
     method_draws: Draws
     track_kept: bool = False
+    recorded: bool = False  # launches cost the host nothing
+
+    @property
+    def rows(self) -> int:
+        """With which it begins: one per image, or two with guidance."""
+        return self.batch * (2 if self.guidance.needs_both else 1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class StageDone:
     canvas: Canvas
     rows: int = 0
     width: int = 0  # tokens per row that ran through the blocks
+    needed: Tensor | None = None  # [B], those of each image without the padding; None: all of them
     tokens: Tokens | None = None  # what the codes stand for
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as drawn
@@ -98,7 +106,9 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request, method: M
     guided = cond.start.shape[0] > request.batch
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_draws, request.track_kept, guided))
     check_plans(method.forecast(model, request.schedule), len(model.blocks), request.guidance)
-    return run, new_env(model, cond, request.schedule, request.batch, run, method, kept)
+    env = new_env(model, cond, request.schedule, request.batch, run, method, kept)
+    env.recorded = request.recorded
+    return run, env
 
 
 def draw_stage(
@@ -113,9 +123,10 @@ def draw_stage(
     env.keep(plan.branches)
     x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_width(tokens)
+    needed = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
     rows, width = x.shape[:2]
-    with attention_backend(rows * width, x.device):
+    with attention_backend(rows * width, x.device, env.recorded):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
     hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
     out = guidance.on_logits(model.logits(x, env), stage, batch)
@@ -133,7 +144,7 @@ def draw_stage(
         canvas.add_residual(*run.spread(residual, hidden.tokens))
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
     kept = run.kept(stage) if request.track_kept else None
-    return StageDone(stage, canvas, rows, width, tokens, out, ids, codes, residual, plan, kept), finite
+    return StageDone(stage, canvas, rows, width, needed, tokens, out, ids, codes, residual, plan, kept), finite
 
 
 def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) -> None:
@@ -171,27 +182,39 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
     """All blocks in order; a plan's spans run groups of them their own way."""
     blocks = model.stack
     spans = {span.layers.start: span for span in plan.spans}
-    layer = 0
-    while layer < len(blocks):
-        if layer in spans:
-            span = spans[layer]
-            x = span(blocks[span.layers.start : span.layers.stop], x, tokens, env)
-            layer = span.layers.stop
+    for start, stop in pairwise(seams(len(blocks), plan, guidance)):
+        stretch = blocks[start:stop]
+        if start in spans:
+            x = spans[start](stretch, x, tokens, env)
+        elif start in plan.taps:
+            x = observed(blocks[start], x, tokens, env, run)
         else:
-            before = x
-            x = blocks[layer](x, tokens, env)
-            if layer in plan.taps:
-                run.observe(layer, before, x, tokens)
-            layer += 1
-        if layer - 1 in guidance.layers:
+            x = run_in_order(stretch, x, tokens, env)
+        if stop - 1 in guidance.layers:
             x = guidance.on_hidden(x, tokens.stage, env.batch)
     return x
 
 
-def require_finite(finite: Mapping[int, Tensor], latent: Tensor, stages: int) -> None:
-    """One read from the device for all stages, after the last one; `latent`: what they have drawn."""
-    checks = torch.stack([*finite.values(), latent.isfinite().all()]).tolist()
-    failed = [index for index, good in zip([*finite, stages - 1], checks, strict=True) if not good]
+def seams(depth: int, plan: StagePlan, guidance: GuidedRows) -> list[int]:
+    """Numbers of blocks after which hidden states are asked for: around spans and observed blocks, and after guided ones.
+
+    Where one branch runs alone, a span may hide blocks after which both would be guided.
+    """
+    spans = {edge for span in plan.spans for edge in (span.layers.start, span.layers.stop)}
+    taps = {edge for layer in plan.taps for edge in (layer, layer + 1)}
+    guided = {layer + 1 for layer in guidance.layers} if plan.branches == "both" else set()
+    return sorted({0, depth} | spans | taps | guided)
+
+
+def observed(block: Block, x: Tensor, tokens: Tokens, env: Env, run: Method) -> Tensor:
+    """The block's output, which the method sees beside its input."""
+    out = block(x, tokens, env)
+    run.observe(block.layer, x, out, tokens)
+    return out
+
+
+def require_finite(failed: Sequence[int], stages: int) -> None:
+    """`failed`: stages whose numbers were not."""
     if failed:
         raise NonFiniteLogits(
             f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"

@@ -6,7 +6,7 @@ the stage. A scale of 1 is the conditional branch alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Real
@@ -130,6 +130,11 @@ class GuidedRows:
         self.layers = frozenset(layer % depth for layer in guidance.layers)
         self._logits = guidance.logits
         self._last = self.scales[len(schedule) - 1]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal where rows are guided in the same way at every stage."""
+        return self.scales, self.above_one, self.layers, self._logits
 
     def output_scale(self, stage: Stage) -> float:
         """Of what a stage puts out; 1 where only hidden states are guided."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -23,7 +24,7 @@ from .errors import OutOfMemory, SettingError
 from .generate import Request, Revise, StageDone, as_drawn, generate, require_finite
 from .guidance import GuidanceLike, GuidedRows, resolve_guidance
 from .images import to_pil
-from .models.base import Conditioning, NextScaleModel
+from .models.base import Given, NextScaleModel
 from .presets import Settings
 from .prompts import PromptReader, Prompts
 from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
@@ -34,6 +35,7 @@ from .tokenizers.autoencoder import lay_out
 from .tokenizers.base import Tokenizer
 
 Engine = Literal["graphs", "eager"]
+TABLES = 8  # schedules whose positions are kept; 5 MB each for images of 1024 x 1024 pixels
 SeedLike = int | Sequence[int] | torch.Generator | Draws | None
 
 
@@ -56,7 +58,7 @@ class Output:
 class Preview:
     """Given to `on_stage` after each stage."""
 
-    done: StageDone
+    done: StageDone  # where a recording was replayed, without logits, and the next request writes into its tensors
     latent: Tensor  # what the canvas held after this stage
     tokenizer: Tokenizer
 
@@ -75,6 +77,19 @@ def kept_map(done: StageDone, batch: int) -> Tensor:
     if done.kept is not None:
         return done.kept.view(batch, *done.stage.size).float().clone()
     return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
+
+
+def read_back(finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageDone]) -> tuple[list[int], list[float]]:
+    """The stages whose numbers are not all finite, and of the tokens that each stage ran the share that no image needed.
+
+    The host waits for the device here and, unless a method asks, nowhere else.
+    """
+    checks = torch.stack([*finite.values(), latent.isfinite().all()])
+    needed = {done.stage.index: done.needed.double().mean() for done in done_stages if done.needed is not None}
+    told = torch.cat([checks.double(), *(mean[None] for mean in needed.values())]).tolist()
+    means = dict(zip(needed, told[len(checks) :], strict=True))
+    failed = [stage for stage, good in zip([*finite, len(done_stages) - 1], told, strict=False) if not good]
+    return failed, [1 - means[done.stage.index] / done.width if done.stage.index in means else 0.0 for done in done_stages]
 
 
 class Accelerated:
@@ -105,6 +120,7 @@ class Pipeline:
         """engine: "graphs" replays what `warmup` has recorded, and is the default on a GPU; "eager" never does."""
         self._engine = checked_engine(engine)
         self.recordings = Recordings(model, tokenizer)
+        self._tables: dict[tuple[Schedule, torch.device], Any] = {}
         self.model = model.eval()
         self.tokenizer = lay_out(tokenizer.eval())
         self.reader = reader
@@ -156,14 +172,22 @@ class Pipeline:
     ) -> WarmUp:
         """Records requests like this one on the GPU, so that later calls replay them; takes what a call takes.
 
-        Any prompts do: what counts is how many there are, and for texts roughly how long. Other sizes, batches, guidance scales,
-        sampling settings and methods need a recording each; calls without one run eagerly and say so once.
+        Any prompts do: what counts is how many there are, one for each image, and for texts roughly how long. Other sizes, batches,
+        guidance scales, sampling settings and methods need a recording each; calls without one run eagerly and say so once.
         """
+        if self.engine != "graphs":
+            raise SettingError(
+                f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
+            )
         chosen = self.method if method is None else resolve_method(method)
         request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_drawn, sampling)
         with torch.inference_mode():
-            cond = self.model.condition(prompts, request.guidance.needs_both, request.schedule, against)
-        return self.recordings.record(request, cond, chosen)
+            given = self.model.given(prompts, request.guidance.needs_both, request.schedule, against)
+            tables = self._schedule_tables(request.schedule)
+        longest = longest_text(prompts, against)
+        planned = partial(reserved_bytes, self.model, request.schedule, chosen, request.batch, request.rows, longest)
+        with memory_errors(self.model.device, planned, request):
+            return self.recordings.record(request, chosen, longest, given, tables)
 
     def _request(
         self,
@@ -225,34 +249,48 @@ class Pipeline:
     ) -> Output:
         device, schedule, batch = self.model.device, request.schedule, request.batch
         done_stages: list[StageDone] = []
-        clock = request.clock
+        clock, longest = request.clock, longest_text(prompts, negative)
 
         def stage_done(done: StageDone) -> None:
             clock.stop("stage", done.stage.index)
             done_stages.append(done.without_logits())
             if on_stage is not None:
-                on_stage(Preview(done, done.canvas.latent, self.tokenizer))
+                latent = done.canvas.latent
+                on_stage(Preview(done, latent if recording is None else latent.clone(), self.tokenizer))  # a replay writes there again
             clock.start("stage", done.stage.index + 1)
 
-        rows = batch * (2 if request.guidance.needs_both else 1)
-        longest = max(prompts.longest, negative.longest if negative is not None else 0)
-        planned = reserved_bytes(self.model, schedule, method, batch, rows, longest)
-        with memory_errors(self, planned, request), torch.inference_mode():
+        @cache
+        def planned() -> int:
+            return reserved_bytes(self.model, schedule, method, batch, request.rows, longest)
+
+        replayable = self.recordings.taken(request, method, longest) if self.engine == "graphs" else nullcontext()
+        with replayable as recording, memory_errors(device, planned, request):
+            if recording is None:  # a recording has the memory that it needs
+                require_room(device, planned(), request, self.recordings.bytes)
             reset_peak(device)
-            with clock.time("condition"):
-                cond = self.model.condition(prompts, request.guidance.needs_both, schedule, negative)
-            recording = self.recordings.find(request, cond, method) if self.engine == "graphs" else None
-            clock.start("stage")
-            if recording is None:
-                canvas = self.tokenizer.canvas(schedule, batch)
-                finite = generate(self.model, cond, canvas, request, method, stage_done)
-            else:
-                canvas, finite = recording.canvas, recording.draw(request, cond, stage_done)
-            with clock.time("decode"):
-                pixels = self.tokenizer.decode(canvas.latent) if recording is None else recording.decode()
-            require_finite(finite, canvas.latent, len(schedule))
-        dense, spent = self._costs(request, cond, done_stages)
-        stages = zip(done_stages, spent.stages, dense.stages, strict=True)
+            with torch.inference_mode():
+                with clock.time("condition"):
+                    given = self.model.given(prompts, request.guidance.needs_both, schedule, negative)
+                    if recording is None:
+                        cond = self.model.conditioned(given, self._schedule_tables(schedule))
+                    else:
+                        recording.condition(given)
+                clock.start("stage")
+                if recording is None:
+                    canvas = self.tokenizer.canvas(schedule, batch)
+                    finite = generate(self.model, cond, canvas, request, method, stage_done)
+                else:
+                    canvas, finite = recording.canvas, recording.draw(request, stage_done)
+                with clock.time("decode"):
+                    pixels = self.tokenizer.decode(canvas.latent) if recording is None else recording.decode()
+            # What needs no result comes before the host waits for the device. Copies are ordinary tensors, not inference tensors.
+            copies = pixels.clone(), canvas.latent.clone(), tuple(done.codes.clone() for done in done_stages if done.codes is not None)
+            kept = tuple(kept_map(done, batch) for done in done_stages) if request.track_kept else None
+            dense, spent = self._costs(request, given, done_stages)
+            peak, need = peak_memory(device), planned()
+            failed, padding = read_back(finite, canvas.latent, done_stages)
+        require_finite(failed, len(schedule))
+        stages = zip(done_stages, padding, spent.stages, dense.stages, strict=True)
         report = Report(
             model=self.name,
             method=method.label,
@@ -261,24 +299,34 @@ class Pipeline:
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
             seeds=seeds,
-            stages=tuple(self._stage_report(done, batch, cost, cost.share(same), clock) for done, cost, same in stages),
+            stages=tuple(
+                self._stage_report(done, batch, unneeded, cost, cost.share(same), clock, recording is None)
+                for done, unneeded, cost, same in stages
+            ),
             cost_share=spent.share(dense),
             condition_seconds=clock.seconds("condition"),
             decode_seconds=clock.seconds("decode"),
-            peak_memory=peak_memory(device),
-            planned_memory=planned,
+            peak_memory=peak,
+            planned_memory=need,
         )
-        codes = tuple(done.codes.clone() for done in done_stages if done.codes is not None)
-        kept = tuple(kept_map(done, batch) for done in done_stages) if request.track_kept else None
-        return Output(pixels.clone(), canvas.latent.clone(), codes, report, kept)  # copies are ordinary tensors, not inference tensors
+        return Output(*copies, report, kept)
 
-    def _costs(self, request: Request, cond: Conditioning, done_stages: Sequence[StageDone]) -> tuple[RequestCost, RequestCost]:
+    def _schedule_tables(self, schedule: Schedule) -> Any:
+        """What the model makes of a schedule, kept for the last few of them."""
+        key = schedule, self.model.device
+        tables = self._tables.pop(key) if key in self._tables else self.model.tables(schedule)
+        if len(self._tables) == TABLES:
+            del self._tables[next(iter(self._tables))]
+        self._tables[key] = tables  # the last one used is the last to go
+        return tables
+
+    def _costs(self, request: Request, given: Given, done_stages: Sequence[StageDone]) -> tuple[RequestCost, RequestCost]:
         """Multiply-adds of the same request in dense generation, and of what was run."""
         workload = Workload(
             request.schedule,
             request.batch,
             request.guidance.needs_both,
-            0 if cond.text is None else cond.text.keys_values[0][0].shape[1],
+            0 if given.text is None else given.text.width,
             request.sampling.refine,
             self.model.residual_scale(request.guidance, request.schedule[-1]) != 1,
         )
@@ -286,7 +334,9 @@ class Pipeline:
         return request_cost(self.model, workload), request_cost(self.model, workload, plans)
 
     @staticmethod
-    def _stage_report(done: StageDone, batch: int, cost: StageCost, cost_share: float, clock: Stopwatch) -> StageReport:
+    def _stage_report(
+        done: StageDone, batch: int, padding: float, cost: StageCost, cost_share: float, clock: Stopwatch, eager: bool
+    ) -> StageReport:
         index = done.stage.index
         return StageReport(
             index,
@@ -294,12 +344,13 @@ class Pipeline:
             skipped=done.skipped,
             tokens=done.width,
             computed=cost.computed,
+            padding=padding,
             rows=done.rows,
             branches=done.rows // batch,
             cost_share=cost_share,
             seconds=clock.seconds("stage", index),
-            choice_seconds=clock.seconds("choice", index),
-            residual_seconds=clock.seconds("residual", index),
+            choice_seconds=clock.seconds("choice", index) if eager else None,
+            residual_seconds=clock.seconds("residual", index) if eager else None,
         )
 
     def _against(self, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
@@ -348,20 +399,31 @@ def checked_engine(engine: Engine | None) -> Engine | None:
     return engine
 
 
-@contextmanager
-def memory_errors(pipeline: Pipeline, planned: int, request: Request) -> Iterator[None]:
-    """Refuses a request whose known need is larger than what is free, and explains running out on the way."""
-    device = pipeline.model.device
-    advice = (
+def longest_text(prompts: Prompts, negative: Prompts | None) -> int:
+    """Tokens of the longest text of a request; 0 where there is none."""
+    return max(prompts.longest, negative.longest if negative is not None else 0)
+
+
+def memory_advice(device: torch.device, planned: int, request: Request) -> str:
+    return (
         f"{request.batch} image(s) of {request.schedule} on {device} need {planned / 2**30:.2f} GiB for keys and values"
         " besides weights and activations: draw fewer images at a time, a smaller size, or in a smaller dtype"
     )
-    free = free_memory(device)
+
+
+def require_room(device: torch.device, planned: int, request: Request, recorded: int) -> None:
+    """Refuses a request whose known need is larger than what is free. `recorded`: bytes that recordings keep for themselves."""
+    free = free_memory(device, recorded)
     if free is not None and planned > free:
-        raise OutOfMemory(f"{free / 2**30:.2f} GiB are free. {advice}")
+        raise OutOfMemory(f"{free / 2**30:.2f} GiB are free. {memory_advice(device, planned, request)}")
+
+
+@contextmanager
+def memory_errors(device: torch.device, planned: Callable[[], int], request: Request) -> Iterator[None]:
+    """Explains running out of memory on the way."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            raise OutOfMemory(f"memory ran out. {advice}") from error
+            raise OutOfMemory(f"memory ran out. {memory_advice(device, planned(), request)}") from error
         raise

@@ -20,12 +20,13 @@ class StageReport:
     skipped: bool
     tokens: int  # that enter the first block, per row, with HART's text; 0 when skipped
     computed: float  # tokens per row, without text, that the parts of the blocks ran, mean of all; the cells when dense, 0 when skipped
+    padding: float  # share of the tokens that no image needed: run because another of the batch, or the recording, has more
     rows: int  # images times guidance branches
     branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # multiply-adds against those of the same stage in dense generation
     seconds: float
-    choice_seconds: float  # of these: from logits to codes, STAR's refinement included
-    residual_seconds: float  # of these: HART's residual diffusion
+    choice_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: a replay cannot tell
+    residual_seconds: float | None  # of these: HART's residual diffusion; None likewise
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,15 @@ class Report:
     def seconds(self) -> float:
         return self.condition_seconds + sum(stage.seconds for stage in self.stages) + self.decode_seconds
 
+    @property
+    def padding(self) -> float:
+        """Share of the tokens of all stages that no image needed."""
+        ran = sum(stage.tokens * stage.rows for stage in self.stages)
+        return sum(stage.padding * stage.tokens * stage.rows for stage in self.stages) / ran
+
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return asdict(self) | {"seconds": self.seconds}
+        return asdict(self) | {"seconds": self.seconds, "padding": self.padding}
 
 
 class Stopwatch:
@@ -102,11 +109,11 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated, or None where the system does not tell."""
+def free_memory(device: torch.device, recorded: int = 0) -> int | None:
+    """Bytes that can still be allocated, or None where the system does not tell. `recorded`: held by recordings, for nobody else."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - recorded
+        return torch.cuda.mem_get_info(device)[0] + max(unused, 0)
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from . import kernels
 from .errors import SettingError
 from .stage import Schedule, Stage, Tokens
 
@@ -247,11 +248,20 @@ def draw_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, draws: Draws)
     return draw(kept, cell_noise(draws.exponential, tokens, logits.shape, logits.device)), kept
 
 
+def is_kernels_draw(logits: Tensor, sampling: Sampling, stage: Stage) -> bool:
+    """Whether the kernel draws what `draw_codes` would: one of two codes, with a top p that never decides between equals."""
+    two = logits.shape[-1] == 2 and logits.dtype == torch.float32 and sampling.top_k_at(stage) != 1 and not sampling.smooth
+    return two and (sampling.top_p == 0 or sampling.top_p > 0.5) and kernels.available(logits)
+
+
 def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
     """Codes for prepared logits [B, N, ..., V]: the drawn numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
     if sampling.greedy:
         ids = logits.argmax(dim=-1)
         return ids, ids
+    if is_kernels_draw(logits, sampling, tokens.stage):
+        bits = kernels.draw_bits(logits, cell_noise(draws.exponential, tokens, logits.shape, logits.device), sampling.top_p)
+        return bits, bits
     ids, kept = draw_codes(logits, tokens, sampling, draws)
     if not sampling.smooth:
         return ids, ids

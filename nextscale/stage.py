@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import kernels
 from .errors import SizeError
 
 
@@ -88,6 +89,13 @@ class Schedule:
         return f"Schedule({' '.join(f'{h}x{w}' for h, w in self.sizes)})"
 
 
+def places_of_largest(score: Tensor, keep: int) -> Tensor:
+    """Of every row of score [R, N] the places of its `keep` largest, in order: [R, keep]. Of equals the first is taken."""
+    if score.dtype == torch.float32 and kernels.available(score):
+        return kernels.places_of_largest(score, keep)
+    return score.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
+
+
 @dataclass(slots=True)
 class Tokens:
     """Which grid cells an [R, N, C] tensor stands for.
@@ -125,10 +133,10 @@ class Tokens:
         if self.count is not None:
             padding = torch.arange(score.shape[1], device=score.device) >= self.count[:, None]
             score = score.masked_fill(padding, float("-inf"))
-        order = score.argsort(dim=1, descending=True, stable=True)  # of equals the first, so that padding changes nothing
         if isinstance(keep, int):
-            selection = order[:, :keep].sort(dim=1).values
+            selection = places_of_largest(score, keep)
             return selection, self.take(selection)
+        order = score.argsort(dim=1, descending=True, stable=True)  # of equals the first, so that padding changes nothing
         if width is None:
             raise ValueError("rows that keep different numbers of tokens need a common width")
         best = order[:, :width]
@@ -136,7 +144,7 @@ class Tokens:
         # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
         kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values
         selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
-        return selection, self.take(selection, keep)
+        return selection, self.take(selection, keep.int())  # as the caches of all layers take it
 
     def gather(self, grid: Tensor) -> Tensor:
         """Entries of `grid` [R or 1, cells, C] at these tokens: [R, N, C]."""

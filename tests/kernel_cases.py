@@ -26,6 +26,10 @@ class Maker:
     def normal(self, *shape: int, dtype: torch.dtype | None = None, mean: float = 0.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator, device=self.device) + mean).to(dtype or self.dtype)
 
+    def image(self, *shape: int, mean: float = 0.0) -> Tensor:
+        """[B, C, H, W] in channels-last layout."""
+        return self.normal(*shape, mean=mean).contiguous(memory_format=torch.channels_last)
+
     def rows(self, rows: int, channels: int, mean: float = 0.0) -> Tensor:
         """[R, 1, C] as the models keep modulations: a slice of a larger tensor."""
         return self.normal(rows, 6, channels, mean=mean)[:, 2:3]
@@ -118,3 +122,14 @@ def round_to_bfloat16(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+def loop_to_loaded_bounds(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes what a kernel has loaded as the bound of a loop; of itself it trips over recent versions of numpy."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: object, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

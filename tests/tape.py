@@ -69,6 +69,10 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None: ...
 
+
+class Event:
+    def record(self, stream: object = None) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -76,6 +80,7 @@ class Stream:
 def captured(tape: Tape, pool: Any = None, stream: Any = None) -> Iterator[None]:
     with tape:
         yield
+    assert tape.ops, "nothing was captured: torch warns of empty graphs"
 
 
 @contextmanager
@@ -88,6 +93,7 @@ def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
         "CUDAGraph": Tape,
         "graph": captured,
         "Stream": Stream,
+        "Event": Event,
         "stream": on_stream,
         "current_stream": Stream,
         "graph_pool_handle": lambda: (0, 0),

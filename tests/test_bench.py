@@ -14,14 +14,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nextscale import presets
+from nextscale import kernels, presets
 from nextscale.accel import Method, resolve_method
 from nextscale.accel.cost import Workload, request_cost
 from nextscale.cli import app
 from nextscale.cli import bench as bench_command
 from nextscale.errors import OutOfMemory, SettingError
 from nextscale.evals import bench
-from nextscale.evals.bench import Drawn, Plan, Runner, bench_case, chosen_engines, prompts, row_of, workload
+from nextscale.evals.bench import (
+    Drawn,
+    Plan,
+    Runner,
+    bench_case,
+    chosen_engines,
+    failed_rows,
+    prompts,
+    row_of,
+    spread_known_ms,
+    workload,
+)
 from nextscale.evals.energy import EnergyMeter
 from nextscale.evals.limit import Rates, request_limit
 from nextscale.evals.sparse_share import SparseVARShare
@@ -73,10 +84,12 @@ def test_rows_tell_time_work_and_memory() -> None:
     assert (dense["method"], skip["method"], skip["settings"]) == ("dense", "skip:last=1", "SkipStages(last=1)")
     assert (dense["benchmark"], dense["suite"], dense["case"], dense["size"], dense["batch"]) == ("bench", "required", "tiny", [32, 32], 2)
     assert dense["cost_share"] == dense["speedup"]["median"] == dense["speedup_end_to_end"]["p80"] == 1
-    assert skip["tokens"] == [1, 4, 16, 64, 0] and skip["rows"] == [4, 4, 4, 4, 0]
+    assert skip["tokens"] == [1, 4, 16, 64, 0] and skip["rows"] == [4, 4, 4, 4, 0] and skip["padding"] == [0] * 5
     assert 0 < skip["cost_share"] < 0.5
+    assert dense["predicted_gb"] >= skip["predicted_gb"] >= dense["weights_gb"]
     for row in (dense, skip):
-        assert row["repeats"] == 2 and row["engine"] == row["engine_asked"] == row["step"] == "eager"
+        assert row["repeats"] == 2 and row["engine"] == row["engine_asked"] == "eager"
+        assert row["kernels"] is False and row["step"] == "eager, plain torch"
         for times in (row, row["decode"], row["end_to_end"]):
             assert 0 < times["p20_ms"] <= times["median_ms"] <= times["p80_ms"]
         assert row["median_ms"] < row["end_to_end"]["median_ms"]
@@ -86,7 +99,24 @@ def test_rows_tell_time_work_and_memory() -> None:
         assert row["joules_per_image"] is None and row["recording"] is None and "not_recorded" not in row
         assert row["matmul_tflops"] == 1 and row["copy_tb_per_s"] == 0.1
     assert odd["error"] == "RuntimeError: does not work here" and "median_ms" not in odd
+    assert dense["run"] == skip["run"] == odd["run"] and dense["run"].endswith(" tiny")
     json.dumps([dense, skip, odd], allow_nan=False)
+
+
+def test_steps_are_named_after_the_engine_and_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(plan: Plan) -> list[str]:
+        return [row["step"] for row in failed_rows(Case("tiny", "tiny-infinity"), timed_methods([]), plan, OutOfMemory("no"))]
+
+    both = replace(PLAN, engines=("eager", "graphs"))
+    assert steps(both) == ["eager, plain torch", "graphs, plain torch"]
+    monkeypatch.setattr(kernels, "enabled", lambda device: True)
+    assert steps(both) == ["eager", "graphs"]
+    assert steps(replace(PLAN, step="with tea")) == ["with tea"]
+
+
+def test_what_a_replay_cannot_tell_is_no_number() -> None:
+    assert spread_known_ms([[0.1, 0.2], [0.3, 0.4]]) == {"median_ms": 500, "p20_ms": 380, "p80_ms": 620}
+    assert spread_known_ms([[0.1, 0.2], [None, 0.4]]) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,8 +128,8 @@ def test_every_family_can_be_measured(family: str) -> None:
 def test_what_cannot_be_recorded_is_drawn_eagerly_and_says_so() -> None:
     rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), timed_methods([]), replace(PLAN, engines=("eager", "graphs"), repeats=1))
     assert [(row["engine"], row["engine_asked"], row["step"]) for row in rows] == [
-        ("eager", "eager", "eager"),
-        ("eager", "graphs", "graphs"),
+        ("eager", "eager", "eager, plain torch"),
+        ("eager", "graphs", "graphs, plain torch"),
     ]
     assert "recorded on a GPU" in rows[1]["not_recorded"] and rows[1]["recording"] is None
 
@@ -185,6 +215,19 @@ class Library:
         return 3 if self.broken else 0
 
 
+class FailingLater(Method):
+    """Draws its timed requests and no other."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def start(self, setup: object) -> Method:
+        self.drawn += 1
+        if self.drawn > bench.WARM_ROUNDS + PLAN.repeats:
+            raise RuntimeError("worn out")
+        return self
+
+
 def meter(broken: bool = False) -> EnergyMeter:
     return EnergyMeter(Library(broken), ctypes.c_void_p())  # type: ignore[arg-type]
 
@@ -197,6 +240,12 @@ def test_energy_is_shared_among_the_images(monkeypatch: pytest.MonkeyPatch) -> N
     [row] = bench_case(pipeline(), case, timed_methods([]), replace(PLAN, repeats=1, meter=meter(broken=True)))
     assert row["joules_per_image"] is None
     assert EnergyMeter.of(CPU) is None
+
+
+def test_a_failure_while_energy_is_metered_leaves_the_times() -> None:
+    [row] = bench_case(pipeline(), Case("tiny", "tiny-infinity"), {"dense": FailingLater()}, replace(PLAN, meter=meter()))
+    assert "error" not in row and row["median_ms"] > 0
+    assert row["joules_per_image"] is None and row["not_metered"] == "RuntimeError: worn out"
 
 
 # --- limits
@@ -299,8 +348,13 @@ def made(method: str = "dense", milliseconds: float = 100, **changes: Any) -> Ro
         "dtype": "bfloat16",
         "engine": "graphs",
         "engine_asked": "graphs",
+        "kernels": True,
         "step": "graphs",
+        "run": "first",
         "method": method,
+        "weights": "random",
+        "commit": "0123456",
+        "date": "2026-11-16",
         "hardware": "NVIDIA H200",
         "torch": "2.11",
         "matmul_tflops": 788.0,
@@ -330,7 +384,19 @@ OLD = {"benchmark": "dense", "engine": "eager", "repeats": 20}
 def old(**changes: Any) -> Row:
     """As the program before this one wrote it."""
     row = made(**OLD, **changes)
-    for name in ("suite", "engine_asked", "step", "end_to_end", "speedup", "limit_ms", "times_limit", "matmul_tflops", "images_per_second"):
+    for name in (
+        "suite",
+        "engine_asked",
+        "kernels",
+        "run",
+        "step",
+        "end_to_end",
+        "speedup",
+        "limit_ms",
+        "times_limit",
+        "matmul_tflops",
+        "images_per_second",
+    ):
         del row[name]
     return row
 
@@ -366,8 +432,57 @@ def test_the_methods_table_compares_what_was_measured_together() -> None:
     rows = [*before, made(), made(SPARSE, 50, engine="eager", not_recorded="SettingError: no")]
     first, second = lines_of(methods_table(rows))
     assert "| dense | graphs | 100 | **1.00** (1.00–1.00) |" in first
-    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | 50% | 25 (2.0 times that) | 8.8 GB |" in second
-    assert "decides by the image" in methods_table(rows)
+    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 (2.0 times that) | 8.8 GB |" in second
+    assert f"Not recorded, so drawn eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
+
+
+def test_eager_rows_give_way_to_graphs_in_a_table_of_their_own() -> None:
+    before = [made(name, 80, benchmark="methods", **EAGER) for name in ("dense", "ToMe")]
+    assert len(method_rows(before)) == 2
+    growth = [made(suite="growth"), made("ToMe", 50, suite="growth")]
+    assert not method_rows([*before, *growth])
+    assert len(method_rows([*before, *growth, made(run="c"), made("ToMe", 50, run="c")])) == 2
+
+
+def test_methods_stand_beside_dense_generation_of_their_own_run() -> None:
+    """The run that timed most of them; what only another has keeps the ratio of that one."""
+    before = [made(run="a", milliseconds=400), made("ToMe", 200, run="a"), made("FastVAR", 100, run="a")]
+    most = [made(run="b"), made("FastVAR", 50, run="b"), made("StageVAR", 25, run="b")]
+    after = [made(run="c", milliseconds=70), made("FastVAR", 60, run="c", error="OutOfMemory: no")]
+    found = method_rows([*before, *most, *after])
+    assert [(row["method"], row["run"], row["median_ms"]) for row in found] == [
+        ("dense", "b", 100),
+        ("FastVAR", "b", 50),
+        ("StageVAR", "b", 25),
+        ("ToMe", "a", 200),
+    ]
+    again = [row | {"run": "d", "median_ms": 90} for row in most]
+    assert {row["run"] for row in method_rows([*before, *most, *again])} == {"d", "a"}
+
+
+def test_rows_without_kernels_and_named_steps_are_only_in_the_waterfall() -> None:
+    plain = {"kernels": False, "step": "graphs, plain torch"}
+    rows = [made(), made("FastVAR", 50), made(milliseconds=300, **plain), made("FastVAR", 200, **plain), made(milliseconds=77, step="tea")]
+    for show in (dense_table, methods_table):
+        assert show(rows) == show(rows[:2])
+    assert pictured_row(rows) == rows[0]
+    for suite in ("growth", "throughput"):
+        assert speed_tables([row | {"suite": suite} for row in rows]) == speed_tables([row | {"suite": suite} for row in rows[:2]])
+
+
+@pytest.mark.parametrize("other", [{"hardware": "NVIDIA L4"}, {"dtype": "float32"}, {"weights": "checkpoint"}])
+def test_rows_of_another_machine_dtype_or_checkpoint_replace_nothing(other: Row) -> None:
+    rows = [made(), made("FastVAR", 50), made(milliseconds=300, **other)]
+    assert speed_tables(rows) == speed_tables(rows[:2])
+    failed = made(dtype=None, error="OutOfMemory: no")
+    assert "OutOfMemory" in dense_table([*rows, failed])
+
+
+def test_the_authors_numbers_are_those_of_their_machine() -> None:
+    assert "790 ms" in dense_table([made()]) and "recompile" in dense_table([made()])
+    elsewhere = [made(hardware="NVIDIA L4"), made(hardware="NVIDIA L4", step="tea")]
+    assert "790" not in dense_table(elsewhere) and "recompile" not in dense_table(elsewhere)
+    assert "authors" not in waterfall_table(elsewhere)
 
 
 def test_failures_are_lines() -> None:
@@ -385,23 +500,44 @@ def test_failures_are_lines() -> None:
 
 def test_the_waterfall_says_what_each_step_brought() -> None:
     assert waterfall_table([made(), made("FastVAR", 50)]) == ""
+    assert waterfall_table([made(), made(milliseconds=150, **EAGER)]) == ""  # eager with kernels is beside the chain
+    plain = {"kernels": False}
     rows = [
-        made(milliseconds=200),
-        made(milliseconds=400, **EAGER),
-        made(milliseconds=100, step="graphs + kernels"),
-        made("StageVAR", 25, step="graphs + kernels"),
-        made("StageVAR", 60),
-        made(SPARSE, 50, engine="eager", step="graphs + kernels"),
+        made(milliseconds=200, run="b"),
+        made(milliseconds=300, step="graphs, plain torch", **plain),
+        made(milliseconds=400, **EAGER | {"step": "eager, plain torch"} | plain),
+        made(milliseconds=250, **EAGER),
+        made("StageVAR", 60, run="b"),
+        made(milliseconds=50, run="c", engine="eager"),  # could not be recorded
     ]
     start = "| infinity-2b | 1024x1024 | 1 |"
-    assert lines_of(waterfall_table(rows)) == [
+    chain = [
         f"{start} authors' program | 790 |  |  |  |",
-        f"{start} eager | 400 | 1.98 | **1.98** | 200 (2.0 times that) |",
-        f"{start} graphs | 200 | 2.00 | **3.95** | 100 (2.0 times that) |",
-        f"{start} graphs + kernels | 100 | 2.00 | **7.90** | 50 (2.0 times that) |",
-        f"{start} graphs + kernels, StageVAR | 25 | 4.00 | **31.60** | 12 (2.0 times that) |",
-        f"{start} graphs + kernels, {SPARSE} (eager) | 50 | 2.00 | **15.80** | 25 (2.0 times that) |",
+        f"{start} eager, plain torch | 400 | 1.98 | **1.98** | 200 (2.0 times that) |",
+        f"{start} graphs, plain torch | 300 | 1.33 | **2.63** | 150 (2.0 times that) |",
+        f"{start} graphs | 200 | 1.50 | **3.95** | 100 (2.0 times that) |",
     ]
+    assert lines_of(waterfall_table(rows)) == [*chain, f"{start} graphs, StageVAR | 60 | 1.67 | **13.17** | 30 (2.0 times that) |"]
+    note = waterfall_table(rows).splitlines()[-1]
+    assert "one after another on machines of this kind" in note and "authors' program ran on the same kind of GPU" in note
+    named = [
+        made(milliseconds=100, step="tea"),
+        made("StageVAR", 25, step="tea"),
+        made(SPARSE, 50, engine="eager", step="tea"),
+    ]
+    assert lines_of(waterfall_table([*named, *rows])) == [
+        *chain,
+        f"{start} tea | 100 | 2.00 | **7.90** | 50 (2.0 times that) |",
+        f"{start} tea, StageVAR | 25 | 4.00 | **31.60** | 12 (2.0 times that) |",
+        f"{start} tea, {SPARSE} (eager) | 50 | 2.00 | **15.80** | 25 (2.0 times that) |",
+    ]
+
+
+def test_a_head_of_its_own_is_told_where_it_was_timed() -> None:
+    times = {"median_ms": 14.0}
+    assert "| diffusion head 14 |" in dense_table([made(residual=times, choice=None)])
+    assert "| refinement 14 |" in dense_table([made(model="star-1024-sampler", residual=None, choice=times)])
+    assert "head" not in dense_table([made(residual=None, choice=times)])
 
 
 def test_growth_and_throughput() -> None:

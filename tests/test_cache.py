@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.accel import Method
-from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageMemory, Workspace
+from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.generate import new_env
 from nextscale.models.base import Conditioning
 from nextscale.models.blocks import attend
@@ -136,6 +138,25 @@ def test_attention_over_ragged_rows_is_attention_over_each_row_alone(
         assert torch.allclose(together[row : row + 1], attend(queries[row : row + 1], own_keys, own_values, None, 1.0), atol=1e-6)
 
 
+def test_tails_that_nothing_reads_are_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in memory that has grown, in that of fewer rows and in the workspace; a mask cannot be asked for afterwards."""
+    fill_memory(monkeypatch, float("nan"))
+    schedule = Schedule((1, 2, 3))
+    few = tuple(StageKeys(stage.index, 3, (1,)) for stage in schedule)
+    cache = DenseLayerCache(replace(spec(schedule, 3), planned=few), Workspace(spec(schedule, 3)))
+    for stage, rows, new, counts in zip(schedule, (3, 3, 2), (1, 4, 9), ([1, 1, 1], [1, 4, 2], [9, 3]), strict=True):
+        tokens = Tokens(stage, torch.arange(new).expand(rows, -1), torch.tensor(counts))
+        slot = cache.reserve(rows, new, tokens, finite_tails=False)
+        assert slot.keys[:, slot.end - new :].isnan().all() and slot.values[:, slot.end - new :].isnan().all()
+        for store in slot[:2]:
+            store[:, :1] = stage.index
+        if stage.index == 1:
+            with pytest.raises(AssertionError, match="has not cleared"):
+                copy(cache).reserve(rows, 9, Tokens(schedule[2]))
+            cache.keep_rows(slice(1, None))
+    assert slot.start.tolist() == [5, 3] and slot.lengths.tolist() == [14, 6]
+
+
 def test_dense_attention_reads_only_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     fill_memory(monkeypatch, float("nan"))
     schedule = Schedule((1, 3, 2, 4))
@@ -158,6 +179,33 @@ def test_layers_share_the_last_stage_but_nothing_else() -> None:
             seen[layer].append(k)
             keys, _, _ = cache.append(k, k, v, Tokens(stage))
             assert torch.equal(keys, torch.cat(seen[layer], dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [1, 4, 7, 8, 12, 64])
+@pytest.mark.parametrize("first", [0, 1], ids=["from the first channel", "from the second"])
+def test_a_wide_copy_copies_every_bit(dtype: torch.dtype, head_dim: int, first: int) -> None:
+    """Of any pattern of bits, numbers or not, and nothing beside them; 16 bytes at a time where the channels are a multiple of that."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    some = torch.iinfo(bits)
+    held, room = (torch.randint(some.min, some.max, (3, tokens, 2, head_dim + first), dtype=bits) for tokens in (9, 12))
+    expected = room.clone()
+    expected[:2, :5, :, first:] = held[1:, :5, :, first:]
+    source, target = held.view(dtype)[1:, :5, :, first:], room.view(dtype)[:2, :5, :, first:]
+    assert in_widest(source) == in_widest(target) == (head_dim * dtype.itemsize % 16 == 0 and not first)
+    copy_wide(target, source)
+    assert torch.equal(room, expected)
+
+
+def test_a_wide_copy_of_other_layouts() -> None:
+    for source in (
+        torch.randn(2, 8, 3, 5).transpose(1, 3),
+        torch.randn(2, 1, 1, 8).expand(-1, 5, 3, -1),
+        torch.randn(2, 5, 3, 16)[..., ::2],
+    ):
+        target = torch.zeros(2, 5, 3, 8)
+        copy_wide(target, source)
+        assert torch.equal(target, source)
 
 
 def test_a_reduced_stage_takes_less_room() -> None:

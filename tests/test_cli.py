@@ -475,6 +475,16 @@ def test_several_methods_at_once(left_half: None) -> None:
     assert [stage["tokens"] for stage in call["stages"]] == [1, 4, 9, 0]
 
 
+def test_the_table_tells_the_padding_where_images_of_a_batch_run_different_numbers_of_tokens() -> None:
+    options = ("--method", "sparsevar:tau=0.97,from_stage=3", "--report", "report.json")
+    result = succeed("generate", "tiny-var", 3, 7, 5, "--seed", 0, *options)
+    (call,) = json.loads(Path("report.json").read_text())["calls"]
+    paid = [stage["padding"] * stage["tokens"] for stage in call["stages"]]
+    assert 0 < call["padding"] == pytest.approx(sum(paid) / sum(stage["tokens"] for stage in call["stages"]))
+    heading, line = (text.split() for text in result.stdout.splitlines()[:2])
+    assert (heading[-1], line[-1]) == ("padding", f"{100 * call['padding']:.1f}%")
+
+
 def test_masks_are_the_images_darker_where_less_was_run(left_half: None) -> None:
     succeed("generate", "tiny-var", 3, 7, "--seed", 0, "--masks", "--method", "left")
     assert names() == ["0000-seed0-kept.png", "0000-seed0.png", "0001-seed1-kept.png", "0001-seed1.png"]

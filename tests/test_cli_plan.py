@@ -173,11 +173,11 @@ def test_peak_memory_is_weights_and_the_larger_of_drawing_and_decoding() -> None
         assert peak["peak"] == peak["weights"] + max(peak["drawing"], peak["decoding"])
         assert peak["drawing"] > peak["cache"] + peak["text"] + peak["remembered"]
     assert dense["weights"] == method["weights"] == pytest.approx(4.7e9, rel=0.01)
-    assert dense["peak"] == pytest.approx(8.81e9, rel=0.02)  # as measured on an H200
+    assert dense["peak"] == pytest.approx(8.5e9, rel=0.01)  # 8.81 were measured on an H200 when the last stage freed no keys
     assert method["peak"] < 7e9
     assert memory["reserved"] == method["cache"] + method["text"]
     batch = facts("infinity-2b", "--images", 4)["memory"]["dense_peak"]
-    assert batch["peak"] == pytest.approx(21.05e9, rel=0.02)
+    assert batch["peak"] == pytest.approx(19.65e9, rel=0.01)  # 21.05 likewise
     assert "They are reserved for 50.0% of the cells" in " ".join(table("infinity-2b", "--method", "sparsevar").split())
 
 
@@ -194,7 +194,7 @@ def test_the_table(columns: int) -> None:
     words = " ".join(shown.split())
     assert "linear layers 39.2%, attention 15.7%, heads 39.2%" in words
     assert "1.33 GiB are reserved, text included" in words
-    assert re.search(r"Peak memory: about 5\.\d+ GiB, dense 8\.\d+ GiB: weights 4\.3\d GiB", words)
+    assert re.search(r"Peak memory: about 5\.\d+ GiB, dense 7\.\d+ GiB: weights 4\.3\d GiB", words)
     assert re.search(r"keeps 1\.23 GiB of dense generation's 3\.14 GiB", words)
     assert "64 tokens of text" in words
     assert "Not counted: text encoder and prompt, canvas, decoding" in words

@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 
 from nextscale import kernels
+from nextscale.sampling import draw, filter_logits
 
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from nextscale.kernels.distance import distance_from_mean_reference
+    from nextscale.kernels.attention import attend_lengths_reference
+    from nextscale.kernels.bias_residual import add_bias_residual_reference
+    from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
+    from nextscale.kernels.group_norm import group_norm_silu_reference
+    from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache_reference
+    from nextscale.kernels.upsample import upsample_nearest_reference
 
 
 @pytest.fixture(autouse=True)
@@ -89,12 +95,138 @@ def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> 
     compare(kernels.distance_from_mean, distance_from_mean_reference, x, x.mean(dim=1, keepdim=True, dtype=torch.float32) + 0.1)
 
 
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mean_over_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, Maker("cuda", dtype).wide(*shape) + 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(("heads", "channels"), HEADS)
+@pytest.mark.parametrize(
+    ("queries", "room", "lengths"),
+    [
+        (1, 9, (9, 1)),
+        (4096, 64, (24, 61)),
+        (307, 2521, (1804, 2521)),
+        (64, 512, (512, 65)),
+        (1228, 10521, (7653, 1)),
+        (300, 40000, (40000, 39999)),
+    ],
+)
+def test_attend_lengths(queries: int, room: int, lengths: tuple[int, int], heads: int, channels: int, dtype: torch.dtype) -> None:
+    """At most twice as far from the exact result as torch, which reads no further than the lengths either."""
+    make = Maker("cuda", dtype)
+    q, both = make.normal(2, queries, heads, channels), make.normal(2, room, 2, heads, channels)
+    told = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    both[torch.arange(room, device="cuda") >= told[:, None]] = float("nan")
+    with poisoned():
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], told, 0.1)
+    for row, length in enumerate(lengths):
+        one = (q[row : row + 1], both[row : row + 1, :length, 0], both[row : row + 1, :length, 1], told[row : row + 1], 0.1)
+        torchs = attend_lengths_reference(*one)
+        truth = attend_lengths_reference(
+            *(x.float() if x is not told and isinstance(x, Tensor) and x.is_floating_point() else x for x in one)
+        )
+        alone = kernels.attend_lengths(q[row : row + 1], both[row : row + 1, :, 0], both[row : row + 1, :, 1], length, 0.1)  # as a number
+        allowed = 2 * (torchs - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()
+        for ours in (found[row], alone[0]):
+            assert (ours - truth[0]).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("tokens", [1, 144, 1600, 4096, 128 * 128])
+def test_places_of_largest(tokens: int) -> None:
+    scores = torch.randint(0, 1 + tokens // 2, (3, tokens), device="cuda").float()  # ties everywhere
+    scores[1] = torch.rand(tokens, device="cuda")
+    scores[2, ::7] = float("nan")
+    for keep in sorted({1, tokens // 10, tokens * 6 // 10, tokens}):
+        with poisoned():
+            found = kernels.places_of_largest(scores, keep)
+        assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
+
+
+IMAGES = [(1, 128, 1024, 1024), (2, 512, 64, 64), (3, 160, 33, 17), (1, 384, 40, 23), (2, 96, 5, 7), (1, 1024, 3, 1)]
+every_image = pytest.mark.parametrize("shape", IMAGES, ids=str)
+
+
+@every_dtype
+@every_image
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+@pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
+def test_group_norm_silu(shape: tuple[int, int, int, int], mean: float, shifted: bool, dtype: torch.dtype) -> None:
+    """At least as near to the exact result as torch, which rounds twice, and once more where a bias is added before."""
+    make = Maker("cuda", dtype)
+    x = make.image(*shape, mean=mean)
+    weight, bias = make.normal(shape[1], mean=1.0), make.normal(shape[1])
+    shift = 3 * make.normal(shape[1]) if shifted else None
+    with poisoned():
+        found = kernels.group_norm_silu(x, 32, weight, bias, 1e-6, shift)
+    exact = group_norm_silu_reference(x.double(), 32, weight.double(), bias.double(), 1e-6, None if shift is None else shift.double())
+    torchs = group_norm_silu_reference(x, 32, weight, bias, 1e-6, shift)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert (found - exact).abs().max() <= 1.5 * (torchs - exact).abs().max() + 1e-5
+
+
+@every_dtype
+@every_image
+def test_add_bias_residual(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    make = Maker("cuda", dtype)
+    x, residual, bias, residual_bias = make.image(*shape), make.image(*shape, mean=2.0), make.normal(shape[1]), make.normal(shape[1])
+
+    def added(x: Tensor, *others: Tensor) -> Tensor:
+        return kernels.add_bias_residual_(x.clone(), *others)
+
+    for others in ((bias,), (bias, residual), (bias, residual, residual_bias)):
+        compare(added, add_bias_residual_reference, x, *others)
+
+
+@every_dtype
+@every_image
+def test_upsample_nearest(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    x = Maker("cuda", dtype).image(*shape)
+    with poisoned():
+        found = kernels.upsample_nearest(x)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, upsample_nearest_reference(x))
+
+
+def test_images_of_more_than_two_to_the_31_elements() -> None:
+    """Places are counted in 64 bits: the last rows are what a small image of them makes."""
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB")
+    x = Maker("cuda", torch.bfloat16).image(1, 256, 6, 2048)
+    tall = x.repeat(1, 1, 700, 1).contiguous(memory_format=torch.channels_last)
+    bias = torch.linspace(-1, 1, 256, device="cuda")
+    assert torch.equal(kernels.upsample_nearest(tall)[:, :, -12:], kernels.upsample_nearest(x))
+    assert torch.equal(kernels.add_bias_residual_(tall.clone(), bias, tall)[:, :, -6:], kernels.add_bias_residual_(x.clone(), bias, x))
+    whole, part = (kernels.group_norm_silu(image, 32, bias, bias, 1e-6, bias)[:, :, -6:] for image in (tall, x))
+    torch.testing.assert_close(whole, part, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.6, 0.97])
+@pytest.mark.parametrize("tokens", [1, 3, 46 * 23, 4096])
+def test_draw_bits(tokens: int, top_p: float) -> None:
+    """Bit for bit, over two million draws at the largest stage: torch's exponentials, quotients and comparisons to the last bit."""
+    make = Maker("cuda", torch.float32)
+    logits = 3 * make.normal(16, tokens, 32, 2)
+    logits[:, 0, 0] = 1.0
+    noise = torch.empty(16, tokens, 32, 2, device="cuda").exponential_(generator=make.generator)
+    with poisoned():
+        found = kernels.draw_bits(logits, noise, top_p)
+    assert torch.equal(found, draw(filter_logits(logits, 900, top_p), noise))
+
+
 def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     """Every kernel at a late stage, as a function of rows, and what it takes per row; with all other inputs alike in all rows."""
     temperature, rotation = make.normal(16, dtype=torch.float32).exp(), make.rotation(1024, 128)
     x, update, index = make.normal(2, 1024, 2048), make.normal(2, 1024, 2048), make.selection(2, 1024, 614)
     fresh, memory, qkv = make.normal(2, 614, 2048), make.normal(2, 576, 2048), make.normal(2, 1024, 3, 16, 128)
     scale, shift, gain = (make.rows(2, 2048) for _ in range(3))
+    logits, noise = make.normal(2, 1024, 32, 2, dtype=torch.float32), make.normal(2, 1024, 32, 2, dtype=torch.float32).exp()
+
+    lengths = torch.tensor([1024, 700], dtype=torch.int32, device="cuda")
+    image, residual = make.image(2, 256, 40, 24, mean=3.0), make.image(2, 256, 40, 24)
+    weight, bias = torch.linspace(0.5, 1.5, 256, device="cuda"), torch.linspace(-1, 1, 256, device="cuda")
 
     def rotate(qkv: Tensor) -> tuple[Tensor, ...]:
         keys, values = torch.zeros(2, qkv.shape[0], 2000, 16, 128, dtype=qkv.dtype, device="cuda")
@@ -108,11 +240,38 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         "residual norm": (kernels.residual_norm_modulate, [x, gain, update, scale, shift]),
         "rotate": (rotate, [qkv]),
         "restore": (restore, [memory, fresh, index, x, gain]),
+        "attention": (
+            lambda q, kv, lengths: kernels.attend_lengths(q, kv, kv, lengths, 0.1),
+            [fresh.view(2, 614, 16, 128), x.view(2, 1024, 16, 128), lengths],
+        ),
+        "attention, all rows alike": (
+            lambda q, kv: kernels.attend_lengths(q, kv, kv, 700, 0.1),
+            [fresh.view(2, 614, 16, 128), x.view(2, 1024, 16, 128)],
+        ),
+        "mean": (kernels.mean_over_tokens, [x]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
+        "bits": (lambda logits, noise: kernels.draw_bits(logits, noise, 0.97), [logits, noise]),
+        "largest": (lambda score: kernels.places_of_largest(score, 614), [make.normal(2, 1024, dtype=torch.float32)]),
+        "group norm": (lambda x: kernels.group_norm_silu(x, 32, weight, bias, 1e-6, bias), [image]),
+        "bias and residual": (lambda x, residual: kernels.add_bias_residual_(x.clone(), bias, residual, weight), [image, residual]),
+        "upsample": (kernels.upsample_nearest, [image]),
     }
 
 
-NAMES = ("norm", "residual norm", "rotate", "restore", "distance")
+NAMES = (
+    "norm",
+    "residual norm",
+    "rotate",
+    "restore",
+    "attention",
+    "attention, all rows alike",
+    "mean",
+    "distance",
+    "bits",
+    "largest",
+    "bias and residual",
+    "upsample",
+)
 
 
 def several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -129,7 +288,7 @@ def test_rows_do_not_depend_on_one_another_and_runs_repeat(name: str) -> None:
             assert torch.equal(first, second) and torch.equal(first[row], single[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "group norm"])  # whose sums are split otherwise for another number of images
 def test_kernels_can_be_captured(name: str) -> None:
     """After one run; the graph computes from what its inputs hold when it is replayed."""
     call, inputs = calls(Maker("cuda", torch.bfloat16))[name]

@@ -1,10 +1,11 @@
-"""From the latent to pixels: the fused norm, decoding in strips, and the memory that both are said to take."""
+"""From the latent to pixels: the decoder's kernels, decoding in strips, and the memory that both are said to take."""
 
 from __future__ import annotations
 
 import copy
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import conv2d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nextscale import kernels
 from nextscale.errors import OutOfMemory
 from nextscale.presets import MODELS, build_tokenizer
 from nextscale.random_weights import fill_random
@@ -23,7 +26,7 @@ from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, NormAct, ResidualBlock, as_laid_out, lay_out, norm_act
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
 
-from .kernel_cases import round_to_bfloat16
+from .kernel_cases import DTYPES, compare, loop_to_loaded_bounds, poisoned, round_to_bfloat16
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -33,12 +36,15 @@ with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
             patch.delitem(sys.modules, name)
-        patch.delitem(sys.modules, "nextscale.kernels.group_norm_silu", raising=False)
+        for name in ("group_norm", "bias_residual", "upsample"):
+            patch.delitem(sys.modules, f"nextscale.kernels.{name}", raising=False)
     pytest.importorskip("triton")
     from triton.runtime import interpreter
 
-    from nextscale.kernels import group_norm_silu as kernel
+    from nextscale.kernels import bias_residual, upsample
+    from nextscale.kernels import group_norm as kernel
 
+DECODER_KERNELS = {"group_norm_silu", "centred_silu", "add_bias_residual_", "upsample_nearest"}
 CONFIGS = {
     "attention": AutoencoderConfig(48, (1, 2, 2), 6, blocks_per_level=1),  # 24 groups, as FlexVAR and small models have
     "plain": AutoencoderConfig(32, (1, 2), 4, blocks_per_level=2, attention=False),
@@ -56,7 +62,13 @@ def latent(config: AutoencoderConfig, images: int, height: int, width: int) -> T
     return torch.randn(images, config.latent_channels, height, width, generator=torch.Generator().manual_seed(1))
 
 
-# --- group norm with SiLU
+# --- kernels
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_shape = pytest.mark.parametrize(
+    "shape", [(1, 32, 1, 1), (2, 160, 5, 3), (1, 48, 7, 11), (3, 256, 4, 4), (2, 96, 3, 1), (1, 384, 1, 9), (1, 320, 33, 29)], ids=str
+)
+shifted = pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
 
 
 @pytest.fixture
@@ -65,6 +77,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         round_to_bfloat16(interpreter, monkeypatch)
+        loop_to_loaded_bounds(interpreter, monkeypatch)
+        for module in (kernel, bias_residual, upsample):
+            for name in DECODER_KERNELS & vars(module).keys():
+                monkeypatch.setitem(vars(kernels), name, vars(module)[name])
     with torch.no_grad():
         yield
 
@@ -80,18 +96,26 @@ def channels_last(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
     return x.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 32, 1, 1), (2, 160, 5, 3), (1, 48, 7, 11), (3, 256, 4, 4), (1, 320, 33, 29)], ids=str)
-def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
+def biases(channels: int, dtype: torch.dtype, count: int) -> Tensor:
+    return torch.randn(count, channels, generator=torch.Generator().manual_seed(4)).to(DEVICE, dtype)
+
+
+@every_dtype
+@every_shape
+@shifted
+def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.dtype, shifted: bool, interpreted: None) -> None:
     """Its error against float64 is at most twice that of torch, and its layout that of the input.
 
     A millionth is allowed besides: a first pixel that is far from the mean costs a few roundings of the variance.
     """
     x, norm = channels_last(*shape, dtype=dtype, mean=0.5), given_norm(shape[1], dtype)
-    arguments = (norm.num_groups, norm.weight, norm.bias, norm.eps)
-    exact = kernel.group_norm_silu_reference(x.double(), norm.num_groups, norm.weight.double(), norm.bias.double(), norm.eps)
-    theirs = (kernel.group_norm_silu_reference(x, *arguments).double() - exact).abs().max()
-    ours = kernel.group_norm_silu(x, *arguments)
+    shift = 3 * biases(shape[1], dtype, 1)[0] if shifted else None
+    weights = (norm.weight, norm.bias, norm.eps, shift)
+    exact_weights = (norm.weight.double(), norm.bias.double(), norm.eps, shift.double() if shift is not None else None)
+    exact = kernel.group_norm_silu_reference(x.double(), norm.num_groups, *exact_weights)
+    theirs = (kernel.group_norm_silu_reference(x, norm.num_groups, *weights).double() - exact).abs().max()
+    with poisoned():
+        ours = kernel.group_norm_silu(x, norm.num_groups, *weights)
     assert ours.dtype == dtype
     assert ours.is_contiguous(memory_format=torch.channels_last)
     assert (ours.double() - exact).abs().max() <= 2 * theirs + 1e-6 * exact.abs().max()
@@ -99,7 +123,7 @@ def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.
 
 def test_many_shares_of_the_pixels_make_one_mean(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 4 pixels in 5 shares that do not come out even, of which 2 are added at a time."""
-    for name, number in (("TILE", 32 * 4), ("PROGRAMS", 5), ("SHARES", 2)):
+    for name, number in (("TILE", 32 * 4), ("SUMS_TILE", 32 * 4), ("PROGRAMS", 5), ("SHARES", 2)):
         monkeypatch.setattr(kernel, name, number)
     x, norm = channels_last(1, 32, 3, 13, dtype=torch.float32), given_norm(32, torch.float32)
     ours = kernel.group_norm_silu(x, 32, norm.weight, norm.bias, norm.eps)
@@ -120,12 +144,76 @@ def test_the_kernel_refuses_other_layouts(interpreted: None) -> None:
         kernel.group_norm_silu(torch.zeros(1, 32, 2, 2, device=DEVICE), 32, norm.weight, norm.bias, norm.eps)
 
 
-def test_a_decoder_takes_the_kernel_where_it_can(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_dtype
+@every_shape
+def test_bias_and_residual_in_one_pass(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
+    """Into the memory of the first input; every other one stays as it is."""
+    x, residual = channels_last(*shape, dtype=dtype), channels_last(*shape, dtype=dtype, mean=2.0)
+    bias, residual_bias = biases(shape[1], dtype, 2)
+
+    def added(x: Tensor, *others: Tensor) -> Tensor:
+        target = x.clone()
+        assert bias_residual.add_bias_residual_(target, *others) is target
+        return target
+
+    for others in ((bias,), (bias, residual), (bias, residual, residual_bias)):
+        compare(added, bias_residual.add_bias_residual_reference, x, *others)
+
+
+def test_bias_and_residual_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 pixels, which do not come out even; rows of a larger map, as strips are, and nothing beside them."""
+    monkeypatch.setattr(bias_residual, "TILE", 32 * 4)
+    whole, update = channels_last(1, 96, 8, 7, dtype=torch.float32), channels_last(1, 96, 3, 7, dtype=torch.float32)
+    bias, expected = biases(96, torch.float32, 1)[0], whole.clone()
+    expected[:, :, 2:5] += bias[:, None, None] + update
+    bias_residual.add_bias_residual_(whole[:, :, 2:5], bias, update)
+    torch.testing.assert_close(whole, expected)
+
+
+def test_bias_and_residual_refuse_what_does_not_fit(interpreted: None) -> None:
+    x, bias = channels_last(2, 32, 3, 5, dtype=torch.float32), torch.zeros(32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"channels-last layout; got \[2, 32, 3, 5\]"):
+        bias_residual.add_bias_residual_(x.contiguous(), bias)
+    with pytest.raises(ValueError, match=r"channels-last layout; got \[2, 32, 3, 5\]"):
+        bias_residual.add_bias_residual_(x, bias, x.contiguous())
+    with pytest.raises(ValueError, match=r"residual is \[1, 32, 3, 5\]; expected \[2, 32, 3, 5\]"):
+        bias_residual.add_bias_residual_(x, bias, x[:1])
+    with pytest.raises(ValueError, match=r"bias is \[16\]; expected \[32\]"):
+        bias_residual.add_bias_residual_(x, bias[:16])
+
+
+@every_dtype
+@every_shape
+def test_upsampling_copies_every_pixel(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
+    x = channels_last(*shape, dtype=dtype)
+    with poisoned():
+        found = upsample.upsample_nearest(x)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, upsample.upsample_nearest_reference(x))
+
+
+def test_upsampling_of_rows_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upsample, "TILE", 32 * 4)
+    x = channels_last(2, 96, 3, 13, dtype=torch.float32)
+    assert torch.equal(upsample.upsample_nearest(x), upsample.upsample_nearest_reference(x))
+
+
+def lay_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("autoencoder", "tiles"):
+        monkeypatch.setattr(f"nextscale.tokenizers.{module}.as_laid_out", lambda x: x.contiguous(memory_format=torch.channels_last))
+
+
+def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For channels-last tensors without gradient; in strips too. The pixels are those of plain torch."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions with ten bits of mantissa differ by 1.5e-3
-    calls = []
-    fused, applied = kernel.group_norm_silu, kernel.centred_silu
-    monkeypatch.setattr(kernel, "group_norm_silu", lambda *arguments: calls.append("whole") or fused(*arguments))
+    calls: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *given, **settings: calls.update([name]) or function(*given, **settings))
+
+    for name in ("group_norm_silu", "add_bias_residual_", "upsample_nearest"):
+        count(name)
     config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)  # one block in every level
     decoder = lay_out(decoder_of(config).to(DEVICE))
     z = latent(config, 1, 2, 1).to(DEVICE)
@@ -134,19 +222,33 @@ def test_a_decoder_takes_the_kernel_where_it_can(interpreted: None, monkeypatch:
     if DEVICE == "cpu":
         assert torch.equal(decoder.at_once(z), expected)
         assert not calls  # rows of pixels, not of channels
-        for module in ("autoencoder", "tiles"):
-            monkeypatch.setattr(f"nextscale.tokenizers.{module}.as_laid_out", lambda x: x.contiguous(memory_format=torch.channels_last))
+        lay_out_as_on_a_gpu(monkeypatch)
     whole = decoder.at_once(z)
-    assert calls == ["whole"] * (2 * (2 + 2) + 1)  # two blocks in the middle, one in both levels, two norms each; the last one
+    blocks = 2 + 2  # in the middle, and one in both levels
+    assert calls == {"group_norm_silu": 2 * blocks + 1, "add_bias_residual_": blocks + 1, "upsample_nearest": 1}
     torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-5)
     calls.clear()
-    monkeypatch.setattr(kernel, "centred_silu", lambda *arguments: calls.append("strip") or applied(*arguments))
+    count("centred_silu")
     torch.testing.assert_close(decode_tiled(decoder, z, Strips(2, 1)).cpu(), expected, rtol=0, atol=1e-5)
-    assert "strip" in calls
+    assert min(calls[name] for name in ("centred_silu", "add_bias_residual_", "upsample_nearest")) > 1
     calls.clear()
     with torch.enable_grad():
         decoder.at_once(z)
     assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels_round_no_more_than_torch(dtype: torch.dtype, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors against float64 of two images, with attention in between and blocks that change the number of channels."""
+    config = AutoencoderConfig(48, (1, 2), 6, blocks_per_level=0)
+    decoder, z = decoder_of(config, dtype).to(DEVICE), latent(config, 2, 2, 3).to(DEVICE, dtype)
+    exact = copy.deepcopy(decoder).double().at_once(z.double())
+    if DEVICE == "cpu":
+        lay_out_as_on_a_gpu(monkeypatch)
+    ours = decoder.at_once(z)
+    monkeypatch.setattr("nextscale.kernels.available", lambda _: False)
+    errors = [(image - exact).square().mean().sqrt() for image in (ours, decoder.at_once(z))]
+    assert errors[0] <= 1.1 * errors[1]
 
 
 def test_a_norm_keeps_its_names_and_its_gradient() -> None:
@@ -330,6 +432,22 @@ def test_the_predicted_memory_is_enough_and_not_much_more(model: str, side: int,
     """Published decoders at published sizes."""
     peak, predicted = peak_of(meta_decoder(model, dtype), side, dtype, strips)
     assert 0.85 * predicted < peak <= predicted
+
+
+@pytest.mark.parametrize("strips", [None, Strips(64, 3)])
+@pytest.mark.parametrize("model", ["infinity-2b", "hart-0.7b", "flexvar-d16"])
+def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strips | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of each, something that makes the same tensors: they add in place, where torch makes a third map."""
+    monkeypatch.setitem(vars(kernels), "group_norm_silu", lambda x, *others: torch.empty_like(x))
+    monkeypatch.setitem(vars(kernels), "centred_silu", lambda x, *others: torch.empty_like(x))
+    monkeypatch.setitem(vars(kernels), "add_bias_residual_", lambda x, *others: x)
+    monkeypatch.setitem(vars(kernels), "upsample_nearest", upsample.upsample_nearest_reference)
+    for module in ("autoencoder", "tiles"):
+        monkeypatch.setattr(f"nextscale.tokenizers.{module}.fusable", lambda x: True)
+    # On the meta device a convolution does not keep the layout.
+    monkeypatch.setattr("nextscale.tokenizers.autoencoder.without_bias", lambda conv, x, padding: conv2d(x, conv.weight, padding=padding))
+    peak, predicted = peak_of(meta_decoder(model, torch.bfloat16), 1024, torch.bfloat16, strips)
+    assert 0.7 * predicted < peak <= predicted
 
 
 @pytest.mark.parametrize("model", ["infinity-2b", "infinity-8b", "hart-0.7b", "star-1024"])

@@ -122,11 +122,19 @@ def test_joined_methods_are_one_row() -> None:
     assert len([line for line in result.stdout.splitlines() if "dB" in line]) == 1
 
 
-def row(pixels: torch.Tensor, cost_shares: tuple[float, ...], batches: tuple[int, ...]) -> Row:
+def row(pixels: torch.Tensor, cost_shares: tuple[float, ...], batches: tuple[int, ...], padding: float = 0.0) -> Row:
     """One whose calls took a second each and ran half of their tokens."""
     stages = (SimpleNamespace(height=2, width=2, computed=2.0),)
     reports = tuple(
-        SimpleNamespace(method="m", seconds=1.0, cost_share=share, stages=stages, seeds=(0,) * images, size=tuple(pixels.shape[2:]))
+        SimpleNamespace(
+            method="m",
+            seconds=1.0,
+            cost_share=share,
+            stages=stages,
+            padding=padding,
+            seeds=(0,) * images,
+            size=tuple(pixels.shape[2:]),
+        )
         for share, images in zip(cost_shares, batches, strict=True)
     )
     return Row(pixels, reports)  # type: ignore[arg-type]
@@ -148,6 +156,14 @@ def test_lpips_is_a_column_where_it_is_known() -> None:
     table = comparison(rows, lambda a, b: (a - b).abs().mean(dim=(1, 2, 3)))  # type: ignore[arg-type]
     assert [column.header for column in table.columns] == [*headings, "LPIPS"]
     assert list(table.columns[-1].cells) == ["", "0.500"]
+
+
+def test_padding_is_a_column_where_there_is_any() -> None:
+    rows = [row(torch.full((2, 3, 4, 4), level), (1.0,), (2,), padding=level) for level in (0.0, 0.25)]
+    assert "padding" not in [column.header for column in comparison(rows[:1], None).columns]
+    columns = {column.header: list(column.cells) for column in comparison(rows, None).columns}
+    assert columns["padding"] == ["0%", "25%"]
+    assert columns["PSNR to dense"][1].endswith("dB")
 
 
 def test_headings_stay_in_their_columns() -> None:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, pipeline
 from nextscale.accel.combine import Combined
-from nextscale.engine.conditions import TEXT_WIDTHS, FixedConditioning, text_tokens, text_width
+from nextscale.engine.conditions import TEXT_WIDTHS, FixedGiven, text_width
 from nextscale.engine.draws import FixedDraws
-from nextscale.engine.graphs import ladder
+from nextscale.engine.graphs import ladder, require_recordable
 from nextscale.errors import SettingError
 from nextscale.generate import Request, as_drawn, generate
-from nextscale.guidance import GuidedRows
-from nextscale.models.base import Conditioning
-from nextscale.pipeline import Pipeline
+from nextscale.guidance import Guidance, GuidedRows, RampGuidance, StageGuidance
+from nextscale.models.base import Conditioning, Given
+from nextscale.models.text_context import GivenText
+from nextscale.pipeline import TABLES, Pipeline
 from nextscale.random_weights import random_pipeline
 from nextscale.report import Stopwatch
 from nextscale.sampling import ImageDraws
+from nextscale.stage import Schedule
 
 from .tape import Dispatched, Tape, play_graphs_on_the_cpu
-from .tiny import CLASS_FAMILIES, FAMILIES, SPECS, prompts, schedule_of, shared_pipeline, text_features
+from .tiny import CLASS_FAMILIES, FAMILIES, NO_GUIDANCE, SPECS, prompts, schedule_of, shared_pipeline, text_features
 
 CPU = torch.device("cpu")
 
@@ -39,35 +44,34 @@ def request_of(pipe: Pipeline, family: str, draws: object, own: object) -> Reque
     return Request(2, schedule, guidance, pipe.settings.sampling, draws, as_drawn, Stopwatch(CPU), own)  # type: ignore[arg-type]
 
 
-def condition(pipe: Pipeline, family: str, prompt: object) -> Conditioning:
-    schedule = schedule_of(family)
+def given(pipe: Pipeline, family: str, prompt: object) -> Given:
     empty = pipe.reader.empty()
     with torch.inference_mode():
-        return pipe.model.condition(pipe.reader.read(prompt), True, schedule, None if empty is None else empty.repeat(2))
+        return pipe.model.given(pipe.reader.read(prompt), True, schedule_of(family), None if empty is None else empty.repeat(2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fixed_draws_and_conditions_give_the_images_of_the_request_that_is_loaded(family: str) -> None:
+def test_fixed_draws_and_prompts_give_the_images_of_the_request_that_is_loaded(family: str) -> None:
     """The first request fixes the buffers; the second one's numbers and prompts take their place."""
     pipe = shared_pipeline(family)
     first, second = prompts(family, 2), other_prompts(family)
     expected = pipe(second, seed=[5, 6], method=Method())
     draws, own = FixedDraws(), FixedDraws()
-    cond = condition(pipe, family, first)
-    fixed = FixedConditioning(cond, text_width(max(text_tokens(cond), 1)))
-    fixed.load(cond)
+    fixed = FixedGiven(given(pipe, family, first), text_width(1))
     request = request_of(pipe, family, draws, own)
 
+    @torch.inference_mode()
     def drawn() -> torch.Tensor:
         draws.rewind()
         own.rewind()
         canvas = pipe.tokenizer.canvas(request.schedule, 2)
-        generate(pipe.model, replace(fixed.value), canvas, request, Method(), lambda done: None)
+        cond = pipe.model.conditioned(fixed.value, pipe.model.tables(request.schedule))
+        generate(pipe.model, cond, canvas, request, Method(), lambda done: None)
         return canvas.latent
 
     before = drawn()
     draws.refill(ImageDraws([5, 6], CPU))
-    fixed.load(condition(pipe, family, second))
+    fixed.load(given(pipe, family, second))
     after = drawn()
     torch.testing.assert_close(after, expected.latent, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(before, after)
@@ -81,8 +85,31 @@ def test_a_request_that_draws_otherwise_the_second_time_is_told() -> None:
         draws.uniform((2, 3), CPU)
 
 
+def test_stages_share_the_memory_of_their_numbers() -> None:
+    draws = FixedDraws()
+    for stage in range(3):
+        for _ in range(stage):
+            draws.exponential((2, 10**stage), CPU)
+        draws.uniform((2, 2), CPU)
+        draws.end_stage()
+    draws.share_memory()
+    draws.rewind()
+    expected, bytes_held = ImageDraws([5, 6], CPU), set()
+    given = ImageDraws([5, 6], CPU)
+    for stage in range(3):
+        draws.refill(given, stage)
+        found = [draws.exponential((2, 10**stage), CPU) for _ in range(stage)]
+        for numbers in found:
+            assert torch.equal(numbers, expected.exponential((2, 10**stage), CPU))
+        found.append(draws.uniform((2, 2), CPU))
+        assert torch.equal(found[-1], expected.uniform((2, 2), CPU))
+        bytes_held |= {numbers.untyped_storage().data_ptr() for numbers in found}
+        assert {numbers.untyped_storage().nbytes() for numbers in found} == {4 * (2 * 200 + 4)}
+    assert len(bytes_held) == 1
+
+
 def test_texts_are_padded_to_few_widths() -> None:
-    assert [text_width(tokens) for tokens in (0, 1, 16, 17, 512, 600)] == [16, 16, 16, 32, 512, 600]
+    assert [text_width(tokens) for tokens in (0, 1, 16, 17, 512, 600, 601)] == [16, 16, 16, 32, 512, 600, 608]
     assert list(TEXT_WIDTHS) == sorted(TEXT_WIDTHS)
 
 
@@ -104,7 +131,9 @@ def test_methods_tell_whether_the_image_decides() -> None:
 
 def test_a_ladder_has_few_rungs_and_reaches_all_cells() -> None:
     assert ladder(4096)[0] == 4096
-    assert len(ladder(4096)) == 12
+    assert len(ladder(4096)) == 24
+    for kept in range(1024, 4097):
+        assert min(rung for rung in ladder(4096) if rung >= kept) / kept < 1.13
     assert list(ladder(4096)) == sorted(ladder(4096), reverse=True)
     assert ladder(4) == (4, 3, 2, 1)
 
@@ -112,8 +141,10 @@ def test_a_ladder_has_few_rungs_and_reaches_all_cells() -> None:
 def test_recording_without_a_gpu_is_refused() -> None:
     pipe = shared_pipeline("var")
     assert pipe.engine == "eager"
-    with pytest.raises(SettingError, match="recorded on a GPU; this model is on cpu"):
+    with pytest.raises(SettingError, match="engine 'eager' replays nothing"):
         pipe.warmup(1)
+    with pytest.raises(SettingError, match="recorded on a GPU; this model is on cpu"):
+        recorded("var").warmup(1)
     with pytest.raises(SettingError, match="engine 'fast': choose one of graphs, eager"):
         Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, engine="fast")  # type: ignore[arg-type]
 
@@ -126,8 +157,10 @@ RECORDED = (
     FastVAR(),
     StageVAR(),
     ToMe(),
-    SparseVAR(tau=0.5, from_stage=3),
-    Combined((SparseVAR(tau=0.5, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
+    SparseVAR(tau=0.95, from_stage=3),
+    Combined((SparseVAR(tau=0.95, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
+    Combined((SparseVAR(tau=0.95, from_stage=3), SkipStages(last=1))),
+    Combined((Combined((SparseVAR(tau=0.95, from_stage=3),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it
 )
 
 
@@ -154,10 +187,165 @@ def test_replays_draw_what_eager_generation_draws(family: str, method: Method, m
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if family == "hart" else 1e-3)
 
 
+def texts(family: str, lengths: tuple[int, ...], seed: int) -> Any:
+    return [(seed + length) % 10 for length in lengths] if family in CLASS_FAMILIES else text_features(family, lengths, seed)
+
+
+def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, seed: Any, **request: Any) -> None:
+    """The request is drawn by a recording, and as without one. `seed` makes one for each of both."""
+    ours = pipe(prompt, seed=seed(), **request)
+    with Dispatched():
+        theirs = eager(prompt, seed=seed(), **request)
+    assert (ours.report.engine, theirs.report.engine) == ("graphs", "eager")
+    assert ours.report.cost_share == theirs.report.cost_share
+    for mine, other in zip(ours.codes, theirs.codes, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
+    torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if "hart" in pipe.name else 1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("images", [1, 3])
+def test_a_recording_serves_other_prompts_and_negative_prompts(family: str, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other lengths, longer and shorter ones than it was made from; the same ones again at the end."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, eager = recorded(family), shared_pipeline(family)
+    pipe.warmup(prompts(family, images))
+    requests: list[dict[str, Any]] = [
+        {"prompt": texts(family, (12, 2, 7)[:images], 8)},
+        {"prompt": texts(family, (1, 8, 3)[:images], 6), "negative": texts(family, (11, 4, 2)[:images], 7)},
+        {"prompt": texts(family, (5, 5, 5)[:images], 4), "negative": texts(family, (3,), 5)},
+        {"prompt": prompts(family, images)},
+    ]
+    for number, request in enumerate(requests):
+        assert_replayed(pipe, eager, seed=lambda number=number: 20 + number, **request)
+
+
+@pytest.mark.parametrize("method", [Method(), StageVAR()], ids=lambda method: method.label)
+@pytest.mark.parametrize(
+    ("family", "changes"), [("star_refined", {"as_released": True}), ("infinity", {"chunks": 3, "level_every_chunk": True})]
+)
+@pytest.mark.parametrize("guided", [True, False])
+def test_recordings_of_odd_models(
+    family: str, changes: dict[str, Any], guided: bool, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    spec = replace(SPECS[family], model=replace(SPECS[family].model, **changes))  # type: ignore[type-var]
+    eager = random_pipeline(spec)
+    pipe = Pipeline(eager.model, eager.tokenizer, eager.reader, eager.settings, eager.name, engine="graphs")
+    request: dict[str, Any] = {"method": method, "guidance": None if guided else NO_GUIDANCE[family]}
+    pipe.warmup(texts(family, (4,), 1), **request)
+    for length in (9, 2):
+        assert_replayed(pipe, eager, texts(family, (length,), 3), lambda length=length: length, **request)
+
+
+@pytest.mark.parametrize("method", [StageVAR(), ToMe(random=True), FastVAR()], ids=lambda method: method.label)
+def test_one_stream_of_numbers_for_images_and_method_is_drawn_in_eager_order(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe = recorded("infinity")
+    pipe.warmup(prompts("infinity", 2), method=method)
+    assert_replayed(pipe, shared_pipeline("infinity"), prompts("infinity", 2), lambda: torch.Generator().manual_seed(4), method=method)
+
+
+class OutsideGraphs(TorchDispatchMode):
+    """Counts operators, except those of a replay."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count, self.replaying = 0, False
+        replay = Tape.replay
+
+        def uncounted(tape: Tape) -> None:
+            self.replaying = True
+            replay(tape)
+            self.replaying = False
+
+        patch.setattr(Tape, "replay", uncounted)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.count += not self.replaying
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_replay_launches_nothing_for_single_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    spec, launched = SPECS[family], []
+    for depth in (2, 6):
+        pipe = random_pipeline(replace(spec, model=replace(spec.model, depth=depth)))  # type: ignore[type-var]
+        pipe = Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine="graphs")
+        pipe.warmup(prompts(family, 1))
+        with monkeypatch.context() as patch, OutsideGraphs(patch) as outside:
+            pipe(prompts(family, 1), seed=2)
+        launched.append(outside.count)
+    assert launched[0] == launched[1]
+    assert launched[0] < 45 + 15 * len(schedule_of(family))
+
+
+@pytest.mark.parametrize("method", RECORDED, ids=lambda method: method.label)
+def test_a_recording_does_not_hold_the_condition(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs write and read it; the decoder and other recordings use the memory as well."""
+    play_graphs_on_the_cpu(monkeypatch)
+
+    def conditions() -> int:
+        gc.collect()
+        return sum(type(known) is Conditioning for known in gc.get_objects())
+
+    pipe, before = recorded("infinity"), conditions()
+    pipe.warmup(prompts("infinity", 2), method=method)
+    assert conditions() == before
+    pipe(prompts("infinity", 2), seed=1, method=method)
+    assert conditions() == before
+
+
+def test_what_one_request_leaves_behind_shorter_texts_harms_no_other() -> None:
+    text = GivenText(torch.full((9, 4), float("nan")), (2, 7))
+    fixed = FixedGiven(Given(text=text), 16)
+    fixed.load(Given(text=GivenText(torch.ones(4, 4), (3, 1))))
+    room = fixed.value.text
+    assert room is not None and room.rows.isfinite().all()
+    padding = room.padding()
+    assert torch.equal(padding.pad(room.rows)[:, :, 0].bool(), padding.mask[:, 0, 0])
+    assert padding.lengths.tolist() == [3, 1]
+
+
+def test_tables_of_the_last_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, made = random_pipeline(SPECS["infinity"]), []
+    tables = type(pipe.model).tables
+    monkeypatch.setattr(type(pipe.model), "tables", lambda model, schedule: made.append(schedule) or tables(model, schedule))
+    sizes = [Schedule((1, side)) for side in range(2, 4 + TABLES)]
+    for size in (sizes[0], sizes[0], *sizes, sizes[-1]):
+        pipe(prompts("infinity", 1), size=size, seed=0)
+    assert made == sizes
+    pipe(prompts("infinity", 1), size=sizes[0], seed=0)
+    assert made == [*sizes, sizes[0]]
+    assert len(pipe._tables) == TABLES
+
+
+def test_nothing_is_counted_while_the_device_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits when all else is done: costs are counted and outputs copied before."""
+    order: list[str] = []
+    pipe = random_pipeline(SPECS["var"])
+    for name in ("request_cost", "peak_memory", "read_back"):
+        known = getattr(pipeline, name)
+        monkeypatch.setattr(pipeline, name, lambda *given, name=name, known=known: order.append(name) or known(*given))
+    pipe(1, seed=0)
+    assert order == ["request_cost", "request_cost", "peak_memory", "read_back"]
+
+
+@pytest.mark.parametrize(("family", "skipped_graphs"), [("infinity", 0), ("var", 0), ("flexvar", 2)])
+def test_skipped_stages_have_a_graph_only_where_they_change_the_canvas(
+    family: str, skipped_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexVAR's canvas grows with the stage. Besides the stages that run there are the graphs of the condition and of the decoder."""
+    play_graphs_on_the_cpu(monkeypatch)
+    made = recorded(family).warmup(prompts(family, 1), method=SkipStages(last=2))
+    assert made.graphs == len(schedule_of(family)) - 2 + skipped_graphs + 2
+
+
 def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     pipe = recorded("infinity")
-    kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.5, from_stage=3)), (1, FastVAR()), (2, StageVAR())]
+    kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.95, from_stage=3)), (1, FastVAR()), (2, StageVAR())]
     for images, method in kinds:
         pipe.warmup(prompts("infinity", images), method=method)
     first = [pipe(prompts("infinity", images), seed=9, method=method).pixels for images, method in kinds]
@@ -168,15 +356,107 @@ def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(again.pixels, first[turn * 3 % len(kinds)])
 
 
+@pytest.mark.parametrize("family", ["var", "infinity"])
+def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager generation of one image runs what it needs; a replay runs the next rung, and says how much of it was too much."""
+    play_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr("nextscale.engine.graphs.RUNGS", (32, 16))  # else stages this small have a rung for nearly every number
+    pipe, method = recorded(family), SparseVAR(tau=0.97, from_stage=3)
+    prompt = prompts(family, 1)
+    pipe.warmup(prompt, method=method)
+    with Dispatched():
+        needed = shared_pipeline(family)(prompt, seed=3, method=method).report
+    replayed = pipe(prompt, seed=3, method=method).report
+    assert [stage.padding for stage in needed.stages] == [0] * len(needed.stages)
+    assert needed.padding == 0
+    for ours, theirs in zip(replayed.stages, needed.stages, strict=True):
+        rungs = ladder(ours.height * ours.width)
+        assert ours.tokens == min(rung for rung in rungs if rung >= theirs.tokens)
+        assert ours.padding == pytest.approx(1 - theirs.tokens / ours.tokens)
+    assert 0 < replayed.padding < 1
+    assert replayed.to_dict()["padding"] == replayed.padding
+
+
+@pytest.mark.parametrize("scales", [RampGuidance(False, (1,), 3.0), StageGuidance(False, (1,), (1.0, 2.0, 3.0, 4.0, 5.0))])
+def test_guidance_of_another_kind_needs_another_recording(scales: Guidance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here of hidden states alone, with the same scales, the first of which is 1."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, prompt = recorded("infinity"), prompts("infinity", 2)
+    pipe.warmup(prompt, guidance=replace(scales, logits=True))
+    assert pipe(prompt, seed=1, guidance=replace(scales, logits=True)).report.engine == "graphs"
+    assert pipe(prompt, seed=1, guidance=scales).report.engine == "eager"
+
+
+def test_recordings_are_forgotten_when_weights_move(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    plain = random_pipeline(SPECS["var"])
+    pipe = Pipeline(plain.model, plain.tokenizer, plain.reader, plain.settings, plain.name, engine="graphs")
+    pipe.warmup(1)
+    assert pipe(1, seed=1).report.engine == "graphs"
+    pipe.model.head.weight.data = pipe.model.head.weight.data.clone()
+    assert pipe(1, seed=1).report.engine == "eager"
+    assert "weights have moved" in caplog.text
+    pipe.warmup(1)
+    assert pipe(1, seed=1).report.engine == "graphs"
+
+
+def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings share their memory. The same holds for other threads."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe = recorded("var")
+    pipe.warmup(1)
+    alone, inner = pipe(1, seed=1), []
+    outer = pipe(1, seed=1, on_stage=lambda preview: inner.append(pipe(2, seed=2).report.engine))
+    assert outer.report.engine == "graphs" and set(inner) == {"eager"}
+    assert torch.equal(outer.pixels, alone.pixels)
+    assert pipe(1, seed=1).report.engine == "graphs"
+    with pytest.raises(ZeroDivisionError):
+        pipe(1, seed=1, on_stage=lambda preview: 1 / 0)
+    assert pipe(1, seed=1).report.engine == "graphs"
+
+
+@pytest.mark.parametrize("method", [StageVAR(ranks="measured"), StageVAR(variant="least_squares"), StageVAR(variant="svd")])
+def test_what_reads_from_the_device_is_not_recorded(
+    method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, prompt = recorded("infinity"), prompts("infinity", 1)
+    pipe.warmup(prompt)
+    for asked in (method, Combined((SkipStages(), method))):
+        assert not asked.recordable
+        assert pipe(prompt, seed=1, method=method).report.engine == "eager"
+    assert not caplog.text  # nothing that warmup could mend
+    monkeypatch.undo()
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    request = request_of(pipe, "infinity", None, None)
+    with pytest.raises(SettingError, match="reads from the device between stages and cannot be recorded"):
+        require_recordable(on_gpu, request, method)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["hart", "star"])
+def test_rungs_share_the_memory_of_their_codes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures of codes are large, and there are two dozen rungs."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe = recorded(family)
+    pipe.warmup(prompts(family, 2), method=SparseVAR(tau=0.95, from_stage=3))
+    (recording,) = pipe.recordings._recordings.values()
+    ladders = [step.ways.values() for step in recording._steps if step.look is not None]
+    assert ladders
+    for ways in ladders:
+        assert len(ways) > 3
+        assert len({way.done.codes.data_ptr() for way in ways if way.done.codes is not None}) == 1
+
+
 def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     pipe, prompt = recorded("infinity"), prompts("infinity", 2)
     pipe.warmup(prompt)
     shown: list[torch.Tensor] = []
     known: list[torch.Tensor] = []
-    pipe(prompt, seed=1, on_stage=lambda preview: shown.append(preview.latent.clone()))
+    pipe(prompt, seed=1, on_stage=lambda preview: shown.append(preview.latent))
+    pipe(prompt, seed=2)  # writes where the first one did
     with Dispatched():
-        shared_pipeline("infinity")(prompt, seed=1, on_stage=lambda preview: known.append(preview.latent.clone()))
+        shared_pipeline("infinity")(prompt, seed=1, on_stage=lambda preview: known.append(preview.latent))
     assert len(shown) == len(known) > 1
     for ours, theirs in zip(shown, known, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -187,6 +467,7 @@ def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) 
     [
         ("var", Method(), {"forbidden": (1, 3)}),
         ("infinity", ToMe(random=True), {}),
+        ("infinity", Combined((FastVAR({2: 1.0}), ToMe(random=True, stages=(2, 3)))), {}),
         ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", from_stage=2), ToMe(random=True))), {}),
         ("star_refined", SparseVAR(tau=0.3, from_stage=3), {}),
     ],
@@ -196,7 +477,7 @@ def test_recordings_read_all_that_a_method_draws(
 ) -> None:
     """In every way of the stage that draws it; and nothing but a refill writes there."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe = random_pipeline(SPECS[family])
+    pipe = recorded(family)
     pipe.warmup(prompts(family, 2), method=method, **settings)
     (recording,) = pipe.recordings._recordings.values()
     tapes = [[way.graph for way in step.ways.values() if isinstance(way.graph, Tape)] for step in recording._steps]

@@ -6,18 +6,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from nextscale import kernels
+from nextscale import FastVAR, Method, StagePlan, StageVAR, kernels
 from nextscale.accel.select import distance_from_mean, row_mean
-from nextscale.cache import StageMemory
-from nextscale.models.blocks import unit_vectors
+from nextscale.cache import DenseLayerCache, StageMemory
+from nextscale.generate import new_env
+from nextscale.guidance import ConstantGuidance, Guidance
+from nextscale.models import blocks
+from nextscale.models.blocks import ModulatedBlock, run_in_order, unit_vectors
 from nextscale.models.rope import PairRope
+from nextscale.presets import ModelSpec
+from nextscale.prompts import Labels
+from nextscale.random_weights import random_pipeline
+from nextscale.sampling import ImageDraws, Sampling, choose, draw, filter_logits
 from nextscale.stage import Stage, Tokens
 
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation, round_to_bfloat16
+from . import tiny
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation, loop_to_loaded_bounds, poisoned, round_to_bfloat16
+from .test_cache import fill_memory
+from .test_method import KeepShare
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,7 +40,11 @@ with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
             del sys.modules[name]
     pytest.importorskip("triton")
-    from nextscale.kernels.distance import distance_from_mean_reference
+    from nextscale.kernels import probe
+    from nextscale.kernels.attention import Tile, attend_lengths_reference
+    from nextscale.kernels.bits import draw_bits_reference
+    from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
+    from nextscale.kernels.largest import places_of_largest_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
     from nextscale.kernels.rotate import rotate_into_cache_reference
@@ -41,12 +57,57 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         round_to_bfloat16(interpreter, monkeypatch)
+        loop_to_loaded_bounds(interpreter, monkeypatch)
     with torch.no_grad():
         yield
 
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 SHAPES = [(1, 1, 64), (2, 3, 120), (3, 7, 130), (2, 2, 2080)]  # rows, tokens, channels
+
+
+# --- attention
+
+
+@pytest.mark.parametrize("tile", [None, (16, 16, 4, 2), (64, 32, 4, 1)])
+@pytest.mark.parametrize(
+    ("queries", "room", "heads", "channels", "lengths"),
+    [(1, 1, 1, 128, (1,)), (5, 70, 2, 64, (70, 3)), (130, 200, 3, 24, (1, 64, 200)), (17, 65, 2, 16, (65, 64)), (3, 150, 1, 136, (150, 9))],
+)
+def test_attend_lengths(
+    queries: int, room: int, heads: int, channels: int, lengths: tuple[int, ...], tile: tuple[int, int, int, int] | None
+) -> None:
+    """Keys and values side by side, as texts have them; nothing beyond a row's length is read."""
+    dtype = torch.float16  # the interpreter takes the bits of bfloat16 for numbers when it multiplies matrices
+    make, rows = Maker(DEVICE, dtype), len(lengths)
+    q, both = make.normal(rows, queries, heads, channels), make.normal(rows, room, 2, heads, channels)
+    told = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    beyond = torch.arange(room, device=DEVICE) >= told[:, None]
+    both[beyond] = float("nan")
+    with poisoned():
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], told, 0.3, tile=None if tile is None else Tile(*tile))
+    truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), told, 0.3)
+    assert found.dtype == dtype and found.shape == truth.shape
+    bound = torch.finfo(dtype).eps * both[~beyond].abs().max().item()  # weights and result are rounded, one each
+    assert (found.double() - truth).abs().max().item() <= bound
+    one = (q[:1], both[:1, :, 0], both[:1, :, 1])
+    alone = kernels.attend_lengths(*one, lengths[0], 0.3, tile=None if tile is None else Tile(*tile))  # as a number
+    assert (alone.double() - truth[:1]).abs().max().item() <= bound
+    if tile is not None:  # else chosen by the room, or by the length
+        assert torch.equal(alone, found[:1])
+
+
+def test_attend_lengths_refuses_what_does_not_fit() -> None:
+    make = Maker(DEVICE, torch.float16)
+    q, keys, lengths = make.normal(2, 3, 2, 16), make.normal(2, 9, 2, 16), torch.ones(2, dtype=torch.int32, device=DEVICE)
+    for given in ((q, keys[:1], keys, lengths), (q, keys, keys[:, :8], lengths), (q, keys, keys, lengths[:1])):
+        with pytest.raises(ValueError, match="expected"):
+            kernels.attend_lengths(*given, 1.0)
+    for length in (0, 10):
+        with pytest.raises(ValueError, match="from 1 to 9"):
+            kernels.attend_lengths(q, keys, keys, length, 1.0)
+    with pytest.raises(ValueError, match="side by side"):
+        kernels.attend_lengths(q.transpose(2, 3), keys.transpose(2, 3), keys.transpose(2, 3), lengths, 1.0)
 
 
 # --- norms
@@ -162,6 +223,115 @@ def test_rotate_refuses_what_does_not_fit() -> None:
         kernels.rotate_into_cache(qkv, None, None, None, make.normal(2, 5, 16, 2).mT, keys, 0)
 
 
+# --- blocks in a row
+
+
+def with_chunk_starts(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, model=replace(spec.model, chunks=tiny.DEPTH, level_every_chunk=True))  # type: ignore[type-var]
+
+
+def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls, kernel = [], getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *given: calls.append(name) or kernel(*given))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("spec", "chains", "parts"),
+    [
+        (tiny.SPECS["var"], 1, 2),
+        (tiny.SPECS["infinity"], 1, 3),
+        (with_chunk_starts(tiny.SPECS["infinity"]), tiny.DEPTH, 3),  # each adds to what the block before has given
+        (tiny.SPECS["hart"], 0, 0),  # other norms
+        (tiny.SPECS["star"], 0, 0),  # no gains
+    ],
+    ids=["var", "infinity", "chunk starts", "hart", "star"],
+)
+def test_blocks_in_a_row_are_one_block_after_another(
+    spec: ModelSpec, chains: int, parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum between two blocks is rounded as if it stood alone: in half precision, whose products float32 holds, bit for bit."""
+    family = spec.name.removeprefix("tiny-")
+    pipe, schedule = random_pipeline(spec, device=DEVICE, dtype=dtype), tiny.schedule_of(family)
+    prompts = Labels(torch.tensor([1, 2])) if family == "var" else tiny.text_features(family, (3, 5)).to(DEVICE)
+    conditions = [pipe.model.condition(prompts, False, schedule) for _ in ("one by one", "in order")]
+    envs = [new_env(pipe.model, condition, schedule, 2, Method(), Method()) for condition in conditions]
+    norms, sums = counted("norm_modulate", monkeypatch), counted("residual_norm_modulate", monkeypatch)
+    for stage in schedule.stages[:2]:
+        start = Maker(DEVICE, dtype).normal(2, stage.cells, tiny.WIDTH) if stage.index else pipe.model.embed(None, stage, envs[0])
+        x, tokens = pipe.model.with_text(start, Tokens(stage), envs[0])
+        expected = x
+        for block in pipe.model.stack:
+            expected = block(expected, tokens, envs[0])
+        norms.clear(), sums.clear()
+        found = run_in_order(pipe.model.stack, x, tokens, envs[1])
+        assert (len(norms), len(sums)) == (chains, parts and parts * tiny.DEPTH - chains)
+        bound = 1e-5 if dtype == torch.float32 else 0.0
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+        assert not torch.equal(found, x)
+
+
+class Tap(Method):
+    """Watches the first block."""
+
+    def plan(self, stage: Stage, canvas: object) -> StagePlan:
+        return StagePlan(taps=(0,))
+
+
+@pytest.mark.parametrize(
+    ("method", "guidance", "joints"),
+    [
+        (Method(), None, (2, 2, 2, 2)),
+        (Tap(), None, (1, 1, 1, 1)),
+        (Method(), ConstantGuidance(logits=False, layers=(1,), strength=3.0), (1, 1, 1, 1)),
+        (StageVAR(groups=2, ranks=0.5, guidance_off=2), None, (2, 2, 1, 1)),
+    ],
+    ids=["dense", "tap", "guided inside", "stagevar"],
+)
+def test_images_of_blocks_in_a_row(
+    method: Method, guidance: Guidance | None, joints: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are joined, at so many places in every stage, except where something else reads or changes hidden states."""
+    pipe = random_pipeline(tiny.SPECS["infinity"], device=DEVICE, dtype=torch.bfloat16)
+    prompts = tiny.prompts("infinity", 1)
+    sums = counted("residual_norm_modulate", monkeypatch)
+    chained, fused = pipe(prompts, seed=1, method=method, guidance=guidance), len(sums)
+    monkeypatch.setattr(ModulatedBlock, "changes_input", True)
+    tiny.assert_same_bits(chained, pipe(prompts, seed=1, method=method, guidance=guidance))
+    assert fused - (len(sums) - fused) == sum(joints)
+
+
+def attend_lengths_row_by_row(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
+    return torch.cat([blocks.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
+def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that keep different numbers of tokens are those of masked attention, and no tail is written for them."""
+    fill_memory(monkeypatch, float("nan"))
+    pipe, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
+    masked = pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True)
+    monkeypatch.setattr(blocks, "reads_lengths", lambda x: True)
+    monkeypatch.setattr(kernels, "attend_lengths", attend_lengths_row_by_row)
+    monkeypatch.setattr(DenseLayerCache, "_clear_tail", None)
+    tiny.assert_close("infinity", pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True), masked)
+
+
+@pytest.mark.parametrize("family", ["var", "infinity"])
+@pytest.mark.parametrize("method", [Method(), FastVAR(), StageVAR()], ids=["dense", "fastvar", "stagevar"])
+def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers and codes are the same, so that what is left is rounding in float32."""
+    pipe = random_pipeline(tiny.SPECS[family], device=DEVICE)
+    prompts = tiny.prompts(family, 2)
+    launched = counted("norm_modulate", monkeypatch)
+    ours = pipe(prompts, seed=1, method=method)
+    assert launched
+    monkeypatch.setattr(kernels, "available", lambda tensor: False)
+    tiny.assert_close(family, pipe(prompts, seed=1, method=method), ours)
+
+
 # --- restoration
 
 
@@ -212,6 +382,14 @@ def test_windows_of_area_resizing() -> None:
 
 
 @every_dtype
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 131, 40)])
+def test_mean_over_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x = Maker(DEVICE, dtype).normal(*shape, mean=2.0)
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, x)
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, x[:, ::2])
+
+
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     make = Maker(DEVICE, dtype)
@@ -227,6 +405,104 @@ def test_distance_is_that_of_the_methods() -> None:
         torch.testing.assert_close(kernels.distance_from_mean(x, row_mean(x, tokens)), distance_from_mean(x, tokens))
 
 
+# --- selection
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 33, 300])
+def test_places_of_largest(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ties, both zeros, infinities and what is not a number; also where the places are found in several rounds."""
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+    scores = torch.randint(-4, 5, (5, 2 * tokens), generator=generator, device=DEVICE).float()[:, ::2] / 2
+    scores[1] = -0.0
+    scores[1, : tokens // 2] = 0.0
+    scores[2, ::3] = float("inf")
+    scores[2, ::5] = float("-inf")
+    scores[3, tokens // 3 :: 4] = float("nan")
+    scores[4] = torch.rand(tokens, generator=generator, device=DEVICE)
+    monkeypatch.setattr("nextscale.kernels.largest.ORDERED", 64)
+    for keep in sorted({0, 1, tokens // 3, tokens - 1, tokens}):
+        with poisoned():
+            found = kernels.places_of_largest(scores, keep)
+        assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
+
+
+def test_selection_is_that_of_the_methods() -> None:
+    """Also of rows that end early, whose tail nothing selects."""
+    score = torch.rand(2, 6, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    tokens = Tokens(Stage(0, 2, 3, start=0, last=True), torch.arange(6, device=DEVICE).expand(2, -1), torch.tensor([6, 4], device=DEVICE))
+    selection, chosen = tokens.top(score, 3)
+    assert torch.equal(
+        selection, places_of_largest_reference(score.masked_fill(torch.arange(6, device=DEVICE) >= tokens.count[:, None], -1), 3)
+    )
+    assert torch.equal(chosen.index, selection)
+
+
+# --- bits
+
+
+def bit_logits(make: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and noise, with ties of both, and with one that is certain."""
+    logits = 3 * make.normal(*shape, 2)
+    noise = torch.empty(*shape, 2, device=DEVICE).exponential_(generator=make.generator)
+    logits[:, 0, 0], noise[:, 0, 0] = 1.0, 0.5
+    logits[:, 0, 1] = 1.0
+    logits[:, 0, 2] = torch.tensor([-200.0, 0.0])
+    return logits, noise
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.51, 0.8, 0.97, 1.0])
+def test_draw_bits(top_p: float) -> None:
+    """Bit for bit what is drawn without the kernel, and by its reference."""
+    logits, noise = bit_logits(Maker(DEVICE, torch.float32), 2, 50, 41)
+    with poisoned():
+        found = kernels.draw_bits(logits, noise, top_p)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, draw(filter_logits(logits, 900, top_p), noise))
+    assert torch.equal(found, draw_bits_reference(logits, noise, top_p))
+    assert 0.4 < found.float().mean() < 0.6
+    assert found[:, 0, 0].tolist() == [0, 0] and found[:, 0, 2].tolist() == [1, 1]
+    if 0 < top_p < 1:
+        assert not torch.equal(found, draw(logits, noise))  # the filter matters
+
+
+def test_draw_bits_refuses_what_does_not_fit() -> None:
+    logits = torch.zeros(2, 3, 4, 2, device=DEVICE)
+    with pytest.raises(ValueError, match="logits are float32 \\[..., 2\\]; got \\[2, 3, 4, 2\\], torch.float64"):
+        kernels.draw_bits(logits.double(), logits)
+    with pytest.raises(ValueError, match="noise is float32 \\[2, 3, 4, 2\\]; got \\[1, 3, 4, 2\\]"):
+        kernels.draw_bits(logits, logits[:1])
+    with pytest.raises(ValueError, match="top_p is 0 or above a half here; got 0.5"):
+        kernels.draw_bits(logits, logits, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "taken"),
+    [
+        (Sampling(top_k=900, top_p=0.97), True),  # as published for Infinity
+        (Sampling(), True),
+        (Sampling(top_k=1), False),
+        (Sampling(top_p=0.3), False),
+        (Sampling(greedy=True), False),
+    ],
+    ids=str,
+)
+def test_choosing_bits_takes_the_kernel_where_it_draws_the_same(sampling: Sampling, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, kernel = [], kernels.draw_bits
+    monkeypatch.setattr(kernels, "draw_bits", lambda *given: drawn.append(given) or kernel(*given))
+    logits, _ = bit_logits(Maker(DEVICE, torch.float32), 2, 12, 8)
+    tokens = Tokens(Stage(1, 4, 4, 1, False), torch.arange(12, device=DEVICE).flip(0).expand(2, -1))
+
+    def chosen() -> tuple[torch.Tensor, torch.Tensor]:
+        return choose(logits, tokens, 2, sampling, ImageDraws([3, 4], logits.device))
+
+    ids, codes = chosen()
+    assert bool(drawn) == taken
+    assert torch.equal(ids, codes)
+    monkeypatch.setattr(kernels, "available", lambda _: False)
+    assert torch.equal(ids, chosen()[0])
+    assert len(drawn) == taken
+
+
 # --- where they can be used
 
 
@@ -236,8 +512,33 @@ def test_available(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernels.available(x.double()) and not kernels.available(x.long())
     with torch.enable_grad():
         assert not kernels.available(x)  # they have no gradient
+    with monkeypatch.context() as unwanted:
+        unwanted.setenv("NEXTSCALE_KERNELS", "0")
+        kernels.wanted.cache_clear()
+        assert not kernels.available(x)
+    kernels.wanted.cache_clear()
+    assert kernels.available(x)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not kernels.available(torch.zeros(1))
+
+
+def test_a_triton_that_cannot_launch_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As on images without a C compiler. The warning comes once per device."""
+    probe.require_launches(torch.device(DEVICE))
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setitem(sys.modules, "nextscale.kernels.probe", probe)
+    monkeypatch.setattr(probe, "require_launches", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernels.usable.cache_clear()
+    for _ in range(2):
+        assert not kernels.usable(torch.device("cuda"))
+    kernels.usable.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "plain torch runs instead of Triton kernels on cuda, since one could not be launched: Failed to find C compiler"
+    ]
 
 
 def test_the_package_does_not_need_triton() -> None:

@@ -395,7 +395,10 @@ def test_images_that_keep_different_numbers_of_tokens_equal_those_images_alone(
     method = KeepShare(SHARES)
     together = drawn(family, images=3, method=method, greedy=True)
     assert all(len(set(kept)) > 1 for kept in method.widths)
-    assert together.report.stages[-1].tokens == max(method.widths[-1])
+    last, kept = together.report.stages[-1], method.widths[-1]
+    assert last.tokens == max(kept)
+    assert 0 < last.padding == pytest.approx(1 - sum(kept) / len(kept) / max(kept))
+    assert together.report.stages[0].padding == 0
     for image, share in enumerate(SHARES):
         alone = pipeline(tiny.one_prompt(family, image), seed=11 + image, method=KeepShare((share,)), greedy=True)
         for ours, theirs in zip(together.codes, alone.codes, strict=True):

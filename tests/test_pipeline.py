@@ -711,16 +711,16 @@ def test_overflow_of_float16_is_noticed_and_bfloat16_advised(family: str) -> Non
 def test_a_request_that_cannot_fit_is_refused_before_it_starts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = tiny.shared_pipeline(family)
     need = drawn(family).report.planned_memory
-    monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device: need)
+    monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device, recorded: need)
     drawn(family)
-    monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device: need - 1)
-    monkeypatch.setattr(type(pipeline.model), "condition", lambda *arguments: pytest.fail("the request was started"))
+    monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device, recorded: need - 1)
+    monkeypatch.setattr(type(pipeline.model), "given", lambda *arguments: pytest.fail("the request was started"))
     with pytest.raises(OutOfMemory, match=r"GiB are free\. 3 image\(s\) of Schedule.*draw fewer images"):
         drawn(family)
 
 
 def test_where_the_system_does_not_tell_the_request_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device: None)
+    monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device, recorded: None)
     drawn("var")
 
 

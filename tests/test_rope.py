@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.models.rope import HalvesRope, PairRope, Rope, infinity_rotations, star_rotations
+from nextscale.models.rope import GridPlaces, HalvesRope, PairRope, Rope, infinity_rotations, star_rotations
 from nextscale.stage import Schedule, Stage, Tokens
 
 HEAD_DIM = 16
@@ -26,7 +26,7 @@ def pair_rope() -> PairRope:
 
 
 def halves_rope() -> HalvesRope:
-    return HalvesRope.over_text_and_grid(SCHEDULE, HEAD_DIM, TEXT_POSITIONS)
+    return HalvesRope.over_text_and_grid(GridPlaces.of(SCHEDULE), HEAD_DIM, TEXT_POSITIONS)
 
 
 def queries_and_keys(tokens: int) -> Tensor:

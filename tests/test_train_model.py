@@ -96,7 +96,7 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
     rows, lengths = prompts.compact()
 
     with torch.no_grad():
-        condition = model.conditioned(rows, Padding(lengths, CPU))
+        condition = model.read(rows, Padding(lengths, CPU))
         assert isinstance(model.condition(prompts, False, schedule).rope, PairRope)
         forced = ForcedPass(model, schedule, 4).logits(torch.cat(seen, dim=1), condition)
     expected = torch.cat([logits[..., 1] - logits[..., 0] for logits, _ in drawn], dim=1)

@@ -67,6 +67,13 @@ class Combined(Method):
     def follows_image(self) -> bool:
         return any(method.follows_image for method in self.methods)
 
+    @property
+    def recordable(self) -> bool:
+        return all(method.recordable for method in self.methods)
+
+    def fork(self) -> Method:
+        return Combined(tuple(method.fork() for method in self.methods))
+
     def start(self, setup: RunSetup) -> Method:
         for kept in (1.0, 0.5):  # conflicts may show only where tokens are left out
             self.forecast(setup.model, setup.schedule, kept)

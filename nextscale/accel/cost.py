@@ -36,6 +36,15 @@ class PartTokens:
     text: int
     feed_forward: int
 
+    @classmethod
+    def together(cls, layers: Sequence[PartTokens]) -> PartTokens:
+        """Of all these layers."""
+        return cls(
+            sum(parts.attention for parts in layers),
+            sum(parts.text for parts in layers),
+            sum(parts.feed_forward for parts in layers),
+        )
+
 
 @runtime_checkable
 class CountsParts(Protocol):
@@ -140,17 +149,16 @@ def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[Stag
         tokens = stage.cells if plan.width is None else plan.width
         prefix = model.text_prefix if stage.index == 0 else 0
         linear = embedding_work(model, stage, workload.images) + rows * spans_own_work(plan.spans, tokens, model)
-        attention = keys = 0
         layers = tokens_per_layer(plan.spans, tokens, prefix, len(cached))
-        for layer, parts in enumerate(layers):
-            read = cached[layer] + parts.attention
-            linear += block.linear(parts, rows)
-            attention += block.products(parts, read, rows)
-            keys += parts.attention
-            cached[layer] = read if not stage.last else cached[layer]
+        ran = PartTokens.together(layers)
+        read = [before + parts.attention for before, parts in zip(cached, layers, strict=True)]
+        pairs = sum(parts.attention * keys for parts, keys in zip(layers, read, strict=True))
+        linear += block.linear(ran, rows)
+        attention = block.products(pairs, ran.text, rows)
+        cached = cached if stage.last else read
         head = head_work(model, stage, workload, rows, tokens)
-        computed = mean_tokens(layers, model.stack[0].has_text) - prefix
-        costs.append(StageCost(stage, rows, tokens, computed, linear, attention, head, keys, sum(cached)))
+        computed = mean_tokens(ran, len(layers), block.text > 0) - prefix
+        costs.append(StageCost(stage, rows, tokens, computed, linear, attention, head, ran.attention, sum(cached)))
     return RequestCost(tuple(costs))
 
 
@@ -183,9 +191,9 @@ class BlockWork:
         own = parts.attention * self.attention + parts.feed_forward * self.feed_forward
         return rows * own + self._text_rows(rows) * parts.text * self.text
 
-    def products(self, parts: PartTokens, keys: int, rows: int) -> int:
-        own, text = parts.attention * keys, parts.text * self.text_tokens
-        return 2 * self.width * (rows * own + self._text_rows(rows) * text)
+    def products(self, pairs: int, text_queries: int, rows: int) -> int:
+        """For so many pairs of a query and a key of the image in a row, and so many queries to the text."""
+        return 2 * self.width * (rows * pairs + self._text_rows(rows) * text_queries * self.text_tokens)
 
     def _text_rows(self, rows: int) -> int:
         return 1 if self.one_text else rows
@@ -207,10 +215,10 @@ def tokens_per_layer(spans: Sequence[Span], tokens: int, prefix: int, depth: int
     return layers
 
 
-def mean_tokens(layers: Sequence[PartTokens], has_text: bool) -> float:
-    """Of all parts that the blocks have, each with the same weight."""
-    total = sum(parts.attention + parts.feed_forward + (parts.text if has_text else 0) for parts in layers)
-    return total / (len(layers) * (3 if has_text else 2))
+def mean_tokens(ran: PartTokens, layers: int, has_text: bool) -> float:
+    """Of all parts that so many blocks have, each with the same weight; `ran`: in all blocks together."""
+    total = ran.attention + ran.feed_forward + (ran.text if has_text else 0)
+    return total / (layers * (3 if has_text else 2))
 
 
 def spans_own_work(spans: Sequence[Span], tokens: int, model: NextScaleModel) -> int:

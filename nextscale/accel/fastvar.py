@@ -13,7 +13,7 @@ from .. import kernels
 from ..cache import Env
 from ..errors import SettingError
 from ..models.base import NextScaleModel
-from ..models.blocks import ModulatedBlock
+from ..models.blocks import FusedPart, ModulatedBlock, run_fused
 from ..models.hart import Hart
 from ..models.infinity import Infinity
 from ..models.star import Star
@@ -224,7 +224,7 @@ def memory_names(layers: range) -> frozenset[Hashable]:
 
 @dataclass(frozen=True)
 class RememberedBlocks(Span):
-    """Runs all tokens, branch by branch, and keeps what every branch added."""
+    """Runs all tokens and keeps what every branch added: before its gain where kernels restore it, with it where torch does."""
 
     whole_stage = True
     layers: range
@@ -243,12 +243,31 @@ class RememberedBlocks(Span):
                 f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
                 f" {tokens.width} tokens there: choose a cache_stage that the other method leaves whole"
             )
+        fused = [remembering(block, number, part) for block in blocks for number, part in enumerate(fused_parts(block, x, env))]
+        if fused:
+            return run_fused(fused, x, tokens, env)
         for block in blocks:
             for number, branch in enumerate(block.parts):
                 update = branch(x, tokens, env)
                 env.memory.store(memory_key(block, number), update, tokens)
                 x = x + update
         return x
+
+
+def fused_parts(block: Block, x: Tensor, env: Env) -> tuple[FusedPart, ...]:
+    """The block's branches for the kernels, where these can be used."""
+    return block.fused_parts(x, env) if isinstance(block, ModulatedBlock) else ()
+
+
+def remembering(block: Block, number: int, part: FusedPart) -> FusedPart:
+    """The branch, which keeps what it computes, without its gain."""
+
+    def run(y: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        update = part.run(y, tokens, env)
+        env.memory.store(memory_key(block, number), update, tokens)
+        return update
+
+    return part._replace(run=run)
 
 
 @dataclass(frozen=True)
@@ -269,7 +288,7 @@ class ThinnedBlocks(Span):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
-            fused = block.fused_parts(x, env) if isinstance(block, ModulatedBlock) else ()
+            fused = fused_parts(block, x, env)
             for number, branch in enumerate(block.parts):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
                 if fused:

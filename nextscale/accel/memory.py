@@ -1,8 +1,7 @@
 """What a request takes in memory, from its plans: nothing is run, and the model may be on the meta device.
 
 Keys and values are what is allocated, to the byte, unless a method that decides by the image runs more than was assumed. Activations
-are an estimate for eager generation in bfloat16. With it the peaks of dense generation that were measured on an H200 are met within 2%
-for Infinity, STAR and VAR; those of HART and FlexVAR, whose decoder made the peak then, were 5 and 8% higher.
+are an estimate for eager generation on a GPU in bfloat16: `nextscale bench` writes it beside the peak that it measures.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..cache import CacheSpec, StageKeys
+from ..models.blocks import PIECE
 from ..models.hart import Hart
 from ..models.text_context import context_bytes
 from ..tokenizers.tiles import choose_strips, decode_bytes, images_at_a_time, stride
@@ -33,7 +33,7 @@ ASSUMED_KEPT = 0.5
 """Share of the cells for which memory is reserved where a method decides by the image; what runs more makes the caches grow."""
 
 FLOAT = 4  # bytes
-SPARE = 2  # maps of the residual stream, for what attention kernels and the rest of a request take: 15 were measured where 13 are counted
+SPARE = 1  # maps of the residual stream, for what kernels and the rest of a request take: 13.2 were measured where 12 had been counted
 RESTORING = 4  # maps that a span needs to restore what it did not run: input, resized memory, their sum, and a copy in other order
 
 
@@ -113,8 +113,16 @@ def request_memory(
         stored |= stored_maps(model, plan, ran.rows * stage.cells)
         most_stored = max(most_stored, sum(stored.values()))
         tokens = stage.cells if plan.width is None else plan.width
-        working = max(block_activations(model, plan, ran, tokens), head_activations(model, ran.rows, images, tokens))
-        drawing = max(drawing, cache.bytes_at(stage.index) + text + sum(stored.values()) + working)
+        keys = cache.bytes_at(stage.index)
+        blocks, head = block_activations(model, plan, ran, tokens), head_activations(model, ran.rows, images, tokens)
+        needs = [keys + max(blocks, head)]
+        if stage.index == cache.final:  # layer by layer, keys are freed once they are in the workspace
+            needs = [
+                keys + entering_activations(model, ran, tokens),
+                keys - cache.freed_bytes(1) + blocks,
+                keys - cache.freed_bytes(len(model.blocks)) + head,
+            ]
+        drawing = max(drawing, max(needs) + text + sum(stored.values()))
     return RequestMemory(
         weights_bytes(model) + weights_bytes(tokenizer),
         cache.bytes,
@@ -139,16 +147,31 @@ def stored_maps(model: NextScaleModel, plan: StagePlan, tokens: int) -> dict[obj
     return maps
 
 
+def entering_activations(model: NextScaleModel, ran: StageKeys, tokens: int) -> int:
+    """Of the first block until it has room for its keys: input and normalised; without the kernel also queries, keys and values."""
+    made = (2 + SPARE) * model.dtype.itemsize + (turned_bytes(model) if isinstance(model, Hart) else 0)
+    return ran.rows * model.block_config.width * max(*ran.tokens, tokens) * made
+
+
+def turned_bytes(model: NextScaleModel) -> int:
+    """Per channel of a token, until queries and keys are normalised and turned: all three, and queries once more where a kernel does it.
+
+    HART's are turned without, in float32: queries and keys before and after, and half of each beside them.
+    """
+    return 3 * model.dtype.itemsize + 2 * 2 * 2 * FLOAT if isinstance(model, Hart) else 4 * model.dtype.itemsize
+
+
 def block_activations(model: NextScaleModel, plan: StagePlan, ran: StageKeys, tokens: int) -> int:
     """Of the block that takes most, when `tokens` of a row enter."""
     config, size = model.block_config, model.dtype.itemsize
-    # Input, normalised, queries, keys and values; queries and keys twice in float32, before and after they are turned.
-    attention = 5 * size + 2 * 2 * FLOAT * (2 if isinstance(model, Hart) else 1)
-    hidden = config.hidden / config.width
-    feed_forward = size * (2 + (4 if config.gated else 2) * hidden)  # input, normalised, hidden before and after the activation
+    computed = max(ran.tokens)
+    attention = 2 * size + turned_bytes(model)  # input, normalised
+    piece = min(1.0, PIECE / (ran.rows * computed))
+    hidden = config.hidden / config.width * (3 if config.gated else 1)  # the activation takes its place; gate and value lie side by side
+    feed_forward = size * (3 + piece * (1 + hidden))  # input, normalised, result
     one = ran.rows * config.width
-    whole = one * tokens * size * (RESTORING if plan.spans else 0)
-    return round(max(ran.tokens) * one * (max(attention, feed_forward) + SPARE * size) + whole)
+    whole = one * tokens * size * (1 + (RESTORING if plan.spans else 0))  # what entered the stage is held
+    return round(computed * one * (max(attention, feed_forward) + SPARE * size) + whole)
 
 
 def head_activations(model: NextScaleModel, rows: int, images: int, tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
@@ -169,6 +170,15 @@ class Method:
     def follows_image(self) -> bool:
         """Whether plans depend on the image, so that no fixed sequence of launches can stand for a request."""
         return self.plans_by_image
+
+    @property
+    def recordable(self) -> bool:
+        """Whether its runs leave the host out of it but for `look`: what reads from the device between stages cannot be recorded."""
+        return True
+
+    def fork(self) -> Method:
+        """Of a run: another that goes on from here, with the same tensors."""
+        return copy.copy(self)
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return DENSE

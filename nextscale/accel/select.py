@@ -77,7 +77,7 @@ def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
     """Mean over the real tokens of every row of x [R, N, C]: [R, 1, C], float32."""
     real = real_tokens(tokens, x.shape[1])
     if real is None or tokens.count is None:
-        return x.mean(dim=1, keepdim=True, dtype=torch.float32)
+        return kernels.mean_over_tokens(x) if kernels.available(x) else x.mean(dim=1, keepdim=True, dtype=torch.float32)
     return x.masked_fill(~real[..., None], 0).sum(dim=1, keepdim=True, dtype=torch.float32) / tokens.count[:, None, None]
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from ..cache import Env
 from ..errors import SettingError
 from ..models import Infinity, NextScaleModel, Star
+from ..models.blocks import Block, run_in_order
 from ..stage import Schedule, Stage, Tokens
 from .combine import Combined
 from .lowrank import Energy, Rank, Share, project, projection, repeat_tail, representatives, squared_norms, zero_tail
 from .method import Method, RunSetup, StagePlan
-from .stagevar_groups import LowRank, RunState, first_tokens, memory_name, run
+from .stagevar_groups import LowRank, RunState, first_tokens, memory_name
 from .stagevar_ranks import CONSTANT_RATIO, RankProbe, counted_tokens, no_table, table_for, table_ratios
 from .stagevar_settings import (
     PUBLISHED,
@@ -36,7 +37,6 @@ from .stagevar_variants import ApproximatedRows, LeastSquaresRows, SingularRows
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
-    from ..models.blocks import Block
     from ..pipeline import Pipeline
 
 Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
@@ -116,6 +116,11 @@ class StageVAR(Method):
                 "load it without, or draw one image at a time"
             )
         return _Run(plans, state)
+
+    @property
+    def recordable(self) -> bool:
+        """Measured ranks are read by the host, and solvers tell it whether they succeeded."""
+        return self.variant in ("vanilla", "representative") and self.ranks != "measured"
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
         """Of a guided request. `kept` matters for measured ranks only: the share of the largest possible rank."""
@@ -277,7 +282,7 @@ class Remember:
         return tokens
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        x = run(blocks, x, tokens, env)
+        x = run_in_order(blocks, x, tokens, env)
         env.memory.store(memory_name(self.group), x, tokens)
         return x
 
@@ -293,7 +298,7 @@ class RepresentativeRows(LowRank):
         q = projection(normal, width if ranks is None else ranks)
         rows = repeat_tail(project(zero_tail(x, tokens.count), q), ranks)
         places = tokens.take(chosen, ranks)
-        y = run(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, env)
+        y = run_in_order(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, env)
         self.run_state.record(places, rows, len(self.layers))
         return self.remembered(tokens, env).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
 

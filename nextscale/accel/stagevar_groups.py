@@ -137,12 +137,6 @@ def memory_name(group: int) -> Hashable:
     return "stagevar", group
 
 
-def run(blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-    for block in blocks:
-        x = block(x, tokens, env)
-    return x
-
-
 def first_tokens(tokens: Tokens, rows: Tensor, count: Tensor | None) -> Tokens:
     """The first of these tokens, as places of `rows` [R, r, C] that stand for no token in particular."""
     place = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[0], -1)

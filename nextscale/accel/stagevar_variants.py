@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from ..cache import Env
+from ..models.blocks import Block, run_in_order
 from ..stage import Tokens
 from .lowrank import (
     Energy,
@@ -22,10 +23,7 @@ from .lowrank import (
     singular_energies,
     zero_tail,
 )
-from .stagevar_groups import LowRank, first_tokens, run
-
-if TYPE_CHECKING:
-    from ..models.blocks import Block
+from .stagevar_groups import LowRank, first_tokens
 
 
 class LeastSquaresRows(LowRank):
@@ -41,7 +39,7 @@ class LeastSquaresRows(LowRank):
         rows = zero_tail(project(zero_tail(x, tokens.count), q), ranks)
         previous = self.remembered(tokens, env)
         previous_rows = zero_tail(project(zero_tail(previous, tokens.count), q), ranks)
-        y = run(blocks, repeat_tail(rows, ranks), first_tokens(tokens, rows, ranks), env)
+        y = run_in_order(blocks, repeat_tail(rows, ranks), first_tokens(tokens, rows, ranks), env)
         self.record_rows(x, tokens, width, ranks)
         weights = least_squares_weights(rows, x) + least_squares_weights(previous_rows, previous)
         return weights @ y.float()  # which are 0 beyond the ranks
@@ -54,7 +52,7 @@ class SingularRows(LowRank):
         width, ranks = self.ranks(x, tokens)
         u, rows = factors(zero_tail(x, tokens.count), width)
         previous, _ = factors(zero_tail(self.remembered(tokens, env), tokens.count), width)
-        y = run(blocks, repeat_tail(rows, ranks).to(x.dtype), first_tokens(tokens, rows, ranks), env)
+        y = run_in_order(blocks, repeat_tail(rows, ranks).to(x.dtype), first_tokens(tokens, rows, ranks), env)
         self.record_rows(x, tokens, width, ranks)
         return (u + same_direction(previous, u)) @ zero_tail(y.float(), ranks)
 
@@ -75,4 +73,4 @@ class ApproximatedRows(LowRank):
         ranks = energy_ranks(singular_energies(x, tokens.count), self.rank.alpha)
         near = repeat_tail(approximation(zero_tail(x, tokens.count), ranks).to(x.dtype), tokens.count)
         self.run_state.record(tokens, x, len(self.layers))
-        return run(blocks, near, tokens, env)
+        return run_in_order(blocks, near, tokens, env)

@@ -68,7 +68,11 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; in each, every method draws one request.")] = 10,
     step: Annotated[
         str | None,
-        typer.Option(metavar="NAME", show_default="the engine", help="What these rows are in the waterfall, such as 'graphs + kernels'."),
+        typer.Option(
+            metavar="NAME",
+            show_default="the engine, and whether it ran without kernels",
+            help="What these rows are in the waterfall, after the steps that it has of itself; they are in no other table.",
+        ),
     ] = None,
     weights: Annotated[
         Path | None,

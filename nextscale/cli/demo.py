@@ -127,6 +127,11 @@ class Row:
         cells = sum(stage.height * stage.width for stage in self.reports[0].stages)
         return self._mean([sum(stage.computed for stage in report.stages) / cells for report in self.reports])
 
+    @property
+    def padding(self) -> float:
+        """Share of these that no image needed."""
+        return self._mean([report.padding for report in self.reports])
+
     def _mean(self, shares: Sequence[float]) -> float:
         """Of all images, each with the share of its call."""
         images = [len(report.seeds or ()) for report in self.reports]
@@ -158,12 +163,16 @@ def find_lpips(device: torch.device) -> Lpips | None:
 
 def comparison(rows: Sequence[Row], lpips: Lpips | None) -> Table:
     table = Table("method", box=None, pad_edge=False)
-    headings = ["seconds per image", "times as fast", "multiply-adds", "tokens", "PSNR to dense", *(["LPIPS"] if lpips else [])]
+    padded = any(row.padding for row in rows)
+    headings = ["seconds per image", "times as fast", "multiply-adds", "tokens", *(["padding"] if padded else []), "PSNR to dense"]
+    headings += ["LPIPS"] if lpips else []
     for heading in headings:
         table.add_column(heading, justify="right")
     dense = rows[0]
     for row in rows:
         measures = [f"{row.seconds:.2f}", f"{dense.seconds / row.seconds:.2f}", percent(row.cost_share), percent(row.tokens_share)]
+        if padded:
+            measures.append(percent(row.padding))
         likeness = [decibels(psnr(row.pixels, dense.pixels))]
         if lpips:
             likeness.append(f"{lpips(row.pixels.clamp(-1, 1), dense.pixels.clamp(-1, 1)).mean():.3f}")

@@ -294,12 +294,15 @@ def show_results(calls: Sequence[Call]) -> None:
         table.add_column(heading, justify="right")
     table.add_column("method", overflow="fold")
     table.add_column("multiply-adds", justify="right")
+    padded = any(call.report.padding for call in calls)
+    if padded:
+        table.add_column("padding", justify="right")
     for call in calls:
         for picture in call.pictures:
             height, width = call.report.size
             seconds = f"{call.report.seconds / len(call.pictures):.2f}"
-            work = f"{100 * call.report.cost_share:.1f}%"
-            table.add_row(escape(str(picture.file)), str(picture.seed), f"{height}x{width}", seconds, escape(call.report.method), work)
+            work = [f"{100 * share:.1f}%" for share in (call.report.cost_share, *([call.report.padding] if padded else []))]
+            table.add_row(escape(str(picture.file)), str(picture.seed), f"{height}x{width}", seconds, escape(call.report.method), *work)
     console = result_console()
     console.print(table)
     reports = [call.report for call in calls]

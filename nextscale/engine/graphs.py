@@ -1,7 +1,7 @@
-"""Recorded requests: every stage as one CUDA graph, so that the host only says which comes next.
+"""Recorded requests: the condition and every stage as one CUDA graph each, so that the host only says which comes next.
 
 A recording fixes everything that decides shapes and launches: schedule, batch, guidance, sampling, method, room for the text. What
-differs from request to request lies at fixed addresses: the condition and the random numbers.
+differs from request to request lies at fixed addresses: what the prompts give and the random numbers.
 """
 
 from __future__ import annotations
@@ -9,32 +9,37 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..accel.combine import Combined
 from ..accel.method import Method
 from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
 from ..errors import SettingError
 from ..generate import Request, StageDone, as_drawn, begin, draw_stage
-from ..models.base import Conditioning, NextScaleModel
+from ..models.base import Conditioning, Given, NextScaleModel
 from ..report import Stopwatch
 from ..sampling import Sampling
 from ..stage import Schedule, Stage
 from ..tokenizers.base import Tokenizer
-from .conditions import FixedConditioning, text_tokens, text_width
+from .conditions import FixedGiven, text_width
 from .draws import FixedDraws
+from .segments import expandable_segments
 
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2  # runs before the recording
-RUNGS = 12  # of the ladder of token numbers; the padding that is paid is at most one of them, a twelfth of the stage
+TOLD_AT_MOST = 32  # kinds of requests without a recording that are warned about
+# Rungs of the ladder of token numbers: narrow where few are kept and each of them tells, so that padding is a few percent of what is run.
+PARTS = 32
+RUNGS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
 
 
 @dataclass(frozen=True)
@@ -44,27 +49,15 @@ class Signature:
     schedule: Schedule
     batch: int
     rows: int
-    scales: tuple[float, ...]
-    guided_layers: frozenset[int]
-    guides_logits: bool
+    guidance: Hashable
     sampling: Sampling
     method: Method
     text: int  # room for so many tokens
 
     @classmethod
-    def of(cls, request: Request, cond: Conditioning, method: Method) -> Signature:
-        guidance = request.guidance
-        return cls(
-            request.schedule,
-            request.batch,
-            cond.start.shape[0],
-            guidance.scales,
-            guidance.layers,
-            guidance.output_scale(request.schedule[0]) == guidance.scales[0],
-            request.sampling,
-            method,
-            text_width(text_tokens(cond)),
-        )
+    def of(cls, request: Request, method: Method, longest: int) -> Signature:
+        """`longest`: tokens of the longest prompt; 0 where there is no text."""
+        return cls(request.schedule, request.batch, request.rows, request.guidance.key, request.sampling, method, text_width(longest))
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ class SilentClock(Stopwatch):
 
 def ladder(cells: int) -> tuple[int, ...]:
     """The numbers of tokens for which a stage is recorded where the image decides, from all cells down."""
-    return tuple(dict.fromkeys(max(1, cells * rung // RUNGS) for rung in range(RUNGS, 0, -1)))
+    return tuple(dict.fromkeys(max(1, cells * rung // PARTS) for rung in RUNGS))
 
 
 @dataclass(eq=False)
@@ -101,8 +94,7 @@ class State:
         """The same tensors in objects of its own, so that a stage can be run in several ways from here."""
         env = replace(self.env, cond=self.env.cond.copy(), cache=[copy.copy(cache) for cache in self.env.cache])
         env.memory = self.env.memory.copy()
-        run = Combined(tuple(map(copy.copy, self.run.methods))) if isinstance(self.run, Combined) else copy.copy(self.run)
-        return State(copy.copy(self.canvas), env, run)
+        return State(copy.copy(self.canvas), env, self.run.fork())
 
     def carried(self) -> list[Tensor]:
         """What later stages read and what depends on how this one was run. Keys and values lie in memory that all forks share."""
@@ -110,12 +102,48 @@ class State:
         return [self.canvas.latent, *self.run.carried(), *lengths]
 
 
+class Launches(TorchDispatchMode):
+    """Counts what is run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way to run a stage: its graph and what it leaves."""
+    """One way to run a stage: its graph and what it leaves. Most skipped stages launch nothing and have no graph."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: torch.cuda.CUDAGraph | None
     done: StageDone
+
+    def replay(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+
+
+class Look:
+    """Counts the tokens of a stage where the image decides."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, counts: Tensor) -> None:
+        """`counts` [B], on the device."""
+        self._graph, self._counts = graph, counts
+        self._told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._counted = torch.cuda.Event()
+
+    def start(self) -> None:
+        self._graph.replay()
+        self._told.copy_(self._counts, non_blocking=True)
+        self._counted.record(torch.cuda.current_stream(self._counts.device))
+
+    def needed(self) -> int:
+        """The most of any image; the host waits for the count, not for what was launched after it."""
+        self._counted.synchronize()
+        return int(self._told.max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,17 +153,12 @@ class Step:
     ways: Mapping[int, Way]  # by number of tokens, the largest first
     latent: Tensor  # what the canvas holds afterwards, whichever way was taken
     finite: Tensor | None
-    look: torch.cuda.CUDAGraph | None = None
-    counts: Tensor | None = None  # [B], on the device
-    told: Tensor | None = None  # the same on the host
+    look: Look | None = None
 
     def way(self) -> Way:
-        if self.look is None or self.counts is None or self.told is None:
+        if self.look is None:
             return next(iter(self.ways.values()))
-        self.look.replay()
-        self.told.copy_(self.counts, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        needed = int(self.told.max())
+        needed = self.look.needed()
         return self.ways[min(width for width in self.ways if width >= needed)]
 
 
@@ -147,19 +170,21 @@ class Recording:
         model: NextScaleModel,
         tokenizer: Tokenizer,
         request: Request,
-        cond: Conditioning,
+        given: Given,
+        tables: Any,
         method: Method,
         text: int,
         pool: Any,
+        stream: torch.cuda.Stream,
     ) -> None:
-        self._model, self._tokenizer, self._method, self._pool = model, tokenizer, method, pool
-        self._fixed = FixedConditioning(cond, text)
-        self._fixed.load(cond)
+        """`tables`: what the model makes of the schedule. `pool`, `stream`: where it is recorded; memory is shared where both are."""
+        self._model, self._tokenizer, self._method, self._pool, self._stream = model, tokenizer, method, pool, stream
+        self._given, self._tables = FixedGiven(given, text), tables
         self._draws, self._method_draws = FixedDraws(), FixedDraws()
-        self._stream = torch.cuda.Stream(model.device)
-        self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device))
-        self._begin_graph = torch.cuda.CUDAGraph()
+        self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device), recorded=True)
+        self._plans = method.forecast(model, request.schedule)
         self._warm_up()
+        self._condition_graph = torch.cuda.CUDAGraph()
         self._steps = self._record()
         self.canvas = tokenizer.canvas(request.schedule, request.batch)
         self._decode_graph = torch.cuda.CUDAGraph()
@@ -168,65 +193,99 @@ class Recording:
 
     @property
     def graphs(self) -> int:
-        return 2 + sum(len(step.ways) + (step.look is not None) for step in self._steps)
+        ways = [way for step in self._steps for way in step.ways.values()]
+        return 2 + sum(way.graph is not None for way in ways) + sum(step.look is not None for step in self._steps)
 
-    def _start(self) -> Conditioning:
+    def _condition(self) -> Conditioning:
+        return self._model.conditioned(self._given.value, self._tables)
+
+    def _begin(self, cond: Conditioning) -> tuple[Method, Env]:
         self._draws.rewind()
         self._method_draws.rewind()
-        return self._fixed.value.copy()  # rows that a method drops leave the copy, not what replays load into
+        return begin(self._model, cond, self._request, self._method, kept=1.0)
 
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be recorded."""
         request = self._request
-        self._stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream(self._model.device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
+            for run in range(WARM_UPS):
                 canvas = self._tokenizer.canvas(request.schedule, request.batch)
-                run, env = begin(self._model, self._start(), request, self._method, kept=1.0)
+                method, env = self._begin(self._condition())
+                state = State(canvas, env, method)
                 for stage in request.schedule:
-                    if self._method.follows_image and run.look(stage, canvas) is not None:
-                        run.told(0, stage.cells)  # as it is recorded, whatever this image needs: it draws and launches more
-                    draw_stage(self._model, canvas, request, run, run.plan_as_told(stage, canvas), env, stage)
+                    counts, _, _ = self._run_stage(stage, state)
+                    if counts is not None:  # as it is recorded, whatever this image needs: it draws and launches more
+                        state.run.told(0, stage.cells)
+                        plan = state.run.plan_as_told(stage, canvas)
+                        draw_stage(self._model, canvas, request, state.run, plan, env, stage)
+                    if not run:
+                        self._draws.end_stage()
+                        self._method_draws.end_stage()
+                if not run:
+                    self._draws.share_memory()  # not what a method draws, which it may keep
                 self._tokenizer.decode(canvas.latent)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        current.wait_stream(self._stream)
+        torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
 
     def _record(self) -> list[Step]:
-        request = self._request
-        canvas = self._tokenizer.canvas(request.schedule, request.batch)
+        canvas = self._tokenizer.canvas(self._request.schedule, self._request.batch)
         self._empty = canvas.latent  # not from the pool, and read at every replay
-        with self._captured(self._begin_graph):  # methods may draw before the first stage
-            run, env = begin(self._model, self._start(), request, self._method, kept=1.0)
-        # Keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that the next
-        # recording can use the memory: a request has no use for what another has left there.
-        state, steps = State(canvas, env, run), []
+        # The condition, keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that
+        # the decoder and the next recording can use the memory: a request has no use for what another has left there.
+        with self._captured(self._condition_graph):
+            cond = self._condition()
+        state: State | None = None
+        steps: list[Step] = []
         forks: list[State] = []
-        for stage in request.schedule:
-            step, state = self._record_stage(stage, state, forks)
+        for stage in self._request.schedule:
+            if state is not None and self._launches_nothing(stage, state):
+                _, done, finite = self._run_stage(stage, state)
+                assert done is not None
+                steps.append(Step({0: Way(None, done)}, state.canvas.latent, finite))
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with self._captured(graph):
+                if state is None:  # in the first stage's graph: methods may draw before it
+                    run, env = self._begin(cond.copy())  # rows that a method drops leave the copy, and no later stage takes their memory
+                    state = State(canvas, env, run)
+                counts, done, finite = self._run_stage(stage, state)
+            if counts is not None:
+                step, state = self._record_ladder(stage, state, graph, counts, forks)
+            else:
+                assert done is not None
+                step = Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite)
             steps.append(step)
         return steps
 
-    def _record_stage(self, stage: Stage, state: State, forks: list[State]) -> tuple[Step, State]:
-        """The step, and the state that all of its ways leave behind. `forks`: states that must live until all stages are recorded."""
-        counts: Tensor | None = None
-        done: StageDone | None = None
-        finite: Tensor | None = None
-        graph = torch.cuda.CUDAGraph()
-        with self._captured(graph):
-            if self._method.follows_image:
-                counts = state.run.look(stage, state.canvas)
-                # Rows leave here and not in the ways of the stage, whose caches have to share their memory.
-                state.env.keep(self._method.forecast(self._model, self._request.schedule)[stage.index].branches)
-            if counts is None:
-                plan = state.run.plan_as_told(stage, state.canvas)
-                done, finite = draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
-        if counts is not None:
-            return self._record_ladder(stage, state, graph, counts, forks)
-        assert done is not None
-        return Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite), state
+    def _launches_nothing(self, stage: Stage, state: State) -> bool:
+        """Of skipped stages: where the canvas stays as it is and the method looks at nothing, a graph would be empty."""
+        if not self._plans[stage.index].skip:
+            return False
+        drawn = self._draws.drawn, self._method_draws.drawn
+        with Launches() as launches:
+            self._run_stage(stage, state.fork())
+        self._draws.rewind(drawn[0])
+        self._method_draws.rewind(drawn[1])
+        return launches.count == 0
+
+    def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageDone | None, Tensor | None]:
+        """What was drawn and whether it is finite, as `draw_stage` tells it; or, where the image decides, its tokens [B] alone."""
+        planned = self._plans[stage.index]
+        if self._method.follows_image:
+            counts = state.run.look(stage, state.canvas)
+            # Rows leave here and not in the ways of the stage, whose caches have to share their memory.
+            state.env.keep(planned.branches)
+            if counts is not None and not planned.skip:
+                return counts, None, None
+        plan = state.run.plan_as_told(stage, state.canvas)
+        return None, *draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
     def _record_ladder(
         self, stage: Stage, state: State, look: torch.cuda.CUDAGraph, counts: Tensor, forks: list[State]
     ) -> tuple[Step, State]:
+        """The step, and the state that all of its ways leave behind. `forks`: states that must live until all stages are recorded."""
         ways: dict[int, Way] = {}
         first, good = state, None
         drawn = self._draws.drawn, self._method_draws.drawn
@@ -239,29 +298,35 @@ class Recording:
             with self._captured(graph):
                 plan = fork.run.plan_as_told(stage, fork.canvas)  # a method may draw for it
                 done, finite = draw_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
+                done = done.without_logits()
                 if ways and finite is not None and good is not None:
                     torch._foreach_copy_([good, *first.carried()], [finite, *fork.carried()])
+                    done = with_codes_of(next(iter(ways.values())).done, done)
             if not ways:
                 first, good = fork, finite
-            ways[width] = Way(graph, done.without_logits())
+            ways[width] = Way(graph, done)
         forks += [state, first]
-        told = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
-        return Step(ways, first.canvas.latent, good, look, counts, told), first
+        return Step(ways, first.canvas.latent, good, Look(look, counts)), first
 
     @contextmanager
     def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             yield
 
-    def draw(self, request: Request, cond: Conditioning, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
-        """Like `generate`, with what the recording was made from replaced by this request's."""
-        self._fixed.load(cond)
-        self._draws.refill(request.draws)
-        self._method_draws.refill(request.method_draws)
-        self._begin_graph.replay()
-        for step in self._steps:
+    def condition(self, given: Given) -> None:
+        """Puts these prompts in the place of those before."""
+        self._given.load(given)
+        self._condition_graph.replay()
+
+    def draw(self, request: Request, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
+        """Like `generate`, for the prompts of `condition`, with this request's random numbers."""
+        for stage, step in enumerate(self._steps):
+            self._method_draws.refill(request.method_draws, stage)
+            if step.look is not None:
+                step.look.start()
+            self._draws.refill(request.draws, stage)
             way = step.way()
-            way.graph.replay()
+            way.replay()
             self.canvas.latent = step.latent
             watch(replace(way.done, canvas=self.canvas))
         return {stage: step.finite for stage, step in enumerate(self._steps) if step.finite is not None}
@@ -271,6 +336,16 @@ class Recording:
         return self.pixels
 
 
+def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
+    """`done` with its codes moved to where another way has put its own, where they fit: mixtures of 4096 codes take 16 KiB a cell."""
+    pairs = {"codes": (first.codes, done.codes), "ids": (first.ids, done.ids)}
+    moved: dict[str, Any] = {}
+    for name, (target, source) in pairs.items():
+        if target is not None and source is not None and target.shape == source.shape:
+            moved[name] = target.copy_(source)
+    return replace(done, **moved)
+
+
 class Recordings:
     """All recordings of a pipeline. They share one pool of memory, since only one is replayed at a time."""
 
@@ -278,48 +353,84 @@ class Recordings:
         self._model, self._tokenizer = model, tokenizer
         self._recordings: dict[Signature, Recording] = {}
         self._pool: Any = None  # torch names no public type
+        self._stream: torch.cuda.Stream | None = None  # of all captures: torch shares a pool's memory within a stream
+        self._weights: tuple[int, ...] = ()
+        self._replaying = Lock()
         self._told: set[Signature] = set()
+        self.bytes = 0  # that all of them keep
 
-    def record(self, request: Request, cond: Conditioning, method: Method) -> WarmUp:
-        """Makes a recording for requests like this one, unless there is one."""
+    def record(self, request: Request, method: Method, longest: int, given: Given, tables: Any) -> WarmUp:
+        """Makes a recording for requests like this one, unless there is one. `longest`: tokens of the longest prompt."""
         require_recordable(self._model, request, method)
-        signature = Signature.of(request, cond, method)
+        signature = Signature.of(request, method, longest)
         if signature in self._recordings:
             return WarmUp(0.0, 0, 0)
         device = self._model.device
+        self._forget_if_weights_moved()
         if not self._recordings:  # torch refuses a pool that no graph uses any more while something in it is still held
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._stream, self._weights = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), self._addresses()
+        assert self._stream is not None
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # so that what is reserved afterwards is what the recording keeps
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
-        with torch.inference_mode():
-            recording = Recording(self._model, self._tokenizer, request, cond, method, signature.text, self._pool)
+        with torch.inference_mode(), expandable_segments():
+            recording = Recording(self._model, self._tokenizer, request, given, tables, method, signature.text, self._pool, self._stream)
         torch.cuda.synchronize(device)
         self._recordings[signature] = recording
-        return WarmUp(time.perf_counter() - begun, recording.graphs, torch.cuda.memory_reserved(device) - before)
+        taken = torch.cuda.memory_reserved(device) - before
+        self.bytes += taken
+        return WarmUp(time.perf_counter() - begun, recording.graphs, taken)
 
-    def find(self, request: Request, cond: Conditioning, method: Method) -> Recording | None:
+    @contextmanager
+    def taken(self, request: Request, method: Method, longest: int) -> Iterator[Recording | None]:
+        """`find`, for this caller alone until the end of the `with` block. None also where another thread, or a caller further up, is
+        replaying: all recordings share their memory."""
+        recording = self.find(request, method, longest)
+        if recording is None or not self._replaying.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield recording
+        finally:
+            self._replaying.release()
+
+    def find(self, request: Request, method: Method, longest: int) -> Recording | None:
         """The recording for such a request; None, and said once for each kind, where there is none."""
-        if request.revise is not as_drawn or request.track_kept:
+        if request.revise is not as_drawn or request.track_kept or not method.recordable:
             return None
-        signature = Signature.of(request, cond, method)
+        self._forget_if_weights_moved()
+        signature = Signature.of(request, method, longest)
         found = self._recordings.get(signature)
         if found is None:
             alike = [known for known in self._recordings if replace(known, text=signature.text) == signature]
             wider = [known for known in alike if known.text > signature.text]
             found = self._recordings[min(wider, key=lambda known: known.text)] if wider else None
-        if found is None and self._recordings and signature not in self._told:
+        if found is None and self._recordings and signature not in self._told and len(self._told) < TOLD_AT_MOST:
             self._told.add(signature)
             log.warning(
-                "no recording for %d image(s) of %s with %s: drawn eagerly; pipe.warmup(...) makes one",
+                "no recording for %d image(s) of %s with %s, up to %d tokens of text, this guidance and this sampling: drawn eagerly;"
+                " pipe.warmup(...) makes one",
                 request.batch,
                 request.schedule,
                 method.label,
+                signature.text,
             )
         return found
 
     def clear(self) -> None:
         self._recordings.clear()
         self._told.clear()
+        self.bytes = 0
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where the weights lie, which recordings read there."""
+        modules = (self._model, self._tokenizer)
+        return tuple(tensor.data_ptr() for module in modules for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+
+    def _forget_if_weights_moved(self) -> None:
+        if self._recordings and self._addresses() != self._weights:
+            log.warning("the weights have moved since pipe.warmup(...), to another device or type: its recordings are forgotten")
+            self.clear()
 
 
 def require_recordable(model: NextScaleModel, request: Request, method: Method) -> None:
@@ -327,3 +438,5 @@ def require_recordable(model: NextScaleModel, request: Request, method: Method) 
         raise SettingError(f"graphs are recorded on a GPU; this model is on {model.device}: use engine='eager' there")
     if request.track_kept or request.revise is not as_drawn:
         raise SettingError("masks and revise need the host between stages and cannot be recorded: leave them out of warmup")
+    if not method.recordable:
+        raise SettingError(f"{method.label} reads from the device between stages and cannot be recorded: calls with it run eagerly")

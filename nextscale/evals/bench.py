@@ -13,11 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, get_args
 
 import torch
 
+from .. import kernels
 from ..accel.cost import Workload
+from ..accel.memory import ASSUMED_KEPT, request_memory
 from ..accel.method import Method
 from ..engine.graphs import WarmUp
 from ..errors import SettingError
@@ -47,7 +50,9 @@ class Plan:
     engines: tuple[Engine, ...]
     repeats: int
     rates: Rates
-    step: str | None = None  # what rows are called in the waterfall; None is the engine that was asked for
+    step: str | None = (
+        None  # what rows are called in the waterfall; None is the engine that was asked for, and whether it was without kernels
+    )
     weights: str = "random"
     meter: EnergyMeter | None = None
 
@@ -98,6 +103,7 @@ class Runner:
     error: str | None = None
     drawn: list[Drawn] = field(default_factory=list)
     energy: float | None = None  # joules per image
+    not_metered: str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -119,31 +125,40 @@ class Runner:
         if self.error is not None:
             return None
         try:
-            wait(self.device)
-            before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-            begun = time.perf_counter()
-            report = self.pipe(given, seed=seed, size=self.case.size, method=self.method).report
-            wait(self.device)
-            return Drawn(report, time.perf_counter() - begun, report.peak_memory - before)
+            return self.request(given, seed)
         except Exception as error:
             self.error = in_short(error)
             return None
+
+    def request(self, given: Any, seed: int) -> Drawn:
+        wait(self.device)
+        before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        begun = time.perf_counter()
+        report = self.pipe(given, seed=seed, size=self.case.size, method=self.method).report
+        wait(self.device)
+        return Drawn(report, time.perf_counter() - begun, report.peak_memory - before)
 
 
 def bench_case(pipe: Pipeline, case: Case, methods: Mapping[str, Method], plan: Plan) -> list[Row]:
     """A row per engine and method. What fails is a row that says so."""
     runners = [Runner(name, method, with_engine(pipe, engine), case, engine) for engine in plan.engines for name, method in methods.items()]
     rows: list[Row] = []
+    run = run_name(case)
     for together in rounds(runners):
         take_turns(together, plan)
         references = {runner.engine: runner for runner in together if runner.name == DENSE}
         known = {(row["engine_asked"], row["method"]) for row in rows}
         new = [runner for runner in together if (runner.engine, runner.name) not in known]
-        rows += [row_of(runner, references.get(runner.engine), plan) for runner in new]
+        rows += [row_of(runner, references.get(runner.engine), plan) | {"run": run} for runner in new]
         for runner in together:
             runner.pipe.recordings.clear()
         release(pipe.model.device)
     return rows
+
+
+def run_name(case: Case) -> str:
+    """The same for all that is measured in turns."""
+    return f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {case.name}"
 
 
 def rounds(runners: Sequence[Runner]) -> Iterator[list[Runner]]:
@@ -197,10 +212,14 @@ def joules_per_image(runner: Runner, given: Any, meter: EnergyMeter) -> float | 
         return None
     requests = max(2, math.ceil(METERED_SECONDS / statistics.median(drawn.seconds for drawn in runner.drawn)))
     before = meter.joules()
-    for seed in range(requests):
-        runner.draw(given, seed)
+    try:
+        for seed in range(requests):
+            runner.request(given, seed)
+    except Exception as error:  # its times stay what they are
+        runner.not_metered = in_short(error)
+        return None
     after = meter.joules()
-    return None if before is None or after is None or runner.error else (after - before) / (requests * runner.case.batch)
+    return None if before is None or after is None else (after - before) / (requests * runner.case.batch)
 
 
 def row_of(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
@@ -212,12 +231,15 @@ def row_of(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
         row |= {"size": [*runner.drawn[0].report.size], "engine": runner.drawn[0].report.engine}
     if runner.not_recorded is not None:
         row["not_recorded"] = runner.not_recorded
+    if runner.not_metered is not None:
+        row["not_metered"] = runner.not_metered
     return row | ({"error": runner.error} if runner.error is not None else numbers(runner, dense, plan))
 
 
 def config(case: Case, name: str, method: Method, engine: Engine, plan: Plan) -> Row:
     """What a row is about, known before anything has run."""
     asked = [*case.size] if isinstance(case.size, tuple) else [case.size, case.size] if isinstance(case.size, int) else None
+    with_kernels = kernels.enabled(plan.device)
     return {
         "benchmark": BENCHMARK,
         "suite": case.suite,
@@ -228,7 +250,8 @@ def config(case: Case, name: str, method: Method, engine: Engine, plan: Plan) ->
         "dtype": None,
         "engine": engine,
         "engine_asked": engine,
-        "step": plan.step or engine,
+        "kernels": with_kernels,
+        "step": plan.step or (engine if with_kernels else f"{engine}, plain torch"),
         "method": name,
         "settings": method.label,
         "guided": True,
@@ -251,8 +274,11 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
     generate = spread_ms([one.generate_seconds for one in drawn])
     end_to_end = spread_ms([one.seconds for one in drawn])
     shares = [statistics.fmean(report.stages[i].cost_share for report in reports) for i in stages]
-    limit = request_limit(pipe.model, workload(pipe, case), shares, plan.rates)
+    asked = workload(pipe, case)
+    limit = request_limit(pipe.model, asked, shares, plan.rates)
     peak = max(one.memory for one in drawn) + runner.recorded_bytes + (weight_bytes(pipe) if runner.device.type == "cuda" else 0)
+    plans = runner.method.forecast(pipe.model, asked.schedule, ASSUMED_KEPT)
+    predicted = request_memory(pipe.model, pipe.tokenizer, asked, plans)
     recording = runner.warm_up
     return {
         "repeats": len(drawn),
@@ -262,11 +288,12 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
         "speedup": ratio(lambda one: one.generate_seconds),
         "speedup_end_to_end": ratio(lambda one: one.seconds),
         "images_per_second": round(1000 * case.batch / end_to_end["median_ms"], 3),
-        "choice": spread_ms([sum(stage.choice_seconds for stage in report.stages) for report in reports]),
-        "residual": spread_ms([sum(stage.residual_seconds for stage in report.stages) for report in reports]),
+        "choice": spread_known_ms([[stage.choice_seconds for stage in report.stages] for report in reports]),
+        "residual": spread_known_ms([[stage.residual_seconds for stage in report.stages] for report in reports]),
         "cost_share": round(statistics.fmean(report.cost_share for report in reports), 4),
         "tokens": [stage.tokens for stage in reports[0].stages],
         "computed": [round(stage.computed, 1) for stage in reports[0].stages],
+        "padding": [round(statistics.fmean(report.stages[i].padding for report in reports), 4) for i in stages],
         "rows": [stage.rows for stage in reports[0].stages],
         "stage_median_ms": [spread_ms([report.stages[i].seconds for report in reports])["median_ms"] for i in stages],
         "limit_ms": round(1000 * limit.both, 3),
@@ -274,6 +301,7 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
         "limit_reading_ms": round(1000 * limit.reading, 3),
         "times_limit": round(generate["median_ms"] / (1000 * limit.both), 3),
         "peak_gb": round(peak / 1e9, 2),
+        "predicted_gb": round(predicted.peak / 1e9, 2),  # of eager generation
         "weights_gb": round(weight_bytes(pipe) / 1e9, 2),
         "planned_gb": round(reports[0].planned_memory / 1e9, 2),
         "recording": recording
@@ -284,9 +312,8 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
 
 def failed_rows(case: Case, methods: Mapping[str, Method], plan: Plan, error: Exception) -> list[Row]:
     """Where the model itself could not be made."""
-    return [
-        config(case, name, method, engine, plan) | {"error": in_short(error)} for engine in plan.engines for name, method in methods.items()
-    ]
+    told = {"error": in_short(error), "run": run_name(case)}
+    return [config(case, name, method, engine, plan) | told for engine in plan.engines for name, method in methods.items()]
 
 
 def prompts(pipe: Pipeline, batch: int, seed: int) -> Any:
@@ -320,6 +347,12 @@ def weight_bytes(pipe: Pipeline) -> int:
 
 def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {f"{name}_ms": round(value, 3) for name, value in spread([1000 * one for one in seconds]).items()}
+
+
+def spread_known_ms(reports: Sequence[Sequence[float | None]]) -> dict[str, float] | None:
+    """Of sums over the stages of every report; None where one of them does not tell, as replays do not."""
+    known = [[seconds for seconds in stages if seconds is not None] for stages in reports]
+    return None if [*map(len, known)] != [*map(len, reports)] else spread_ms([sum(stages) for stages in known])
 
 
 def in_short(error: Exception) -> str:

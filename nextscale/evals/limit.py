@@ -1,4 +1,5 @@
-"""How fast a request could be: its arithmetic at the rate of a large matrix product, and its weights read once in every stage."""
+"""The least time of a request at this machine's measured rates: its arithmetic at that of one large matrix product, its weights at that
+of a copy, if they come from memory once in every stage."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Limit:
 
     arithmetic: float  # of all stages
     reading: float  # of the weights, in every stage that runs
-    both: float  # per stage the longer of the two, since they can overlap: no program is faster
+    both: float  # per stage the longer of the two, since they can overlap
 
 
 def request_limit(model: NextScaleModel, workload: Workload, shares: Sequence[float], rates: Rates) -> Limit:

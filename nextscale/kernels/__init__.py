@@ -3,13 +3,16 @@
     if kernels.available(x):
         y = kernels.norm_modulate(x, scale, shift)
 
-Triton is imported when the first kernel is used, so that nothing else needs it. All are memory-bound: they read every input once and
-write every output once, compute in float32 and round once. None has a gradient. A kernel is compiled when it first meets a width and
-a dtype, which a captured graph does not allow: run a stage once before it is captured.
+Without them a recorded request of infinity-2b, 1024 x 1024 pixels, takes 284 ms and its decoding 123 on an H200; with them 213 and 19.
+Triton is imported when the first kernel is used, so that nothing else needs it. All but attention are memory-bound: they read every
+input once and write every output once. All compute in float32 and round once; none has a gradient. A kernel is compiled when it first
+meets a dtype, a number of channels, heads or groups, a layout, or a size of tiles, which are smaller for small inputs; how many tokens,
+pixels and images there are is told when it runs. A captured graph does not allow compiling: run a stage once before it is captured.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from importlib import import_module
@@ -20,38 +23,77 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .distance import distance_from_mean
+    from .attention import attend_lengths
+    from .bias_residual import add_bias_residual_
+    from .bits import draw_bits
+    from .distance import distance_from_mean, mean_over_tokens
+    from .group_norm import centred_silu, group_norm_silu
+    from .largest import places_of_largest
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
+    from .upsample import upsample_nearest
 
 __all__ = [
+    "add_bias_residual_",
+    "attend_lengths",
     "available",
+    "centred_silu",
     "distance_from_mean",
+    "draw_bits",
+    "enabled",
+    "group_norm_silu",
+    "mean_over_tokens",
     "norm_modulate",
+    "places_of_largest",
     "residual_norm_modulate",
     "restore_tokens",
     "rotate_into_cache",
+    "upsample_nearest",
 ]
 
 FILES = {
+    "attend_lengths": "attention",
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
+    "mean_over_tokens": "distance",
+    "places_of_largest": "largest",
+    "draw_bits": "bits",
+    "group_norm_silu": "group_norm",
+    "centred_silu": "group_norm",
+    "add_bias_residual_": "bias_residual",
+    "upsample_nearest": "upsample",
 }
+log = logging.getLogger(__name__)
+
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 OLDEST = (8, 0)  # compute capability: bfloat16
 
 
 def available(tensor: Tensor) -> bool:
-    """Whether the kernels can work on tensors like this one. On a CPU only where TRITON_INTERPRET=1 asks for it, as tests do."""
-    if torch.is_grad_enabled() or tensor.dtype not in DTYPES:
+    """Whether the kernels can work on tensors like this one, and are wanted. On a CPU only where TRITON_INTERPRET=1 asks for it, as tests
+    do; what is compiled is fused by the compiler."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or tensor.dtype not in DTYPES:
         return False
-    if tensor.is_cuda:
-        return usable(tensor.device)
-    return os.environ.get("TRITON_INTERPRET") == "1" and tensor.device.type == "cpu" and installed()
+    return enabled(tensor.device)
+
+
+def enabled(device: torch.device) -> bool:
+    """Whether requests on this device run with kernels."""
+    if not wanted():
+        return False
+    if device.type == "cuda":
+        return usable(device)
+    return os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu" and installed()
+
+
+@cache
+def wanted() -> bool:
+    """Not with NEXTSCALE_KERNELS=0: plain torch in their place, to tell where a difference comes from."""
+    return os.environ.get("NEXTSCALE_KERNELS") != "0"
 
 
 @cache
@@ -61,7 +103,17 @@ def installed() -> bool:
 
 @cache
 def usable(device: torch.device) -> bool:
-    return installed() and torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST
+    """Tried once with a kernel that does next to nothing: an image without a C compiler has Triton and cannot use it."""
+    if not installed() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
+        return False
+    try:
+        import_module(".probe", __name__).require_launches(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        log.warning("plain torch runs instead of Triton kernels on %s, since one could not be launched: %s", device, error)
+        return False
+    return True
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from .shapes import dense_channels, per_row, power_of_two, require_index, requir
 
 # Bytes for bfloat16 [2, 4096, 2048], half of the tokens run, memory of 24 x 24: base in 34 MB, update 17 MB, memory 5 MB (its
 # overlapping reads come from the second cache), result 34 MB: 89 MB, 21 us at 4.3 TB/s. Torch gathers, adds, resizes and scatters: 293 MB.
+# Measured on an H200: 40 us, torch 216.
 # One program per token. Whether it was run is found by bisection in the ascending index, whose loads all programs of a row share.
 
 
@@ -42,8 +43,6 @@ def restore_tokens_kernel(
     value = tl.zeros([BLOCK], dtype=tl.float32)
     if found:
         value = tl.load(fresh_ptr + row * fresh_row + before.to(tl.int64) * fresh_token + channel, mask=inside, other=0.0).to(tl.float32)
-        if GAINED:
-            value *= tl.load(gain_ptr + row * gain_row + channel, mask=inside, other=0.0).to(tl.float32)
     else:
         cell = token
         if CELLS:
@@ -62,6 +61,8 @@ def restore_tokens_kernel(
                     memory_ptr + row * memory_row + place.to(tl.int64) * memory_token + channel, mask=inside & there, other=0.0
                 ).to(tl.float32)  # fmt: skip
         value *= 1.0 / ((bottom - top) * (right - left)).to(tl.float32)
+    if GAINED:
+        value *= tl.load(gain_ptr + row * gain_row + channel, mask=inside, other=0.0).to(tl.float32)
     out = (base + value).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (row * tokens + token) * CHANNELS + channel, out, mask=inside)
 
@@ -87,8 +88,8 @@ def restore_tokens(
     """memory [R, h * w, C] of a grid `size`, area-resized to `grid`, with fresh [R, K, C] in its place at `index` [R, K].
 
     index: positions in ascending order, as `Tokens.top` gives them; repeated ones stand for the same token.
-    base: [R, N, C], added everywhere. gain: [R, 1, C], multiplies what is fresh. cells: [R, N], where on the grid the tokens lie; None:
-    every cell in raster order.
+    gain: [R, 1, C], multiplies both. base: [R, N, C], added everywhere. cells: [R, N], where on the grid the tokens lie; None: every
+    cell in raster order.
     """
     rows, _, channels = memory.shape
     require_shape("memory", memory, rows, size[0] * size[1], channels)
@@ -139,7 +140,7 @@ def restore_tokens_reference(
     if cells is not None:
         resized = at(resized, cells)
     if gain is not None:
-        fresh = gain * fresh
+        resized, fresh = gain * resized, gain * fresh
     if base is not None:
         resized, fresh = base + resized, at(base, index) + fresh
     return resized.scatter(1, index[..., None].expand(-1, -1, channels).long(), fresh)

@@ -1,4 +1,4 @@
-"""What the launchers share: how tensors are laid out, and how many warps a row of channels gets."""
+"""What the launchers share: how tensors are laid out, how they are cut into tiles, and how many warps a program gets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 ELEMENTS_PER_THREAD = 16  # two 16-byte accesses of bfloat16 in flight per tensor
 LARGEST_WARPS = 16
+LARGEST_CHANNELS = 128  # of a tile of an image: 256 bytes of bfloat16 side by side
 
 
 def power_of_two(count: int) -> int:
@@ -41,3 +42,16 @@ def require_index(index: Tensor, rows: int) -> Tensor:
     if index.ndim != 2 or index.shape[0] != rows or index.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"an index is [R, K] whole numbers with R = {rows}; got {list(index.shape)}, {index.dtype}")
     return index.contiguous()
+
+
+def image_sizes(x: Tensor) -> tuple[int, int, int]:
+    """Images, channels, pixels of an image."""
+    if x.ndim != 4 or not x.is_contiguous(memory_format=torch.channels_last):
+        raise ValueError(f"expected [B, C, H, W] in channels-last layout; got {list(x.shape)} with strides {list(x.stride())}")
+    return x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
+
+
+def tile_sizes(channels: int, pixels: int, elements: int) -> tuple[int, int]:
+    """Pixels and channels of a tile: as many channels as the largest power of two that divides them, so that no lane is idle."""
+    block = min(LARGEST_CHANNELS, channels & -channels)
+    return min(elements // block, power_of_two(pixels)), block

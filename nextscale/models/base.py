@@ -17,7 +17,7 @@ from ..sampling import Sampling, choose
 from ..stage import Schedule, Stage, Tokens
 from .blocks import Block, BlockConfig, ModulatedBlock, Modulation, temperature
 from .rope import Rope
-from .text_context import TextContext, context_bytes
+from .text_context import GivenText, RoomForText, TextContext, context_bytes
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -32,6 +32,14 @@ class HeadModulation(NamedTuple):
 
     def rows(self, rows: slice) -> HeadModulation:
         return HeadModulation(self.scale[rows], self.shift[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What the prompts give a model, on its device: of a condition, all that differs from request to request."""
+
+    rows: tuple[Tensor, ...] = ()  # [R, ...] each: the prompts', then, if guided, those of what to steer away from
+    text: GivenText | RoomForText | None = None
 
 
 @dataclass(slots=True)
@@ -129,6 +137,18 @@ class NextScaleModel(nn.Module):
 
     def condition(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Conditioning:
         """Rows for the prompts, then, if guided, as many for what to steer away from."""
+        return self.conditioned(self.given(prompts, guided, schedule, negative), self.tables(schedule))
+
+    def given(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Given:
+        """The part of `condition` that looks at the prompts; what the model cannot draw is refused."""
+        raise NotImplementedError
+
+    def tables(self, schedule: Schedule) -> Any:
+        """The part of `condition` that follows from the schedule alone, whatever the prompts and the weights."""
+        return None
+
+    def conditioned(self, given: Given, tables: Any) -> Conditioning:
+        """The rest of `condition`: runs on the device alone, so that it can be recorded."""
         raise NotImplementedError
 
     def embed(self, seen: Tensor | None, stage: Stage, env: Env) -> Tensor:

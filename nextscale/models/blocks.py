@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from .rope import PairRope
 NORM_EPS = 1e-6
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 LARGEST_LOG_TEMPERATURE = math.log(100)
+PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last stage of one guided image of 1024 x 1024 pixels has
+
+FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them, and our own costs the host more, which a recording does not pay
 
 Part = Callable[[Tensor, Tokens, Env], Tensor]
 """A residual branch: returns what the block adds to its input."""
@@ -67,7 +70,8 @@ class Modulation(NamedTuple):
     @classmethod
     def of_layers(cls, six: Tensor, dtype: torch.dtype) -> list[Modulation]:
         """One per layer from [L, R, 6, C] in the published order: two gains, two scales, two shifts."""
-        one = torch.tensor([0, 0, 1, 1, 0, 0], dtype=six.dtype, device=six.device)[:, None]
+        one = six.new_zeros(6, 1)
+        one[2:4].fill_(1)  # on the device: what the host has made could not be recorded
         return [cls(*layer.unsqueeze(2).unbind(1)) for layer in (six + one).to(dtype)]
 
     def rows(self, rows: slice) -> Modulation:
@@ -96,14 +100,14 @@ def temperature(log: Tensor) -> Tensor:
     return log.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None]
 
 
-def attention_backend(queries: int, device: torch.device) -> AbstractContextManager[None]:
+def attention_backend(queries: int, device: torch.device, recorded: bool) -> AbstractContextManager[None]:
     """Which of torch's attention kernels to use for a stage with so many query tokens over all rows.
 
-    On an H200 cuDNN's kernel, torch's own choice, is the fastest for large stages (4096 queries, 10521 keys: 1.13 ms, flash 1.95,
-    memory-efficient 4.1). Small stages wait for the host: 32 blocks take 23 ms with cuDNN's and 18 ms with flash, and a call of the
-    memory-efficient kernel costs the host half of a call of flash.
+    On an H200 cuDNN's kernel, torch's own choice, is the fastest, 1.5 to 1.9 times as fast as flash (4096 queries, 10521 keys: 1.13 ms,
+    flash 2.08, memory-efficient 4.14; `benchmarks.attention`). Small stages that are not recorded wait for the host: 32 blocks take 23 ms
+    with cuDNN's and 18 ms with flash, and a call of the memory-efficient kernel costs the host half of a call of flash.
     """
-    if device.type != "cuda" or queries > 2048:
+    if device.type != "cuda" or recorded or queries > 2048:
         return nullcontext()
     if queries > 512:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -116,36 +120,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float) -> Tensor:
+def attend_slot(q: Tensor, slot: Slot, scale: float, recorded: bool) -> Tensor:
     """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
-    if slot.lengths is None or not reads_lengths(q):
+    few = recorded and q.shape[0] * q.shape[1] <= FEW_QUERIES
+    if (slot.lengths is None and not few) or not reads_lengths(q):
         return attend(q, *slot.filled, scale)
-    return attend_lengths(q, slot.keys, slot.values, slot.lengths, slot.end, scale)
+    return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
 
 
-def reads_lengths(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-
-
-def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scale: float) -> Tensor:
-    """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else."""
-    rows, width = q.shape[:2]
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    out = torch.ops.aten._flash_attention_forward(
-        q.flatten(0, 1),
-        keys.flatten(0, 1),
-        values.flatten(0, 1),
-        starts * width,
-        starts * keys.shape[1],
-        width,
-        longest,
-        0.0,
-        False,
-        False,
-        scale=scale,
-        seqused_k=lengths.int(),
-    )[0]
-    return out.view(rows, width, -1)
+def reads_lengths(x: Tensor) -> bool:
+    """Whether attention for tensors like this one reads a row's keys and values up to its length, and nothing that lies beyond."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and kernels.available(x)
 
 
 class SelfAttention(nn.Module):
@@ -163,12 +148,14 @@ class SelfAttention(nn.Module):
         turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
         if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
             rows, width = x.shape[:2]
+            masked = not reads_lengths(x)
+            slot = cache.reserve(rows, width, tokens, finite_tails=masked)  # at the last stage it frees memory that the rest can use
             qkv = self.qkv(x).view(rows, width, 3, self.heads, self.head_dim)
-            slot = cache.reserve(rows, width, tokens)
             rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
-            return self.proj(attend_slot(q, slot, self.scale))
+            del qkv  # three times the queries, which attention and what follows can use
+            return self.proj(attend_slot(q, slot, self.scale, env.recorded))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
@@ -217,17 +204,46 @@ class CrossAttention(nn.Module):
         return torch.stack([keys.to(kv.dtype), kv[:, 1]], dim=1)
 
     def forward(self, x: Tensor, env: Env) -> Tensor:
-        assert env.cond.text is not None
+        text = env.cond.text
+        assert text is not None
         rows = x.shape[0]
-        keys, values = env.cond.text.keys_values[self.layer]
-        x = x[: keys.shape[0]]  # a single row of text speaks to all rows: see TextContext
-        return self.attend_text(x, keys, values, env.cond.text.mask).expand(rows, -1, -1)
+        keys, values = text.keys_values[self.layer]
+        q = self.queries(x[: keys.shape[0]])  # a single row of text speaks to all rows: see TextContext
+        if text.lengths is None or not reads_lengths(q):
+            out = attend(q, keys, values, text.mask, self.scale)
+        else:
+            out = kernels.attend_lengths(q, keys, values, text.lengths, self.scale)
+        return self.proj(out).expand(rows, -1, -1)
 
     def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Outside of a request, as in training."""
+        return self.proj(attend(self.queries(x), keys, values, mask, self.scale))
+
+    def queries(self, x: Tensor) -> Tensor:
         q = self.q(x).view(*x.shape[:2], self.heads, self.head_dim)
-        if self.log_temperature is not None:
-            q = unit_vectors(q.float()).to(x.dtype)
-        return self.proj(attend(q, keys, values, mask, self.scale))
+        return q if self.log_temperature is None else unit_vectors(q.float()).to(x.dtype)
+
+
+def in_pieces(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`run` of tokens [R, N, C], which treats each by itself, for a number at a time that bounds what it holds on the way."""
+    if torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= PIECE:
+        return run(x)
+    tokens = x.flatten(0, 1)
+    out = torch.empty_like(tokens)
+    for piece, target in zip(tokens.split(PIECE), out.split(PIECE), strict=True):
+        target.copy_(run(piece))
+    return out.view_as(x)
+
+
+def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+    """gelu(linear(x)), by its tanh formula. Hidden states are the largest tensors of a stage: on a GPU the product's own kernel applies it
+    before it writes them, elsewhere it is applied in place, except where gradients are wanted."""
+    if torch.is_grad_enabled():
+        return F.gelu(linear(x), approximate="tanh")
+    if x.is_cuda and linear.bias is not None and x.dtype == linear.weight.dtype:
+        flat = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
+        return flat.view(*x.shape[:-1], linear.out_features)
+    return torch._C._nn.gelu_(linear(x), approximate="tanh")  # type: ignore[attr-defined]
 
 
 class FeedForward(nn.Module):
@@ -237,7 +253,10 @@ class FeedForward(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return in_pieces(self.run, x)
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.fc2(linear_gelu(x, self.fc1))
 
 
 class GatedFeedForward(nn.Module):
@@ -247,8 +266,12 @@ class GatedFeedForward(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return in_pieces(self.run, x)
+
+    def run(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        opened = F.silu(gate)
+        return self.down(opened * up if torch.is_grad_enabled() else opened.mul_(up))
 
 
 class Block(nn.Module):
@@ -295,8 +318,21 @@ class FusedPart(NamedTuple):
     run: Part  # of what is normed
 
 
+def run_fused(parts: Sequence[FusedPart], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    """All parts in order, of one block or of several: an addition and the norm that follows are one pass."""
+    y = kernels.norm_modulate(x, parts[0].scale, parts[0].shift)
+    for part, following in pairwise(parts):
+        update = part.run(y, tokens, env)
+        x, y = kernels.residual_norm_modulate(x, part.gain, update, following.scale, following.shift)
+    gain = parts[-1].gain
+    assert gain is not None
+    return torch.addcmul(x, gain, parts[-1].run(y, tokens, env))
+
+
 class ModulatedBlock(Block):
     """A block whose attention and feed-forward a condition scales, shifts and weights."""
+
+    changes_input: ClassVar[bool] = False  # before the first norm
 
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__(layer, config)
@@ -328,13 +364,7 @@ class ModulatedBlock(Block):
         """All parts in order, each gain fused with the addition; with kernels also with the next norm."""
         fused = self.fused_parts(x, env)
         if fused:
-            y = kernels.norm_modulate(x, fused[0].scale, fused[0].shift)
-            for part, following in pairwise(fused):
-                update = part.run(y, tokens, env)
-                x, y = kernels.residual_norm_modulate(x, part.gain, update, following.scale, following.shift)
-            gain = fused[-1].gain
-            assert gain is not None
-            return torch.addcmul(x, gain, fused[-1].run(y, tokens, env))
+            return run_fused(fused, x, tokens, env)
         m = env.cond.modulation[self.layer]
         x = torch.addcmul(x, m.attention_gain, self._attention(x, tokens, env))
         if self.has_text:
@@ -357,6 +387,18 @@ class ModulatedBlock(Block):
         if self.fusable and kernels.available(x):
             return kernels.norm_modulate(x, scale, shift)
         return torch.addcmul(shift, self.norm(x), scale)
+
+
+def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    """One block after another; with kernels, neighbours as one chain of parts."""
+    chain: list[FusedPart] = []
+    for block in blocks:
+        parts = block.fused_parts(x, env) if isinstance(block, ModulatedBlock) and not block.changes_input else ()
+        if not parts:
+            x = block(run_fused(chain, x, tokens, env) if chain else x, tokens, env)
+            chain = []
+        chain += parts
+    return run_fused(chain, x, tokens, env) if chain else x
 
 
 def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:

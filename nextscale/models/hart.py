@@ -13,11 +13,11 @@ from ..guidance import GuidedRows
 from ..schedules import HART_1024
 from ..stage import Schedule, Stage
 from ..text.features import TextFeatures
-from .base import Conditioning, Hidden, NextScaleModel, check_levels, temperatures
+from .base import Conditioning, Given, Hidden, NextScaleModel, check_levels, temperatures
 from .blocks import BlockConfig, build_blocks, rms_norm
 from .naming import SHARED_RULES, block_rules
 from .residual_head import ResidualHead
-from .rope import HalvesRope
+from .rope import GridPlaces, HalvesRope
 from .sinusoid import SinusoidEmbedding
 from .text_context import check_channels
 
@@ -96,20 +96,27 @@ class Hart(NextScaleModel):
             config.latent_channels, config.width, config.residual_width, config.residual_depth, config.residual_steps
         )
 
-    def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
+    def given(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Given:
         """Rows of the prompts, then, if guided, of the negative prompts or of zeros at position 0. Padding is read like text."""
         self.check_schedule(schedule)
         features, positions = self._read(prompts)
         if guided:
             rest, rest_positions = self._read(negative) if negative is not None else (features * 0, positions * 0)
             features, positions = torch.cat([features, rest]), torch.cat([positions, rest_positions])
+        return Given((features, positions))
+
+    def tables(self, schedule: Schedule) -> GridPlaces:
+        return GridPlaces.of(schedule, self.device)
+
+    def conditioned(self, given: Given, tables: GridPlaces) -> Conditioning:
+        features, positions = given.rows
         text = self.text_embed(self.text_norm(features).to(self.dtype))  # [R, T, C]
         return Conditioning(
             start=text[:, -1:],
             prefix=text[:, :-1],
             temperatures=temperatures(self.stack),
             head=self.head_modulation(text.amax(dim=1)),
-            rope=HalvesRope.over_text_and_grid(schedule, self.block_config.head_dim, positions),
+            rope=HalvesRope.over_text_and_grid(tables, self.block_config.head_dim, positions),
         )
 
     def check_schedule(self, schedule: Schedule) -> None:

@@ -14,11 +14,11 @@ from ..checkpoints import Layout, Rule
 from ..errors import PromptError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Conditioning, NextScaleModel, check_levels, temperatures
+from .base import Conditioning, Given, NextScaleModel, check_levels, temperatures
 from .blocks import BlockConfig, ModulatedBlock, Modulation, TextAttentionConfig, attend, plain_norm, rms_norm
 from .naming import SHARED_RULES, block_rules
 from .rope import PairRope, RopeMode, infinity_rotations
-from .text_context import Padding, check_channels
+from .text_context import GivenText, Padding, check_channels
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class TextPool(nn.Module):
 
 class ChunkStart(ModulatedBlock):
     """A block that adds the level embedding again, as one training option did; no released model uses it."""
+
+    changes_input = True
 
     def __init__(self, layer: int, config: BlockConfig, level_embed: nn.Embedding) -> None:
         super().__init__(layer, config)
@@ -121,7 +123,7 @@ class Infinity(NextScaleModel):
             cut_rows=(r"cfg_uncond",),
         )
 
-    def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
+    def given(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Given:
         """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
         self.check_schedule(schedule)
         prompts = self._checked(prompts)
@@ -129,11 +131,18 @@ class Infinity(NextScaleModel):
         if guided:
             rest, rest_lengths = self._unconditional(prompts, negative)
             rows, lengths = torch.cat([rows, rest.to(rows.dtype)]), lengths + rest_lengths
-        conditioning = self.conditioned(rows, Padding(lengths, self.device))
-        conditioning.rope = PairRope(self.rotations(schedule))
+        return Given(text=GivenText(rows.float(), lengths))
+
+    def tables(self, schedule: Schedule) -> PairRope:
+        return PairRope(self.rotations(schedule))
+
+    def conditioned(self, given: Given, tables: PairRope) -> Conditioning:
+        assert given.text is not None
+        conditioning = self.read(given.text.rows, given.text.padding())
+        conditioning.rope = tables
         return conditioning
 
-    def conditioned(self, rows: Tensor, padding: Padding) -> Conditioning:
+    def read(self, rows: Tensor, padding: Padding) -> Conditioning:
         """What follows from text rows [sum of lengths, Ct], one prompt after another; without positions."""
         text = self.text_norm(rows.float()).to(self.dtype)
         condition = self.text_pool(text, padding)

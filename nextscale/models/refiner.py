@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from ..cache import Env, NoCache, StageMemory
 from ..sampling import cell_noise, draw_codes
 from ..stage import Tokens
 from .base import Conditioning, Hidden, temperatures
-from .blocks import Block, BlockConfig, attention_backend, build_blocks, plain_norm
+from .blocks import Block, BlockConfig, attention_backend, build_blocks, plain_norm, run_in_order
 from .rope import Rope
 
 
@@ -47,8 +48,7 @@ class Refiner(nn.Module):
         told = self.word_embed(known.to(x.dtype)) + self.level_embed.weight[tokens.stage.index]
         told = torch.cat([env.cond.start, told.repeat(x.shape[0] // told.shape[0], 1, 1)], dim=1)
         y = self.merge(torch.cat([told, torch.cat([env.cond.start, x], dim=1)], dim=-1))
-        for block in self.stack:
-            y = block(y, tokens, env)
+        y = run_in_order(self.stack, y, tokens, env)
         return self.head(self.head_norm(tokens.on_grid(y)[0])).float()
 
     def settle(self, hidden: Hidden, logits: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Refiner(nn.Module):
         request, tokens, sampling = hidden.request, hidden.tokens, hidden.request.sampling
         assert sampling.refine is not None and hidden.env.cond.refiner is not None
         rounds, drafted = sampling.refine.at(tokens.stage)
-        env = Env(request.batch, hidden.env.cond.refiner, [NoCache()] * len(self.blocks), StageMemory(), hidden.env.branches)
+        env = replace(hidden.env, cond=hidden.env.cond.refiner, cache=[NoCache()] * len(self.blocks), memory=StageMemory())
         with_prompt = tokens.repeat(hidden.branches).with_prefix(1)
         board = Board(tokens, request.batch, logits.device)
         for turn, count in enumerate(cells_per_round(rounds, board.cells)):
@@ -64,7 +64,7 @@ class Refiner(nn.Module):
                 out = logits
             else:
                 known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
-                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device):
+                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device, hidden.env.recorded):
                     raw = self(hidden.x, tokens.gather(known), with_prompt, env)
                 out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
                 hidden.finite.append(out.isfinite().all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -117,6 +118,22 @@ class PairRope:
         return self
 
 
+@dataclass(frozen=True, eq=False)
+class GridPlaces:
+    """HART's rows and columns of the cells of all stages but the first, one stage after another: [sum of cells] each."""
+
+    rows: Tensor
+    columns: Tensor
+    cells: tuple[int, ...]  # of these stages
+
+    @classmethod
+    def of(cls, schedule: Schedule, device: torch.device | None = None) -> GridPlaces:
+        later = schedule.stages[1:]
+        places = [proportional_positions(stage, schedule.extent, device) for stage in later]
+        rows, columns = ([place[axis] for place in places] or [torch.empty(0, device=device)] for axis in (0, 1))
+        return cls(torch.cat(rows), torch.cat(columns), tuple(stage.cells for stage in later))
+
+
 class HalvesRope:
     """HART: channels i and i + D / 2 are partners; the image's positions begin where the text's end, which differs from row to row.
 
@@ -129,19 +146,15 @@ class HalvesRope:
         self.tables = tuple(tables)
 
     @classmethod
-    def over_text_and_grid(cls, schedule: Schedule, head_dim: int, text_positions: Tensor) -> HalvesRope:
+    def over_text_and_grid(cls, places: GridPlaces, head_dim: int, text_positions: Tensor) -> HalvesRope:
         """`text_positions` [R, T]; the last one is where the row's image begins."""
         half, quarter = (speeds(head_dim // part, THETA, text_positions.device) for part in (2, 4))
         text = (text_positions[..., None] * half).repeat(1, 1, 2)
         begin = text_positions[:, -1:, None]  # [R, 1, 1]
-
-        def on_grid(stage: Stage) -> Tensor:
-            rows, columns = proportional_positions(stage, schedule.extent, text_positions.device)
-            by_row, by_column = (((along[:, None] + begin) * quarter).repeat(1, 1, 2) for along in (rows, columns))
-            return torch.cat([by_row, by_column], dim=-1)
-
-        angles = (text, *(on_grid(stage) for stage in schedule.stages[1:]))
-        return cls((every.cos()[:, :, None, None], every.sin()[:, :, None, None]) for every in angles)
+        by_row, by_column = (((along[:, None] + begin) * quarter).repeat(1, 1, 2) for along in (places.rows, places.columns))
+        angles = torch.cat([text, torch.cat([by_row, by_column], dim=-1)], dim=1)[:, :, None, None]
+        sizes = (text.shape[1], *places.cells)
+        return cls(zip(angles.cos().split(sizes, dim=1), angles.sin().split(sizes, dim=1), strict=True))
 
     def at(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Cosines and sines of these tokens, [R, N, 1, 1, D] each."""

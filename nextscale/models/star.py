@@ -12,12 +12,12 @@ from ..errors import PromptError, SettingError
 from ..sampling import Sampling, choose, draw_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Conditioning, Hidden, NextScaleModel, check_levels, temperatures
+from .base import Conditioning, Given, Hidden, NextScaleModel, check_levels, temperatures
 from .blocks import BlockConfig, TextAttentionConfig, build_blocks, plain_norm
 from .naming import SHARED_RULES, block_rules
 from .refiner import Refiner
 from .rope import PairRope, star_rotations
-from .text_context import Padding, check_channels
+from .text_context import GivenText, check_channels
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Star(NextScaleModel):
         config, blocks = self.config, replace(self.config.block, text=None)
         return Refiner(blocks, config.refiner_blocks, len(config.sides), config.latent_channels, config.text_channels, config.codes)
 
-    def condition(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Conditioning:
+    def given(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Given:
         """Rows of the prompts, then, if guided, of the negative prompts, which are empty texts unless the caller says otherwise."""
         self.check_schedule(schedule)
         if guided and negative is None:
@@ -88,15 +88,21 @@ class Star(NextScaleModel):
         texts = [self._checked(text) for text in (prompts, negative) if text is not None]
         pooled = torch.cat([text.pooled for text in texts if text.pooled is not None]).to(self.dtype)
         rows = [row for text in texts for row in text.rows][: 1 if self.config.as_released else None]
-        padding = Padding(tuple(row.shape[0] for row in rows), self.device)
+        return Given((pooled,), GivenText(torch.cat(rows).to(self.dtype), tuple(row.shape[0] for row in rows)))
+
+    def tables(self, schedule: Schedule) -> PairRope:
         head_dim, span, theta = self.block_config.head_dim, self.config.span, self.config.theta
-        rope = PairRope(star_rotations(stage, head_dim, span, theta, self.device) for stage in schedule)
+        return PairRope(star_rotations(stage, head_dim, span, theta, self.device) for stage in schedule)
+
+    def conditioned(self, given: Given, tables: PairRope) -> Conditioning:
+        (pooled,) = given.rows
+        assert given.text is not None
         return Conditioning(
             start=self.text_proj(pooled)[:, None] + self.pos_start,
             temperatures=temperatures(self.stack),
-            text=padding.context(self.stack, torch.cat(rows).to(self.dtype)),
-            rope=rope,
-            refiner=None if self.refiner is None else self.refiner.condition(pooled, rope),
+            text=given.text.padding().context(self.stack, given.text.rows),
+            rope=tables,
+            refiner=None if self.refiner is None else self.refiner.condition(pooled, tables),
         )
 
     def check_schedule(self, schedule: Schedule) -> None:

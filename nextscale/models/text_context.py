@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..cache import real_entries
 from ..errors import PromptError
 from ..text.features import TextFeatures
 from .blocks import Block
@@ -24,12 +25,24 @@ class TextContext:
     """
 
     keys_values: list[tuple[Tensor, Tensor]]
-    mask: Tensor | None  # [R, 1, 1, T]; None when all rows are equally long
+    lengths: Tensor | None = None  # [R], int32; None when all rows are equally long
+    mask: Tensor | None = None  # [R, 1, 1, T], says the same
 
     def rows(self, rows: slice) -> TextContext:
         if self.keys_values[0][0].shape[0] == 1:
             return self
-        return TextContext([(k[rows], v[rows]) for k, v in self.keys_values], None if self.mask is None else self.mask[rows])
+        told = (None if told is None else told[rows] for told in (self.lengths, self.mask))
+        return TextContext([(k[rows], v[rows]) for k, v in self.keys_values], *told)
+
+
+def masked_width(tokens: int) -> int:
+    """Room for so many tokens, where a mask says which entries are real."""
+    return math.ceil(tokens / MASK_MULTIPLE) * MASK_MULTIPLE
+
+
+def padded_width(lengths: tuple[int, ...]) -> int:
+    """To which texts are padded: those of one length need no mask."""
+    return masked_width(max(lengths)) if len(set(lengths)) > 1 else lengths[0]
 
 
 class Padding:
@@ -38,12 +51,14 @@ class Padding:
     def __init__(self, lengths: tuple[int, ...], device: torch.device, width: int = 0) -> None:
         """`width`: pad at least so far, for those who need one shape for all batches."""
         self.samples = len(lengths)
+        self.lengths: Tensor | None = None  # [R]
         self.mask: Tensor | None = None  # [R, 1, 1, T]
         if width or len(set(lengths)) > 1:
-            self.width = math.ceil(max(width, *lengths) / MASK_MULTIPLE) * MASK_MULTIPLE
-            real = torch.arange(self.width) < torch.tensor(lengths)[:, None]
-            self.places = real.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
-            self.mask = real[:, None, None].to(device)
+            self.width = masked_width(max(width, *lengths))
+            told = torch.tensor(lengths, dtype=torch.int32)
+            mask = real_entries(told, self.width)
+            self.places = mask.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
+            self.lengths, self.mask = told.to(device), mask.to(device)
 
     def pad(self, rows: Tensor) -> Tensor:
         """[sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
@@ -54,13 +69,52 @@ class Padding:
     def context(self, blocks: Sequence[Block], text: Tensor) -> TextContext:
         """What the blocks make of the text rows [sum of lengths, C]."""
         padded = [self.pad(block.text_attention.text_keys_values(text)) for block in blocks]
-        return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], self.mask)
+        return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], self.lengths, self.mask)
+
+
+class PaddedAlready(Padding):
+    """Rows that lie side by side: `width` of every prompt, however many of them are real, which the device alone knows."""
+
+    def __init__(self, lengths: Tensor, width: int) -> None:
+        self.samples, self.width = lengths.shape[0], width
+        self.lengths, self.mask = lengths, real_entries(lengths, width)
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """[R * T, ...] to [R, T, ...]."""
+        return rows.unflatten(0, (self.samples, self.width))
+
+
+@dataclass(frozen=True, eq=False)
+class GivenText:
+    """The texts of a request for models whose blocks attend to them, one after another."""
+
+    rows: Tensor  # [sum of lengths, C], of a type that does not depend on the prompts
+    lengths: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row that attention reads, padding included."""
+        return padded_width(self.lengths)
+
+    def padding(self) -> Padding:
+        return Padding(self.lengths, self.rows.device)
+
+
+@dataclass(frozen=True, eq=False)
+class RoomForText:
+    """The same at a fixed address, for texts of any length up to a width; what lies behind them is never read, but must be finite."""
+
+    rows: Tensor  # [R * width, C]
+    lengths: Tensor  # [R], int32
+    width: int
+
+    def padding(self) -> PaddedAlready:
+        return PaddedAlready(self.lengths, self.width)
 
 
 def context_bytes(layers: int, rows: int, tokens: int, width: int, dtype: torch.dtype) -> int:
     """Memory of the context of `rows` texts, the longest of which has so many tokens."""
-    padded = math.ceil(tokens / MASK_MULTIPLE) * MASK_MULTIPLE
-    return 2 * layers * rows * padded * width * dtype.itemsize
+    return 2 * layers * rows * masked_width(tokens) * width * dtype.itemsize
 
 
 def check_channels(features: TextFeatures, expected: int) -> None:

@@ -12,7 +12,7 @@ from ..checkpoints import Layout, Rule
 from ..errors import SizeError
 from ..prompts import Labels
 from ..stage import Schedule, Stage
-from .base import Conditioning, NextScaleModel, temperatures
+from .base import Conditioning, Given, NextScaleModel, temperatures
 from .blocks import BlockConfig, Modulation, build_blocks, plain_norm
 from .naming import CLASS_RULES
 
@@ -61,11 +61,16 @@ class ClassConditioned(NextScaleModel):
         self.head_ada = nn.Linear(config.width, 2 * config.width)
         self.head = nn.Linear(config.width, config.codes)
 
-    def condition(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> Conditioning:
+    def given(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> Given:
+        self.check_schedule(schedule)
         labels = prompts.numbers.to(self.device)
         if guided:
             against = torch.full_like(labels, self.config.classes) if negative is None else negative.numbers.to(self.device)
             labels = torch.cat([labels, against])
+        return Given((labels,))
+
+    def conditioned(self, given: Given, tables: None) -> Conditioning:
+        (labels,) = given.rows
         condition = self.class_embed(labels)
         activated = F.silu(condition)
         return Conditioning(
@@ -98,10 +103,6 @@ class Var(ClassConditioned):
         self.pos_embed = nn.Parameter(torch.empty(self.schedule.tokens, config.width))
         if config.shared_modulation:
             self.shared_modulation = nn.Linear(config.width, 6 * config.width)
-
-    def condition(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> Conditioning:
-        self.check_schedule(schedule)
-        return super().condition(prompts, guided, schedule, negative)
 
     def check_schedule(self, schedule: Schedule) -> None:
         if schedule != self.schedule:

@@ -80,6 +80,18 @@ class TextFeatures:
         if 0 in real_tokens:
             raise PromptError(f"the text mask of prompt {real_tokens.index(0)} is False everywhere; expected True on at least one token")
 
+    def _check_finite(self) -> None:
+        named = {f"text features of prompt {position}": row for position, row in enumerate(self.rows)}
+        if self.pooled is not None:
+            named["pooled text features"] = self.pooled
+        checks = [tensor.isfinite().all() for tensor in named.values()]
+        good = torch.stack([check.to(checks[0].device) for check in checks]).tolist()  # one read from the device for all
+        if not all(good):
+            raise PromptError(
+                f"{list(named)[good.index(False)]} contain NaN or infinity; expected finite numbers. "
+                "If the encoder ran in float16, run it in torch.bfloat16 or torch.float32"
+            )
+
     @classmethod
     def of(cls, value: TextFeatures | Tensor | Sequence[Tensor]) -> TextFeatures:
         """Accept features in any of their shapes and check them.
@@ -96,10 +108,7 @@ class TextFeatures:
             features = cls(tuple(value))
         else:
             raise PromptError(f"text features have type {type(value).__name__}; expected {_ACCEPTED}")
-        for position, row in enumerate(features.rows):
-            _check_finite(row, f"text features of prompt {position}")
-        if features.pooled is not None:
-            _check_finite(features.pooled, "pooled text features")
+        features._check_finite()
         return features
 
     @classmethod
@@ -137,7 +146,8 @@ class TextFeatures:
         return len(self.rows)
 
     def to(self, device: torch.device | str) -> TextFeatures:
-        return self._each(lambda tensor: tensor.to(device))
+        there = all(tensor.device == torch.device(device) for tensor in (*self.rows, self.pooled, self.mask) if tensor is not None)
+        return self if there else self._each(lambda tensor: tensor.to(device))  # checks of a mask would wait for the device
 
     def clone(self) -> TextFeatures:
         return self._each(Tensor.clone)
@@ -170,14 +180,6 @@ class TextFeatures:
     def compact(self) -> tuple[Tensor, tuple[int, ...]]:
         """All rows under one another without padding, [sum n_i, channels], and the lengths n_i that split them again."""
         return torch.cat(self.rows), self.lengths
-
-
-def _check_finite(tensor: Tensor, what: str) -> None:
-    if not torch.isfinite(tensor).all():
-        raise PromptError(
-            f"{what} contain NaN or infinity; expected finite numbers. "
-            "If the encoder ran in float16, run it in torch.bfloat16 or torch.float32"
-        )
 
 
 def _joined_field(name: str, tensors: list[Tensor | None]) -> Tensor | None:

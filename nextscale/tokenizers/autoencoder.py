@@ -47,18 +47,39 @@ class NormAct(GroupNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if fusable(x):
-            from ..kernels.group_norm_silu import group_norm_silu  # needs triton
+        return self.fused(x) if fusable(x) else F.silu(super().forward(x), inplace=not torch.is_grad_enabled())
 
-            return group_norm_silu(x, self.num_groups, self.weight, self.bias, self.eps)
-        return F.silu(super().forward(x), inplace=not torch.is_grad_enabled())
+    def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Of x + shift [C], by the kernel."""
+        return kernels.group_norm_silu(x, self.num_groups, self.weight, self.bias, self.eps, shift)
 
 
 def fusable(x: Tensor) -> bool:
-    """Whether our kernel can take this. What is compiled is fused by the compiler."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether our kernels can take this."""
     return kernels.available(x) and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def convolve(conv: nn.Conv2d, x: Tensor, padding: int | tuple[int, int]) -> Tensor:
+    """With this padding instead of its own. On a GPU a kernel adds the bias."""
+    if fusable(x):
+        return add_bias_(without_bias(conv, x, padding), conv)
+    return F.conv2d(x, conv.weight, conv.bias, padding=padding)
+
+
+def without_bias(conv: nn.Conv2d, x: Tensor, padding: int | tuple[int, int]) -> Tensor:
+    """Since torch adds the bias in a pass of its own after cuDNN. In the layout that kernels expect, which cuDNN makes of such an x."""
+    return F.conv2d(x, conv.weight, padding=padding).contiguous(memory_format=torch.channels_last)
+
+
+def add_bias_(y: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
+    """What is still missing of a convolution, and a residual with what is missing of that, into y itself."""
+    assert conv.bias is not None
+    return kernels.add_bias_residual_(y, conv.bias, residual, residual_bias)
+
+
+def upsample_nearest(x: Tensor) -> Tensor:
+    """Every pixel as two by two."""
+    return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
 
 
 def group_count(channels: int) -> int:
@@ -95,8 +116,17 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        if fusable(x):
+            return self.fused(x)
         y = self.conv2(self.norm2(self.conv1(self.norm1(x))))
         return self.shortcut(x) + y  # not the other way round: what the shortcut makes would wait in memory
+
+    def fused(self, x: Tensor) -> Tensor:
+        """Kernels add the biases on their way: the norm that of the convolution before it, the sum of both branches the others."""
+        y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x), 1), self.conv1.bias), 1)
+        if isinstance(self.shortcut, nn.Conv2d):
+            return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), self.shortcut.bias)
+        return add_bias_(y, self.conv2, x)
 
 
 class PixelAttention(nn.Module):
@@ -129,7 +159,7 @@ class Upsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2, mode="nearest"))
+        return convolve(self.conv, upsample_nearest(x), padding=1)
 
 
 class Level(nn.Module):

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import kernels
 from ..errors import OutOfMemory
-from .autoencoder import Decoder, GroupNorm, Level, PixelAttention, Upsample, as_laid_out, fusable
+from .autoencoder import Decoder, GroupNorm, Level, PixelAttention, Upsample, as_laid_out, convolve, fusable, upsample_nearest
 
 MEMORY = 4 * 2**30  # bytes for the activations of the decoder, where that is enough
 BUSY_PIXELS = 2**20  # an image of so many pixels keeps a large GPU busy: several at a time would only take more memory
@@ -212,7 +213,7 @@ def convolved(conv: nn.Conv2d, rows: Rows, top: int, bottom: int, height: int) -
     below = above + window.shape[2]
     if above == top or below == bottom:
         window = F.pad(window, (0, 0, above - (top - 1), bottom + 1 - below))
-    return F.conv2d(window, conv.weight, conv.bias, padding=(0, 1))
+    return convolve(conv, window, padding=(0, 1))
 
 
 def kept(x: Tensor) -> Rows:
@@ -222,7 +223,7 @@ def kept(x: Tensor) -> Rows:
 def upsampled(x: Tensor, resize: Upsample) -> Rows:
     def nearest(top: int, bottom: int) -> Tensor:
         first = top // 2
-        return F.interpolate(x[:, :, first : (bottom + 1) // 2], scale_factor=2, mode="nearest")[:, :, top - 2 * first : bottom - 2 * first]
+        return upsample_nearest(x[:, :, first : (bottom + 1) // 2])[:, :, top - 2 * first : bottom - 2 * first]
 
     return lambda top, bottom: convolved(resize.conv, nearest, top, bottom, 2 * x.shape[2])
 
@@ -241,9 +242,7 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if fusable(x):
-            from ..kernels.group_norm_silu import centred_silu  # needs triton
-
-            return centred_silu(x, self.mean, self.scale, self.bias)
+            return kernels.centred_silu(x, self.mean, self.scale, self.bias)
         y = torch.sub(x, self.mean[:, :, None, None])  # float32 whatever x is
         y.mul_(self.scale[:, :, None, None]).add_(self.bias[:, None, None])
         return F.silu(y, inplace=True).to(x.dtype)

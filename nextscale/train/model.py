@@ -162,7 +162,7 @@ class ModelTrainer:
         if dropped is not None:
             nothing = model.no_text.float()[real % len(places)]
             rows = torch.where(dropped[real // len(places), None], nothing, rows)
-        return model.conditioned(rows, Padding(tuple((1 + lengths).tolist()), self.device, width))
+        return model.read(rows, Padding(tuple((1 + lengths).tolist()), self.device, width))
 
     def step(self, progress: float, step: int, features: Mapping[int, Features], captions: Captions) -> dict[str, Tensor | float]:
         """One step; `step` counts those before. Returns what the curve shows; nothing is read back from the device."""

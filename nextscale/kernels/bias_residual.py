@@ -1,0 +1,64 @@
+"""The bias of a convolution and the residual stream, added in one pass to images whose channels lie side by side (channels-last)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .shapes import image_sizes, require_shape, tile_sizes, warps_for
+
+# Bytes for bfloat16, 1024 x 1024 pixels with 128 channels, and the least time at 4.3 TB/s:
+#   with a residual      0.81 GB   0.19 ms
+#   bias alone           0.54 GB   0.12 ms
+# torch adds a bias in a pass of its own after the convolution, 6.0 ms of 28.5 that decoding 1024 x 1024 pixels took with Infinity's
+# decoder on an H200, and then the residual in another, 1.0 ms.
+TILE = 4096  # pixels x channels
+
+
+@triton.jit(do_not_specialize=["pixels"])
+def add_bias_residual_kernel(
+    x_ptr, bias_ptr, residual_ptr, residual_bias_ptr, pixels, ADDED: tl.constexpr, BIASED: tl.constexpr,
+    CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (pixel < pixels)[:, None]
+    place = pixel[:, None] * CHANNELS + channel[None, :]
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + channel).to(tl.float32)
+    if BIASED:
+        bias += tl.load(residual_bias_ptr + channel).to(tl.float32)
+    x += bias[None, :]
+    if ADDED:
+        x += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def add_bias_residual_(
+    x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None, *, warps: int | None = None
+) -> Tensor:
+    """x + bias + residual + residual_bias, written into x; images [B, C, H, W] in channels-last layout, biases [C]."""
+    images, channels, pixels = image_sizes(x)
+    require_shape("bias", bias, channels)
+    if residual is not None:
+        require_shape("residual", residual, *x.shape)
+        image_sizes(residual)
+    if residual_bias is not None:
+        require_shape("residual_bias", residual_bias, channels)
+    tile_pixels, block = tile_sizes(channels, images * pixels, TILE)
+    with torch.cuda.device_of(x):
+        add_bias_residual_kernel[triton.cdiv(images * pixels, tile_pixels), channels // block](
+            x, bias, residual, residual_bias, images * pixels, ADDED=residual is not None, BIASED=residual_bias is not None,
+            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps or warps_for(tile_pixels * block),
+        )  # fmt: skip
+    return x
+
+
+def add_bias_residual_reference(x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
+    """As torch does it, into new memory."""
+    y = x + bias[:, None, None]
+    if residual is not None:
+        y = (residual if residual_bias is None else residual + residual_bias[:, None, None]) + y
+    return y
