@@ -37,6 +37,7 @@ def load(
     weights: PathLike | None = None,
     tokenizer: PathLike | None = None,
     text_encoder: Encoder | PathLike | None = None,
+    offload_text: bool = False,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     as_released: bool = False,
@@ -49,6 +50,7 @@ def load(
         them is read as well, and a folder stands for the averaged weights in it (ema_model.bin).
     text_encoder: folder or hub name for text models, a file of words for nano; by default the one that the model was trained with.
         It is opened at the first text prompt.
+    offload_text: its weights lie in the host's memory and are on the GPU only while a new prompt is encoded.
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
     as_released: STAR: all images read the first prompt's text, as in the released program.
     engine: "graphs" replays what `Pipeline.warmup` has recorded, the default on a GPU; "eager" never does.
@@ -61,7 +63,7 @@ def load(
     weights_path = find(weights, spec.weights, f"weights of {name}")
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     spec = checkpoint_spec(spec, weights_path, tokenizer_path)
-    reader = prompt_reader(spec, text_encoder, device)
+    reader = prompt_reader(spec, text_encoder, device, offload_text)
     with torch.device("meta"):
         model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
     load_module(model, weights_path, device, dtype)
@@ -98,20 +100,28 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
     return device
 
 
-def prompt_reader(spec: ModelSpec, text_encoder: Encoder | PathLike | None, device: torch.device) -> PromptReader:
+def prompt_reader(spec: ModelSpec, text_encoder: Encoder | PathLike | None, device: torch.device, offload: bool = False) -> PromptReader:
     source = spec.text_encoder
+    if offload and (source is None or isinstance(source.origin, Embedded)):
+        raise SettingError(f"{spec.name} has no text model that is worth moving: leave out offload_text")
+    if offload and text_encoder is not None and not isinstance(text_encoder, str | Path):
+        raise SettingError("offload_text is for text encoders that load opens: give your own one offload=True")
     if source is not None:
-        return TextReader(partial(open_encoder, source, spec.model, text_encoder, device), source.reads_empty)
+        return TextReader(partial(open_encoder, source, spec.model, text_encoder, device, offload), source.reads_empty)
     assert isinstance(spec.model, ClassConfig)
     if text_encoder is not None:
         raise SettingError(f"{spec.name} draws classes, not texts: leave out text_encoder")
     return ClassReader(spec.model.classes)
 
 
-def open_encoder(source: TextSource, config: ModelConfig, given: Encoder | PathLike | None, device: torch.device) -> Encoder:
+def open_encoder(
+    source: TextSource, config: ModelConfig, given: Encoder | PathLike | None, device: torch.device, offload: bool = False
+) -> Encoder:
     if given is not None and not isinstance(given, str | Path):
         return given
     options: dict[str, Any] = {"tokens": config.text_tokens} if isinstance(config, HartConfig) else {}
+    if offload:
+        options["offload"] = True
     origin = source.origin
     opened = given or (find(None, origin, "text encoder") if isinstance(origin, Embedded) else origin)
     return source.encoder(opened, device=device, **options)

@@ -576,6 +576,7 @@ def test_a_mask_weighs_stages_by_their_cells() -> None:
         (("tiny-var", 3, "--method", "skip:last=1", "--method", "skip:last=9"), "cannot skip 9 of 4 stages"),
         (("tiny-var", 3, "--weights", "absent.pth"), "absent.pth is not an existing file"),
         (("tiny-var", 3, "--text-encoder", "t5"), "leave out text_encoder"),
+        (("tiny-var", 3, "--offload-text"), "leave out offload_text"),
     ],
 )
 def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: str, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import MissingExtra, PromptError, SettingError, TextEncoderUnavailable
-from nextscale.text import T5Encoder, TextEncoder, with_positive_prompt
+from nextscale.loading import prompt_reader
+from nextscale.presets import model_spec
+from nextscale.text import RandomEncoder, T5Encoder, TextEncoder, with_positive_prompt
 
 transformers = pytest.importorskip("transformers")
 
@@ -434,3 +436,13 @@ def test_hub_repository_without_safetensors(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(TextEncoderUnavailable, match=r"'some/t5' is incomplete; absent: model\.safetensors") as raised:
         T5Encoder("some/t5")
     assert_says_what_to_fetch(raised.value, name="some/t5")
+
+
+def test_what_cannot_be_offloaded_is_refused() -> None:
+    spec = model_spec("infinity-2b")
+    with pytest.raises(SettingError, match="give your own one offload=True"):
+        prompt_reader(spec, RandomEncoder(2048), torch.device("cpu"), offload=True)
+    with pytest.raises(SettingError, match="leave out offload_text"):
+        prompt_reader(model_spec("nano"), None, torch.device("cpu"), offload=True)
+    reader = prompt_reader(spec, "no-such-folder/encoder", torch.device("cpu"), offload=True)
+    assert reader._open_encoder.args[-1] is True  # type: ignore[attr-defined]

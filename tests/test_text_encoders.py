@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,20 @@ def test_features_are_plain_tensors(kind: Kind, saved_model: Path) -> None:
     features = kind.encoder(saved_model)([SHORT])
     assert not any(tensor.is_inference() for tensor in (*features.rows, features.pooled, features.mask) if tensor is not None)
     torch.nn.Linear(features.channels, 1)(features.rows[0]).sum().backward()
+
+
+def test_offloaded_weights_are_on_the_device_only_while_it_encodes(kind: Kind, saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, plain = kind.encoder(saved_model, offload=True), kind.encoder(saved_model)
+    assert_close(encoder([SHORT]), plain([SHORT]))
+    before = {name: weight.clone() for name, weight in encoder._model.named_parameters()}
+    monkeypatch.setattr(encoder, "device", torch.device("meta"))  # stands for a GPU
+    for failing in (False, True):
+        with pytest.raises(ZeroDivisionError) if failing else nullcontext(), encoder._weights_on_device():
+            assert {weight.device.type for weight in encoder._model.parameters()} == {"meta"}
+            assert not failing or 1 / 0
+        assert all(torch.equal(weight, before[name]) for name, weight in encoder._model.named_parameters())
+    moved = kind.encoder(saved_model, offload=True).to("meta")
+    assert {weight.device.type for weight in moved._model.parameters()} == {"cpu"}
 
 
 def test_channels_and_to(kind: Kind, saved_model: Path) -> None:

@@ -38,6 +38,7 @@ from .options import (
     Aspect,
     Device,
     DtypeName,
+    OffloadText,
     Sides,
     Size,
     TextEncoderSource,
@@ -140,6 +141,7 @@ def generate(
     weights: Weights = None,
     tokenizer: TokenizerFile = None,
     text_encoder: TextEncoderSource = None,
+    offload_text: OffloadText = False,
     device: Device = None,
     dtype: DtypeName = None,
     batch: Annotated[
@@ -186,6 +188,7 @@ def generate(
         weights=weights,
         tokenizer=tokenizer,
         text_encoder=text_encoder,
+        offload_text=offload_text,
         device=device,
         dtype=as_torch_dtype(dtype),
         as_released=as_released,

@@ -48,6 +48,12 @@ TokenizerFile = Annotated[Path | None, typer.Option(metavar="PATH", rich_help_pa
 TextEncoderSource = Annotated[
     str | None, typer.Option(metavar="PATH", rich_help_panel=MACHINE, help="Folder, file or hub name of the text encoder.")
 ]
+OffloadText = Annotated[
+    bool,
+    typer.Option(
+        "--offload-text", rich_help_panel=MACHINE, help="The text encoder is on the GPU only while it encodes: less memory, slower prompts."
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),

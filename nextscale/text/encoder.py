@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
@@ -36,6 +37,7 @@ class TextEncoder(ABC):
     `source` is a folder with the files of the model, or a hub name. A folder never touches the network.
     `dtype` is the one the model computes in; the features are float32 in any case.
     Prompts that are too long are refused, not cut. The features of the last `cache_size` prompts are kept (0 keeps none).
+    `offload`: between prompts the weights lie in the host's memory, and a GPU has them only while it encodes.
     """
 
     files: ClassVar[EncoderFiles]
@@ -43,7 +45,13 @@ class TextEncoder(ABC):
     limit_name: ClassVar[str]  # how the refusal of a long prompt names the limit
 
     def __init__(
-        self, source: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, cache_size: int = 64
+        self,
+        source: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        cache_size: int = 64,
+        offload: bool = False,
     ) -> None:
         if cache_size < 0:
             raise SettingError(f"cache_size is {cache_size}; expected 0 (no cache) or more prompts")
@@ -54,7 +62,12 @@ class TextEncoder(ABC):
             raise SettingError(f"dtype is {dtype}; expected a floating type: torch.float16, torch.bfloat16 or torch.float32")
         self._cache = _RecentPrompts(cache_size)
         self._tokenizer, model = self._load(source, dtype)
-        self._model = model.eval().to(self.device)
+        self.offload = offload
+        self._model = model.eval().to(self._resting_place)
+
+    @property
+    def _resting_place(self) -> torch.device:
+        return torch.device("cpu") if self.offload else self.device
 
     @property
     def channels(self) -> int:
@@ -64,7 +77,7 @@ class TextEncoder(ABC):
     def to(self, device: torch.device | str) -> Self:
         """Move the encoder and its cached features; the dtype stays what it was."""
         self.device = torch.device(device)
-        self._model.to(self.device)
+        self._model.to(self._resting_place)
         self._cache.to(self.device)
         return self
 
@@ -106,8 +119,24 @@ class TextEncoder(ABC):
 
     def _run(self, token_ids: Tensor, mask: Tensor, **options: Any) -> Any:
         """The model's output for ids and mask [B, T]; tokens where the mask is False are not attended to."""
-        with torch.inference_mode():
+        with self._weights_on_device(), torch.inference_mode():
             return self._model(input_ids=token_ids.to(self.device), attention_mask=mask.long().to(self.device), **options)
+
+    @contextmanager
+    def _weights_on_device(self) -> Iterator[None]:
+        """While they are needed, where they rest elsewhere. What rests is kept, so that nothing has to be copied back."""
+        if not self.offload:
+            yield
+            return
+        owners = [module._parameters for module in self._model.modules()]
+        resting = [(own, name, weight, weight.data) for own in owners for name, weight in own.items() if weight is not None]
+        try:
+            self._model.to(self.device)
+            yield
+        finally:
+            for own, name, weight, data in resting:
+                weight.data = data
+                own[name] = weight  # torch puts new ones in their place where it cannot move them
 
     def _load(self, given: str | Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         try:

@@ -52,11 +52,12 @@ class QwenEncoder(TextEncoder):
         tokens: int = 300,
         system_prompt: str | None = SYSTEM_PROMPT,
         cache_size: int = 64,
+        offload: bool = False,
     ) -> None:
         if tokens < 1:
             raise SettingError(f"tokens is {tokens}; expected 1 or more")
         self.tokens = tokens
-        super().__init__(source, device=device, dtype=dtype, cache_size=cache_size)
+        super().__init__(source, device=device, dtype=dtype, cache_size=cache_size, offload=offload)
         system_ids = [] if system_prompt is None else self._tokenizer(system_prompt)["input_ids"]
         self._system_ids = torch.tensor(system_ids, dtype=torch.long)
 

@@ -61,11 +61,12 @@ class T5Encoder(TextEncoder):
         dtype: torch.dtype | None = None,
         max_length: int = 512,
         cache_size: int = 64,
+        offload: bool = False,
     ) -> None:
         if max_length < 1:
             raise SettingError(f"max_length is {max_length}; expected 1 or more tokens")
         self.max_length = max_length
-        super().__init__(source, device=device, dtype=dtype, cache_size=cache_size)
+        super().__init__(source, device=device, dtype=dtype, cache_size=cache_size, offload=offload)
 
     def _encode(self, texts: list[str]) -> TextFeatures:
         token_ids = self._tokenise(texts, self.max_length, padding=False)["input_ids"]
