@@ -13,6 +13,7 @@ from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR
 from nextscale.models.blocks import linear_gelu
 from nextscale.pipeline import Output
 from nextscale.random_weights import random_pipeline
+from nextscale.stage import Schedule
 
 from .test_engine import other_prompts
 from .tiny import FAMILIES, SPECS, one_prompt, prompts
@@ -61,19 +62,28 @@ def test_requests_of_another_kind_run_eagerly_and_say_so_once(caplog: pytest.Log
 
 
 def test_mixed_requests_neither_grow_memory_nor_change_results() -> None:
+    """Of several batches, sizes and methods, 200 of them."""
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
-    pairs = [(1, Method()), (2, Method()), (2, FastVAR()), (1, StageVAR()), (2, SkipStages(last=1)), (2, SPARSE)]
-    kinds: Sequence[tuple[int, Method]] = pairs
-    for images, method in kinds:
-        pipe.warmup(prompts("infinity", images), method=method)
-    expected = [pipe(prompts("infinity", images), seed=9, method=method) for images, method in kinds]
+    own, wide = None, Schedule(((1, 1), (2, 2), (3, 5), (4, 7)))
+    kinds: Sequence[tuple[int, Schedule | None, Method]] = [
+        *(
+            (images, own, method)
+            for images, method in ((1, Method()), (2, FastVAR()), (1, StageVAR()), (2, SkipStages(last=1)), (2, SPARSE))
+        ),
+        *((images, wide, method) for images, method in ((2, Method()), (1, FastVAR()), (2, StageVAR()), (1, SPARSE))),
+    ]
+    requests = [(prompts("infinity", images), {"size": size, "method": method}) for images, size, method in kinds]
+    for prompt, settings in requests:
+        pipe.warmup(prompt, **settings)
+    expected = [pipe(prompt, seed=9, **settings) for prompt, settings in requests]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for turn in range(200):
-        images, method = kinds[turn * 7 % len(kinds)]
-        output = pipe(prompts("infinity", images), seed=9, method=method)
+        chosen = turn * 7 % len(requests)
+        prompt, settings = requests[chosen]
+        output = pipe(prompt, seed=9, **settings)
         assert output.report.engine == "graphs"
-        assert torch.equal(output.pixels, expected[turn * 7 % len(kinds)].pixels)
+        assert torch.equal(output.pixels, expected[chosen].pixels)
         del output
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
