@@ -46,6 +46,7 @@ class Request:
     method_draws: Draws
     track_kept: bool = False
     recorded: bool = False  # launches cost the host nothing
+    follows_image: bool = False  # the method may leave out tokens of one image and not of another
 
     @property
     def rows(self) -> int:

@@ -28,7 +28,7 @@ from nextscale.sampling import ImageDraws
 from nextscale.stage import Schedule
 
 from .tape import Dispatched, Tape, play_graphs_on_the_cpu
-from .tiny import CLASS_FAMILIES, FAMILIES, NO_GUIDANCE, SPECS, prompts, schedule_of, shared_pipeline, text_features
+from .tiny import CLASS_FAMILIES, FAMILIES, NO_GUIDANCE, SPECS, one_prompt, prompts, schedule_of, shared_pipeline, text_features
 
 CPU = torch.device("cpu")
 
@@ -375,6 +375,23 @@ def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: py
         assert ours.padding == pytest.approx(1 - theirs.tokens / ours.tokens)
     assert 0 < replayed.padding < 1
     assert replayed.to_dict()["padding"] == replayed.padding
+
+
+@pytest.mark.parametrize("tau", [0.8, 0.9])
+def test_what_is_spoken_for_draws_the_same_on_every_rung_and_in_every_batch(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """STAR's sampler draws for tokens that were left out; some stages of these images leave out none."""
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, eager, method = recorded("star_refined"), shared_pipeline("star_refined"), SparseVAR(tau=tau, from_stage=2)
+    prompt = prompts("star_refined", 2)
+    pipe.warmup(prompt, method=method)
+    for seed in range(6):
+        ours = pipe(prompt, seed=[seed, seed + 10], method=method)
+        with Dispatched():
+            theirs = eager(prompt, seed=[seed, seed + 10], method=method)
+            alone = [eager(one_prompt("star_refined", image), seed=seed + 10 * image, method=method) for image in range(2)]
+        assert ours.report.engine == "graphs"
+        torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(theirs.latent, torch.cat([one.latent for one in alone]), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("scales", [RampGuidance(False, (1,), 3.0), StageGuidance(False, (1,), (1.0, 2.0, 3.0, 4.0, 5.0))])
