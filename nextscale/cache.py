@@ -64,11 +64,6 @@ class CacheSpec:
         """Of a row, in the layer with most of them."""
         return max(per_layer(self.stages), default=0)
 
-    @property
-    def kept_tokens(self) -> int:
-        """Of these, those that a later stage reads again."""
-        return self.room(rows=0)
-
     def room(self, rows: int, after: int = -1) -> int:
         """Tokens of a row that are kept while so many rows run, in the layer with most of them: of the stages that run before rows leave.
 
@@ -150,21 +145,6 @@ class Workspace:
     def nbytes(self) -> int:
         """Allocated now."""
         return pair_bytes(self._pair)
-
-    @property
-    def keys(self) -> Tensor:
-        return self.pair(*self._sizes)[0]
-
-    @property
-    def values(self) -> Tensor:
-        return self.pair(*self._sizes)[1]
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        """What there is, or what was planned."""
-        if self._pair is not None:
-            return self._pair[0].shape[0], 0
-        return (self.spec.stages[-1].rows if self.spec.stages else self.spec.rows), 0
 
 
 class LayerCache(Protocol):
@@ -394,6 +374,7 @@ class Env:
     memory: StageMemory
     branches: Branches
     recorded: bool = False  # launches cost the host nothing
+    follows_image: bool = False  # the method may leave out tokens of one image and not of another
 
     def keep(self, branches: Branches) -> None:
         """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""

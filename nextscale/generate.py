@@ -46,7 +46,6 @@ class Request:
     method_draws: Draws
     track_kept: bool = False
     recorded: bool = False  # launches cost the host nothing
-    follows_image: bool = False  # the method may leave out tokens of one image and not of another
 
     @property
     def rows(self) -> int:
@@ -108,7 +107,7 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request, method: M
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_draws, request.track_kept, guided))
     check_plans(method.forecast(model, request.schedule), len(model.blocks), request.guidance)
     env = new_env(model, cond, request.schedule, request.batch, run, method, kept)
-    env.recorded = request.recorded
+    env.recorded, env.follows_image = request.recorded, method.follows_image
     return run, env
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -156,7 +156,7 @@ class Pipeline:
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
         chosen = self.method if method is None else resolve_method(method)
-        request, prompts, against, seeds = self._request(prompt, seed, size, aspect, guidance, negative, masks, revise, chosen, sampling)
+        request, prompts, against, seeds = self._request(prompt, seed, size, aspect, guidance, negative, masks, revise, sampling)
         return self._run(request, prompts, against, seeds, chosen, on_stage)
 
     def warmup(
@@ -180,7 +180,7 @@ class Pipeline:
                 f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
             )
         chosen = self.method if method is None else resolve_method(method)
-        request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_drawn, chosen, sampling)
+        request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_drawn, sampling)
         with torch.inference_mode():
             given = self.model.given(prompts, request.guidance.needs_both, request.schedule, against)
             tables = self._schedule_tables(request.schedule)
@@ -199,7 +199,6 @@ class Pipeline:
         negative: Any,
         masks: bool,
         revise: Revise,
-        method: Method,
         sampling: dict[str, Any],
     ) -> tuple[Request, Prompts, Prompts | None, tuple[int, ...] | None]:
         """The request, what it draws, what it steers away from, and its seeds if they are numbers."""
@@ -213,8 +212,7 @@ class Pipeline:
         own_draws = draws if seeds is None else method_draws(seeds, self.model.device)
         against = self._against(negative, len(prompts), guided)
         clock = Stopwatch(self.model.device)
-        request = Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks)
-        return replace(request, follows_image=method.follows_image), prompts, against, seeds
+        return Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks), prompts, against, seeds
 
     @property
     def engine(self) -> Engine:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.accel import Method
+from nextscale.accel.memory import reserved_bytes
 from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.generate import new_env
 from nextscale.models.base import Conditioning
@@ -252,7 +253,7 @@ def test_planned_bytes_are_the_bytes_allocated(dtype: torch.dtype, sizes: tuple[
     planned = spec(Schedule(sizes), rows=3, layers=5, dtype=dtype, prefix=prefix)
     workspace = Workspace(planned)
     caches = [DenseLayerCache(planned, workspace) for _ in range(5)]
-    allocated = [tensor for owner in (workspace, *caches) for tensor in (owner.keys, owner.values)]
+    allocated = [*workspace.pair(rows=3, tokens=0), *(tensor for cache in caches for tensor in (cache.keys, cache.values))]
     assert {tensor.dtype for tensor in allocated} == {dtype}
     assert planned.bytes == storage_bytes(allocated)
 
@@ -281,10 +282,10 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
         cond = pipeline.model.condition(prompts, guided, schedule, empty.repeat(2) if guided and empty else None)
         env = new_env(pipeline.model, cond, schedule, 2, Method(), Method())
         tensors = [tensor for cache in env.cache for tensor in (cache.keys, cache.values)]
-        tensors += [env.cache[0].workspace.keys, env.cache[0].workspace.values]
+        tensors += env.cache[0].workspace.pair(cond.start.shape[0], 0)
         if cond.text is not None:
             tensors += [tensor for pair in cond.text.keys_values for tensor in pair]
-        assert pipeline.model.request_bytes(schedule, 4 if guided else 2, prompts.longest) == storage_bytes(tensors)
+        assert reserved_bytes(pipeline.model, schedule, Method(), 2, 4 if guided else 2, prompts.longest) == storage_bytes(tensors)
         assert env.branches == ("both" if guided else "cond")
 
 

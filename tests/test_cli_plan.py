@@ -155,7 +155,7 @@ def test_memory_is_reserved_for_what_is_planned(half: None) -> None:
     plain, reduced = facts("var-d16"), facts("var-d16", "--method", "half")
     with torch.device("meta"):
         model = build_model(model_spec("var-d16").model).bfloat16()
-    reserved = model.request_bytes(model.schedule, 2, 0)
+    reserved = model.cache_spec(model.schedule, rows=2).bytes
     assert plain["memory"]["reserved"] == reserved
     # Two rows of all stages but the last three and half of the first of those, before the others leave.
     assert reduced["memory"]["reserved"] == 16 * 2 * 2 * (model.schedule[7].start + 50) * 1024 * 2

@@ -243,9 +243,10 @@ class RememberedBlocks(Span):
                 f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
                 f" {tokens.width} tokens there: choose a cache_stage that the other method leaves whole"
             )
-        fused = [remembering(block, number, part) for block in blocks for number, part in enumerate(fused_parts(block, x, env))]
-        if fused:
-            return run_fused(fused, x, tokens, env)
+        fused = [fused_parts(block, x, env) for block in blocks]
+        if all(fused):
+            chain = [remembering(block, i, part) for block, parts in zip(blocks, fused, strict=True) for i, part in enumerate(parts)]
+            return run_fused(chain, x, tokens, env)
         for block in blocks:
             for number, branch in enumerate(block.parts):
                 update = branch(x, tokens, env)

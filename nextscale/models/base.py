@@ -17,7 +17,7 @@ from ..sampling import Sampling, choose
 from ..stage import Schedule, Stage, Tokens
 from .blocks import Block, BlockConfig, ModulatedBlock, Modulation, temperature
 from .rope import Rope
-from .text_context import GivenText, RoomForText, TextContext, context_bytes
+from .text_context import GivenText, RoomForText, TextContext
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -120,12 +120,6 @@ class NextScaleModel(nn.Module):
     def cache_spec(self, schedule: Schedule, rows: int) -> CacheSpec:
         config = self.block_config
         return CacheSpec(len(self.blocks), rows, config.heads, config.head_dim, schedule, self.dtype, self.device, self.text_prefix)
-
-    def request_bytes(self, schedule: Schedule, rows: int, text_tokens: int) -> int:
-        """What a request keeps until it ends, besides the weights: known before it starts. `text_tokens`: of the longest prompt."""
-        config = self.block_config
-        text = context_bytes(len(self.blocks), rows, text_tokens, config.width, self.dtype) if config.text else 0
-        return self.cache_spec(schedule, rows).bytes + text
 
     def check_sampling(self, sampling: Sampling) -> None:
         """SettingError if the model cannot choose codes in this way."""

@@ -134,15 +134,13 @@ class Star(NextScaleModel):
                 sampling = replace(sampling, top_k=0, top_p=0.0)
             return choose(logits, tokens, len(request.schedule), sampling, request.draws)
         ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
-        spoken = None
-        if request.follows_image and request.method_draws is not request.draws:
-            # Whether or not this batch leaves out tokens at this stage: an image draws the same in every batch, and on every rung.
+        speaks = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # a method, for tokens that were not run
+        if speaks or (hidden.env.follows_image and request.method_draws is not request.draws):
+            # Also where nothing was left out at this stage: so an image draws the same in every batch and on every rung.
             spoken, _ = draw_codes(logits, tokens, sampling, request.method_draws)
         if hidden.tokens.whole:
             ids = hidden.tokens.move(ids, tokens)
-        elif not tokens.aligned(hidden.tokens):  # a method speaks for tokens that were not run: those keep what it says
-            if spoken is None:
-                spoken, _ = draw_codes(logits, tokens, sampling, request.method_draws)
+        elif speaks:  # those keep what it says
             settled = hidden.tokens.move(ids + 1, tokens)
             ids = torch.where(settled > 0, settled - 1, spoken)
         return ids, ids
