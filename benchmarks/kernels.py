@@ -53,14 +53,14 @@ def size(*tensors: Tensor) -> int:
 
 
 def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
-    from nextscale.kernels.bits import draw_bits, draw_bits_reference
+    from nextscale.kernels.bits import sample_bits, sample_bits_reference
     from nextscale.kernels.distance import (
         distance_from_mean,
         distance_from_mean_reference,
         mean_over_tokens,
         mean_over_tokens_reference,
     )
-    from nextscale.kernels.largest import places_of_largest, places_of_largest_reference
+    from nextscale.kernels.largest import topk_indices_sorted, topk_indices_sorted_reference
     from nextscale.kernels.norm import (
         norm_modulate,
         norm_modulate_reference,
@@ -111,11 +111,11 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         yield case(distance_from_mean, distance_from_mean_reference, shape, whole, x, mean)
         score = normal(rows, tokens, dtype=torch.float32)
         moved = size(score) + rows * kept * 8
-        yield case(places_of_largest, places_of_largest_reference, (rows, tokens), moved, score, kept)
+        yield case(topk_indices_sorted, topk_indices_sorted_reference, (rows, tokens), moved, score, kept)
         logits = normal(1, tokens, BITS, 2, dtype=torch.float32)
         noise = normal(1, tokens, BITS, 2, dtype=torch.float32).exp()
         moved = size(logits, noise) + tokens * BITS * 8
-        yield case(draw_bits, draw_bits_reference, tuple(logits.shape), moved, logits, noise, top_p=0.97)
+        yield case(sample_bits, sample_bits_reference, tuple(logits.shape), moved, logits, noise, top_p=0.97)
 
 
 def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

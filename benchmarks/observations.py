@@ -12,11 +12,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from nextscale.analysis import Observations, read_observations, verdicts
-from nextscale.analysis.numbers import Curve
-from nextscale.analysis.plots import figures
-from nextscale.analysis.verdicts import distances, late_mean, late_stages, shares_of
-from nextscale.files import write_image
+from nextscale.io import write_image
+from nextscale.lab.analysis import Observations, read_observations, verdicts
+from nextscale.lab.analysis.numbers import Curve
+from nextscale.lab.analysis.plots import figures
+from nextscale.lab.analysis.verdicts import distances, late_mean, late_stages, shares_of
 
 from .table import PROJECT, with_tables
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nextscale.evals.machine import where
+from nextscale.lab.machine import where
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from nextscale.accel import resolve_method
-from nextscale.accel.cost import RequestCost, Workload, request_cost
-from nextscale.evals.frontier import frontier_svg
-from nextscale.evals.methods import sparsevar_decisions
-from nextscale.evals.results import Row, comparable, judged, read_rows, real_agreement
-from nextscale.evals.speed_tables import pictured_row, speed_tables, stages_svg, with_tables
-from nextscale.presets import build_model, model_spec
+from nextscale.lab.bench.tables import pictured_row, speed_tables, stages_svg, with_tables
+from nextscale.lab.evals.frontier import frontier_svg
+from nextscale.lab.evals.methods import sparsevar_decisions
+from nextscale.lab.results import Row, comparable, judged, read_rows, real_agreement
+from nextscale.loading.presets import build_model, model_spec
+from nextscale.planning.cost import RequestCost, Workload, request_cost
 
 from .results import RESULTS
 
@@ -47,7 +47,7 @@ def quality_table(rows: list[Row]) -> str:
     if not runs:
         return ""
     lines = [
-        "| image | method | times faster than dense | multiply-adds | tokens | LPIPS to dense | PSNR | style right |"
+        "| image | method | times faster than dense | MACs | tokens | LPIPS to dense | PSNR | style right |"
         " label among first five |"
         " change of the last | Fréchet distance to real |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -159,7 +159,7 @@ def planned_costs(name: str, method: str) -> tuple[RequestCost, RequestCost]:
 
 
 def shares_table() -> str:
-    lines = ["| method | multiply-adds of `infinity-2b` at 1024 px, against dense |", "|---|---:|"]
+    lines = ["| method | MACs of `infinity-2b` at 1024 px, against dense |", "|---|---:|"]
     for title, short in IN_SHORT.items():
         planned, dense = planned_costs("infinity-2b", PLANNED[title])
         lines.append(f"| {short} | {planned.share(dense):.0%} |")
@@ -167,7 +167,7 @@ def shares_table() -> str:
 
 
 def plans_table() -> str:
-    """Shares of dense generation's multiply-adds at the published settings, guided, one image: all, linear layers, attention, keys."""
+    """Shares of dense generation's MACs at the published settings, guided, one image: all, linear layers, attention, keys."""
     lines = [f"| | {' | '.join(PLANNED_MODELS)} |", f"|---|{'---|' * len(PLANNED_MODELS)}"]
     for title, method in PLANNED.items():
         cells = []
@@ -178,7 +178,7 @@ def plans_table() -> str:
         lines.append(f"| {title} | {' | '.join(cells)} |")
     lines.append("")
     lines.append(
-        "Multiply-adds against dense generation, guided, one image of the model's own size: in all (linear layers, attention, keys kept"
+        "MACs against dense generation, guided, one image of the model's own size: in all (linear layers, attention, keys kept"
         " for later stages). Attention falls faster than the rest, since both queries and keys are fewer."
     )
     return "\n".join(lines)

@@ -3,9 +3,8 @@
 from .accel import FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
-from .loading import load
+from .loading import MODELS, ModelSpec, load
 from .pipeline import Output, Pipeline, Preview
-from .presets import MODELS, ModelSpec
 from .report import Report
 from .sampling import Sampling
 from .stage import Schedule, Stage, Tokens

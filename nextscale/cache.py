@@ -16,7 +16,7 @@ from .stage import Schedule, Stage, Tokens
 if TYPE_CHECKING:
     from .models.base import Conditioning
 
-Branches = Literal["both", "cond", "uncond"]
+CfgBranches = Literal["both", "cond", "uncond"]
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class DenseLayerCache:
     def __init__(self, spec: CacheSpec, workspace: Workspace) -> None:
         self.spec = spec
         self.workspace = workspace
-        self.width = 0  # entries written so far, padding included: a bound that the host knows
+        self.length = 0  # entries written so far, padding included: a bound that the host knows
         self.lengths: Tensor | None = None  # [R] real entries, once rows differ
         self._finite_tails = False  # what lies beyond them is
         self._rows = spec.rows
@@ -245,39 +245,39 @@ class DenseLayerCache:
         finite_tails: what lies beyond a row's end is finite, as a mask needs it: zero times NaN is NaN. Attention that reads a row up
         to its length does without, then at all stages that follow.
         """
-        end = self.width + new
+        end = self.length + new
         final = tokens.stage.index == self.spec.final
         if final and self._spent:
             raise ValueError(f"stage {tokens.stage.index} is the last one, and its keys are gone: a layer cannot run it again")
         if final:
             keys, values = self.workspace.pair(rows, end)
             for target, source in ((keys, self.keys), (values, self.values)):
-                copy_wide(target.narrow(1, 0, self.width), source.narrow(1, 0, self.width))
+                copy_wide(target.narrow(1, 0, self.length), source.narrow(1, 0, self.length))
         else:
             self._make_room(end, tokens.stage)
             keys, values = self._held()
-        slot = Slot(keys, values, self.width, end)
+        slot = Slot(keys, values, self.length, end)
         if self.lengths is not None or tokens.count is not None:
             added = tokens.prefix + tokens.count if tokens.count is not None and tokens.prefix else tokens.count
             slot = self._ragged(slot, new, added, final, finite_tails)
         if final:
             self._pair, self._spent = None, True
         else:
-            self.width = end
+            self.length = end
         return slot
 
     def _ragged(self, slot: Slot, new: int, added: Tensor | None, final: bool, finite_tails: bool) -> Slot:
         """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding."""
         rows, device = slot.keys.shape[0], slot.keys.device
         if self.lengths is None:
-            self.lengths = torch.full((rows,), self.width, dtype=torch.int32, device=device)
+            self.lengths = torch.full((rows,), self.length, dtype=torch.int32, device=device)
             self._finite_tails = finite_tails
             if finite_tails:
                 self._clear_tail()
         assert self._finite_tails or not finite_tails, "tails that an earlier stage has not cleared"
         if final and finite_tails:
             for store in (slot.keys, slot.values):
-                store.narrow(1, self.width, new).zero_()
+                store.narrow(1, self.length, new).zero_()
         start = self.lengths
         self.lengths = (start + (new if added is None else added)).int()
         return slot._replace(start=start, lengths=self.lengths)
@@ -285,7 +285,7 @@ class DenseLayerCache:
     def keep_rows(self, rows: slice) -> None:
         self._rows = len(range(*rows.indices(self._rows)))
         if self._pair is not None:
-            self._move(max(self.spec.room(self._rows), self.width), rows)  # copies: a view would keep the others alive
+            self._move(max(self.spec.room(self._rows), self.length), rows)  # copies: a view would keep the others alive
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
 
@@ -308,14 +308,14 @@ class DenseLayerCache:
         """To memory for so many tokens of some of the rows."""
         old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
         for target, source in zip(fresh, old, strict=True):
-            copy_wide(target.narrow(1, 0, self.width), source[rows].narrow(1, 0, self.width))
+            copy_wide(target.narrow(1, 0, self.length), source[rows].narrow(1, 0, self.length))
         self._pair = fresh
         if self._finite_tails:
             self._clear_tail()
 
     def _clear_tail(self) -> None:
         for store in self._held():
-            store.narrow(1, self.width, store.shape[1] - self.width).zero_()
+            store.narrow(1, self.length, store.shape[1] - self.length).zero_()
 
 
 class NoCache:
@@ -339,7 +339,7 @@ class StageMemory:
 
     def store(self, key: Hashable, y: Tensor, tokens: Tokens) -> None:
         if tokens.index is not None:
-            raise ValueError(f"memory {key!r} needs the whole grid of stage {tokens.stage.index}, not {tokens.width} of its tokens")
+            raise ValueError(f"memory {key!r} needs the whole grid of stage {tokens.stage.index}, not {tokens.num_tokens} of its tokens")
         self._maps[key] = (tokens.on_grid(y)[0], tokens.stage.size)
 
     def stored(self, key: Hashable) -> tuple[Tensor, tuple[int, int]]:
@@ -372,19 +372,19 @@ class Env:
     cond: Conditioning
     cache: Sequence[LayerCache]
     memory: StageMemory
-    branches: Branches
-    recorded: bool = False  # launches cost the host nothing
-    follows_image: bool = False  # the method may leave out tokens of one image and not of another
+    cfg_branches: CfgBranches
+    captured: bool = False  # launches cost the host nothing
+    data_dependent: bool = False  # the method may leave out tokens of one image and not of another
 
-    def keep(self, branches: Branches) -> None:
+    def keep(self, branches: CfgBranches) -> None:
         """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""
-        if branches in ("both", self.branches):
+        if branches in ("both", self.cfg_branches):
             return
-        if self.branches != "both":
-            raise ValueError(f"the {branches} rows do not run any more: only {self.branches} rows are left")
+        if self.cfg_branches != "both":
+            raise ValueError(f"the {branches} rows do not run any more: only {self.cfg_branches} rows are left")
         rows = slice(0, self.batch) if branches == "cond" else slice(self.batch, None)
         self.cond.keep_rows(rows)
         for cache in self.cache:
             cache.keep_rows(rows)
         self.memory.keep_rows(rows)
-        self.branches = branches
+        self.cfg_branches = branches

@@ -9,7 +9,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .accel.memory import ASSUMED_KEPT, reserved_cache
 from .accel.method import DENSE, Method, RunSetup, StagePlan
 from .cache import Env, StageMemory, Workspace
 from .canvas import Canvas
@@ -17,8 +16,9 @@ from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
 from .models.base import Conditioning, Hidden, NextScaleModel
 from .models.blocks import Block, attention_backend, run_in_order
+from .planning.memory import ASSUMED_KEPT, reserved_cache
 from .report import Stopwatch
-from .sampling import Draws, Sampling
+from .sampling import Rng, Sampling
 from .stage import Schedule, Stage, Tokens
 
 Revise = Callable[[Stage, Tensor], Tensor]
@@ -28,7 +28,7 @@ Where a method leaves out cells their codes are zeros, and what is returned for 
 """
 
 
-def as_drawn(stage: Stage, codes: Tensor) -> Tensor:
+def as_sampled(stage: Stage, codes: Tensor) -> Tensor:
     return codes
 
 
@@ -40,12 +40,12 @@ class Request:
     schedule: Schedule
     guidance: GuidedRows
     sampling: Sampling
-    draws: Draws
+    rng: Rng
     revise: Revise
     clock: Stopwatch
-    method_draws: Draws
-    track_kept: bool = False
-    recorded: bool = False  # launches cost the host nothing
+    method_rng: Rng
+    compute_mask: bool = False
+    captured: bool = False  # launches cost the host nothing
 
     @property
     def rows(self) -> int:
@@ -60,15 +60,15 @@ class StageDone:
     stage: Stage
     canvas: Canvas
     rows: int = 0
-    width: int = 0  # tokens per row that ran through the blocks
-    needed: Tensor | None = None  # [B], those of each image without the padding; None: all of them
+    num_tokens: int = 0  # tokens per row that ran through the blocks
+    counts: Tensor | None = None  # [B], those of each image without the padding; None: all of them
     tokens: Tokens | None = None  # what the codes stand for
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as drawn
     codes: Tensor | None = None  # as put on the canvas
     residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes
     plan: StagePlan = DENSE
-    kept: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
+    compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
 
     @property
     def skipped(self) -> bool:
@@ -93,7 +93,7 @@ def generate(
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
         plan = run.plan(stage, canvas)
-        done, good = draw_stage(model, canvas, request, run, plan, env, stage)
+        done, good = run_stage(model, canvas, request, run, plan, env, stage)
         if good is not None:
             finite[stage.index] = good
         watch(done)
@@ -104,14 +104,14 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request, method: M
     """A run of the method and what the stages share; what cannot run is refused. `kept`: share of the cells to have memory for, where
     the image decides."""
     guided = cond.start.shape[0] > request.batch
-    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_draws, request.track_kept, guided))
+    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, request.compute_mask, guided))
     check_plans(method.forecast(model, request.schedule), len(model.blocks), request.guidance)
     env = new_env(model, cond, request.schedule, request.batch, run, method, kept)
-    env.recorded, env.follows_image = request.recorded, method.follows_image
+    env.captured, env.data_dependent = request.captured, method.data_dependent
     return run, env
 
 
-def draw_stage(
+def run_stage(
     model: NextScaleModel, canvas: Canvas, request: Request, run: Method, plan: StagePlan, env: Env, stage: Stage
 ) -> tuple[StageDone, Tensor | None]:
     """What was drawn, and whether all of it is finite; None where the stage is skipped."""
@@ -120,20 +120,20 @@ def draw_stage(
     if plan.skip:
         canvas.skip(stage)
         return StageDone(stage, canvas, plan=plan), None
-    env.keep(plan.branches)
-    x, tokens = run.enter(model.embed(canvas.input(stage), stage, env), Tokens(stage))
-    plan.check_width(tokens)
+    env.keep(plan.cfg_branches)
+    x, tokens = run.reduce(model.embed(canvas.input(stage), stage, env), Tokens(stage))
+    plan.check_num_tokens(tokens)
     needed = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
     rows, width = x.shape[:2]
-    with attention_backend(rows * width, x.device, env.recorded):
+    with attention_backend(rows * width, x.device, env.captured):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
     hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
     out = guidance.on_logits(model.logits(x, env), stage, batch)
-    out, tokens = run.leave(request.sampling.prepare(out, stage), hidden.tokens)
+    out, tokens = run.restore(request.sampling.prepare(out, stage), hidden.tokens)
     with request.clock.time("choice", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
-    if request.revise is not as_drawn:
+    if request.revise is not as_sampled:
         codes = revised(request.revise, codes, tokens)
     canvas.add(codes, tokens)
     residual = None
@@ -141,9 +141,9 @@ def draw_stage(
         settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
         with request.clock.time("residual", stage.index):
             residual = model.residual(hidden, settled)
-        canvas.add_residual(*run.spread(residual, hidden.tokens))
+        canvas.add_residual(*run.restore_residual(residual, hidden.tokens))
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
-    kept = run.kept(stage) if request.track_kept else None
+    kept = run.compute_mask(stage) if request.compute_mask else None
     return StageDone(stage, canvas, rows, width, needed, tokens, out, ids, codes, residual, plan, kept), finite
 
 
@@ -182,7 +182,7 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
     """All blocks in order; a plan's spans run groups of them their own way."""
     blocks = model.stack
     spans = {span.layers.start: span for span in plan.spans}
-    for start, stop in pairwise(seams(len(blocks), plan, guidance)):
+    for start, stop in pairwise(boundaries(len(blocks), plan, guidance)):
         stretch = blocks[start:stop]
         if start in spans:
             x = spans[start](stretch, x, tokens, env)
@@ -195,14 +195,14 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
     return x
 
 
-def seams(depth: int, plan: StagePlan, guidance: GuidedRows) -> list[int]:
+def boundaries(depth: int, plan: StagePlan, guidance: GuidedRows) -> list[int]:
     """Numbers of blocks after which hidden states are asked for: around spans and observed blocks, and after guided ones.
 
     Where one branch runs alone, a span may hide blocks after which both would be guided.
     """
     spans = {edge for span in plan.spans for edge in (span.layers.start, span.layers.stop)}
     taps = {edge for layer in plan.taps for edge in (layer, layer + 1)}
-    guided = {layer + 1 for layer in guidance.layers} if plan.branches == "both" else set()
+    guided = {layer + 1 for layer in guidance.layers} if plan.cfg_branches == "both" else set()
     return sorted({0, depth} | spans | taps | guided)
 
 

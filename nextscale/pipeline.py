@@ -14,29 +14,37 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .accel.choice import MethodLike, resolve_method
-from .accel.cost import RequestCost, StageCost, Workload, as_run, request_cost
-from .accel.memory import reserved_bytes
 from .accel.method import Method
+from .accel.registry import MethodLike, resolve_method
 from .canvas import Canvas
-from .engine.graphs import Recordings, WarmUp
+from .engine.graphs import Captures, WarmUp
 from .errors import OutOfMemory, SettingError
-from .generate import Request, Revise, StageDone, as_drawn, generate, require_finite
-from .guidance import GuidanceLike, GuidedRows, resolve_guidance
-from .images import to_pil
-from .models.base import Given, NextScaleModel
-from .presets import Settings
-from .prompts import PromptReader, Prompts
+from .generate import Request, Revise, StageDone, as_sampled, generate, require_finite
+from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
+from .io import to_pil
+from .models.base import NextScaleModel, PromptInputs
+from .planning.cost import RequestCost, StageCost, Workload, as_run, request_cost
+from .planning.memory import reserved_bytes
 from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
-from .sampling import Draws, ImageDraws, Sampling, SharedDraws, method_draws
-from .schedules import AspectLike, SizeLike
+from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
+from .schedules import AspectLike, ScheduleBook, SizeLike
 from .stage import Schedule
+from .text.prompts import PromptReader, Prompts
 from .tokenizers.autoencoder import lay_out
 from .tokenizers.base import Tokenizer
 
 Engine = Literal["graphs", "eager"]
 TABLES = 8  # schedules whose positions are kept; 5 MB each for images of 1024 x 1024 pixels
-SeedLike = int | Sequence[int] | torch.Generator | Draws | None
+SeedLike = int | Sequence[int] | torch.Generator | Rng | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model draws when the caller does not say otherwise."""
+
+    schedules: ScheduleBook
+    guidance: Guidance
+    sampling: Sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +55,7 @@ class Output:
     latent: Tensor  # what was decoded
     codes: tuple[Tensor, ...]  # per stage that was run, as drawn on the canvas
     report: Report
-    kept: tuple[Tensor, ...] | None = None  # per stage, with masks=True: share of the network that ran for every cell, [B, h, w]
+    compute_mask: tuple[Tensor, ...] | None = None  # per stage, with masks=True: share of the network that ran for every cell, [B, h, w]
 
     @property
     def images(self) -> list[Image.Image]:
@@ -73,9 +81,9 @@ class Preview:
         return to_pil(self.tokenizer.decode(self.latent))
 
 
-def kept_map(done: StageDone, batch: int) -> Tensor:
-    if done.kept is not None:
-        return done.kept.view(batch, *done.stage.size).float().clone()
+def mask_of(done: StageDone, batch: int) -> Tensor:
+    if done.compute_mask is not None:
+        return done.compute_mask.view(batch, *done.stage.size).float().clone()
     return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
 
 
@@ -85,11 +93,11 @@ def read_back(finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequenc
     The host waits for the device here and, unless a method asks, nowhere else.
     """
     checks = torch.stack([*finite.values(), latent.isfinite().all()])
-    needed = {done.stage.index: done.needed.double().mean() for done in done_stages if done.needed is not None}
+    needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
     told = torch.cat([checks.double(), *(mean[None] for mean in needed.values())]).tolist()
     means = dict(zip(needed, told[len(checks) :], strict=True))
     failed = [stage for stage, good in zip([*finite, len(done_stages) - 1], told, strict=False) if not good]
-    return failed, [1 - means[done.stage.index] / done.width if done.stage.index in means else 0.0 for done in done_stages]
+    return failed, [1 - means[done.stage.index] / done.num_tokens if done.stage.index in means else 0.0 for done in done_stages]
 
 
 class Accelerated:
@@ -119,7 +127,7 @@ class Pipeline:
     ) -> None:
         """engine: "graphs" replays what `warmup` has recorded, and is the default on a GPU; "eager" never does."""
         self._engine = checked_engine(engine)
-        self.recordings = Recordings(model, tokenizer)
+        self.captures = Captures(model, tokenizer)
         self._tables: dict[tuple[Schedule, torch.device], Any] = {}
         self.model = model.eval()
         self.tokenizer = lay_out(tokenizer.eval())
@@ -140,7 +148,7 @@ class Pipeline:
         method: MethodLike = None,
         masks: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
-        revise: Revise = as_drawn,
+        revise: Revise = as_sampled,
         **sampling: Any,
     ) -> Output:
         """Draws one image per prompt, or per seed if there is one prompt and several seeds.
@@ -180,14 +188,14 @@ class Pipeline:
                 f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
             )
         chosen = self.method if method is None else resolve_method(method)
-        request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_drawn, sampling)
+        request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_sampled, sampling)
         with torch.inference_mode():
-            given = self.model.given(prompts, request.guidance.needs_both, request.schedule, against)
+            given = self.model.prompt_inputs(prompts, request.guidance.needs_both, request.schedule, against)
             tables = self._schedule_tables(request.schedule)
         longest = longest_text(prompts, against)
         planned = partial(reserved_bytes, self.model, request.schedule, chosen, request.batch, request.rows, longest)
         with memory_errors(self.model.device, planned, request):
-            return self.recordings.record(request, chosen, longest, given, tables)
+            return self.captures.capture(request, chosen, longest, given, tables)
 
     def _request(
         self,
@@ -208,8 +216,8 @@ class Pipeline:
         prompts = self.reader.read(prompt)
         if len(prompts) == 1 and isinstance(seed, Sequence) and seed:
             prompts = prompts.repeat(len(seed))
-        draws, seeds = self._draws(seed, len(prompts))
-        own_draws = draws if seeds is None else method_draws(seeds, self.model.device)
+        draws, seeds = self._rng(seed, len(prompts))
+        own_draws = draws if seeds is None else method_rng(seeds, self.model.device)
         against = self._against(negative, len(prompts), guided)
         clock = Stopwatch(self.model.device)
         return Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks), prompts, against, seeds
@@ -263,16 +271,16 @@ class Pipeline:
         def planned() -> int:
             return reserved_bytes(self.model, schedule, method, batch, request.rows, longest)
 
-        replayable = self.recordings.taken(request, method, longest) if self.engine == "graphs" else nullcontext()
+        replayable = self.captures.taken(request, method, longest) if self.engine == "graphs" else nullcontext()
         with replayable as recording, memory_errors(device, planned, request):
             if recording is None:  # a recording has the memory that it needs
-                require_room(device, planned(), request, self.recordings.bytes)
+                require_room(device, planned(), request, self.captures.bytes)
             reset_peak(device)
             with torch.inference_mode():
                 with clock.time("condition"):
-                    given = self.model.given(prompts, request.guidance.needs_both, schedule, negative)
+                    given = self.model.prompt_inputs(prompts, request.guidance.needs_both, schedule, negative)
                     if recording is None:
-                        cond = self.model.conditioned(given, self._schedule_tables(schedule))
+                        cond = self.model.condition_from(given, self._schedule_tables(schedule))
                     else:
                         recording.condition(given)
                 clock.start("stage")
@@ -280,12 +288,12 @@ class Pipeline:
                     canvas = self.tokenizer.canvas(schedule, batch)
                     finite = generate(self.model, cond, canvas, request, method, stage_done)
                 else:
-                    canvas, finite = recording.canvas, recording.draw(request, stage_done)
+                    canvas, finite = recording.canvas, recording.run(request, stage_done)
                 with clock.time("decode"):
                     pixels = self.tokenizer.decode(canvas.latent) if recording is None else recording.decode()
             # What needs no result comes before the host waits for the device. Copies are ordinary tensors, not inference tensors.
             copies = pixels.clone(), canvas.latent.clone(), tuple(done.codes.clone() for done in done_stages if done.codes is not None)
-            kept = tuple(kept_map(done, batch) for done in done_stages) if request.track_kept else None
+            kept = tuple(mask_of(done, batch) for done in done_stages) if request.compute_mask else None
             dense, spent = self._costs(request, given, done_stages)
             peak, need = peak_memory(device), planned()
             failed, padding = read_back(finite, canvas.latent, done_stages)
@@ -314,23 +322,23 @@ class Pipeline:
     def _schedule_tables(self, schedule: Schedule) -> Any:
         """What the model makes of a schedule, kept for the last few of them."""
         key = schedule, self.model.device
-        tables = self._tables.pop(key) if key in self._tables else self.model.tables(schedule)
+        tables = self._tables.pop(key) if key in self._tables else self.model.schedule_tables(schedule)
         if len(self._tables) == TABLES:
             del self._tables[next(iter(self._tables))]
         self._tables[key] = tables  # the last one used is the last to go
         return tables
 
-    def _costs(self, request: Request, given: Given, done_stages: Sequence[StageDone]) -> tuple[RequestCost, RequestCost]:
-        """Multiply-adds of the same request in dense generation, and of what was run."""
+    def _costs(self, request: Request, given: PromptInputs, done_stages: Sequence[StageDone]) -> tuple[RequestCost, RequestCost]:
+        """MACs of the same request in dense generation, and of what was run."""
         workload = Workload(
             request.schedule,
             request.batch,
             request.guidance.needs_both,
-            0 if given.text is None else given.text.width,
+            0 if given.text is None else given.text.length,
             request.sampling.refine,
             self.model.residual_scale(request.guidance, request.schedule[-1]) != 1,
         )
-        plans = [as_run(self.model, done.stage, done.plan, done.width) for done in done_stages]
+        plans = [as_run(self.model, done.stage, done.plan, done.num_tokens) for done in done_stages]
         return request_cost(self.model, workload), request_cost(self.model, workload, plans)
 
     @staticmethod
@@ -342,14 +350,14 @@ class Pipeline:
             index,
             *done.stage.size,
             skipped=done.skipped,
-            tokens=done.width,
+            tokens=done.num_tokens,
             computed=cost.computed,
             padding=padding,
             rows=done.rows,
-            branches=done.rows // batch,
+            cfg_branches=done.rows // batch,
             cost_share=cost_share,
             seconds=clock.seconds("stage", index),
-            choice_seconds=clock.seconds("choice", index) if eager else None,
+            sampling_seconds=clock.seconds("choice", index) if eager else None,
             residual_seconds=clock.seconds("residual", index) if eager else None,
         )
 
@@ -377,10 +385,10 @@ class Pipeline:
             raise SettingError(f"forbidden {sampling.forbidden}: {self.name} has {self.tokenizer.codes} numbered codes")
         return sampling
 
-    def _draws(self, seed: SeedLike, images: int) -> tuple[Draws, tuple[int, ...] | None]:
+    def _rng(self, seed: SeedLike, images: int) -> tuple[Rng, tuple[int, ...] | None]:
         if isinstance(seed, torch.Generator):
-            return SharedDraws(seed), None
-        if isinstance(seed, Draws):
+            return SharedRng(seed), None
+        if isinstance(seed, Rng):
             return seed, None
         if seed is None:
             seed = secrets.randbits(32)
@@ -390,7 +398,7 @@ class Pipeline:
         if len(given) != images:
             raise SettingError(f"{len(given)} seeds for {images} images: give one number, or one per image")
         seeds = tuple(int(one) for one in given)
-        return ImageDraws(seeds, self.model.device), seeds
+        return ImageRng(seeds, self.model.device), seeds
 
 
 def checked_engine(engine: Engine | None) -> Engine | None:

@@ -22,10 +22,10 @@ class StageReport:
     computed: float  # tokens per row, without text, that the parts of the blocks ran, mean of all; the cells when dense, 0 when skipped
     padding: float  # share of the tokens that no image needed: run because another of the batch, or the recording, has more
     rows: int  # images times guidance branches
-    branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
-    cost_share: float  # multiply-adds against those of the same stage in dense generation
+    cfg_branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
+    cost_share: float  # MACs against those of the same stage in dense generation
     seconds: float
-    choice_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: a replay cannot tell
+    sampling_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: a replay cannot tell
     residual_seconds: float | None  # of these: HART's residual diffusion; None likewise
 
 
@@ -39,7 +39,7 @@ class Report:
     size: tuple[int, int]  # height, width in pixels
     seeds: tuple[int, ...] | None  # None: the caller's own generator
     stages: tuple[StageReport, ...]
-    cost_share: float  # multiply-adds against those of dense generation, as `accel.cost` counts them; decoding is not counted
+    cost_share: float  # MACs against those of dense generation, as `accel.cost` counts them; decoding is not counted
     condition_seconds: float  # prompt features to modulation and text keys
     decode_seconds: float
     peak_memory: int  # bytes: allocated on the GPU during the request, or the process's largest resident size on the CPU
@@ -109,10 +109,10 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def free_memory(device: torch.device, recorded: int = 0) -> int | None:
+def free_memory(device: torch.device, captured: int = 0) -> int | None:
     """Bytes that can still be allocated, or None where the system does not tell. `recorded`: held by recordings, for nobody else."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - recorded
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - captured
         return torch.cuda.mem_get_info(device)[0] + max(unused, 0)
     try:
         with open("/proc/meminfo") as lines:

@@ -23,7 +23,7 @@ class Sampling:
     top_p: keep the most likely codes that make up this probability (0: all).
     temperature: a number, or one per stage. greedy: always the most likely code; no random numbers are used.
     smooth: VAR's "more smooth": a mixture of codes drawn with Gumbel noise instead of a single one.
-    drawn_sides, widest_drawn: FlexVAR's rule that only stages of these sides, up to this width, are drawn; the others are greedy.
+    sampled_sides, widest_sampled: FlexVAR's rule that only stages of these sides, up to this width, are drawn; the others are greedy.
     forbidden: code numbers that are made very unlikely (logit -100).
     last_repeats: the last stage is smoothed like the one before it (HART).
     refine: how the late stages are drawn in several rounds by a model that has a refiner (STAR); None: every stage at once.
@@ -34,8 +34,8 @@ class Sampling:
     temperature: float | tuple[float, ...] = 1.0
     greedy: bool = False
     smooth: bool = False
-    drawn_sides: frozenset[int] | None = None
-    widest_drawn: int | None = None
+    sampled_sides: frozenset[int] | None = None
+    widest_sampled: int | None = None
     forbidden: tuple[int, ...] = ()
     last_repeats: bool = False
     refine: Refinement | None = None
@@ -49,13 +49,13 @@ class Sampling:
         for name in ("greedy", "smooth", "last_repeats"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
-        if self.drawn_sides is not None:
-            sides = self.drawn_sides if isinstance(self.drawn_sides, Iterable) and not isinstance(self.drawn_sides, str) else (None,)
+        if self.sampled_sides is not None:
+            sides = self.sampled_sides if isinstance(self.sampled_sides, Iterable) and not isinstance(self.sampled_sides, str) else (None,)
             if not all(isinstance(side, Integral) for side in sides):
-                raise SettingError(f"drawn_sides is a set of whole numbers; got {self.drawn_sides!r}")
-            object.__setattr__(self, "drawn_sides", frozenset(sides))
-        if self.widest_drawn is not None and not isinstance(self.widest_drawn, Integral):
-            raise SettingError(f"widest_drawn is a whole number, or None; got {self.widest_drawn!r}")
+                raise SettingError(f"sampled_sides is a set of whole numbers; got {self.sampled_sides!r}")
+            object.__setattr__(self, "sampled_sides", frozenset(sides))
+        if self.widest_sampled is not None and not isinstance(self.widest_sampled, Integral):
+            raise SettingError(f"widest_sampled is a whole number, or None; got {self.widest_sampled!r}")
         if self.refine is not None and not isinstance(self.refine, Refinement):
             raise SettingError(f"refine is a Refinement, or None (off); got {self.refine!r}")
         if self.greedy and self.smooth:
@@ -96,8 +96,8 @@ class Sampling:
 
     def top_k_at(self, stage: Stage) -> int:
         sides = set(stage.size)
-        too_wide = self.widest_drawn is not None and max(sides) > self.widest_drawn
-        untrained = self.drawn_sides is not None and not sides <= self.drawn_sides
+        too_wide = self.widest_sampled is not None and max(sides) > self.widest_sampled
+        untrained = self.sampled_sides is not None and not sides <= self.sampled_sides
         if too_wide or untrained:
             return 1
         return self.top_k[stage.index] if isinstance(self.top_k, tuple) else self.top_k
@@ -138,7 +138,7 @@ class Refinement:
 
 
 @runtime_checkable
-class Draws(Protocol):
+class Rng(Protocol):
     """The source of random numbers of one request. Every cell of a stage has its own, whether or not its token is run."""
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -154,7 +154,7 @@ class Draws(Protocol):
         ...
 
 
-class ImageDraws:
+class ImageRng:
     """One generator per image, so that an image does not depend on its neighbours in the batch."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
@@ -179,12 +179,12 @@ class ImageDraws:
 METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for what a method draws
 
 
-def method_draws(seeds: Sequence[int], device: torch.device) -> ImageDraws:
+def method_rng(seeds: Sequence[int], device: torch.device) -> ImageRng:
     """Random numbers of an acceleration method for images with these seeds, apart from the images' own."""
-    return ImageDraws([seed ^ METHOD_STREAM for seed in seeds], device)
+    return ImageRng([seed ^ METHOD_STREAM for seed in seeds], device)
 
 
-class SharedDraws:
+class SharedRng:
     """One generator for the whole batch, as in the authors' programs."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -225,7 +225,7 @@ def cell_noise(noise: Noise, tokens: Tokens, shape: Sequence[int], device: torch
     return tokens.gather(drawn.flatten(2) if drawn.ndim > 2 else drawn[..., None]).view(*shape)
 
 
-def draw(logits: Tensor, noise: Tensor) -> Tensor:
+def sample(logits: Tensor, noise: Tensor) -> Tensor:
     """One code per position from filtered logits [..., V] and unit exponential noise of the same shape.
 
     The largest ratio of probability to noise is distributed like the softmax; torch.multinomial with one sample computes the same from
@@ -240,30 +240,30 @@ def soften(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
     return ((logits * (1 + progress) - noise.log()) / tau).softmax(dim=-1)
 
 
-def draw_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
+def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
     """Code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits that they were drawn from."""
     kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
     if sampling.greedy:
         return kept.argmax(dim=-1), kept
-    return draw(kept, cell_noise(draws.exponential, tokens, logits.shape, logits.device)), kept
+    return sample(kept, cell_noise(rng.exponential, tokens, logits.shape, logits.device)), kept
 
 
-def is_kernels_draw(logits: Tensor, sampling: Sampling, stage: Stage) -> bool:
-    """Whether the kernel draws what `draw_codes` would: one of two codes, with a top p that never decides between equals."""
+def kernel_samples(logits: Tensor, sampling: Sampling, stage: Stage) -> bool:
+    """Whether the kernel draws what `sample_codes` would: one of two codes, with a top p that never decides between equals."""
     two = logits.shape[-1] == 2 and logits.dtype == torch.float32 and sampling.top_k_at(stage) != 1 and not sampling.smooth
     return two and (sampling.top_p == 0 or sampling.top_p > 0.5) and kernels.available(logits)
 
 
-def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
     """Codes for prepared logits [B, N, ..., V]: the drawn numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
     if sampling.greedy:
         ids = logits.argmax(dim=-1)
         return ids, ids
-    if is_kernels_draw(logits, sampling, tokens.stage):
-        bits = kernels.draw_bits(logits, cell_noise(draws.exponential, tokens, logits.shape, logits.device), sampling.top_p)
+    if kernel_samples(logits, sampling, tokens.stage):
+        bits = kernels.sample_bits(logits, cell_noise(rng.exponential, tokens, logits.shape, logits.device), sampling.top_p)
         return bits, bits
-    ids, kept = draw_codes(logits, tokens, sampling, draws)
+    ids, kept = sample_codes(logits, tokens, sampling, rng)
     if not sampling.smooth:
         return ids, ids
-    noise = cell_noise(draws.exponential, tokens, logits.shape, logits.device)
+    noise = cell_noise(rng.exponential, tokens, logits.shape, logits.device)
     return ids, soften(kept, noise, sampling.progress(tokens.stage, stages))

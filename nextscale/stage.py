@@ -89,10 +89,10 @@ class Schedule:
         return f"Schedule({' '.join(f'{h}x{w}' for h, w in self.sizes)})"
 
 
-def places_of_largest(score: Tensor, keep: int) -> Tensor:
+def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
     """Of every row of score [R, N] the places of its `keep` largest, in order: [R, keep]. Of equals the first is taken."""
     if score.dtype == torch.float32 and kernels.available(score):
-        return kernels.places_of_largest(score, keep)
+        return kernels.topk_indices_sorted(score, keep)
     return score.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
 
 
@@ -112,7 +112,7 @@ class Tokens:
     prefix: int = 0
 
     @property
-    def width(self) -> int:
+    def num_tokens(self) -> int:
         return self.prefix + (self.stage.cells if self.index is None else self.index.shape[1])
 
     def on_grid(self, x: Tensor) -> tuple[Tensor, Tokens]:
@@ -124,7 +124,7 @@ class Tokens:
         self._require_grid()
         return Tokens(self.stage, selection if self.index is None else self.index.gather(1, selection), count)
 
-    def top(self, score: Tensor, keep: int | Tensor, width: int | None = None) -> tuple[Tensor, Tokens]:
+    def top(self, score: Tensor, keep: int | Tensor, num_tokens: int | None = None) -> tuple[Tensor, Tokens]:
         """The best of each row by `score` [R, N], in raster order: `keep` of every row, or keep[r] of row r, padded to `width`.
 
         Returns their positions within this set and the tokens. Nothing is read back from the device.
@@ -134,13 +134,13 @@ class Tokens:
             padding = torch.arange(score.shape[1], device=score.device) >= self.count[:, None]
             score = score.masked_fill(padding, float("-inf"))
         if isinstance(keep, int):
-            selection = places_of_largest(score, keep)
+            selection = topk_indices_sorted(score, keep)
             return selection, self.take(selection)
         order = score.argsort(dim=1, descending=True, stable=True)  # of equals the first, so that padding changes nothing
-        if width is None:
+        if num_tokens is None:
             raise ValueError("rows that keep different numbers of tokens need a common width")
-        best = order[:, :width]
-        slot = torch.arange(width, device=score.device)
+        best = order[:, :num_tokens]
+        slot = torch.arange(num_tokens, device=score.device)
         # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
         kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values
         selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
@@ -179,7 +179,7 @@ class Tokens:
     @property
     def whole(self) -> bool:
         """Every cell of the stage is among these, in whatever order."""
-        return self.count is None and self.width == self.prefix + self.stage.cells
+        return self.count is None and self.num_tokens == self.prefix + self.stage.cells
 
     def aligned(self, other: Tokens) -> bool:
         """Known without looking at the cells: a tensor of these tokens is one of the others too."""

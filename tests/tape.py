@@ -101,4 +101,4 @@ def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
         "memory_reserved": lambda *_: 0,
     }.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(graphs, "require_recordable", lambda *_: None)
+    patch.setattr(graphs, "require_capturable", lambda *_: None)

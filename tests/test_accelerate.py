@@ -11,8 +11,8 @@ import torch
 
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel import METHODS, Combined, resolve_method
-from nextscale.accel.choice import parse_method, parse_value, split_settings
 from nextscale.accel.method import Span, StagePlan
+from nextscale.accel.registry import parse_method, parse_value, split_settings
 from nextscale.errors import SettingError
 from nextscale.guidance import ConstantGuidance, StageGuidance
 from nextscale.models import NextScaleModel
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused_at_once(pipeline: Pipeline, method: Any, m
         ("fastvar:as_released=true", FastVAR(as_released=True)),
         ("stagevar:alphas=[],guidance_off=2", StageVAR(alphas=(), guidance_off=2)),
         ("tome:ratio=0.25,stages=(2,3)", ToMe(0.25, stages=(2, 3))),
-        ("tome:parts=[attention, feed_forward]", ToMe(parts=("attention", "feed_forward"))),
+        ("tome:sublayers=[attention, feed_forward]", ToMe(sublayers=("attention", "feed_forward"))),
     ],
 )
 def test_names_stand_for_methods(text: str, method: Method) -> None:
@@ -140,8 +140,8 @@ def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: 
     pipeline = tiny.shared_pipeline(family)
     output = pipeline(tiny.prompts(family, 2), seed=1, method=name, masks=True)
     assert output.pixels.isfinite().all()
-    assert len(output.kept) == len(tiny.schedule_of(family))
-    for stage, share in zip(tiny.schedule_of(family), output.kept, strict=True):
+    assert len(output.compute_mask) == len(tiny.schedule_of(family))
+    for stage, share in zip(tiny.schedule_of(family), output.compute_mask, strict=True):
         assert share.shape == (2, *stage.size)
         assert 0 <= share.min() <= share.max() <= 1
     assert 0 < output.report.cost_share <= 1
@@ -264,7 +264,7 @@ def test_a_need_that_nothing_meets_is_refused() -> None:
         key: str = "reading"
         needs = frozenset({"notes"})
 
-        def width(self, tokens: int) -> int:
+        def num_tokens(self, tokens: int) -> int:
             return tokens
 
     class Reader(Method):
@@ -324,7 +324,7 @@ def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> N
     output = pipeline(tiny.prompts(family, 2), seed=4, method=method, revise=revise, masks=True)
     stage = tiny.schedule_of(family)[last]
     assert seen[last].shape[:2] == (2, stage.cells)
-    run = output.kept[last].flatten(1) > 0
+    run = output.compute_mask[last].flatten(1) > 0
     assert 0 < run.sum() < run.numel()
     drawn_codes = output.codes[last]
     for image in range(2):

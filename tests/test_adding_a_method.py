@@ -84,13 +84,13 @@ def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
 def test_a_stage_by_hand() -> None:
     """Of the cells 1, 2, 9, 4 the mean is 4: 9 is farthest, then 1."""
     from nextscale.accel import RunSetup
-    from nextscale.sampling import ImageDraws
+    from nextscale.sampling import ImageRng
     from nextscale.stage import Schedule, Tokens
 
     schedule = Schedule([1, 2])
-    setup = RunSetup(tiny.shared_pipeline("var").model, schedule, 1, ImageDraws([0], torch.device("cpu")))
+    setup = RunSetup(tiny.shared_pipeline("var").model, schedule, 1, ImageRng([0], torch.device("cpu")))
     run = example()[1](share=0.5, last=1).start(setup)
     x = torch.tensor([[[1.0], [2.0], [9.0], [4.0]], [[5.0], [6.0], [7.0], [8.0]]])
-    kept, tokens = run.enter(x, Tokens(schedule[1]))
+    kept, tokens = run.reduce(x, Tokens(schedule[1]))
     assert tokens.index.tolist() == [[0, 2], [0, 2]]
     assert kept.flatten().tolist() == [1, 9, 5, 7]

@@ -14,17 +14,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nextscale import kernels, presets
+from nextscale import kernels
 from nextscale.accel import Method, resolve_method
-from nextscale.accel.cost import Workload, request_cost
 from nextscale.cli import app
 from nextscale.cli import bench as bench_command
 from nextscale.errors import OutOfMemory, SettingError
-from nextscale.evals import bench
-from nextscale.evals.bench import (
-    Drawn,
+from nextscale.lab.bench import bench
+from nextscale.lab.bench.bench import (
     Plan,
     Runner,
+    Timed,
     bench_case,
     chosen_engines,
     failed_rows,
@@ -33,10 +32,11 @@ from nextscale.evals.bench import (
     spread_known_ms,
     workload,
 )
-from nextscale.evals.energy import EnergyMeter
-from nextscale.evals.limit import Rates, request_limit
-from nextscale.evals.sparse_share import SparseVARShare
-from nextscale.evals.speed_tables import (
+from nextscale.lab.bench.energy import EnergyMeter
+from nextscale.lab.bench.roofline import Rates, request_roofline
+from nextscale.lab.bench.sparse_share import SparseVARShare
+from nextscale.lab.bench.suites import METHODS, SPARSE, SUITES, Case, timed_methods
+from nextscale.lab.bench.tables import (
     TABLES,
     dense_table,
     growth_table,
@@ -48,10 +48,11 @@ from nextscale.evals.speed_tables import (
     throughput_table,
     waterfall_table,
 )
-from nextscale.evals.suites import METHODS, SPARSE, SUITES, Case, timed_methods
+from nextscale.loading import presets
+from nextscale.loading.presets import model_spec
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
-from nextscale.presets import model_spec
-from nextscale.random_weights import random_pipeline
+from nextscale.planning.cost import Workload, request_cost
 from nextscale.stage import Schedule
 
 from .tiny import FAMILIES, OneSchedule, infinity_spec, shared_pipeline
@@ -155,10 +156,10 @@ def test_without_dense_there_are_times_but_no_ratio() -> None:
     assert skip["speedup"] is None and skip["median_ms"] > 0
 
 
-def drawn(stage_seconds: float, decode: float, whole: float, memory: int = 0) -> Drawn:
+def drawn(stage_seconds: float, decode: float, whole: float, memory: int = 0) -> Timed:
     report = pipeline()(prompts(pipeline(), 1, 0), seed=0).report
     stages = tuple(replace(stage, seconds=stage_seconds) for stage in report.stages)
-    return Drawn(replace(report, stages=stages, condition_seconds=0, decode_seconds=decode), whole, memory)
+    return Timed(replace(report, stages=stages, condition_seconds=0, decode_seconds=decode), whole, memory)
 
 
 def test_ratios_are_those_of_each_round() -> None:
@@ -192,7 +193,7 @@ def test_methods_take_turns() -> None:
 def test_recordings_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[str] = []
     monkeypatch.setattr(bench, "has_room", lambda runners: len(runners) < 3)
-    monkeypatch.setattr(Runner, "record", lambda runner: recorded.append(runner.name))
+    monkeypatch.setattr(Runner, "capture", lambda runner: recorded.append(runner.name))
     methods = {"dense": Method(), **{name: resolve_method("skip:last=1") for name in "abc"}}
     rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), methods, replace(PLAN, repeats=1))
     assert [row["method"] for row in rows] == ["dense", "a", "b", "c"]
@@ -254,9 +255,9 @@ def test_a_failure_while_energy_is_metered_leaves_the_times() -> None:
 def test_a_limit_is_arithmetic_or_reading_whichever_takes_longer() -> None:
     model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
     total = request_cost(model, work).total
-    slow = request_limit(model, work, [1.0] * 5, Rates(flops=1.0, bytes=1e30))
+    slow = request_roofline(model, work, [1.0] * 5, Rates(flops=1.0, bytes=1e30))
     assert slow.both == slow.arithmetic == pytest.approx(2 * total)
-    halves = request_limit(model, work, [1.0, 1.0, 1.0, 1.0, 0.0], Rates(flops=1e30, bytes=1.0))
+    halves = request_roofline(model, work, [1.0, 1.0, 1.0, 1.0, 0.0], Rates(flops=1e30, bytes=1.0))
     block = sum(linear.weight.numel() for linear in linears(model.stack[0]))
     ends = sum(linear.weight.numel() for part in (model.head, model.word_embed) for linear in linears(part))
     assert halves.both == halves.reading == pytest.approx(4 * 4 * (len(model.blocks) * block + ends))  # stages that run, bytes each
@@ -270,7 +271,7 @@ def linears(module: torch.nn.Module) -> list[torch.nn.Linear]:
 
 def test_reading_counts_each_stage_alone() -> None:
     model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
-    limit = request_limit(model, work, [1.0] * 5, Rates(flops=1e9, bytes=1e8))
+    limit = request_roofline(model, work, [1.0] * 5, Rates(flops=1e9, bytes=1e8))
     assert max(limit.arithmetic, limit.reading) < limit.both < limit.arithmetic + limit.reading
 
 
@@ -295,7 +296,7 @@ def test_a_share_of_the_cells_is_kept_whatever_the_image() -> None:
     for stage, cells in zip(report.stages[3:], (64, 256), strict=True):
         anchors = cells // 16
         assert cells / 4 <= stage.tokens <= cells / 4 + anchors
-    assert method.follows_image
+    assert method.data_dependent
     assert report.method == method.label == "SparseVAR, the liveliest 25% and anchors"
 
 

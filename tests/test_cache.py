@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.accel import Method
-from nextscale.accel.memory import reserved_bytes
 from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.generate import new_env
 from nextscale.models.base import Conditioning
 from nextscale.models.blocks import attend
 from nextscale.models.rope import HalvesRope
-from nextscale.prompts import Labels, Prompts
+from nextscale.planning.memory import reserved_bytes
 from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.text.prompts import Labels, Prompts
 
 from . import tiny
 
@@ -68,7 +68,7 @@ def test_the_dense_cache_is_concatenation(sides: list[int], rows: int, prefix: i
     keys, values = [], []
     for stage in schedule:
         tokens = Tokens(stage, prefix=prefix if stage.index == 0 else 0)
-        k, v = numbers(rows, tokens.width)
+        k, v = numbers(rows, tokens.num_tokens)
         keys, values = [*keys, k], [*values, v]
         all_keys, all_values, mask = cache.append(k, k, v, tokens)
         assert mask is None
@@ -286,7 +286,7 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
         if cond.text is not None:
             tensors += [tensor for pair in cond.text.keys_values for tensor in pair]
         assert reserved_bytes(pipeline.model, schedule, Method(), 2, 4 if guided else 2, prompts.longest) == storage_bytes(tensors)
-        assert env.branches == ("both" if guided else "cond")
+        assert env.cfg_branches == ("both" if guided else "cond")
 
 
 # --- outputs of earlier stages
@@ -342,7 +342,7 @@ def running_env(family: str) -> tuple[Env, Schedule]:
     x, tokens = model.with_text(model.embed(None, schedule[0], env), Tokens(schedule[0]), env)
     for block in model.blocks:
         x = block(x, tokens, env)
-    env.memory.store("row", torch.arange(4.0).view(4, 1, 1).expand(-1, tokens.width, -1), tokens)
+    env.memory.store("row", torch.arange(4.0).view(4, 1, 1).expand(-1, tokens.num_tokens, -1), tokens)
     return env, schedule
 
 
@@ -360,7 +360,7 @@ def conditioning_tensors(cond: Conditioning) -> list[Tensor]:
 
 def row_tensors(env: Env) -> list[Tensor]:
     """Everything that has one entry per row, stage 0 of the caches included."""
-    written = env.cache[0].width
+    written = env.cache[0].length
     caches = [tensor[:, :written] for cache in env.cache for tensor in (cache.keys, cache.values)]
     return [tensor.clone() for tensor in (*conditioning_tensors(env.cond), *caches)]
 
@@ -372,15 +372,15 @@ def test_keeping_one_branch_keeps_its_rows_of_everything(family: str, branches: 
     before = row_tensors(env)
     assert all(len(tensor) == 4 and len(tensor.flatten(1).unique(dim=0)) == 4 for tensor in before)
     env.keep("both")
-    assert env.branches == "both"
+    assert env.cfg_branches == "both"
     env.keep(branches)
-    assert env.branches == branches
+    assert env.cfg_branches == branches
     for old, new in zip(before, row_tensors(env), strict=True):
         assert torch.equal(new, old[rows])
     assert env.memory.fill("row", Tokens(schedule[0])).flatten().tolist() == rows
     env.keep("both")  # means those that still run
     env.keep(branches)
-    assert env.branches == branches
+    assert env.cfg_branches == branches
     assert env.cond.start.shape[0] == 2
 
 

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
-from nextscale import presets
 from nextscale.accel import Method
-from nextscale.accel.choice import METHODS
+from nextscale.accel.registry import METHODS
 from nextscale.checkpoints import published_slots
 from nextscale.cli import app
 from nextscale.cli.files import slug
 from nextscale.cli.generate import darkened
 from nextscale.cli.options import DEFAULT_MODEL, parse_guidance, parse_size, split_model
 from nextscale.guidance import ConstantGuidance, RampGuidance
-from nextscale.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
-from nextscale.random_weights import fill_random
+from nextscale.loading import presets
+from nextscale.loading.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
+from nextscale.loading.random_weights import fill_random
 from nextscale.stage import Stage, Tokens
 
 from . import tiny
@@ -433,14 +433,14 @@ class LeftHalf(Method):
 
     own_hooks = frozenset({"enter"})
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if not tokens.stage.last:
             return x, tokens
         cells = torch.arange(tokens.stage.cells).view(tokens.stage.size)[:, : tokens.stage.width // 2].flatten()
         left = tokens.take(cells.expand(x.shape[0], -1))
         return left.gather(x), left
 
-    def kept(self, stage: Stage) -> Tensor | None:
+    def compute_mask(self, stage: Stage) -> Tensor | None:
         return (torch.arange(stage.cells) % stage.width < stage.width // 2).float().expand(2, -1) if stage.last else None
 
 
@@ -461,7 +461,7 @@ def test_methods_are_named_with_their_settings() -> None:
     (call,) = report["calls"]
     assert (report["settings"]["method"], call["method"]) == (["skip:last=2"], "SkipStages(last=2)")
     assert [stage["skipped"] for stage in call["stages"]] == [False, False, True, True]
-    assert [stage["branches"] for stage in call["stages"]] == [2, 2, 0, 0]
+    assert [stage["cfg_branches"] for stage in call["stages"]] == [2, 2, 0, 0]
     assert [stage["cost_share"] for stage in call["stages"]] == [1, 1, 0, 0]
     assert 5 / 30 / 2 < call["cost_share"] < 5 / 30 * 2  # of 30 tokens 5 are run
     assert skipped.stdout.splitlines()[1].split()[-2:] == ["SkipStages(last=2)", f"{100 * call['cost_share']:.1f}%"]
@@ -705,7 +705,7 @@ def test_models_as_json(published_models: None, published_files: Path) -> None:
     assert list(models) == list(PUBLISHED_MODELS)
     nano = models["nano"]
     assert (nano["prompts"], nano["text_encoder"], nano["weights"]["url"]) == ("text", "nano/words.safetensors", None)
-    assert Path(nano["weights"]["file"]).parts[-4:] == ("nextscale", "weights", "nano", "model.safetensors")
+    assert Path(nano["weights"]["file"]).parts[-4:] == ("nextscale", "assets", "nano", "model.safetensors")
     var = models["var-d16"]
     assert (var["prompts"], var["sizes"], var["text_encoder"]) == ("class", ["256x256"], None)
     assert var["weights"] == {"file": "var_d16.pth", "url": "https://huggingface.co/FoundationVision/var/resolve/main/var_d16.pth"}

@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from nextscale.accel import DENSE, Method, StagePlan
-from nextscale.accel.choice import METHODS
+from nextscale.accel.registry import METHODS
 from nextscale.cli import app
 from nextscale.cli.plan import short
+from nextscale.loading.presets import build_model, model_spec
 from nextscale.models import NextScaleModel
-from nextscale.presets import build_model, model_spec
 from nextscale.stage import Schedule
 
 from .test_cost import Thin
@@ -64,7 +64,7 @@ class Half(Method):
         plans = [DENSE] * (len(schedule) - 3)
         for late, stage in enumerate(schedule.stages[-3:]):
             spans = (Thin(range(4)),) if stage.last else ()
-            plans.append(StagePlan(width=round(kept * stage.cells), branches="cond" if late > 0 else "both", spans=spans))
+            plans.append(StagePlan(num_tokens=round(kept * stage.cells), cfg_branches="cond" if late > 0 else "both", spans=spans))
         return tuple(plans)
 
 

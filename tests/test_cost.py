@@ -1,4 +1,4 @@
-"""Multiply-adds counted from plans, against what torch's own counter sees of real requests: equal to the last one.
+"""MACs counted from plans, against what torch's own counter sees of real requests: equal to the last one.
 
 The counter sees mm, addmm and bmm; attention is run by torch's plain kernel, whose two products are bmm, because the counter does not
 know the fused kernel of the CPU. Left out of the comparison: convolutions (the canvas blends with them; decoding and the prompt are not
@@ -23,16 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nextscale import pipeline as pipeline_module
 from nextscale.accel import DENSE, FastVAR, Method, RunSetup, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
-from nextscale.accel.choice import resolve_method
-from nextscale.accel.cost import PartTokens, RequestCost, Workload, as_run, request_cost
-from nextscale.cache import Branches, Env
+from nextscale.accel.registry import resolve_method
+from nextscale.cache import CfgBranches, Env
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
+from nextscale.loading.presets import build_model, model_spec
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
 from nextscale.pipeline import Pipeline, Preview
-from nextscale.presets import build_model, model_spec
-from nextscale.random_weights import random_pipeline
+from nextscale.planning.cost import RequestCost, SublayerTokens, Workload, as_run, request_cost
 from nextscale.report import Report
 from nextscale.stage import Schedule, Stage, Tokens
 
@@ -54,8 +54,8 @@ class Planned(Method):
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return self.of_stage(stage)
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        width = self.of_stage(tokens.stage).width
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        width = self.of_stage(tokens.stage).num_tokens
         return (x, tokens) if width is None else first_tokens(x, tokens, width)
 
 
@@ -70,7 +70,7 @@ class KeepShare(Method):
 
     shares: tuple[float, ...]
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if tokens.stage.index == 0:
             return x, tokens
         keep = torch.tensor([max(1, round(share * tokens.stage.cells)) for share in self.shares]).repeat(x.shape[0] // len(self.shares))
@@ -87,12 +87,12 @@ class Thin:
     share: float = 0.5
     key: str = "thin"
 
-    def width(self, tokens: int) -> int:
+    def num_tokens(self, tokens: int) -> int:
         return max(1, round(self.share * tokens))
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         on_grid, cells = tokens.on_grid(x)
-        few, kept = first_tokens(on_grid, cells, self.width(cells.width))
+        few, kept = first_tokens(on_grid, cells, self.num_tokens(cells.num_tokens))
         few, kept = torch.cat([x[:, : tokens.prefix], few], dim=1), kept.with_prefix(tokens.prefix)
         for block in blocks:
             few = block(few, kept, env)
@@ -103,13 +103,13 @@ class Thin:
 class ThinAttention(Thin):
     """Only attention runs on fewer tokens."""
 
-    def part_tokens(self, tokens: int) -> PartTokens:
-        return PartTokens(self.width(tokens), tokens, tokens)
+    def sublayer_tokens(self, tokens: int) -> SublayerTokens:
+        return SublayerTokens(self.num_tokens(tokens), tokens, tokens)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
-            attention, *others = block.parts
-            few, kept = first_tokens(x, tokens, self.width(tokens.width))
+            attention, *others = block.sublayers
+            few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
             x = torch.cat([few + attention(few, kept, env), x[:, few.shape[1] :]], dim=1)
             for part in others:
                 x = x + part(x, tokens, env)
@@ -120,11 +120,11 @@ class ThinAttention(Thin):
 class Project(Thin):
     """Mixes all tokens into fewer, and runs its blocks on those."""
 
-    def own_work(self, tokens: int, channels: int) -> int:
-        return tokens * self.width(tokens) * channels
+    def own_macs(self, tokens: int, channels: int) -> int:
+        return tokens * self.num_tokens(tokens) * channels
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        few, kept = first_tokens(x, tokens, self.width(tokens.width))
+        few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
         few = torch.bmm(torch.full((x.shape[0], few.shape[1], x.shape[1]), 1 / x.shape[1]), x)
         for block in blocks:
             few = block(few, kept, env)
@@ -135,8 +135,8 @@ def only(late: int, plan: StagePlan) -> Planned:
     return Planned(lambda stage: plan if stage.index >= late else DENSE)
 
 
-def keeping(branches: Branches) -> Planned:
-    return only(2, StagePlan(branches=branches))
+def keeping(branches: CfgBranches) -> Planned:
+    return only(2, StagePlan(cfg_branches=branches))
 
 
 def half(stage: Stage) -> int:
@@ -146,11 +146,11 @@ def half(stage: Stage) -> int:
 METHODS: dict[str, Method] = {
     "dense": Method(),
     "skip the last": SkipStages(1),
-    "skip one in the middle": Planned(lambda stage: StagePlan(skip=stage.index == 1, branches="cond" if stage.index == 1 else "both")),
+    "skip one in the middle": Planned(lambda stage: StagePlan(skip=stage.index == 1, cfg_branches="cond" if stage.index == 1 else "both")),
     "skip the first": Planned(lambda stage: StagePlan(skip=stage.index == 0)),
     "conditional rows": keeping("cond"),
     "unconditional rows": keeping("uncond"),
-    "half of every stage": Planned(lambda stage: StagePlan(width=half(stage))),
+    "half of every stage": Planned(lambda stage: StagePlan(num_tokens=half(stage))),
     "other shares per image": KeepShare((0.3, 0.8)),
     "a span": only(1, StagePlan(spans=(Thin(range(1, 3)),))),
     "a span from the first stage on": only(0, StagePlan(spans=(Thin(range(2)),))),
@@ -158,7 +158,7 @@ METHODS: dict[str, Method] = {
     "a span with a product of its own": only(1, StagePlan(spans=(Project(range(1)), Thin(range(2, 3), share=0.3)))),
     "a span in a reduced stage, rows dropped, the last skipped": resolve_method(
         [
-            Planned(lambda stage: StagePlan(width=half(stage))),
+            Planned(lambda stage: StagePlan(num_tokens=half(stage))),
             only(2, StagePlan(spans=(Thin(range(1, 3)),))),
             keeping("uncond"),
             SkipStages(1),
@@ -176,7 +176,7 @@ class Counted:
     cost: RequestCost
     dense: RequestCost
     kept: tuple[Tensor, ...] | None
-    products: list[int] = field(default_factory=list)  # per stage, multiply-adds
+    products: list[int] = field(default_factory=list)  # per stage, MACs
     attention: list[int] = field(default_factory=list)
 
 
@@ -214,11 +214,13 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         request.sampling.refine,
         residual_guided=request.guidance.scales[len(request.schedule) - 1] != 2,
     )
-    plans = [as_run(model, done.stage, done.plan, done.width) for done in seen]
+    plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in seen]
     cost, dense = request_cost(model, workload, plans), request_cost(model, workload)
     per_stage = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(sums)]
     assert all(flops % 2 == 0 for stage in per_stage for flops in stage)
-    return Counted(output.report, cost, dense, output.kept, *([flops // 2 for flops in kind] for kind in zip(*per_stage, strict=True)))
+    return Counted(
+        output.report, cost, dense, output.compute_mask, *([flops // 2 for flops in kind] for kind in zip(*per_stage, strict=True))
+    )
 
 
 def count_tiny(family: str, **settings: Any) -> Counted:
@@ -259,7 +261,7 @@ def test_one_branch_alone(family: str) -> None:
     counted = count_tiny(family, guidance=tiny.NO_GUIDANCE[family])
     assert_exact(counted)
     assert counted.report.cost_share == 1
-    assert {stage.branches for stage in counted.report.stages} == {1}
+    assert {stage.cfg_branches for stage in counted.report.stages} == {1}
     assert sum(counted.products) < 0.7 * sum(dense(family).products)
 
 
@@ -282,7 +284,7 @@ def test_other_schedules() -> None:
 
 
 FASTVAR, TOME = FastVAR({2: 0.3, 3: 0.5}, layers=(1, 3)), ToMe(stages=(2, 3))
-MERGED_ATTENTION = replace(TOME, parts=("attention",))
+MERGED_ATTENTION = replace(TOME, sublayers=("attention",))
 STAGEVAR = StageVAR(guidance_off=2, alphas={2: 0.96, 3: 0.96}, ranks=0.3)
 SPARSEVAR = SparseVAR(tau=0.95, alpha=2, from_stage=3)
 SPANS = {"fastvar": FASTVAR, "stagevar": STAGEVAR, "tome": TOME, "tome for attention alone": MERGED_ATTENTION}
@@ -384,7 +386,7 @@ class NoWork:
 
     layers, key = range(1), "nothing"
 
-    def width(self, tokens: int) -> int:
+    def num_tokens(self, tokens: int) -> int:
         return 0
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -418,7 +420,7 @@ def test_keys_of_spans_and_skipped_stages_are_not_held() -> None:
     assert [stage.held for stage in cost.stages] == [3, 3, 18, 18]
     assert [stage.skipped for stage in cost.stages] == [False, True, False, False]
     assert (cost.held, request_cost(model, workload).held) == (2 * 18, 2 * 3 * (1 + 4 + 9))
-    dropped = request_cost(model, workload, [DENSE, DENSE, StagePlan(branches="cond"), DENSE])
+    dropped = request_cost(model, workload, [DENSE, DENSE, StagePlan(cfg_branches="cond"), DENSE])
     assert [stage.rows for stage in dropped.stages] == [2, 2, 1, 1]
     assert dropped.held == 3 * 14  # one row at the end, two rows of 15 before
 
@@ -450,17 +452,17 @@ def test_a_forecast_costs_what_the_run_does(family: str) -> None:
     method = resolve_method("skip:last=1")
     counted = count_tiny(family, method=method)
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
-    forecast = [replace(plan, width=None) for plan in method.forecast(model, schedule)]
+    forecast = [replace(plan, num_tokens=None) for plan in method.forecast(model, schedule)]
     plain = Workload(schedule, 2, text_tokens=16, refine=tiny.SPECS[family].settings.sampling.refine)
     assert request_cost(model, plain, forecast) == counted.cost
     assert counted.cost.share(counted.dense) == counted.report.cost_share
 
 
 def test_the_report_tells_skipped_stages_and_branches() -> None:
-    method = Planned(lambda stage: StagePlan(skip=stage.index == 1, branches="cond" if stage.index > 1 else "both"))
+    method = Planned(lambda stage: StagePlan(skip=stage.index == 1, cfg_branches="cond" if stage.index > 1 else "both"))
     stages = tiny.shared_pipeline("var")([3, 7], seed=1, method=method).report.stages
     assert [stage.skipped for stage in stages] == [False, True, False, False]
-    assert [stage.branches for stage in stages] == [2, 0, 1, 1]
+    assert [stage.cfg_branches for stage in stages] == [2, 0, 1, 1]
     assert [stage.cost_share == 0 for stage in stages] == [False, True, False, False]
 
 

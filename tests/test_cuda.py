@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR, ToMe
-from nextscale.analysis import Sample, observe, to_json, verdicts
 from nextscale.errors import OutOfMemory
-from nextscale.evals import Agreement, Judges, chosen_methods, evaluate
-from nextscale.metrics.pixels import psnr, ssim
-from nextscale.random_weights import random_pipeline
+from nextscale.lab.analysis import Sample, observe, to_json, verdicts
+from nextscale.lab.evals import Agreement, Judges, chosen_methods, evaluate
+from nextscale.lab.metrics.pixels import psnr, ssim
+from nextscale.loading.random_weights import random_pipeline
 
 from . import test_quality as quality
 from .tiny import FAMILIES, SPECS, one_prompt, prompts, schedule_of

@@ -13,10 +13,10 @@ from torch import Tensor
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
 from nextscale.accel.combine import Combined
 from nextscale.cache import real_entries
-from nextscale.engine import segments
+from nextscale.engine import allocator
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import blocks
 from nextscale.models.blocks import FeedForward, attend, linear_gelu, reads_lengths
-from nextscale.random_weights import random_pipeline
 
 from .tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
 
@@ -204,10 +204,10 @@ def test_recordings_can_be_made_again_after_they_were_cleared_and_after_one_fail
     held = []
     pipe.warmup(prompt)
     expected = pipe(prompt, seed=1, on_stage=lambda preview: held.append(preview.latent)).pixels  # lies in the pool
-    pipe.recordings.clear()
+    pipe.captures.clear()
     pipe.warmup(prompt)
     assert torch.equal(pipe(prompt, seed=1).pixels, expected)
-    pipe.recordings.clear()
+    pipe.captures.clear()
     decode = type(pipe.tokenizer).decode
 
     def failing(self: object, latent: Tensor) -> Tensor:
@@ -226,14 +226,14 @@ def test_recordings_can_be_made_again_after_they_were_cleared_and_after_one_fail
 
 
 def test_recordings_lie_in_segments_that_grow_and_nothing_else_does() -> None:
-    if segments.allocator_setter() is None or segments.OPTION in segments.allocator_settings():
+    if allocator.allocator_setter() is None or allocator.OPTION in allocator.allocator_settings():
         pytest.skip("chosen otherwise")
-    before = segments.allocator_settings()
+    before = allocator.allocator_settings()
     torch.cuda.empty_cache()
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     pipe.warmup(prompts("infinity", 2))
-    assert segments.allocator_settings() == before
-    pool = pipe.recordings._pool
+    assert allocator.allocator_settings() == before
+    pool = pipe.captures._pool
     of_pool = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool)]
     assert of_pool and all(segment["is_expandable"] for segment in of_pool)
     fresh = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
@@ -250,7 +250,7 @@ def test_recordings_share_their_memory() -> None:
     second = pipe.warmup(prompt, guidance=2.0).bytes
     assert first >= alone * 0.8
     assert second <= alone / 2
-    assert pipe.recordings.bytes == first + second
+    assert pipe.captures.bytes == first + second
 
 
 def test_weights_that_move_take_their_recordings_along() -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.blocks import linear_gelu
 from nextscale.pipeline import Output
-from nextscale.random_weights import random_pipeline
 from nextscale.stage import Schedule
 
 from .test_engine import other_prompts

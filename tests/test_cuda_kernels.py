@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale import kernels
-from nextscale.sampling import draw, filter_logits
+from nextscale.sampling import filter_logits, sample
 
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
 
@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     from nextscale.kernels.bias_residual import add_bias_residual_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
     from nextscale.kernels.group_norm import group_norm_silu_reference
-    from nextscale.kernels.largest import places_of_largest_reference
+    from nextscale.kernels.largest import topk_indices_sorted_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache_reference
@@ -135,14 +135,14 @@ def test_attend_lengths(queries: int, room: int, lengths: tuple[int, int], heads
 
 
 @pytest.mark.parametrize("tokens", [1, 144, 1600, 4096, 128 * 128])
-def test_places_of_largest(tokens: int) -> None:
+def test_topk_indices_sorted(tokens: int) -> None:
     scores = torch.randint(0, 1 + tokens // 2, (3, tokens), device="cuda").float()  # ties everywhere
     scores[1] = torch.rand(tokens, device="cuda")
     scores[2, ::7] = float("nan")
     for keep in sorted({1, tokens // 10, tokens * 6 // 10, tokens}):
         with poisoned():
-            found = kernels.places_of_largest(scores, keep)
-        assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
+            found = kernels.topk_indices_sorted(scores, keep)
+        assert torch.equal(found, topk_indices_sorted_reference(scores, keep)), keep
 
 
 IMAGES = [(1, 128, 1024, 1024), (2, 512, 64, 64), (3, 160, 33, 17), (1, 384, 40, 23), (2, 96, 5, 7), (1, 1024, 3, 1)]
@@ -205,15 +205,15 @@ def test_images_of_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("top_p", [0.0, 0.6, 0.97])
 @pytest.mark.parametrize("tokens", [1, 3, 46 * 23, 4096])
-def test_draw_bits(tokens: int, top_p: float) -> None:
+def test_sample_bits(tokens: int, top_p: float) -> None:
     """Bit for bit, over two million draws at the largest stage: torch's exponentials, quotients and comparisons to the last bit."""
     make = Maker("cuda", torch.float32)
     logits = 3 * make.normal(16, tokens, 32, 2)
     logits[:, 0, 0] = 1.0
     noise = torch.empty(16, tokens, 32, 2, device="cuda").exponential_(generator=make.generator)
     with poisoned():
-        found = kernels.draw_bits(logits, noise, top_p)
-    assert torch.equal(found, draw(filter_logits(logits, 900, top_p), noise))
+        found = kernels.sample_bits(logits, noise, top_p)
+    assert torch.equal(found, sample(filter_logits(logits, 900, top_p), noise))
 
 
 def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
@@ -250,8 +250,8 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         ),
         "mean": (kernels.mean_over_tokens, [x]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
-        "bits": (lambda logits, noise: kernels.draw_bits(logits, noise, 0.97), [logits, noise]),
-        "largest": (lambda score: kernels.places_of_largest(score, 614), [make.normal(2, 1024, dtype=torch.float32)]),
+        "bits": (lambda logits, noise: kernels.sample_bits(logits, noise, 0.97), [logits, noise]),
+        "largest": (lambda score: kernels.topk_indices_sorted(score, 614), [make.normal(2, 1024, dtype=torch.float32)]),
         "group norm": (lambda x: kernels.group_norm_silu(x, 32, weight, bias, 1e-6, bias), [image]),
         "bias and residual": (lambda x, residual: kernels.add_bias_residual_(x.clone(), bias, residual, weight), [image, residual]),
         "upsample": (kernels.upsample_nearest, [image]),

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from nextscale import kernels
 from nextscale.errors import OutOfMemory
-from nextscale.presets import MODELS, build_tokenizer
-from nextscale.random_weights import fill_random
+from nextscale.loading.presets import MODELS, build_tokenizer
+from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, NormAct, ResidualBlock, as_laid_out, lay_out, norm_act
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
@@ -461,7 +461,7 @@ def test_four_megapixels_are_decoded_within_four_gigabytes(model: str) -> None:
 
 
 class Work(TorchDispatchMode):
-    """Multiply-adds of convolutions, and bytes that norms move: input twice, output once."""
+    """MACs of convolutions, and bytes that norms move: input twice, output once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,9 +17,9 @@ from nextscale.cli import app, demo
 from nextscale.cli.demo import METHODS, PROMPTS, Row, comparison, decibels, sheet
 from nextscale.cli.options import require_fitting
 from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
-from nextscale.images import to_pil
-from nextscale.metrics.files import VARIABLE
-from nextscale.presets import NANO
+from nextscale.io import to_pil
+from nextscale.lab.metrics.files import VARIABLE
+from nextscale.loading.presets import NANO
 
 from . import tiny
 

@@ -13,18 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, pipeline
 from nextscale.accel.combine import Combined
-from nextscale.engine.conditions import TEXT_WIDTHS, FixedGiven, text_width
-from nextscale.engine.draws import FixedDraws
-from nextscale.engine.graphs import ladder, require_recordable
+from nextscale.engine.conditions import TEXT_BUCKETS, StaticInputs, text_bucket
+from nextscale.engine.draws import StaticRng
+from nextscale.engine.graphs import bucket_sizes, require_capturable
 from nextscale.errors import SettingError
-from nextscale.generate import Request, as_drawn, generate
+from nextscale.generate import Request, as_sampled, generate
 from nextscale.guidance import Guidance, GuidedRows, RampGuidance, StageGuidance
-from nextscale.models.base import Conditioning, Given
-from nextscale.models.text_context import GivenText
+from nextscale.loading.random_weights import random_pipeline
+from nextscale.models.base import Conditioning, PromptInputs
+from nextscale.models.text_context import TextInputs
 from nextscale.pipeline import TABLES, Pipeline
-from nextscale.random_weights import random_pipeline
 from nextscale.report import Stopwatch
-from nextscale.sampling import ImageDraws
+from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
 
 from .tape import Dispatched, Tape, play_graphs_on_the_cpu
@@ -41,13 +41,13 @@ def other_prompts(family: str) -> Any:
 def request_of(pipe: Pipeline, family: str, draws: object, own: object) -> Request:
     schedule = schedule_of(family)
     guidance = GuidedRows(pipe.settings.guidance, schedule, len(pipe.model.blocks))
-    return Request(2, schedule, guidance, pipe.settings.sampling, draws, as_drawn, Stopwatch(CPU), own)  # type: ignore[arg-type]
+    return Request(2, schedule, guidance, pipe.settings.sampling, draws, as_sampled, Stopwatch(CPU), own)  # type: ignore[arg-type]
 
 
-def given(pipe: Pipeline, family: str, prompt: object) -> Given:
+def given(pipe: Pipeline, family: str, prompt: object) -> PromptInputs:
     empty = pipe.reader.empty()
     with torch.inference_mode():
-        return pipe.model.given(pipe.reader.read(prompt), True, schedule_of(family), None if empty is None else empty.repeat(2))
+        return pipe.model.prompt_inputs(pipe.reader.read(prompt), True, schedule_of(family), None if empty is None else empty.repeat(2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,8 +56,8 @@ def test_fixed_draws_and_prompts_give_the_images_of_the_request_that_is_loaded(f
     pipe = shared_pipeline(family)
     first, second = prompts(family, 2), other_prompts(family)
     expected = pipe(second, seed=[5, 6], method=Method())
-    draws, own = FixedDraws(), FixedDraws()
-    fixed = FixedGiven(given(pipe, family, first), text_width(1))
+    draws, own = StaticRng(), StaticRng()
+    fixed = StaticInputs(given(pipe, family, first), text_bucket(1))
     request = request_of(pipe, family, draws, own)
 
     @torch.inference_mode()
@@ -65,12 +65,12 @@ def test_fixed_draws_and_prompts_give_the_images_of_the_request_that_is_loaded(f
         draws.rewind()
         own.rewind()
         canvas = pipe.tokenizer.canvas(request.schedule, 2)
-        cond = pipe.model.conditioned(fixed.value, pipe.model.tables(request.schedule))
+        cond = pipe.model.condition_from(fixed.value, pipe.model.schedule_tables(request.schedule))
         generate(pipe.model, cond, canvas, request, Method(), lambda done: None)
         return canvas.latent
 
     before = drawn()
-    draws.refill(ImageDraws([5, 6], CPU))
+    draws.refill(ImageRng([5, 6], CPU))
     fixed.load(given(pipe, family, second))
     after = drawn()
     torch.testing.assert_close(after, expected.latent, rtol=1e-4, atol=1e-3)
@@ -78,7 +78,7 @@ def test_fixed_draws_and_prompts_give_the_images_of_the_request_that_is_loaded(f
 
 
 def test_a_request_that_draws_otherwise_the_second_time_is_told() -> None:
-    draws = FixedDraws()
+    draws = StaticRng()
     draws.exponential((2, 3), CPU)
     draws.rewind()
     with pytest.raises(RuntimeError, match=r"drew exponential \[2, 3\] at first and uniform \[2, 3\]"):
@@ -86,7 +86,7 @@ def test_a_request_that_draws_otherwise_the_second_time_is_told() -> None:
 
 
 def test_stages_share_the_memory_of_their_numbers() -> None:
-    draws = FixedDraws()
+    draws = StaticRng()
     for stage in range(3):
         for _ in range(stage):
             draws.exponential((2, 10**stage), CPU)
@@ -94,8 +94,8 @@ def test_stages_share_the_memory_of_their_numbers() -> None:
         draws.end_stage()
     draws.share_memory()
     draws.rewind()
-    expected, bytes_held = ImageDraws([5, 6], CPU), set()
-    given = ImageDraws([5, 6], CPU)
+    expected, bytes_held = ImageRng([5, 6], CPU), set()
+    given = ImageRng([5, 6], CPU)
     for stage in range(3):
         draws.refill(given, stage)
         found = [draws.exponential((2, 10**stage), CPU) for _ in range(stage)]
@@ -109,8 +109,8 @@ def test_stages_share_the_memory_of_their_numbers() -> None:
 
 
 def test_texts_are_padded_to_few_widths() -> None:
-    assert [text_width(tokens) for tokens in (0, 1, 16, 17, 512, 600, 601)] == [16, 16, 16, 32, 512, 600, 608]
-    assert list(TEXT_WIDTHS) == sorted(TEXT_WIDTHS)
+    assert [text_bucket(tokens) for tokens in (0, 1, 16, 17, 512, 600, 601)] == [16, 16, 16, 32, 512, 600, 608]
+    assert list(TEXT_BUCKETS) == sorted(TEXT_BUCKETS)
 
 
 def test_equal_methods_have_one_recording() -> None:
@@ -124,18 +124,18 @@ def test_equal_methods_have_one_recording() -> None:
 
 
 def test_methods_tell_whether_the_image_decides() -> None:
-    assert not any(method.follows_image for method in (Method(), FastVAR(), StageVAR()))
-    assert SparseVAR().follows_image
-    assert Combined((SparseVAR(), StageVAR(alphas=()))).follows_image
+    assert not any(method.data_dependent for method in (Method(), FastVAR(), StageVAR()))
+    assert SparseVAR().data_dependent
+    assert Combined((SparseVAR(), StageVAR(alphas=()))).data_dependent
 
 
 def test_a_ladder_has_few_rungs_and_reaches_all_cells() -> None:
-    assert ladder(4096)[0] == 4096
-    assert len(ladder(4096)) == 24
+    assert bucket_sizes(4096)[0] == 4096
+    assert len(bucket_sizes(4096)) == 24
     for kept in range(1024, 4097):
-        assert min(rung for rung in ladder(4096) if rung >= kept) / kept < 1.13
-    assert list(ladder(4096)) == sorted(ladder(4096), reverse=True)
-    assert ladder(4) == (4, 3, 2, 1)
+        assert min(rung for rung in bucket_sizes(4096) if rung >= kept) / kept < 1.13
+    assert list(bucket_sizes(4096)) == sorted(bucket_sizes(4096), reverse=True)
+    assert bucket_sizes(4) == (4, 3, 2, 1)
 
 
 def test_recording_without_a_gpu_is_refused() -> None:
@@ -298,9 +298,9 @@ def test_a_recording_does_not_hold_the_condition(method: Method, monkeypatch: py
 
 
 def test_what_one_request_leaves_behind_shorter_texts_harms_no_other() -> None:
-    text = GivenText(torch.full((9, 4), float("nan")), (2, 7))
-    fixed = FixedGiven(Given(text=text), 16)
-    fixed.load(Given(text=GivenText(torch.ones(4, 4), (3, 1))))
+    text = TextInputs(torch.full((9, 4), float("nan")), (2, 7))
+    fixed = StaticInputs(PromptInputs(text=text), 16)
+    fixed.load(PromptInputs(text=TextInputs(torch.ones(4, 4), (3, 1))))
     room = fixed.value.text
     assert room is not None and room.rows.isfinite().all()
     padding = room.padding()
@@ -310,8 +310,8 @@ def test_what_one_request_leaves_behind_shorter_texts_harms_no_other() -> None:
 
 def test_tables_of_the_last_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, made = random_pipeline(SPECS["infinity"]), []
-    tables = type(pipe.model).tables
-    monkeypatch.setattr(type(pipe.model), "tables", lambda model, schedule: made.append(schedule) or tables(model, schedule))
+    tables = type(pipe.model).schedule_tables
+    monkeypatch.setattr(type(pipe.model), "schedule_tables", lambda model, schedule: made.append(schedule) or tables(model, schedule))
     sizes = [Schedule((1, side)) for side in range(2, 4 + TABLES)]
     for size in (sizes[0], sizes[0], *sizes, sizes[-1]):
         pipe(prompts("infinity", 1), size=size, seed=0)
@@ -360,7 +360,7 @@ def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) 
 def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager generation of one image runs what it needs; a replay runs the next rung, and says how much of it was too much."""
     play_graphs_on_the_cpu(monkeypatch)
-    monkeypatch.setattr("nextscale.engine.graphs.RUNGS", (32, 16))  # else stages this small have a rung for nearly every number
+    monkeypatch.setattr("nextscale.engine.graphs.BUCKETS", (32, 16))  # else stages this small have a rung for nearly every number
     pipe, method = recorded(family), SparseVAR(tau=0.97, from_stage=3)
     prompt = prompts(family, 1)
     pipe.warmup(prompt, method=method)
@@ -370,7 +370,7 @@ def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: py
     assert [stage.padding for stage in needed.stages] == [0] * len(needed.stages)
     assert needed.padding == 0
     for ours, theirs in zip(replayed.stages, needed.stages, strict=True):
-        rungs = ladder(ours.height * ours.width)
+        rungs = bucket_sizes(ours.height * ours.width)
         assert ours.tokens == min(rung for rung in rungs if rung >= theirs.tokens)
         assert ours.padding == pytest.approx(1 - theirs.tokens / ours.tokens)
     assert 0 < replayed.padding < 1
@@ -440,14 +440,14 @@ def test_what_reads_from_the_device_is_not_recorded(
     pipe, prompt = recorded("infinity"), prompts("infinity", 1)
     pipe.warmup(prompt)
     for asked in (method, Combined((SkipStages(), method))):
-        assert not asked.recordable
+        assert not asked.capturable
         assert pipe(prompt, seed=1, method=method).report.engine == "eager"
     assert not caplog.text  # nothing that warmup could mend
     monkeypatch.undo()
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     request = request_of(pipe, "infinity", None, None)
     with pytest.raises(SettingError, match="reads from the device between stages and cannot be recorded"):
-        require_recordable(on_gpu, request, method)  # type: ignore[arg-type]
+        require_capturable(on_gpu, request, method)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["hart", "star"])
@@ -456,7 +456,7 @@ def test_rungs_share_the_memory_of_their_codes(family: str, monkeypatch: pytest.
     play_graphs_on_the_cpu(monkeypatch)
     pipe = recorded(family)
     pipe.warmup(prompts(family, 2), method=SparseVAR(tau=0.95, from_stage=3))
-    (recording,) = pipe.recordings._recordings.values()
+    (recording,) = pipe.captures._recordings.values()
     ladders = [step.ways.values() for step in recording._steps if step.look is not None]
     assert ladders
     for ways in ladders:
@@ -496,7 +496,7 @@ def test_recordings_read_all_that_a_method_draws(
     play_graphs_on_the_cpu(monkeypatch)
     pipe = recorded(family)
     pipe.warmup(prompts(family, 2), method=method, **settings)
-    (recording,) = pipe.recordings._recordings.values()
+    (recording,) = pipe.captures._recordings.values()
     tapes = [[way.graph for way in step.ways.values() if isinstance(way.graph, Tape)] for step in recording._steps]
     for drawn in recording._method_draws._drawn:
         place = drawn.numbers.untyped_storage().data_ptr()

@@ -65,7 +65,7 @@ class ToyBlock:
     counts: list[Tensor | None] = field(default_factory=list)
 
     @property
-    def parts(self) -> tuple[Callable[..., Tensor], ...]:
+    def sublayers(self) -> tuple[Callable[..., Tensor], ...]:
         return tuple(self._part(factor) for factor in self.factors)
 
     def _part(self, factor: float) -> Callable[..., Tensor]:
@@ -194,7 +194,7 @@ def test_kept_tokens_are_fresh_and_all_others_equal_the_resized_outputs(reduced:
         cells = index[row, :real].tolist()
         chosen = set(block.seen[0][row].tolist())
         assert len(chosen) == real - int(real * ratio)
-        assert block.seen[0].shape[1] == thinned(ratio).width(tokens.width)
+        assert block.seen[0].shape[1] == thinned(ratio).num_tokens(tokens.num_tokens)
         distance = (x[row, :real] - x[row, :real].mean(dim=0)).square().sum(dim=1)
         scores = dict(zip(cells, distance.tolist(), strict=True))
         left_out = [score for cell, score in scores.items() if cell not in chosen]
@@ -208,7 +208,7 @@ def test_kept_tokens_are_fresh_and_all_others_equal_the_resized_outputs(reduced:
 @settings(deadline=None)
 @given(st.integers(1, 5000), st.floats(0, 1, exclude_max=True))
 def test_counts_on_the_device_are_those_of_the_host(tokens: int, ratio: float) -> None:
-    width = thinned(ratio).width(tokens)
+    width = thinned(ratio).num_tokens(tokens)
     assert 1 <= width <= tokens
     assert width == tokens - int(tokens * ratio)
     _, chosen = top_share(Tokens(STAGE, torch.zeros(1, 6, dtype=torch.long), torch.tensor([6])), torch.rand(1, 6), ratio)
@@ -317,7 +317,7 @@ def on_meta(model: type[NextScaleModel], config: Any) -> NextScaleModel:
 
 
 INFINITY = on_meta(Infinity, InfinityConfig(32, 64, 4, 8, text_channels=256, longest_text=8))
-HART = on_meta(Hart, HartConfig(4, 64, 4, text_channels=64, residual_width=32, residual_depth=1))
+HART = on_meta(Hart, HartConfig(4, 64, 4, text_channels=64, residual_dim=32, residual_depth=1))
 STAR = on_meta(Star, StarConfig(4, 64, 4, HART_1024))
 ONE_MEGAPIXEL = infinity_schedule(1.0, "1M")
 
@@ -538,7 +538,11 @@ def test_thinned_blocks_keep_fewer_keys(lengths: dict[int, int]) -> None:
     assert lengths == {0: 4121, 1: 2912, 2: 4121}
     assert [stage.skipped for stage in done] == [False] * 11 + [True] * 2
     assert [stage.plan for stage in done] == list(plans)
-    assert [plan.spans[0].width(stage.cells) for plan, stage in zip(plans, ONE_MEGAPIXEL, strict=True) if plan.spans] == [576, 615, 800]
+    assert [plan.spans[0].num_tokens(stage.cells) for plan, stage in zip(plans, ONE_MEGAPIXEL, strict=True) if plan.spans] == [
+        576,
+        615,
+        800,
+    ]
 
 
 def test_one_megapixel_of_hart(lengths: dict[int, int]) -> None:
@@ -571,8 +575,8 @@ def test_with_skipped_stages(family: str) -> None:
 class KeepLateShare(KeepShare):
     """Leaves the stages before stage 2 whole."""
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        return super().enter(x, tokens) if tokens.stage.index > 1 else (x, tokens)
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        return super().reduce(x, tokens) if tokens.stage.index > 1 else (x, tokens)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -618,9 +622,9 @@ def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
     method = FastVAR({2: 0.7, 3: 0.8}, layers=(1, 3))
     output = drawn("var", method=method, masks=True)
     tiny.assert_same_bits(output, drawn("var", method=method))
-    assert [tuple(share.shape) for share in output.kept] == [(2, side, side) for side in tiny.VAR_SIDES]
-    assert all((share == 1).all() for share in output.kept[:2])
-    for share, cells, run in ((output.kept[2], 9, 9 - 6), (output.kept[3], 16, 16 - 12)):
+    assert [tuple(share.shape) for share in output.compute_mask] == [(2, side, side) for side in tiny.VAR_SIDES]
+    assert all((share == 1).all() for share in output.compute_mask[:2])
+    for share, cells, run in ((output.compute_mask[2], 9, 9 - 6), (output.compute_mask[3], 16, 16 - 12)):
         times = share * 6
         assert torch.equal(times, times.round())
         assert times.min() >= 2
@@ -631,8 +635,8 @@ def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
 
 def test_skipped_stages_ran_nowhere() -> None:
     output = drawn("var", method=FastVAR({3: 1.0}), masks=True)
-    assert (output.kept[3] == 0).all()
-    assert (output.kept[2] == 1).all()
+    assert (output.compute_mask[3] == 0).all()
+    assert (output.compute_mask[2] == 1).all()
 
 
 def test_the_share_is_that_of_the_conditional_rows() -> None:

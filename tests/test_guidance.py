@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nextscale.errors import SettingError
 from nextscale.guidance import ConstantGuidance, Guidance, GuidedRows, RampGuidance, StageGuidance, mix, resolve_guidance
-from nextscale.presets import FLEXVAR_SETTINGS, MODELS
+from nextscale.loading.presets import FLEXVAR_SETTINGS, MODELS
 from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024, VAR_256, VAR_512, infinity_schedule
 from nextscale.stage import Schedule
 

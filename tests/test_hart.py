@@ -15,13 +15,13 @@ from torch import Tensor
 from nextscale.canvas import to_map
 from nextscale.errors import NonFiniteLogits, PromptError, SettingError, SizeError
 from nextscale.guidance import GuidedRows, RampGuidance, StageGuidance
+from nextscale.loading.random_weights import fill_random, random_pipeline
 from nextscale.models import Hart, HartConfig
 from nextscale.models.base import Conditioning
 from nextscale.models.residual_head import ResidualHead, diffusion_steps
 from nextscale.models.sinusoid import sinusoids
 from nextscale.pipeline import Output, Pipeline
-from nextscale.random_weights import fill_random, random_pipeline
-from nextscale.sampling import ImageDraws
+from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text import TextFeatures
 from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig, VarTokenizer, VarTokenizerConfig
@@ -138,14 +138,14 @@ STAGE = Stage(3, 2, 2, 14, True)
 
 @pytest.fixture(scope="module")
 def head() -> ResidualHead:
-    head = ResidualHead(CHANNELS, CONDITION_WIDTH, width=32, depth=2, steps=STEPS)
+    head = ResidualHead(CHANNELS, CONDITION_WIDTH, dim=32, depth=2, steps=STEPS)
     fill_random(head, torch.Generator().manual_seed(0), torch.float32, ())
     with torch.no_grad():
         head.final.weight.mul_(0.3)  # noise that is too large leaves little but signs of the clean estimates
     return head
 
 
-class RecordedNormal(ImageDraws):
+class RecordedNormal(ImageRng):
     """Keeps the normal numbers that were asked for."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ def test_a_residual_is_drawn_as_published(head: ResidualHead, t: float) -> None:
     """To rounding, which the first step multiplies by 2e4: over 500 draws the largest difference was 4.6e-5."""
     condition = torch.randn(4, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
     draws = RecordedNormal([5, 6])
-    residual = head.draw(condition, Tokens(STAGE), 1 + t, draws, batch=2)
+    residual = head.sample(condition, Tokens(STAGE), 1 + t, draws, batch=2)
     assert len(draws.normals) == STEPS  # the start, and every step but the last
     assert torch.allclose(residual, published_draw(head, condition, draws.normals, t), rtol=0, atol=1e-3)
     assert residual.abs().mean() > 0.05
@@ -200,7 +200,7 @@ def test_both_halves_share_their_state_and_without_guidance_one_runs(
     head: ResidualHead, seen_states: list[Tensor], scale: float, rows: int
 ) -> None:
     condition = torch.randn(4, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
-    head.draw(condition, Tokens(STAGE), scale, ImageDraws([5, 6], CPU), batch=2)
+    head.sample(condition, Tokens(STAGE), scale, ImageRng([5, 6], CPU), batch=2)
     assert [len(state) for state in seen_states] == [rows] * STEPS
     for state in seen_states:
         assert torch.equal(state[:2], state[-2:])
@@ -211,15 +211,15 @@ def test_without_guidance_the_unconditional_half_cannot_matter(head: ResidualHea
     condition = torch.randn(4, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
     changed = torch.cat([condition[:2], -condition[2:]])
     for scale, same in ((1.0, True), (2.0, False), (2.5, False)):
-        first, second = (head.draw(each, Tokens(STAGE), scale, ImageDraws([5, 6], CPU), batch=2) for each in (condition, changed))
+        first, second = (head.sample(each, Tokens(STAGE), scale, ImageRng([5, 6], CPU), batch=2) for each in (condition, changed))
         assert torch.equal(first, second) == same
 
 
 def test_a_cell_draws_the_same_noise_whichever_others_are_run(head: ResidualHead) -> None:
     condition = torch.randn(2, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
-    everywhere = head.draw(condition, Tokens(STAGE), 1.0, ImageDraws([5, 6], CPU), batch=2)
+    everywhere = head.sample(condition, Tokens(STAGE), 1.0, ImageRng([5, 6], CPU), batch=2)
     some = Tokens(STAGE, torch.tensor([[3, 1], [0, 0]]), torch.tensor([2, 1]))
-    part = head.draw(some.gather(condition), some, 1.0, ImageDraws([5, 6], CPU), batch=2)
+    part = head.sample(some.gather(condition), some, 1.0, ImageRng([5, 6], CPU), batch=2)
     assert torch.allclose(part, some.gather(everywhere), atol=1e-3)
 
 
@@ -384,7 +384,7 @@ def test_the_text_stands_before_the_first_token_and_shares_its_level() -> None:
 
     stage = Tokens(SCHEDULE[0])
     x, tokens = model.with_text(model.embed(None, stage.stage, OnlyCond()), stage, OnlyCond())
-    assert tokens.width == x.shape[1] == tiny.HART_TEXT
+    assert tokens.num_tokens == x.shape[1] == tiny.HART_TEXT
     assert torch.allclose(x, text + model.positions(SCHEDULE[0]), atol=1e-5)
     later = Tokens(SCHEDULE[1])
     grid = torch.zeros(2, 4, tiny.WIDTH)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nextscale.images import from_pil, grid, to_pil
+from nextscale.io import from_pil, grid, to_pil
 
 
 def striped(width: int, height: int) -> Image.Image:

@@ -17,14 +17,14 @@ from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
 from nextscale.generate import new_env
 from nextscale.guidance import ConstantGuidance, Guidance
+from nextscale.loading.presets import ModelSpec
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import blocks
 from nextscale.models.blocks import ModulatedBlock, run_in_order, unit_vectors
 from nextscale.models.rope import PairRope
-from nextscale.presets import ModelSpec
-from nextscale.prompts import Labels
-from nextscale.random_weights import random_pipeline
-from nextscale.sampling import ImageDraws, Sampling, choose, draw, filter_logits
+from nextscale.sampling import ImageRng, Sampling, choose, filter_logits, sample
 from nextscale.stage import Stage, Tokens
+from nextscale.text.prompts import Labels
 
 from . import tiny
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, loop_to_loaded_bounds, poisoned, round_to_bfloat16
@@ -42,9 +42,9 @@ with pytest.MonkeyPatch.context() as patch:
     pytest.importorskip("triton")
     from nextscale.kernels import probe
     from nextscale.kernels.attention import Tile, attend_lengths_reference
-    from nextscale.kernels.bits import draw_bits_reference
+    from nextscale.kernels.bits import sample_bits_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
-    from nextscale.kernels.largest import places_of_largest_reference
+    from nextscale.kernels.largest import topk_indices_sorted_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
     from nextscale.kernels.rotate import rotate_into_cache_reference
@@ -409,7 +409,7 @@ def test_distance_is_that_of_the_methods() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 300])
-def test_places_of_largest(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topk_indices_sorted(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ties, both zeros, infinities and what is not a number; also where the places are found in several rounds."""
     generator = torch.Generator(DEVICE).manual_seed(tokens)
     scores = torch.randint(-4, 5, (5, 2 * tokens), generator=generator, device=DEVICE).float()[:, ::2] / 2
@@ -422,8 +422,8 @@ def test_places_of_largest(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("nextscale.kernels.largest.ORDERED", 64)
     for keep in sorted({0, 1, tokens // 3, tokens - 1, tokens}):
         with poisoned():
-            found = kernels.places_of_largest(scores, keep)
-        assert torch.equal(found, places_of_largest_reference(scores, keep)), keep
+            found = kernels.topk_indices_sorted(scores, keep)
+        assert torch.equal(found, topk_indices_sorted_reference(scores, keep)), keep
 
 
 def test_selection_is_that_of_the_methods() -> None:
@@ -432,7 +432,7 @@ def test_selection_is_that_of_the_methods() -> None:
     tokens = Tokens(Stage(0, 2, 3, start=0, last=True), torch.arange(6, device=DEVICE).expand(2, -1), torch.tensor([6, 4], device=DEVICE))
     selection, chosen = tokens.top(score, 3)
     assert torch.equal(
-        selection, places_of_largest_reference(score.masked_fill(torch.arange(6, device=DEVICE) >= tokens.count[:, None], -1), 3)
+        selection, topk_indices_sorted_reference(score.masked_fill(torch.arange(6, device=DEVICE) >= tokens.count[:, None], -1), 3)
     )
     assert torch.equal(chosen.index, selection)
 
@@ -451,28 +451,28 @@ def bit_logits(make: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.51, 0.8, 0.97, 1.0])
-def test_draw_bits(top_p: float) -> None:
+def test_sample_bits(top_p: float) -> None:
     """Bit for bit what is drawn without the kernel, and by its reference."""
     logits, noise = bit_logits(Maker(DEVICE, torch.float32), 2, 50, 41)
     with poisoned():
-        found = kernels.draw_bits(logits, noise, top_p)
+        found = kernels.sample_bits(logits, noise, top_p)
     assert found.dtype == torch.int64
-    assert torch.equal(found, draw(filter_logits(logits, 900, top_p), noise))
-    assert torch.equal(found, draw_bits_reference(logits, noise, top_p))
+    assert torch.equal(found, sample(filter_logits(logits, 900, top_p), noise))
+    assert torch.equal(found, sample_bits_reference(logits, noise, top_p))
     assert 0.4 < found.float().mean() < 0.6
     assert found[:, 0, 0].tolist() == [0, 0] and found[:, 0, 2].tolist() == [1, 1]
     if 0 < top_p < 1:
-        assert not torch.equal(found, draw(logits, noise))  # the filter matters
+        assert not torch.equal(found, sample(logits, noise))  # the filter matters
 
 
-def test_draw_bits_refuses_what_does_not_fit() -> None:
+def test_sample_bits_refuses_what_does_not_fit() -> None:
     logits = torch.zeros(2, 3, 4, 2, device=DEVICE)
     with pytest.raises(ValueError, match="logits are float32 \\[..., 2\\]; got \\[2, 3, 4, 2\\], torch.float64"):
-        kernels.draw_bits(logits.double(), logits)
+        kernels.sample_bits(logits.double(), logits)
     with pytest.raises(ValueError, match="noise is float32 \\[2, 3, 4, 2\\]; got \\[1, 3, 4, 2\\]"):
-        kernels.draw_bits(logits, logits[:1])
+        kernels.sample_bits(logits, logits[:1])
     with pytest.raises(ValueError, match="top_p is 0 or above a half here; got 0.5"):
-        kernels.draw_bits(logits, logits, 0.5)
+        kernels.sample_bits(logits, logits, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -487,13 +487,13 @@ def test_draw_bits_refuses_what_does_not_fit() -> None:
     ids=str,
 )
 def test_choosing_bits_takes_the_kernel_where_it_draws_the_same(sampling: Sampling, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, kernel = [], kernels.draw_bits
-    monkeypatch.setattr(kernels, "draw_bits", lambda *given: drawn.append(given) or kernel(*given))
+    drawn, kernel = [], kernels.sample_bits
+    monkeypatch.setattr(kernels, "sample_bits", lambda *given: drawn.append(given) or kernel(*given))
     logits, _ = bit_logits(Maker(DEVICE, torch.float32), 2, 12, 8)
     tokens = Tokens(Stage(1, 4, 4, 1, False), torch.arange(12, device=DEVICE).flip(0).expand(2, -1))
 
     def chosen() -> tuple[torch.Tensor, torch.Tensor]:
-        return choose(logits, tokens, 2, sampling, ImageDraws([3, 4], logits.device))
+        return choose(logits, tokens, 2, sampling, ImageRng([3, 4], logits.device))
 
     ids, codes = chosen()
     assert bool(drawn) == taken

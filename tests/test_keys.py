@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nextscale.checkpoints import Slot, check, fits, published_slots
+from nextscale.loading.presets import INFINITY_TOKENIZERS, MODELS, STRIDE_8, Embedded, TokenizerConfig, build_model, build_tokenizer
 from nextscale.models import NextScaleModel
-from nextscale.presets import INFINITY_TOKENIZERS, MODELS, STRIDE_8, Embedded, TokenizerConfig, build_model, build_tokenizer
 from nextscale.tokenizers import FlexVarTokenizerConfig, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
 from nextscale.tokenizers.base import Tokenizer
 
@@ -208,4 +208,4 @@ def test_the_largest_model_has_twenty_billion_parameters() -> None:
     ],
 )
 def test_infinitys_hidden_sizes(preset: str, hidden: int) -> None:
-    assert MODELS[preset].model.block.hidden == hidden
+    assert MODELS[preset].model.block.hidden_dim == hidden

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
-from nextscale.metrics import Lpips, metric_file
-from nextscale.metrics.files import LPIPS, VARIABLE
+from nextscale.lab.metrics import Lpips, metric_file
+from nextscale.lab.metrics.files import LPIPS, VARIABLE
 
 from .conftest import PROJECT
 

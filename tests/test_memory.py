@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.combine import Combined
-from nextscale.accel.cost import Workload, as_run
-from nextscale.accel.memory import ASSUMED_KEPT, planned_cache, request_memory, reserved_cache, stored_maps
 from nextscale.accel.method import DENSE, RunSetup
 from nextscale.accel.skip import SkipStages
 from nextscale.cache import CacheSpec, DenseLayerCache, StageKeys, StageMemory, Workspace
+from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.pipeline import Output, Preview
-from nextscale.presets import MODELS, build_model, build_tokenizer
+from nextscale.planning.cost import Workload, as_run
+from nextscale.planning.memory import ASSUMED_KEPT, planned_cache, request_memory, reserved_cache, stored_maps
 from nextscale.stage import Schedule, Tokens
 
 from . import tiny
@@ -77,7 +77,7 @@ def drawn(family: str, method: Method, spec: CacheSpec, **settings: Any) -> Seen
 
     def look(preview: Preview) -> None:
         done = preview.done
-        plans.append(as_run(pipe.model, done.stage, done.plan, done.width))
+        plans.append(as_run(pipe.model, done.stage, done.plan, done.num_tokens))
         if not done.skipped:
             nbytes[done.stage.index] = reserving.last_stage[0] if reserving.last_stage else reserving.nbytes
 
@@ -103,7 +103,7 @@ FIXED = {
     "stagevar, early": StageVAR(guidance_off=1, alphas={2: 0.96, 3: 0}),
     "guidance off": StageVAR(guidance_off=2, alphas=()),
     "tome": ToMe(),
-    "tome, feed-forward": ToMe(parts=("feed_forward",)),
+    "tome, feed-forward": ToMe(sublayers=("feed_forward",)),
     "fastvar + guidance off": Combined((FastVAR(), StageVAR(guidance_off=2, alphas=()))),
 }
 every_family = pytest.mark.parametrize("family", tiny.FAMILIES)

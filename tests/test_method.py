@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
-from nextscale.cache import Branches, Env
+from nextscale.cache import CfgBranches, Env
 from nextscale.canvas import Canvas
 from nextscale.guidance import ConstantGuidance, StageGuidance
 from nextscale.models.blocks import Block
@@ -31,7 +31,7 @@ class RunBlocks:
     layers: range
     key: str = "identity"
 
-    def width(self, tokens: int) -> int:
+    def num_tokens(self, tokens: int) -> int:
         return tokens
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -58,7 +58,7 @@ def drawn(family: str, images: int = 2, **settings: object) -> Output:
 
 
 def test_merging_with_dense_changes_nothing() -> None:
-    plan = StagePlan(skip=True, branches="cond", width=5, spans=(RunBlocks(range(2)),), taps=(2,))
+    plan = StagePlan(skip=True, cfg_branches="cond", num_tokens=5, spans=(RunBlocks(range(2)),), taps=(2,))
     assert plan.merge(DENSE) == plan
     assert DENSE.merge(plan) == plan
     assert DENSE.merge(DENSE) == DENSE
@@ -66,19 +66,19 @@ def test_merging_with_dense_changes_nothing() -> None:
 
 
 def test_plans_merge_part_by_part() -> None:
-    first = StagePlan(branches="uncond", spans=(RunBlocks(range(2)),), taps=(6, 4))
-    second = StagePlan(skip=True, width=7, spans=(RunBlocks(range(2, 4)),), taps=(5, 4))
+    first = StagePlan(cfg_branches="uncond", spans=(RunBlocks(range(2)),), taps=(6, 4))
+    second = StagePlan(skip=True, num_tokens=7, spans=(RunBlocks(range(2, 4)),), taps=(5, 4))
     merged = first.merge(second)
     assert merged == StagePlan(True, "uncond", 7, (RunBlocks(range(2)), RunBlocks(range(2, 4))), (4, 5, 6))
-    assert StagePlan(width=7).merge(StagePlan(width=7)).width == 7
-    assert StagePlan(branches="cond").merge(StagePlan(branches="cond")).branches == "cond"
+    assert StagePlan(num_tokens=7).merge(StagePlan(num_tokens=7)).num_tokens == 7
+    assert StagePlan(cfg_branches="cond").merge(StagePlan(cfg_branches="cond")).cfg_branches == "cond"
 
 
 @pytest.mark.parametrize(
     ("first", "second", "conflict"),
     [
-        (StagePlan(width=5), StagePlan(width=6), "to 5 and to 6 tokens"),
-        (StagePlan(branches="cond"), StagePlan(branches="uncond"), "only the conditional rows"),
+        (StagePlan(num_tokens=5), StagePlan(num_tokens=6), "to 5 and to 6 tokens"),
+        (StagePlan(cfg_branches="cond"), StagePlan(cfg_branches="uncond"), "only the conditional rows"),
         (StagePlan(spans=(RunBlocks(range(3)),)), StagePlan(spans=(RunBlocks(range(2, 4)),)), r"range\(0, 3\).*range\(2, 4\)"),
         (StagePlan(spans=(RunBlocks(range(1, 2), "b"),)), StagePlan(spans=(RunBlocks(range(4), "a"),)), "a.*b"),
         (StagePlan(spans=(RunBlocks(range(3)),)), StagePlan(taps=(2,)), "block 2 cannot be observed"),
@@ -127,7 +127,7 @@ class RunParts(RunBlocks):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
-            for part in block.parts:
+            for part in block.sublayers:
                 x = x + part(x, tokens, env)
         return x
 
@@ -136,7 +136,7 @@ class RunParts(RunBlocks):
 def test_a_block_is_the_sum_of_its_parts(family: str) -> None:
     """To rounding: the block fuses gains with additions. Two branches, three where there is attention to a text."""
     blocks = tiny.shared_pipeline(family).model.blocks
-    assert {len(block.parts) for block in blocks} == {3 if family in tiny.CROSS_ATTENTION_FAMILIES else 2}
+    assert {len(block.sublayers) for block in blocks} == {3 if family in tiny.CROSS_ATTENTION_FAMILIES else 2}
     logits: dict[bool, list[Tensor]] = {True: [], False: []}
     for by_parts in (True, False):
         method = Planned(lambda stage, by_parts=by_parts: StagePlan(spans=(RunParts(range(3)),)) if by_parts else DENSE)
@@ -156,7 +156,7 @@ class Watching(Method):
         return StagePlan(taps=self.taps)
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        self.seen.append((tokens.stage.index, layer, before.clone(), after.clone(), tokens.width))
+        self.seen.append((tokens.stage.index, layer, before.clone(), after.clone(), tokens.num_tokens))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -263,8 +263,8 @@ def one_from(family: str, first: int) -> list[float]:
     return [2.5 if stage < first else 1.0 for stage in range(STAGES[family])]
 
 
-def keeping(branches: Branches, first: int) -> Planned:
-    return Planned(lambda stage: StagePlan(branches=branches if stage.index >= first else "both"))
+def keeping(branches: CfgBranches, first: int) -> Planned:
+    return Planned(lambda stage: StagePlan(cfg_branches=branches if stage.index >= first else "both"))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -306,7 +306,7 @@ def test_unconditional_rows_alone_are_the_class_minus_one(family: str) -> None:
 
 
 def test_a_branch_that_left_cannot_be_asked_for() -> None:
-    method = Planned(lambda stage: StagePlan(branches=("both", "cond", "uncond", "both")[stage.index]))
+    method = Planned(lambda stage: StagePlan(cfg_branches=("both", "cond", "uncond", "both")[stage.index]))
     with pytest.raises(ValueError, match="uncond rows do not run any more"):
         drawn("var", method=method)
     with pytest.raises(ValueError, match="uncond rows do not run any more"):
@@ -322,7 +322,7 @@ class EveryToken(Method):
 
     order: Callable[[int], Tensor] = torch.arange
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         named = Tokens(tokens.stage, self.order(tokens.stage.cells).expand(x.shape[0], -1).contiguous())
         return named.gather(x), named
 
@@ -350,7 +350,7 @@ class KeepShare(Method):
     shares: tuple[float, ...]
     widths: list[tuple[int, ...]] = field(default_factory=list)
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         cells = tokens.stage.cells
         if tokens.stage.index == 0:
             return x, tokens
@@ -367,13 +367,13 @@ class KeepShare(Method):
 @pytest.mark.parametrize("family", ["var", "hart"])  # what the method keeps of the grid counts, not the text before it
 def test_a_planned_width_must_be_kept(family: str) -> None:
     class KeepTwo(Planned):
-        def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
             kept = tokens.take(torch.arange(min(2, x.shape[1])).expand(x.shape[0], -1))
             return kept.gather(x), kept
 
-    drawn(family, method=KeepTwo(lambda stage: StagePlan(width=min(2, stage.cells))))
+    drawn(family, method=KeepTwo(lambda stage: StagePlan(num_tokens=min(2, stage.cells))))
     with pytest.raises(ValueError, match="stage 2 was planned with 3 tokens, and 2 entered"):
-        drawn(family, method=KeepTwo(lambda stage: StagePlan(width=min(1 + stage.index, stage.cells))))
+        drawn(family, method=KeepTwo(lambda stage: StagePlan(num_tokens=min(1 + stage.index, stage.cells))))
 
 
 SHARES = (0.3, 0.9, 0.6)
@@ -434,7 +434,7 @@ class RunFirst(Method):
 
     first_stage: int = 0
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if tokens.stage.index < self.first_stage:
             return x, tokens
         first = Tokens(tokens.stage, torch.zeros(x.shape[0], 1, dtype=torch.long))
@@ -444,7 +444,7 @@ class RunFirst(Method):
 class SpeakForAll(RunFirst):
     """Lets it speak for the others."""
 
-    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if tokens.index is None:
             return out, tokens
         assert tokens.index.shape == (out.shape[0], 1)
@@ -467,7 +467,7 @@ def test_a_method_may_speak_for_tokens_that_were_left_out(family: str) -> None:
 class ToTheWholeGrid(EveryToken):
     """Speaks for the whole grid after all of it ran."""
 
-    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         whole = Tokens(tokens.stage)
         return tokens.move(out, whole), whole
 

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from nextscale.errors import CheckpointError, SettingError
-from nextscale.images import from_pil
-from nextscale.metrics.efficientnet import EfficientNetLite0, central_crop
-from nextscale.metrics.frechet import Directions, frechet_distance
-from nextscale.metrics.pixels import psnr, ssim
+from nextscale.io import from_pil
+from nextscale.lab.metrics.efficientnet import EfficientNetLite0, central_crop
+from nextscale.lab.metrics.frechet import Directions, frechet_distance
+from nextscale.lab.metrics.pixels import psnr, ssim
 
 from .conftest import PROJECT
 

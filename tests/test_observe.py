@@ -18,16 +18,19 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
 from benchmarks.table import with_tables
-from nextscale import presets
-from nextscale.accel.lowrank import energy_ranks, singular_energies
 from nextscale.accel.method import Method, StagePlan
-from nextscale.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
-from nextscale.analysis.blocks import BlockRecord, block_relations
-from nextscale.analysis.detail import extreme_quarters, local_detail, rank_correlation, ranks
-from nextscale.analysis.frequency import EDGES, band_power, stage_changes
-from nextscale.analysis.numbers import Curve, Effect
-from nextscale.analysis.plots import FIGURES, figures
-from nextscale.analysis.prompt import (
+from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
+from nextscale.canvas import Canvas
+from nextscale.cli import app
+from nextscale.cli import observe as command
+from nextscale.errors import MissingExtra, SettingError
+from nextscale.lab.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
+from nextscale.lab.analysis.blocks import BlockRecord, block_relations
+from nextscale.lab.analysis.detail import extreme_quarters, local_detail, rank_correlation, ranks
+from nextscale.lab.analysis.frequency import EDGES, band_power, stage_changes
+from nextscale.lab.analysis.numbers import Curve, Effect
+from nextscale.lab.analysis.plots import FIGURES, figures
+from nextscale.lab.analysis.prompt import (
     Drawn,
     Replacement,
     changed_codes,
@@ -37,13 +40,10 @@ from nextscale.analysis.prompt import (
     replacements,
     spread_switches,
 )
-from nextscale.analysis.rank import energies, spread_layers
-from nextscale.analysis.recorder import Recorder
-from nextscale.analysis.verdicts import late_stages
-from nextscale.canvas import Canvas
-from nextscale.cli import app
-from nextscale.cli import observe as command
-from nextscale.errors import MissingExtra, SettingError
+from nextscale.lab.analysis.rank import energies, spread_layers
+from nextscale.lab.analysis.recorder import Recorder
+from nextscale.lab.analysis.verdicts import late_stages
+from nextscale.loading import presets
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule, Stage
 
@@ -232,7 +232,7 @@ class DropLate(Method):
         self.branch = branch
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(branches=self.branch if stage.index >= 2 else "both")  # type: ignore[arg-type]
+        return StagePlan(cfg_branches=self.branch if stage.index >= 2 else "both")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["infinity", "var", "hart"])

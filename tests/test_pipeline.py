@@ -16,14 +16,14 @@ from torch import Tensor
 
 import nextscale
 from nextscale.accel import Method, SkipStages, StagePlan
-from nextscale.accel.memory import reserved_bytes
 from nextscale.canvas import Canvas
 from nextscale.errors import NextscaleError, NonFiniteLogits, OutOfMemory, PromptError, SettingError, SizeError, UnknownModel
 from nextscale.generate import StageDone
 from nextscale.guidance import StageGuidance
-from nextscale.pipeline import Output, Pipeline, Preview, kept_map
-from nextscale.presets import MODELS, model_spec
-from nextscale.sampling import SharedDraws
+from nextscale.loading.presets import MODELS, model_spec
+from nextscale.pipeline import Output, Pipeline, Preview, mask_of
+from nextscale.planning.memory import reserved_bytes
+from nextscale.sampling import SharedRng
 from nextscale.schedules import InfinityBook
 from nextscale.stage import Schedule, Stage
 from nextscale.text import TextFeatures
@@ -123,7 +123,7 @@ def test_a_generator_is_one_stream_for_the_whole_batch(family: str) -> None:
     tiny.assert_same_bits(alone, seeded)
     assert alone.report.seeds is None
     batch = drawn(family, images=3, seed=generator())
-    tiny.assert_same_bits(drawn(family, images=3, seed=SharedDraws(generator())), batch)
+    tiny.assert_same_bits(drawn(family, images=3, seed=SharedRng(generator())), batch)
     assert not tiny.close_codes(family, batch.codes, drawn(family, images=3, seed=5).codes)
     advanced = generator()
     drawn(family, images=1, seed=advanced)
@@ -615,15 +615,15 @@ def test_the_longest_text_counts_also_among_the_negative_ones(family: str) -> No
 def test_the_report_tells_how_much_of_a_stage_went_into_codes_and_residual(family: str) -> None:
     for stage in drawn(family, method=SkipSecond()).report.stages:
         last = stage.index == len(tiny.schedule_of(family)) - 1
-        assert (stage.choice_seconds > 0) == (stage.index != 1)
+        assert (stage.sampling_seconds > 0) == (stage.index != 1)
         assert (stage.residual_seconds > 0) == (family == "hart" and last)
-        assert stage.choice_seconds + stage.residual_seconds < stage.seconds
+        assert stage.sampling_seconds + stage.residual_seconds < stage.seconds
 
 
 def test_maps_of_whole_stages_are_where_the_canvas_is() -> None:
     stage = Schedule((1, 2))[1]
     elsewhere: Any = SimpleNamespace(latent=torch.empty(2, 8, 2, 2, device="meta"))
-    shown = kept_map(StageDone(stage, elsewhere), batch=2)
+    shown = mask_of(StageDone(stage, elsewhere), batch=2)
     assert (shown.device.type, shown.shape) == ("meta", (2, 2, 2))
 
 
@@ -633,7 +633,7 @@ def test_reports_become_plain_values() -> None:
     assert plain["seconds"] == report.seconds
     assert plain["stages"][2]["tokens"] == 9
     assert plain["seeds"] == [5, 6, 7]
-    assert {"seconds", "choice_seconds", "residual_seconds"} < plain["stages"][2].keys()
+    assert {"seconds", "sampling_seconds", "residual_seconds"} < plain["stages"][2].keys()
 
 
 # --- logits that are not finite
@@ -714,7 +714,7 @@ def test_a_request_that_cannot_fit_is_refused_before_it_starts(family: str, monk
     monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device, recorded: need)
     drawn(family)
     monkeypatch.setattr("nextscale.pipeline.free_memory", lambda device, recorded: need - 1)
-    monkeypatch.setattr(type(pipeline.model), "given", lambda *arguments: pytest.fail("the request was started"))
+    monkeypatch.setattr(type(pipeline.model), "prompt_inputs", lambda *arguments: pytest.fail("the request was started"))
     with pytest.raises(OutOfMemory, match=r"GiB are free\. 3 image\(s\) of Schedule.*draw fewer images"):
         drawn(family)
 

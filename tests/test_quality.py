@@ -25,19 +25,19 @@ from nextscale.checkpoints import Layout, write_weights
 from nextscale.cli import app
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
-from nextscale.evals import quality
-from nextscale.evals.agreement import Agreement, Probe, vary
-from nextscale.evals.bootstrap import mean_interval, set_interval
-from nextscale.evals.frontier import frontier_svg, label_spots
-from nextscale.evals.methods import LISTS, chosen_methods
-from nextscale.evals.prompts import EvalPrompt, read_eval_prompts
-from nextscale.evals.quality import Evaluation, Judges, evaluate, mixed_batches
-from nextscale.metrics import Lpips
-from nextscale.metrics.efficientnet import FEATURES, EfficientNetLite0
-from nextscale.metrics.files import EFFICIENTNET, LPIPS
+from nextscale.lab.evals import quality
+from nextscale.lab.evals.agreement import Agreement, Probe, vary
+from nextscale.lab.evals.bootstrap import mean_interval, set_interval
+from nextscale.lab.evals.frontier import frontier_svg, label_spots
+from nextscale.lab.evals.methods import LISTS, chosen_methods
+from nextscale.lab.evals.prompts import EvalPrompt, read_eval_prompts
+from nextscale.lab.evals.quality import Evaluation, Judges, evaluate, mixed_batches
+from nextscale.lab.metrics import Lpips
+from nextscale.lab.metrics.efficientnet import FEATURES, EfficientNetLite0
+from nextscale.lab.metrics.files import EFFICIENTNET, LPIPS
+from nextscale.loading.presets import ModelSpec
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
-from nextscale.presets import ModelSpec
-from nextscale.random_weights import random_pipeline
 from nextscale.stage import Schedule
 
 from .tiny import OneSchedule, infinity_spec
@@ -385,10 +385,10 @@ def test_varied_images_stay_alike() -> None:
 def test_frontier_shows_every_method_that_ran() -> None:
     drawn = frontier_svg(evaluation().rows)
     assert all(row["method"] in drawn for row in evaluation().rows[:4])
-    assert "odd" not in drawn and "multiply-adds against dense" in drawn
+    assert "odd" not in drawn and "MACs against dense" in drawn
     on_gpu = [row | {"hardware": "some GPU"} for row in evaluation().rows]
     assert "times faster than dense" in frontier_svg(on_gpu)
-    assert "multiply-adds against dense" in frontier_svg([row | {"speedup": None} for row in on_gpu])
+    assert "MACs against dense" in frontier_svg([row | {"speedup": None} for row in on_gpu])
     with pytest.raises(SettingError, match="nothing to draw"):
         frontier_svg(evaluation().rows[-1:])
 

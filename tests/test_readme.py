@@ -18,9 +18,9 @@ from benchmarks.table import (
     with_tables,
 )
 from nextscale import MODELS
-from nextscale.evals.frontier import frontier_svg
-from nextscale.evals.results import read_rows
-from nextscale.evals.speed_tables import pictured_row, stages_svg
+from nextscale.lab.bench.tables import pictured_row, stages_svg
+from nextscale.lab.evals.frontier import frontier_svg
+from nextscale.lab.results import read_rows
 
 
 def test_tables_and_picture_are_the_generated_ones() -> None:

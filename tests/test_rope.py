@@ -119,7 +119,7 @@ def test_infinity_turns_by_rows_first_and_star_by_columns_first() -> None:
 @pytest.mark.parametrize("index", [None, torch.tensor([[7, 2, 2], [0, 1, 14], [3, 3, 3], [14, 0, 5]])], ids=["dense", "named"])
 def test_pairs_of_a_prefix_stay_as_they_are(prefix: int, index: Tensor | None) -> None:
     rope, grid = pair_rope(), Tokens(SCHEDULE[2], index)
-    x = queries_and_keys(prefix + grid.width)
+    x = queries_and_keys(prefix + grid.num_tokens)
     turned = rope.turn(x, grid.with_prefix(prefix))
     assert torch.equal(turned[:, :prefix], x[:, :prefix])
     assert torch.equal(turned[:, prefix:], rope.turn(x[:, prefix:], grid))

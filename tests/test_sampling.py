@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.presets import FLEXVAR_SETTINGS, MODELS
+from nextscale.loading.presets import FLEXVAR_SETTINGS, MODELS
 from nextscale.sampling import (
-    Draws,
-    ImageDraws,
+    ImageRng,
     Refinement,
+    Rng,
     Sampling,
-    SharedDraws,
+    SharedRng,
     cell_noise,
     choose,
-    draw,
-    draw_codes,
     filter_logits,
+    sample,
+    sample_codes,
     soften,
 )
 from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024
@@ -165,7 +165,7 @@ def test_draw_equals_multinomial_from_the_same_generator_state(shape: tuple[int,
     logits = filter_logits(3 * torch.randn(shape, generator=torch.Generator().manual_seed(1)), top_k, top_p)
     ours, theirs = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
     for _ in range(3):  # the generator is left in the same state as well
-        drawn = draw(logits, SharedDraws(ours).exponential(shape, CPU))
+        drawn = sample(logits, SharedRng(ours).exponential(shape, CPU))
         expected = torch.multinomial(logits.softmax(-1).view(-1, shape[-1]), 1, generator=theirs).view(shape[:-1])
         assert torch.equal(drawn, expected)
 
@@ -173,9 +173,9 @@ def test_draw_equals_multinomial_from_the_same_generator_state(shape: tuple[int,
 def test_large_logits_do_not_overflow() -> None:
     """Only differences count: here 0 against 0.5, far beyond what exp can take."""
     logits = torch.tensor([1000.0, 1000.5]).expand(1, 500, 2)
-    noise = SharedDraws(torch.Generator().manual_seed(9)).exponential(logits.shape, CPU)
-    drawn = draw(logits, noise)
-    assert torch.equal(drawn, draw(logits - 1000, noise))
+    noise = SharedRng(torch.Generator().manual_seed(9)).exponential(logits.shape, CPU)
+    drawn = sample(logits, noise)
+    assert torch.equal(drawn, sample(logits - 1000, noise))
     assert 0 < drawn.sum() < 500
 
 
@@ -183,9 +183,9 @@ def test_large_logits_do_not_overflow() -> None:
 def test_images_with_their_own_seeds_equal_multinomial_image_by_image(shape: tuple[int, ...]) -> None:
     logits = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
     seeds = (4, 0, 123456789)
-    draws, generators = ImageDraws(seeds, CPU), [torch.Generator().manual_seed(seed) for seed in seeds]
+    draws, generators = ImageRng(seeds, CPU), [torch.Generator().manual_seed(seed) for seed in seeds]
     for _ in range(2):
-        for drawn, image, generator in zip(draw(logits, draws.exponential(logits.shape, CPU)), logits, generators, strict=True):
+        for drawn, image, generator in zip(sample(logits, draws.exponential(logits.shape, CPU)), logits, generators, strict=True):
             assert torch.equal(drawn, torch.multinomial(image.softmax(-1).view(-1, shape[-1]), 1, generator=generator).view(shape[1:-1]))
 
 
@@ -198,8 +198,8 @@ DISTRIBUTIONS = ("exponential", "uniform", "normal")
     calls=st.lists(st.tuples(st.sampled_from(DISTRIBUTIONS), st.lists(st.integers(1, 9), min_size=1, max_size=3)), min_size=1, max_size=3),
 )
 def test_an_image_does_not_depend_on_its_neighbours(seeds: list[int], calls: list[tuple[str, list[int]]]) -> None:
-    together = ImageDraws(seeds, CPU)
-    alone = [ImageDraws([seed], CPU) for seed in seeds]
+    together = ImageRng(seeds, CPU)
+    alone = [ImageRng([seed], CPU) for seed in seeds]
     for distribution, shape in calls:
         noise = getattr(together, distribution)((len(seeds), *shape), CPU)
         for image, own in zip(noise, alone, strict=True):
@@ -209,11 +209,11 @@ def test_an_image_does_not_depend_on_its_neighbours(seeds: list[int], calls: lis
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_the_number_of_generators_is_the_number_of_images(distribution: str) -> None:
     with pytest.raises(ValueError, match="shorter|longer"):
-        getattr(ImageDraws([1, 2], CPU), distribution)((3, 4), CPU)
+        getattr(ImageRng([1, 2], CPU), distribution)((3, 4), CPU)
 
 
-@pytest.mark.parametrize("draws", [ImageDraws([3], CPU), SharedDraws(torch.Generator().manual_seed(3))], ids=["per image", "shared"])
-def test_numbers_are_distributed_as_their_name_says(draws: Draws) -> None:
+@pytest.mark.parametrize("draws", [ImageRng([3], CPU), SharedRng(torch.Generator().manual_seed(3))], ids=["per image", "shared"])
+def test_numbers_are_distributed_as_their_name_says(draws: Rng) -> None:
     """Mean, standard deviation and range of 40000 numbers: means within five standard errors."""
     shape, standard_error = (1, 200, 200), 1 / 200
     exponential, uniform, normal = (getattr(draws, distribution)(shape, CPU) for distribution in DISTRIBUTIONS)
@@ -227,7 +227,7 @@ def test_numbers_are_distributed_as_their_name_says(draws: Draws) -> None:
 
 def test_one_stream_gives_what_torch_would_give() -> None:
     shape = (2, 3, 50)
-    ours, theirs = SharedDraws(torch.Generator().manual_seed(9)), torch.Generator().manual_seed(9)
+    ours, theirs = SharedRng(torch.Generator().manual_seed(9)), torch.Generator().manual_seed(9)
     for _ in range(2):
         assert torch.equal(ours.uniform(shape, CPU), torch.rand(shape, generator=theirs))
         assert torch.equal(ours.normal(shape, CPU), torch.randn(shape, generator=theirs))
@@ -236,19 +236,19 @@ def test_one_stream_gives_what_torch_would_give() -> None:
 @pytest.mark.parametrize("channels", [(), (4,), (3, 2)])
 def test_noise_belongs_to_the_cells_of_a_stage(channels: tuple[int, ...]) -> None:
     stage, seeds = STAGES[2], [1, 2]
-    everywhere = ImageDraws(seeds, CPU).normal((2, stage.cells, *channels), CPU)
-    dense = cell_noise(ImageDraws(seeds, CPU).normal, Tokens(stage), everywhere.shape, CPU)
+    everywhere = ImageRng(seeds, CPU).normal((2, stage.cells, *channels), CPU)
+    dense = cell_noise(ImageRng(seeds, CPU).normal, Tokens(stage), everywhere.shape, CPU)
     assert torch.equal(dense, everywhere)
     some = Tokens(stage, torch.tensor([[4, 0, 1], [2, 5, 5]]), torch.tensor([3, 2]))
-    taken = cell_noise(ImageDraws(seeds, CPU).normal, some, (2, 3, *channels), CPU)
+    taken = cell_noise(ImageRng(seeds, CPU).normal, some, (2, 3, *channels), CPU)
     assert torch.equal(taken, torch.stack([everywhere[0, [4, 0, 1]], everywhere[1, [2, 5, 5]]]))
 
 
 def test_frequencies_follow_the_softmax() -> None:
     shares = torch.tensor([0.5, 0.3, 0.15, 0.05])
     times = 40_000
-    noise = SharedDraws(torch.Generator().manual_seed(0)).exponential((1, times, 4), CPU)
-    counts = draw(shares.log().expand(1, times, 4), noise).flatten().bincount(minlength=4)
+    noise = SharedRng(torch.Generator().manual_seed(0)).exponential((1, times, 4), CPU)
+    counts = sample(shares.log().expand(1, times, 4), noise).flatten().bincount(minlength=4)
     five_sigma = 5 * (times * shares * (1 - shares)).sqrt()
     assert ((counts - times * shares).abs() < five_sigma).all()
     assert not ((counts - times * shares.flip(0)).abs() < five_sigma).any()
@@ -256,7 +256,7 @@ def test_frequencies_follow_the_softmax() -> None:
 
 def test_what_was_filtered_is_never_drawn() -> None:
     logits = filter_logits(torch.tensor([1.0, 0.9, 0.8, 0.7]), 2, 0.0).expand(2, 2000, 4)
-    assert set(draw(logits, ImageDraws([1, 2], CPU).exponential(logits.shape, CPU)).flatten().tolist()) == {0, 1}
+    assert set(sample(logits, ImageRng([1, 2], CPU).exponential(logits.shape, CPU)).flatten().tolist()) == {0, 1}
 
 
 # --- smoothing
@@ -326,15 +326,15 @@ def test_greedy_takes_the_likeliest_and_no_random_numbers() -> None:
 def test_a_draw_tells_what_it_was_drawn_from() -> None:
     logits = torch.tensor([[[0.0, 3.0, 1.0]]])
     for sampling, expected in ((Sampling(top_k=2), 2), (Sampling(top_k=2, greedy=True), 1)):
-        drawn, kept = draw_codes(logits, Tokens(STAGES[0]), sampling, ScriptedDraws(torch.tensor([[[1e-6, 1.0, 1e-6]]])))
+        drawn, kept = sample_codes(logits, Tokens(STAGES[0]), sampling, ScriptedDraws(torch.tensor([[[1e-6, 1.0, 1e-6]]])))
         assert drawn.item() == expected
         assert kept.tolist() == [[[INFINITELY_UNLIKELY, 3.0, 1.0]]]
-    draw_codes(logits, Tokens(STAGES[0]), Sampling(greedy=True), NoDraws())
+    sample_codes(logits, Tokens(STAGES[0]), Sampling(greedy=True), NoDraws())
 
 
 def test_forced_greedy_stages_still_use_up_their_random_numbers() -> None:
     """As the authors' programs do: otherwise the later stages of a seed would change."""
-    sampling = Sampling(top_k=900, widest_drawn=1)
+    sampling = Sampling(top_k=900, widest_sampled=1)
     assert sampling.top_k_at(STAGES[0]) == 900
     assert sampling.top_k_at(STAGES[1]) == 1
     logits, noise = torch.tensor([0.0, 1.0]).expand(1, 4, 2), torch.tensor([1e-6, 1e6]).expand(1, 4, 2)
@@ -357,9 +357,9 @@ def test_a_cell_draws_the_same_whichever_others_are_run() -> None:
     """Noise belongs to cells: kept tokens draw what they draw in the dense case, and padding what the token it repeats draws."""
     stage = STAGES[1]
     logits = torch.randn(2, stage.cells, 50, generator=torch.Generator().manual_seed(0))
-    everywhere, _ = choose(logits, Tokens(stage), 3, Sampling(), ImageDraws([1, 2], CPU))
+    everywhere, _ = choose(logits, Tokens(stage), 3, Sampling(), ImageRng([1, 2], CPU))
     kept = Tokens(stage, torch.tensor([[1, 3, 3], [0, 1, 2]]), torch.tensor([2, 3]))
-    some, _ = choose(kept.gather(logits), kept, 3, Sampling(), ImageDraws([1, 2], CPU))
+    some, _ = choose(kept.gather(logits), kept, 3, Sampling(), ImageRng([1, 2], CPU))
     assert torch.equal(some, everywhere.gather(1, kept.index))
 
 
@@ -385,7 +385,7 @@ def test_every_stage_may_have_its_own_top_k() -> None:
     per_stage = Sampling(top_k=(3, 0, 7))
     assert [per_stage.top_k_at(stage) for stage in STAGES] == [3, 0, 7]
     assert [Sampling(top_k=5).top_k_at(stage) for stage in STAGES] == [5, 5, 5]
-    assert Sampling(top_k=(3, 4, 7), widest_drawn=1).top_k_at(STAGES[1]) == 1
+    assert Sampling(top_k=(3, 4, 7), widest_sampled=1).top_k_at(STAGES[1]) == 1
     assert Sampling().changed(top_k=[3, 0, 7]) == per_stage
     Sampling(top_k=(1,) * 4).check(STAGES)
     with pytest.raises(SettingError, match="2 values of top_k for 3 stages"):
@@ -407,7 +407,7 @@ def test_flexvar_draws_only_at_the_sides_it_was_trained_for() -> None:
     for side in range(1, 40):
         drawn = side in FLEXVAR_DRAWN and side <= 16
         assert sampling.top_k_at(square(side)) == (900 if drawn else 1), side
-        wider = sampling.changed(widest_drawn=None)
+        wider = sampling.changed(widest_sampled=None)
         assert wider.top_k_at(square(side)) == (900 if side in FLEXVAR_DRAWN else 1), side
 
 
@@ -425,13 +425,13 @@ def test_greedy_sides_of_flexvars_schedules(sides: tuple[int, ...], greedy: set[
 
 
 def test_both_sides_of_a_stage_count() -> None:
-    sampling = Sampling(top_k=5, drawn_sides=frozenset({2, 3}), widest_drawn=3)
+    sampling = Sampling(top_k=5, sampled_sides=frozenset({2, 3}), widest_sampled=3)
     assert sampling.top_k_at(Stage(1, 2, 3, 1, False)) == 5
     assert sampling.top_k_at(Stage(1, 2, 4, 1, False)) == 1
     assert sampling.top_k_at(Stage(1, 1, 3, 1, False)) == 1
     for stage in (Stage(1, 2, 4, 1, False), Stage(1, 4, 2, 1, False)):
-        assert Sampling(top_k=5, widest_drawn=3).top_k_at(stage) == 1
-        assert Sampling(top_k=5, widest_drawn=4).top_k_at(stage) == 5
+        assert Sampling(top_k=5, widest_sampled=3).top_k_at(stage) == 1
+        assert Sampling(top_k=5, widest_sampled=4).top_k_at(stage) == 5
 
 
 def test_published_settings() -> None:
@@ -531,9 +531,9 @@ def test_impossible_refinements_are_refused(bad: dict[str, Any]) -> None:
         {"greedy": 1},
         {"last_repeats": "x"},
         {"top_k": True},
-        {"drawn_sides": 3},
-        {"drawn_sides": ["a"]},
-        {"widest_drawn": "a"},
+        {"sampled_sides": 3},
+        {"sampled_sides": ["a"]},
+        {"widest_sampled": "a"},
     ],
     ids=str,
 )
@@ -542,8 +542,8 @@ def test_settings_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> Non
         Sampling(**settings)
 
 
-def test_drawn_sides_may_be_a_list() -> None:
-    assert Sampling(drawn_sides=[1, 2]).drawn_sides == frozenset({1, 2})
+def test_sampled_sides_may_be_a_list() -> None:
+    assert Sampling(sampled_sides=[1, 2]).sampled_sides == frozenset({1, 2})
 
 
 @pytest.mark.parametrize("settings", [{"rounds": 8, "drafted": 5}, {"first_stage": 1.5}, {"rounds": (4.5,), "drafted": (0,)}], ids=str)

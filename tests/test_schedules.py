@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nextscale.errors import SizeError
+from nextscale.loading.presets import FLEXVAR_SETTINGS, MODELS, build_model, build_tokenizer
 from nextscale.models.rope import grid_positions
-from nextscale.presets import FLEXVAR_SETTINGS, MODELS, build_model, build_tokenizer
 from nextscale.schedules import (
     BUDGETS,
     BUDGETS_BY_STRIDE,

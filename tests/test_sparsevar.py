@@ -28,15 +28,15 @@ from nextscale.accel.frequency import (
     neighbour_similarity,
 )
 from nextscale.accel.sparsevar import SparseVAR
-from nextscale.cache import Branches, Env
+from nextscale.cache import CfgBranches, Env
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.generate import StageDone
+from nextscale.loading.presets import ModelConfig, build_model
 from nextscale.models import HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.blocks import Block
 from nextscale.pipeline import Output, Preview
-from nextscale.presets import ModelConfig, build_model
-from nextscale.sampling import ImageDraws
+from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text import TextFeatures
 
@@ -59,7 +59,7 @@ PIXEL_TOLERANCE = 1e-4  # of pixels with a standard deviation near 0.6
 
 def start(method: Method, family: str = "var", schedule: Schedule | None = None, batch: int = 1) -> Any:
     model = tiny.shared_pipeline(family).model
-    return method.start(RunSetup(model, schedule or tiny.schedule_of(family), batch, ImageDraws([0] * batch, torch.device("cpu"))))
+    return method.start(RunSetup(model, schedule or tiny.schedule_of(family), batch, ImageRng([0] * batch, torch.device("cpu"))))
 
 
 @dataclass
@@ -91,7 +91,7 @@ def watched(family: str, method: Method | None = None, images: int = 3, **option
         size = preview.done.stage.size
         excluded = None if choice is None else choice.excluded.clone().unflatten(1, size)
         counts = None if choice is None else choice.counts.tolist()
-        seen.append(Seen(preview.done, excluded, counts, None if run.voices is None else run.voices.tokens))
+        seen.append(Seen(preview.done, excluded, counts, None if run.anchor_map is None else run.anchor_map.tokens))
 
     options = WHOLE_CODES.get(family, {}) | {"seed": 11} | options
     prompts = options.pop("prompts", tiny.prompts(family, images))
@@ -211,18 +211,18 @@ def toy(change: Tensor = EAST, family: str = "var", **fields: Any) -> tuple[Any,
     run = start(SparseVAR(**{"tau": 0.5, "from_stage": 4, "block": 1} | fields), family, TOY, batch=change.shape[0])
     for stage in TOY.stages[:3]:
         assert run.plan(stage, None) == (StagePlan(taps=(0,)) if stage.index == 2 else DENSE)
-        run.enter(torch.zeros(2 * len(change), stage.cells, 1), Tokens(stage))
+        run.reduce(torch.zeros(2 * len(change), stage.cells, 1), Tokens(stage))
         if stage.index == 2:
             observed(run, change, stage)
         out = torch.tensor([LEFT, LEFT, RIGHT] * 3)[: stage.cells].expand(len(change), -1, -1)
-        assert run.leave(out, tokens := Tokens(stage))[1] is tokens
+        assert run.restore(out, tokens := Tokens(stage))[1] is tokens
     return run, run.plan(TOY[3], None)
 
 
 def on_4x4(run: Any, rows: int = 2) -> Tokens:
     """The tokens that enter the 4x4 stage; every row of x numbers its cells."""
     x = torch.arange(16.0).expand(rows, 16)[..., None]
-    x, tokens = run.enter(x, Tokens(TOY[3]))
+    x, tokens = run.reduce(x, Tokens(TOY[3]))
     assert torch.equal(x[..., 0].long(), tokens.index)
     return tokens
 
@@ -230,28 +230,28 @@ def on_4x4(run: Any, rows: int = 2) -> Tokens:
 def test_cells_below_the_threshold_are_left_out_except_anchors() -> None:
     """Half of 8 is 4: the last column stays, and of the others the anchors 0, 2, 8 and 10."""
     run, plan = toy(alpha=2)
-    assert plan == StagePlan(width=8, taps=(0,))
+    assert plan == StagePlan(num_tokens=8, taps=(0,))
     tokens = on_4x4(run)
     assert tokens.index.tolist() == [[0, 2, 3, 7, 8, 10, 11, 15]] * 2
     assert tokens.count is None
-    assert run.kept(TOY[3]).view(4, 4).tolist() == [[1, 0, 1, 1], [0, 0, 0, 1], [1, 0, 1, 1], [0, 0, 0, 1]]
+    assert run.compute_mask(TOY[3]).view(4, 4).tolist() == [[1, 0, 1, 1], [0, 0, 0, 1], [1, 0, 1, 1], [0, 0, 0, 1]]
 
 
 def test_a_lower_threshold_keeps_more() -> None:
     run, plan = toy(tau=0.3, alpha=4)  # 2.4 < 3
     assert on_4x4(run).index[0].tolist() == [0, 2, 3, 6, 7, 10, 11, 14, 15]
-    assert plan.width == 9
+    assert plan.num_tokens == 9
     run, plan = toy(tau=0.0)
     assert plan == StagePlan(taps=(0,))
-    assert run.enter(torch.zeros(2, 16, 1), tokens := Tokens(TOY[3]))[1] is tokens
-    assert run.kept(TOY[3]) is None
+    assert run.reduce(torch.zeros(2, 16, 1), tokens := Tokens(TOY[3]))[1] is tokens
+    assert run.compute_mask(TOY[3]) is None
 
 
 def test_without_anchors_only_what_is_above_the_threshold_runs() -> None:
     run, _ = toy(alpha=None)
     assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
     out = torch.arange(8.0).view(1, 4, 2)
-    left, tokens = run.leave(out, run.choice.tokens(TOY[3]))
+    left, tokens = run.restore(out, run.choice.tokens(TOY[3]))
     assert left is out
     assert tokens.index.tolist() == [[3, 7, 11, 15]]
 
@@ -260,10 +260,10 @@ def test_images_of_a_batch_keep_their_own_numbers_of_tokens() -> None:
     north = square([8, 8, 8], [6, 6, 6], [0, 0, 0])  # becomes rows 8, 6.75, 3.75, 0: with alpha 4 the first two stay
     run, plan = toy(torch.cat([EAST, north]), alpha=4)
     tokens = on_4x4(run, rows=4)
-    assert plan.width == 8
+    assert plan.num_tokens == 8
     assert tokens.count.tolist() == [5, 8, 5, 8]
     assert tokens.index.tolist() == [[0, 3, 7, 11, 15, 15, 15, 15], list(range(8))] * 2
-    assert torch.equal(run.enter(torch.zeros(2, 16, 1), Tokens(TOY[3]))[1].index, tokens.index[:2])  # with one branch gone
+    assert torch.equal(run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))[1].index, tokens.index[:2])  # with one branch gone
 
 
 def test_which_rows_are_scored() -> None:
@@ -284,7 +284,7 @@ def test_text_before_the_first_stage_is_not_scored() -> None:
 
 def spoken(run: Any, out: Tensor, channels: int = 2) -> Tensor:
     """What the 4x4 stage says, cell by cell; NaN where it says nothing. The tail repeats the last token."""
-    values, tokens = run.leave(out, run.choice.tokens(TOY[3]))
+    values, tokens = run.restore(out, run.choice.tokens(TOY[3]))
     assert tokens.index.shape == (1, 16)
     count = int(tokens.count)
     assert (tokens.index[0, count:] == tokens.index[0, count - 1]).all()
@@ -337,7 +337,7 @@ def test_bits_are_compared_all_together() -> None:
     """Infinity's logits [B, N, bits, 2] are one vector per token."""
     run, _ = toy(alpha=4)
     on_4x4(run)
-    values, _ = run.leave(torch.arange(10.0).view(1, 5, 1, 2), run.choice.tokens(TOY[3]))
+    values, _ = run.restore(torch.arange(10.0).view(1, 5, 1, 2), run.choice.tokens(TOY[3]))
     assert values.shape == (1, 16, 1, 2)
     assert values[0, :4, 0].tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]  # cells 0, 1, 3 and 4
 
@@ -345,19 +345,19 @@ def test_bits_are_compared_all_together() -> None:
 def test_a_residual_is_copied_from_the_anchor_and_nobody_elses_is_added() -> None:
     run, _ = toy(alpha=4, family="hart")
     entered = on_4x4(run).rows(slice(0, 1))
-    _, tokens = run.leave(torch.ones(1, 5, 2), entered)
-    values, where = run.spread(torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]]), entered)
+    _, tokens = run.restore(torch.ones(1, 5, 2), entered)
+    values, where = run.restore_residual(torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]]), entered)
     assert where is tokens
     grid = where.scatter(values, torch.zeros(1, 16, 1)).view(4, 4)
     assert grid.tolist() == [[5, 5, 0, 3], [5, 5, 0, 7], [5, 5, 0, 11], [5, 5, 0, 15]]
     run.plan(TOY[4], None)
-    assert run.spread(values, where) == (values, where)  # nobody has spoken at the next stage yet
+    assert run.restore_residual(values, where) == (values, where)  # nobody has spoken at the next stage yet
 
 
 def test_residuals_stay_where_no_token_is_spoken_for() -> None:
     for run in (toy(alpha=None)[0], toy(tau=0.0)[0]):
         values, tokens = torch.ones(1, 16, 1), Tokens(TOY[3])
-        assert run.spread(values, tokens) == (values, tokens)
+        assert run.restore_residual(values, tokens) == (values, tokens)
 
 
 def test_cells_for_which_nobody_speaks_leave_the_canvas_as_it_was() -> None:
@@ -367,9 +367,9 @@ def test_cells_for_which_nobody_speaks_leave_the_canvas_as_it_was() -> None:
     canvas.latent = torch.randn(canvas.latent.shape)
     run.plan(schedule[2], canvas)
     observed(run, EAST, schedule[2])
-    run.leave(torch.tensor([LEFT, LEFT, RIGHT] * 3).repeat_interleave(tiny.BITS, 1).view(1, 9, tiny.BITS, 2), Tokens(schedule[2]))
+    run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3).repeat_interleave(tiny.BITS, 1).view(1, 9, tiny.BITS, 2), Tokens(schedule[2]))
     run.plan(schedule[3], canvas)
-    out, tokens = run.leave(torch.zeros(1, 5, tiny.BITS, 2), run.choice.tokens(schedule[3]))
+    out, tokens = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.choice.tokens(schedule[3]))
     before = canvas.latent
     canvas.add(out.argmax(dim=-1), tokens)
     changed = (canvas.latent != before).any(dim=1)[0]
@@ -394,17 +394,17 @@ def test_what_is_left_out_once_stays_out() -> None:
     run.change = GridMap(torch.full((1, 9, 1), 7.0), (3, 3))
     observed(run, torch.full((1, 5), 7.0), TOY[3], tokens)
     assert torch.allclose(run.change.values, torch.tensor(7.0))
-    run.leave(torch.ones(1, 5, 2), tokens.rows(slice(0, 1)))
+    run.restore(torch.ones(1, 5, 2), tokens.rows(slice(0, 1)))
     plan = run.plan(TOY[4], None)
     assert run.choice.excluded.view(6, 6).tolist() == [[True, True, True, True, False, False]] * 6
     assert run.choice.tokens(TOY[4]).index[0].tolist() == [0, 4, 5, 10, 11, 16, 17, 22, 23, 24, 28, 29, 34, 35]
-    assert plan == StagePlan(width=14)  # nobody looks at the last stage's change
+    assert plan == StagePlan(num_tokens=14)  # nobody looks at the last stage's change
 
 
 def test_a_peak_where_nothing_runs_any_more_does_not_decide() -> None:
     """The last column remains, and its largest change there is 11 / 6: of its six cells 1, 9/6, 11/6 and 7/6 are above half of that."""
     run, _ = toy(alpha=None)
-    run.enter(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+    run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
     run.change = GridMap(square([9, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 1], [0, 0, 0, 0])[..., None], (4, 4))
     run.plan(TOY[4], None)
     kept = set(run.choice.tokens(TOY[4]).index[0].tolist())
@@ -423,7 +423,7 @@ def test_changes_that_shrink_from_stage_to_stage_leave_as_much(factor: float) ->
 
 def test_flexvar_has_no_anchors() -> None:
     run, plan = toy(family="flexvar", alpha=2)
-    assert plan.width == 4
+    assert plan.num_tokens == 4
     assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
     assert run.logits is None  # nothing to compare with
 
@@ -433,8 +433,8 @@ def test_a_stage_about_whose_past_nothing_is_known_is_dense() -> None:
     for metric in ("mse", "logits"):
         run = start(SparseVAR(metric=metric, from_stage=4, block=1, tau=0.5), schedule=TOY)
         for stage in TOY:
-            assert run.plan(stage, None).width is None
-            assert run.enter(torch.zeros(2, stage.cells, 1), tokens := Tokens(stage))[1] is tokens
+            assert run.plan(stage, None).num_tokens is None
+            assert run.reduce(torch.zeros(2, stage.cells, 1), tokens := Tokens(stage))[1] is tokens
 
 
 def test_logits_as_the_metric() -> None:
@@ -444,7 +444,7 @@ def test_logits_as_the_metric() -> None:
     run = start(SparseVAR(metric="logits", tau=0.9, alpha=4, from_stage=4), schedule=TOY)
     for stage in TOY.stages[:3]:
         assert run.plan(stage, None) == DENSE  # no block is looked at
-        run.leave(torch.tensor([LEFT, LEFT, RIGHT] * 3)[None, : stage.cells], Tokens(stage))
+        run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3)[None, : stage.cells], Tokens(stage))
     plan = run.plan(TOY[3], None)
     assert torch.equal(run.choice.excluded, expected > 0.9 * expected.max())
     assert run.choice.excluded.view(4, 4)[:, 0].all()
@@ -456,7 +456,7 @@ def test_without_anchors_the_cell_least_like_its_neighbours_is_kept() -> None:
     """Everything resembles its neighbours somewhat; the right corners, with two of three neighbours in column 2, do so least."""
     run, _ = toy(metric="mse")
     run.settings, run.alpha = SparseVAR(metric="logits", tau=0.0, alpha=None, from_stage=4), None
-    assert run.plan(TOY[3], None).width == 1
+    assert run.plan(TOY[3], None).num_tokens == 1
     assert run.choice.kept[0].nonzero().item() in (3, 15)
 
 
@@ -478,11 +478,11 @@ def test_images_as_the_metric() -> None:
     film = Film([first, second])
     run = start(SparseVAR(metric="image", tau=0.3, alpha=None, from_stage=4), schedule=TOY)
     plans = [run.plan(stage, film) for stage in TOY.stages[:4]]
-    assert plans == [DENSE, DENSE, DENSE, StagePlan(width=4)]
+    assert plans == [DENSE, DENSE, DENSE, StagePlan(num_tokens=4)]
     assert run.choice.tokens(TOY[3]).index.tolist() == [[10, 11, 14, 15]]
     film = Film([first, second])
     run = start(SparseVAR(metric="image", tau=0.2, alpha=None, from_stage=4), schedule=TOY)
-    assert [run.plan(stage, film).width for stage in TOY.stages[2:4]] == [None, 8]
+    assert [run.plan(stage, film).num_tokens for stage in TOY.stages[2:4]] == [None, 8]
     assert film.looks == 2
 
 
@@ -502,12 +502,12 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(read(tensor)) or lists[-1])
     with NoReads():
         plan = run.plan(TOY[3], None)
-        _, tokens = run.enter(torch.zeros(2, 16, 1), Tokens(TOY[3]))
-        run.observe(0, torch.zeros(2, plan.width, 1), torch.ones(2, plan.width, 1), tokens)
+        _, tokens = run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+        run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
         entered = tokens.rows(slice(0, 1))
-        run.leave(torch.ones(1, plan.width, 2), entered)
-        run.spread(torch.ones(1, plan.width, 3), entered)
-    assert lists == [[plan.width]]
+        run.restore(torch.ones(1, plan.num_tokens, 2), entered)
+        run.restore_residual(torch.ones(1, plan.num_tokens, 3), entered)
+    assert lists == [[plan.num_tokens]]
 
 
 # --- settings
@@ -561,7 +561,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(method: Method, messa
 def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
     """There the first row's tokens are looked up for all rows, which only fits where all rows have the same cells."""
     model = build_model(StarConfig(1, 64, 4, (1, 2), 8, 4, 8, as_released=True))
-    setup = RunSetup(model, Schedule((1, 2)), 1, ImageDraws([0], torch.device("cpu")))
+    setup = RunSetup(model, Schedule((1, 2)), 1, ImageRng([0], torch.device("cpu")))
     SparseVAR().start(setup)
     with pytest.raises(SettingError, match="one image at a time"):
         SparseVAR().start(replace(setup, batch=2))
@@ -574,7 +574,7 @@ def test_the_published_start_or_the_last_two_stages() -> None:
     assert SparseVAR(from_stage=6).first_reduced(Schedule((1,) * 13)) == 5
 
 
-SMALL_HART = HartConfig(24, 64, 4, (1, 2), 8, 4, 8, text_tokens=2, residual_width=8, residual_depth=1)
+SMALL_HART = HartConfig(24, 64, 4, (1, 2), 8, 4, 8, text_tokens=2, residual_dim=8, residual_depth=1)
 
 
 @pytest.mark.parametrize(
@@ -599,12 +599,16 @@ def test_the_forecast_of_a_stage() -> None:
     model, schedule = tiny.shared_pipeline("var").model, Schedule((1, 2, 3, 4, 8))
     tap = StagePlan(taps=(1,))
     plans = SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule, kept=0.5)
-    assert plans == (DENSE, DENSE, tap, replace(tap, width=10), StagePlan(width=40))
+    assert plans == (DENSE, DENSE, tap, replace(tap, num_tokens=10), StagePlan(num_tokens=40))
     assert SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule) == (DENSE, DENSE, tap, tap, DENSE)
-    assert SparseVAR(alpha=None, from_stage=5, metric="logits").forecast(model, schedule, 0.25)[2:] == (DENSE, DENSE, StagePlan(width=16))
-    assert SparseVAR(alpha=None, from_stage=5).forecast(model, schedule, 0.0)[4].width == 1
+    assert SparseVAR(alpha=None, from_stage=5, metric="logits").forecast(model, schedule, 0.25)[2:] == (
+        DENSE,
+        DENSE,
+        StagePlan(num_tokens=16),
+    )
+    assert SparseVAR(alpha=None, from_stage=5).forecast(model, schedule, 0.0)[4].num_tokens == 1
     flexvar = tiny.shared_pipeline("flexvar").model
-    assert SparseVAR(alpha=2, from_stage=5).forecast(flexvar, schedule, 0.5)[4].width == 32
+    assert SparseVAR(alpha=2, from_stage=5).forecast(flexvar, schedule, 0.5)[4].num_tokens == 32
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -614,9 +618,9 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
     pipeline = tiny.shared_pipeline(family)
     _, seen = watched(family, method, images=1)
     for stage, plan in zip(seen, method.forecast(pipeline.model, tiny.schedule_of(family)), strict=True):
-        assert replace(stage.done.plan, width=None) == plan
+        assert replace(stage.done.plan, num_tokens=None) == plan
     first = method.first_reduced(tiny.schedule_of(family))
-    assert all(stage.done.plan.width is None for stage in seen[:first])
+    assert all(stage.done.plan.num_tokens is None for stage in seen[:first])
 
 
 # --- all families
@@ -633,20 +637,20 @@ def test_zero_strength_is_dense_bit_for_bit(family: str, method: SparseVAR) -> N
         method = replace(method, tau=0.0)  # no anchors there
     ours = drawn(family, method=method, masks=True)
     assert_same_bits(ours, drawn(family))
-    assert all((share == 1).all() for share in ours.kept)
+    assert all((share == 1).all() for share in ours.compute_mask)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> None:
     output, seen = watched(family, masks=True)
     dense = drawn(family, **WHOLE_CODES.get(family, {}))
-    reduced = [stage for stage in seen if stage.done.plan.width is not None]
+    reduced = [stage for stage in seen if stage.done.plan.num_tokens is not None]
     assert [stage.done.stage.index for stage in reduced] == [len(seen) - 2, len(seen) - 1]
     assert any(len(set(stage.counts)) > 1 for stage in reduced)
     for stage in reduced:
-        assert stage.done.width == stage.done.plan.width == max(stage.counts)
+        assert stage.done.num_tokens == stage.done.plan.num_tokens == max(stage.counts)
         assert min(stage.counts) < stage.done.stage.cells
-        shares = output.kept[stage.done.stage.index]
+        shares = output.compute_mask[stage.done.stage.index]
         assert shares.sum(dim=(1, 2)).tolist() == stage.counts
         assert set(shares.unique().tolist()) == {0.0, 1.0}
     assert all(torch.equal(a, b) for a, b in zip(output.codes[: len(seen) - 2], dense.codes[: len(seen) - 2], strict=True))
@@ -667,7 +671,7 @@ def test_exclusion_never_shrinks_and_anchors_always_run(family: str, metric: Any
         assert parents.any()
         assert (later.excluded | ~parents).all()
     for stage in chosen:
-        kept = output.kept[stage.done.stage.index] == 1
+        kept = output.compute_mask[stage.done.stage.index] == 1
         if family == "flexvar":
             assert torch.equal(kept, ~stage.excluded)
         else:
@@ -708,7 +712,7 @@ def in_order(tokens: Tokens, image: int) -> list[int]:
     """The real cells of an image."""
     if tokens.index is None:
         return list(range(tokens.stage.cells))
-    count = tokens.width if tokens.count is None else int(tokens.count[image])
+    count = tokens.num_tokens if tokens.count is None else int(tokens.count[image])
     return tokens.index[image, :count].tolist()
 
 
@@ -733,11 +737,11 @@ def test_a_seed_repeats_its_images_bit_for_bit(family: str) -> None:
     assert not torch.equal(drawn(family, method=method, seed=12).latent, first.latent)
 
 
-def keeping(branches: Branches, first: int) -> Method:
+def keeping(branches: CfgBranches, first: int) -> Method:
     @dataclass(frozen=True)
     class Keeping(Method):
         def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-            return StagePlan(branches=branches if stage.index >= first else "both")
+            return StagePlan(cfg_branches=branches if stage.index >= first else "both")
 
     return Keeping()
 
@@ -843,9 +847,9 @@ def test_flexvar_keeps_its_previous_estimate() -> None:
         tiny.prompts("flexvar", 3), seed=11, method=STRONG["flexvar"], masks=True, on_stage=lambda preview: latents.append(preview.latent)
     )
     for stage in (3, 4):
-        size = output.kept[stage].shape[1:]
+        size = output.compute_mask[stage].shape[1:]
         resized = torch.nn.functional.interpolate(latents[stage - 1], size=size, mode="bicubic")
-        kept = output.kept[stage][:, None] == 1
+        kept = output.compute_mask[stage][:, None] == 1
         assert not kept.all()
         assert torch.equal(latents[stage].where(~kept, resized), resized)
         assert (latents[stage] != resized).any(dim=1).sum() == kept.sum()
@@ -892,7 +896,7 @@ def test_logits_that_were_shown_are_not_written_over() -> None:
     schedule = Schedule(((1, 1), (2, 2), (3, 3), (3, 3), (3, 3)))
     method = replace(STRONG["infinity"], from_stage=3)
     _, seen = watched("infinity", method, size=schedule)
-    assert [stage.done.plan.width is not None for stage in seen] == [False, False, True, True, True]
+    assert [stage.done.plan.num_tokens is not None for stage in seen] == [False, False, True, True, True]
     tiny.shared_pipeline("infinity")(
         tiny.prompts("infinity", 3),
         seed=11,
@@ -943,18 +947,18 @@ class HalfTheTokens:
     layers: range
     key: str = "half"
 
-    def width(self, tokens: int) -> int:
+    def num_tokens(self, tokens: int) -> int:
         return (tokens + 1) // 2
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         score = x.square().mean(dim=-1)
         if tokens.count is None:
-            selection, kept = tokens.top(score, self.width(x.shape[1]))
+            selection, kept = tokens.top(score, self.num_tokens(x.shape[1]))
         else:
-            selection, kept = tokens.top(score, (tokens.count + 1) // 2, self.width(x.shape[1]))
+            selection, kept = tokens.top(score, (tokens.count + 1) // 2, self.num_tokens(x.shape[1]))
         where = selection[..., None].expand(-1, -1, x.shape[2])
         for block in blocks:
-            for part in block.parts:
+            for part in block.sublayers:
                 some = x.gather(1, where)
                 x = x.scatter(1, where, some + part(some, kept, env))
         if tokens.count is None:
@@ -1031,13 +1035,13 @@ def test_any_map_keeps_the_promises(
     for stage, change in zip(schedule.stages[1:], maps, strict=True):
         plan = run.plan(stage, None)
         x = torch.arange(float(stage.cells)).expand(4, -1)[..., None]
-        x, tokens = run.enter(x, Tokens(stage))
-        plan.check_width(tokens)
-        if plan.width is None:
+        x, tokens = run.reduce(x, Tokens(stage))
+        plan.check_num_tokens(tokens)
+        if plan.num_tokens is None:
             assert tokens.index is None
         else:
             counts = run.choice.counts.tolist()
-            assert plan.width == max(counts) and 1 <= min(counts) < stage.cells
+            assert plan.num_tokens == max(counts) and 1 <= min(counts) < stage.cells
             assert (tokens.count is None) == (min(counts) == max(counts))
             assert torch.equal(x[..., 0].long(), tokens.index)
             assert torch.equal(tokens.index[:2], tokens.index[2:])
@@ -1056,7 +1060,7 @@ def test_any_map_keeps_the_promises(
         after = values.sqrt().repeat(2, 1, 1)
         run.observe(0, torch.zeros_like(after), after, tokens)
         logits = torch.cat([values, 1 - values, values.square()], dim=-1)
-        said, spoken_tokens = run.leave(logits, tokens.rows(slice(0, 2)))
+        said, spoken_tokens = run.restore(logits, tokens.rows(slice(0, 2)))
         for image in range(2):
             cells = in_order(spoken_tokens, image)
             assert set(in_order(tokens, image)) <= set(cells)

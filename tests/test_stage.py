@@ -63,7 +63,7 @@ def test_a_schedule_starts_with_the_single_start_token(first: int | tuple[int, i
 
 def test_dense_tokens_are_the_whole_grid_and_cost_nothing() -> None:
     tokens, grid = Tokens(GRID_2X3), torch.rand(2, 6, 4)
-    assert tokens.width == 6
+    assert tokens.num_tokens == 6
     assert tokens.gather(grid) is grid
     assert tokens.scatter(grid, torch.zeros(2, 6, 4)) is grid
     assert tokens.rows(slice(0, 1)) is tokens
@@ -76,12 +76,12 @@ def test_take_counts_within_the_tokens_at_hand() -> None:
     some = corners.take(torch.tensor([[1, 2], [3, 3]]), count=torch.tensor([2, 1]))
     assert some.index.tolist() == [[2, 3], [5, 5]]
     assert some.count.tolist() == [2, 1]
-    assert (some.width, some.stage) == (2, GRID_2X3)
+    assert (some.num_tokens, some.stage) == (2, GRID_2X3)
 
 
 def test_top_keeps_the_best_in_raster_order_and_repeats_the_last_kept() -> None:
     score = torch.tensor([[0.1, 0.9, 0.2, 0.8, 0.3, 0.7], [0.6, 0.5, 0.4, 0.3, 0.2, 0.1]])
-    selection, kept = Tokens(GRID_2X3).top(score, keep=torch.tensor([3, 2]), width=4)
+    selection, kept = Tokens(GRID_2X3).top(score, keep=torch.tensor([3, 2]), num_tokens=4)
     assert selection.tolist() == [[1, 3, 5, 5], [0, 1, 1, 1]]
     assert kept.index.tolist() == selection.tolist()
     assert kept.count.tolist() == [3, 2]
@@ -91,13 +91,13 @@ def test_rows_of_equal_length_carry_no_count() -> None:
     selection, kept = Tokens(GRID_2X3).top(row(3, 1, 2, 0, 5, 4), keep=2)
     assert selection.tolist() == kept.index.tolist() == [[4, 5]]
     assert kept.count is None
-    _, padded = Tokens(GRID_2X3).top(row(3, 1, 2, 0, 5, 4), keep=torch.tensor([2]), width=3)
+    _, padded = Tokens(GRID_2X3).top(row(3, 1, 2, 0, 5, 4), keep=torch.tensor([2]), num_tokens=3)
     assert padded.count.tolist() == [2]
 
 
 def test_top_never_chooses_padding() -> None:
     ragged = Tokens(GRID_2X3, torch.tensor([[1, 4, 4, 4]]), torch.tensor([2]))
-    selection, kept = ragged.top(row(1, 2, 9, 9), keep=torch.tensor([1]), width=2)
+    selection, kept = ragged.top(row(1, 2, 9, 9), keep=torch.tensor([1]), num_tokens=2)
     assert selection.tolist() == [[1, 1]]
     assert kept.index.tolist() == [[4, 4]]
 
@@ -189,12 +189,12 @@ WITH_PREFIX = Tokens(GRID_2X3, torch.tensor([[4, 0], [1, 1]]), torch.tensor([2, 
 
 
 def test_a_prefix_counts_in_the_width_and_is_cut_off_at_the_front() -> None:
-    assert Tokens(GRID_2X3, prefix=3).width == 3 + 6
-    assert WITH_PREFIX.width == 3 + 2
+    assert Tokens(GRID_2X3, prefix=3).num_tokens == 3 + 6
+    assert WITH_PREFIX.num_tokens == 3 + 2
     x = torch.arange(10.0).view(2, 5, 1)
     grid, tokens = WITH_PREFIX.on_grid(x)
     assert grid.squeeze(-1).tolist() == [[3, 4], [8, 9]]
-    assert (tokens.prefix, tokens.width, tokens.stage) == (0, 2, GRID_2X3)
+    assert (tokens.prefix, tokens.num_tokens, tokens.stage) == (0, 2, GRID_2X3)
     assert torch.equal(tokens.index, WITH_PREFIX.index)
     assert torch.equal(tokens.count, WITH_PREFIX.count)
     dense = Tokens(GRID_2X3)

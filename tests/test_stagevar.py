@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
-from nextscale.accel.choice import parse_method
 from nextscale.accel.combine import Combined
-from nextscale.accel.lowrank import (
+from nextscale.accel.registry import parse_method
+from nextscale.accel.stagevar.groups import LowRank, RunState
+from nextscale.accel.stagevar.lowrank import (
     Energy,
     Share,
     approximation,
@@ -31,17 +32,16 @@ from nextscale.accel.lowrank import (
     squared_norms,
     zero_tail,
 )
-from nextscale.accel.stagevar import Remember, RepresentativeRows, StageVAR, Variant, measure_ranks
-from nextscale.accel.stagevar_groups import LowRank, RunState
-from nextscale.accel.stagevar_ranks import CONSTANT_RATIO, rank_tables
-from nextscale.accel.stagevar_variants import LeastSquaresRows, SingularRows
+from nextscale.accel.stagevar.method import Remember, RepresentativeRows, StageVAR, Variant, measure_ranks
+from nextscale.accel.stagevar.ranks import CONSTANT_RATIO, rank_tables
+from nextscale.accel.stagevar.variants import LeastSquaresRows, SingularRows
 from nextscale.cache import DenseLayerCache, Env, StageMemory
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
 from nextscale.pipeline import Output
-from nextscale.sampling import ImageDraws
+from nextscale.sampling import ImageRng
 from nextscale.schedules import HART_1024, INFINITY_SIZES, infinity_schedule
 from nextscale.stage import Schedule, Stage, Tokens
 
@@ -126,7 +126,7 @@ def test_squared_norms_are_float32() -> None:
 
 def test_projections_keep_lengths_on_average() -> None:
     """Entries are N(0, 1/r), so a row of ones times r of them has the length of the row."""
-    q = projection(ImageDraws((3,), torch.device("cpu")).normal((1, 400, 300), torch.device("cpu")), 300)
+    q = projection(ImageRng((3,), torch.device("cpu")).normal((1, 400, 300), torch.device("cpu")), 300)
     assert abs(float(q.mean())) < 5 * (1 / 300 / q.numel()) ** 0.5
     assert float(q.var()) == pytest.approx(1 / 300, rel=0.02)
     per_row = projection(torch.ones(2, 1, 4), torch.tensor([4, 16]))
@@ -267,7 +267,7 @@ NORMAL = [[2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [4.0, 0.0]]  # Q is this over sqrt
 
 def toy_span(kind: type[LowRank] = RepresentativeRows, race: Sequence[float] = (0.1, 8.0, 1.0, 8.0), **settings: Any) -> LowRank:
     """Two rows of four tokens; with this race the ratios are 10, 0.5, 9, 2."""
-    setup = RunSetup(torch.nn.Module(), Schedule((1, 2)), 1, Given(race, NORMAL), track_kept=True)  # type: ignore[arg-type]
+    setup = RunSetup(torch.nn.Module(), Schedule((1, 2)), 1, Given(race, NORMAL), compute_mask=True)  # type: ignore[arg-type]
     return kind(range(1), 1, 0, Share(0.25), state=RunState(setup), **settings)
 
 
@@ -335,10 +335,10 @@ def test_rows_of_a_batch_with_different_counts_are_those_rows_alone() -> None:
     """Half of four tokens and half of two, padded by two."""
     short = Tokens(FOUR.stage, torch.tensor([[0, 1, 2, 3], [1, 3, 3, 3]]), torch.tensor([4, 2]))
     x = torch.cat([X, X[:, [1, 3, 3, 3]]])
-    draws = ImageDraws((1, 2), torch.device("cpu"))
+    draws = ImageRng((1, 2), torch.device("cpu"))
     results = []
     for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
-        draws = ImageDraws((1, 2)[rows], torch.device("cpu"))
+        draws = ImageRng((1, 2)[rows], torch.device("cpu"))
         tokens, entered = short.rows(rows), x[rows]
         if rows == slice(1, 2):
             tokens, entered = Tokens(FOUR.stage, tokens.index[:, :2]), entered[:, :2]
@@ -363,13 +363,13 @@ def on_meta(model: type[NextScaleModel], config: Any) -> NextScaleModel:
 
 
 @cache
-def infinity(depth: int = 32, width: int = 48) -> NextScaleModel:
-    config = InfinityConfig(depth, width, 3, 8, bits_per_token=4, text_channels=128, longest_text=16)
+def infinity(depth: int = 32, dim: int = 48) -> NextScaleModel:
+    config = InfinityConfig(depth, dim, 3, 8, bits_per_token=4, text_channels=128, longest_text=16)
     return on_meta(Infinity, config)
 
 
 def widths(plan: StagePlan, stage: Stage) -> list[int]:
-    return [span.width(stage.cells) for span in plan.spans]
+    return [span.num_tokens(stage.cells) for span in plan.spans]
 
 
 ONE_MEGAPIXEL = infinity_schedule(1.0, "1M")
@@ -393,14 +393,14 @@ def test_cache_lengths_of_the_released_program() -> None:
     assert lengths[:8] == [2545] * 4 + [2588] * 4
     seen = [0] * 32
     for plan, stage in zip(plans, ONE_MEGAPIXEL, strict=False):
-        own = {layer: span.width(stage.cells) for span in plan.spans for layer in span.layers}
+        own = {layer: span.num_tokens(stage.cells) for span in plan.spans for layer in span.layers}
         seen = [length + own.get(layer, stage.cells) for layer, length in enumerate(seen)]
     assert seen == lengths
 
 
 def test_the_published_setting_of_infinity() -> None:
-    plans = StageVAR().forecast(infinity(width=2048 // 16 * 3), ONE_MEGAPIXEL)
-    assert [plan.branches for plan in plans] == ["both"] * 10 + ["uncond"] + ["both"] * 2
+    plans = StageVAR().forecast(infinity(dim=2048 // 16 * 3), ONE_MEGAPIXEL)
+    assert [plan.cfg_branches for plan in plans] == ["both"] * 10 + ["uncond"] + ["both"] * 2
     assert [plan.skip for plan in plans] == [False] * 11 + [True] * 2
     assert [span.layers for span in plans[10].spans] == [range(first, first + 4) for first in range(0, 32, 4)]
     assert plans[9].spans == tuple(Remember(range(first, first + 4), first // 4) for first in range(0, 32, 4))
@@ -415,7 +415,7 @@ def test_infinity_8b_has_eight_groups_too_and_other_depths_a_constant_ratio() ->
     assert plans[10].spans[1].rank == Share(0.136483)
     plans = StageVAR().forecast(infinity(depth=16), ONE_MEGAPIXEL)
     assert [len(span.layers) for span in plans[10].spans] == [2] * 8
-    plans = StageVAR().forecast(infinity(depth=24, width=96), infinity_schedule(1.0, "0.25M"))
+    plans = StageVAR().forecast(infinity(depth=24, dim=96), infinity_schedule(1.0, "0.25M"))
     assert plans[9].spans[1].rank == Share(0.136483)  # of side 40, the nearest to 32
     plans = StageVAR(groups=5).forecast(infinity(), ONE_MEGAPIXEL)
     assert [len(span.layers) for span in plans[10].spans] == [5] * 6 + [2]
@@ -437,14 +437,14 @@ def test_all_aspect_ratios_take_the_side_with_the_nearest_number_of_tokens(templ
     ("model", "groups"),
     [
         (on_meta(Star, StarConfig(30, 60, 3, HART_1024, 40, 8, 256)), 30),
-        (on_meta(Hart, HartConfig(24, 60, 3, HART_1024, 40, 8, 256, residual_width=32, residual_depth=1)), 24),
+        (on_meta(Hart, HartConfig(24, 60, 3, HART_1024, 40, 8, 256, residual_dim=32, residual_depth=1)), 24),
     ],
     ids=["star", "hart"],
 )
 def test_the_published_setting_of_star_and_hart(model: NextScaleModel, groups: int) -> None:
     schedule = Schedule(HART_1024)
     plans = StageVAR().forecast(model, schedule)
-    assert [plan.branches for plan in plans] == ["both"] * 12 + ["uncond"] * 2
+    assert [plan.cfg_branches for plan in plans] == ["both"] * 12 + ["uncond"] * 2
     assert not any(plan.skip for plan in plans)
     assert [span.layers for span in plans[13].spans] == [range(layer, layer + 1) for layer in range(groups)]
     ratios = rank_tables()["star" if isinstance(model, Star) else "hart"][0.96][64]
@@ -474,7 +474,7 @@ def test_shares_on_the_device_are_those_of_the_host() -> None:
 
 
 def test_measured_ranks_forecast_what_is_assumed() -> None:
-    energy = Energy(0.9, width=30, assumed=0.5)
+    energy = Energy(0.9, dim=30, assumed=0.5)
     assert [energy.rows(tokens) for tokens in (1, 10, 100)] == [1, 5, 15]
     assert energy.drawn(100) == 30
     plans = StageVAR(ranks="measured").forecast(infinity(), ONE_MEGAPIXEL, kept=0.25)
@@ -587,7 +587,7 @@ def test_as_released_star_and_hart_have_their_number_of_stages_or_settings_for_a
 def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
     """There the first row's tokens are looked up for all rows, which only fits where all rows run the same tokens."""
     model, schedule = on_meta(Star, StarConfig(1, 64, 4, (1, 2), 8, 4, 8, as_released=True)), Schedule((1, 2))
-    setup = RunSetup(model, schedule, 2, ImageDraws([0, 1], torch.device("cpu")))
+    setup = RunSetup(model, schedule, 2, ImageRng([0, 1], torch.device("cpu")))
     for variant in ("representative", "least_squares", "svd", "svd_fixed"):
         method = StageVAR(variant=variant)  # type: ignore[arg-type]
         method.start(replace(setup, batch=1))
@@ -599,7 +599,7 @@ def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
 
 def test_as_released_goes_by_sides_and_takes_first_positions() -> None:
     plans = StageVAR(as_released=True).forecast(infinity(), infinity_schedule(1.0, "0.60M"))
-    assert [plan.branches for plan in plans] == ["both"] * 10 + ["uncond", "both"]
+    assert [plan.cfg_branches for plan in plans] == ["both"] * 10 + ["uncond", "both"]
     assert [plan.skip for plan in plans] == [False] * 11 + [True]
     assert all(span.first_positions for span in plans[10].spans)
     assert not any(span.first_positions for span in StageVAR().forecast(infinity(), ONE_MEGAPIXEL)[10].spans)
@@ -619,7 +619,7 @@ def test_each_low_rank_stage_is_restored_from_the_stage_that_runs_before_it() ->
     assert plans[3].spans[0].remember
     assert not plans[4].spans[0].remember
     assert [any(span.whole_stage for span in plan.spans) for plan in plans] == [False, True, False, True, False, False]
-    assert {plan.width for plan in plans} == {None}  # what is remembered must be whole, and nothing reduces it
+    assert {plan.num_tokens for plan in plans} == {None}  # what is remembered must be whole, and nothing reduces it
     approximated = StageVAR(alphas={3: 0.96}, variant="svd_approximation").forecast(model, schedule)
     assert [len(plan.spans) for plan in approximated] == [0, 0, 0, 3, 0, 0]
     assert widths(approximated[3], schedule[3]) == [16] * 3
@@ -702,7 +702,7 @@ def test_measured_ranks_differ_between_images_and_a_batch_is_its_images_alone(fa
     last = last_stage(family)
     method = StageVAR(ranks="measured", alphas={last - 1: 0.9, last: 0.96})
     together = drawn(family, 3, method, masks=True)
-    shares = [kept.mean(dim=(1, 2)).tolist() for kept in together.kept[-2:]]
+    shares = [kept.mean(dim=(1, 2)).tolist() for kept in together.compute_mask[-2:]]
     assert any(len(set(row)) > 1 for row in shares)
     for image in range(3):
         single = alone(family, image, method)
@@ -745,7 +745,7 @@ def test_a_seed_fixes_the_image(family: str) -> None:
 
 def test_another_seed_draws_other_representatives() -> None:
     pipe = tiny.shared_pipeline("var")
-    masks = [pipe([3], seed=seed, greedy=True, method=StageVAR(), masks=True).kept[-1] for seed in (1, 2)]
+    masks = [pipe([3], seed=seed, greedy=True, method=StageVAR(), masks=True).compute_mask[-1] for seed in (1, 2)]
     assert not torch.equal(*masks)
 
 
@@ -754,7 +754,7 @@ def test_images_that_are_not_square(family: str) -> None:
     schedule = Schedule([(1, 1), (2, 3), (4, 6), (6, 9)])
     method = StageVAR(alphas={2: 0.96, 3: 0.96}, ranks=0.3)
     together = drawn(family, 2, method, size=schedule, masks=True)
-    assert together.kept[-1].shape == (2, *schedule.grid)
+    assert together.compute_mask[-1].shape == (2, *schedule.grid)
     single = alone(family, 1, method, size=schedule)
     assert all(torch.equal(a[1], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
 
@@ -773,8 +773,8 @@ def test_half_precision(family: str) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_kept_is_the_share_of_groups_in_which_a_cell_was_a_representative(family: str) -> None:
     output = drawn(family, method=StageVAR(ranks=0.3), masks=True)
-    assert all((kept == 1).all() for kept in output.kept[:-1])
-    last = output.kept[-1].flatten(1)
+    assert all((kept == 1).all() for kept in output.compute_mask[:-1])
+    last = output.compute_mask[-1].flatten(1)
     rows = Share(0.3).rows(last.shape[1])
     assert torch.allclose(last.sum(dim=1), torch.tensor(float(rows)))
     assert set((3 * last).round(decimals=4).unique().tolist()) <= {0.0, 1.0, 2.0, 3.0}
@@ -783,7 +783,7 @@ def test_kept_is_the_share_of_groups_in_which_a_cell_was_a_representative(family
 
 @pytest.mark.parametrize(("variant", "share"), [("vanilla", 1), ("svd_approximation", 1), ("svd_fixed", 3 / 16), ("least_squares", 3 / 16)])
 def test_kept_without_representatives_is_the_share_of_rows(variant: Variant, share: float) -> None:
-    kept = drawn("var", method=StageVAR(variant=variant), masks=True).kept
+    kept = drawn("var", method=StageVAR(variant=variant), masks=True).compute_mask
     assert all(torch.allclose(stage, torch.tensor(expected)) for stage, expected in zip(kept, (1.0, 1.0, 1.0, float(share)), strict=True))
 
 
@@ -791,7 +791,7 @@ def test_both_branches_count_for_what_is_kept() -> None:
     """Three blocks ran cells 0 and 1 of the conditional row, and 1 and 3 of the other; one more ran three quarters of everything."""
     model = torch.nn.Module()
     model.blocks = [None] * 4  # type: ignore[assignment]
-    state = RunState(RunSetup(model, Schedule((1, 2)), 1, Given((0,), ((0,),)), track_kept=True))  # type: ignore[arg-type]
+    state = RunState(RunSetup(model, Schedule((1, 2)), 1, Given((0,), ((0,),)), compute_mask=True))  # type: ignore[arg-type]
     rows = torch.zeros(2, 2, 5)
     state.record(Tokens(FOUR.stage, torch.tensor([[0, 1], [1, 3]])), rows, blocks=3)
     state.record(FOUR, torch.zeros(2, 4, 5), blocks=1, share=torch.tensor([0.5, 1.0]))
@@ -845,9 +845,9 @@ def test_the_forecast_is_what_runs(variant: Variant) -> None:
 def test_a_measured_rank_is_known_once_it_has_run() -> None:
     plans: list[StagePlan] = []
     output = drawn("var", 3, StageVAR(variant="svd"), masks=True, on_stage=lambda preview: plans.append(preview.done.plan))
-    ran = [span.width(16) for span in plans[-1].spans]
+    ran = [span.num_tokens(16) for span in plans[-1].spans]
     assert all(1 <= width < 16 for width in ran)
-    assert sum(ran) / 48 >= float(output.kept[-1].mean()) - 1e-6  # padding counts
+    assert sum(ran) / 48 >= float(output.compute_mask[-1].mean()) - 1e-6  # padding counts
 
 
 def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
@@ -855,13 +855,13 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
     maps: dict[int, Tensor] = {}
 
     class Looking(Method):
-        def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
             maps[tokens.stage.index] = out
             return out, tokens
 
     output = drawn("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3), Looking())), masks=True)
     small, large = maps[2], maps[3]  # logits [2, 9, V] and [2, 16, V]; STAR's head sees one token at a time
-    untouched = output.kept[3].flatten(1) == 0
+    untouched = output.compute_mask[3].flatten(1) == 0
     corners = torch.tensor([0, 3, 12, 15])  # an area resize from 3 to 4 leaves the corners as they are
     for image in range(2):
         free = [corner for corner in range(4) if untouched[image, corners[corner]]]
@@ -896,16 +896,16 @@ class KeepAt(Method):
     shares: tuple[float, ...]
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return tuple(StagePlan(width=self.counts(stage)[1]) if stage.index == self.stage else DENSE for stage in schedule)
+        return tuple(StagePlan(num_tokens=self.counts(stage)[1]) if stage.index == self.stage else DENSE for stage in schedule)
 
     def counts(self, stage: Stage) -> tuple[Tensor, int]:
         counts = [max(1, round(share * stage.cells)) for share in self.shares]
         return torch.tensor(counts), max(counts)
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(width=self.counts(stage)[1]) if stage.index == self.stage else DENSE
+        return StagePlan(num_tokens=self.counts(stage)[1]) if stage.index == self.stage else DENSE
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if tokens.stage.index != self.stage:
             return x, tokens
         score = torch.rand(tokens.stage.cells, generator=torch.Generator().manual_seed(1)).expand(x.shape[0], -1)
@@ -955,7 +955,7 @@ def test_low_rank_inside_a_reduced_stage(family: str, variant: Variant) -> None:
         kept = single.codes[-1].shape[1]
         assert torch.equal(together.codes[-1][image, :kept], single.codes[-1][0])
         if variant == "representative":
-            assert int(together.kept[last][image].count_nonzero()) <= 3 * Share(CONSTANT_RATIO).rows(kept)
+            assert int(together.compute_mask[last][image].count_nonzero()) <= 3 * Share(CONSTANT_RATIO).rows(kept)
 
 
 def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
@@ -972,7 +972,7 @@ def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
 
 
 def test_settings_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("nextscale.accel.choice", fromlist=["METHODS"]).METHODS, "stagevar", StageVAR)
+    monkeypatch.setitem(__import__("nextscale.accel.registry", fromlist=["METHODS"]).METHODS, "stagevar", StageVAR)
     assert parse_method("stagevar") == StageVAR()
     text = "stagevar:guidance_off=10,alphas={10: 0.9, 11: 0},ranks=[0.1,0.2],variant=least_squares"
     assert parse_method(text) == StageVAR(10, {10: 0.9, 11: 0}, (0.1, 0.2), variant="least_squares")
@@ -1003,7 +1003,7 @@ def test_the_draws_of_a_method_can_be_replayed() -> None:
 
     draws = Replayed()
     pipe = tiny.shared_pipeline("infinity")
-    kept = pipe(tiny.prompts("infinity", 2), seed=draws, greedy=True, method=StageVAR(ranks=0.2), masks=True).kept[-1]
+    kept = pipe(tiny.prompts("infinity", 2), seed=draws, greedy=True, method=StageVAR(ranks=0.2), masks=True).compute_mask[-1]
     assert draws.asked == [("exponential", (2, 12)), ("normal", (2, 12, 3))] * 3
     assert (kept.flatten(1)[:, :3] > 0).all()
 
@@ -1030,7 +1030,7 @@ def test_measured_ratios_are_the_mean_over_prompts_of_ranks_over_tokens() -> Non
 
     class Looking(Method):
         def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-            return StagePlan(taps=(0, 2), branches="uncond" if stage.index >= 2 else "both")
+            return StagePlan(taps=(0, 2), cfg_branches="uncond" if stage.index >= 2 else "both")
 
         def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
             if tokens.stage.index == 3:

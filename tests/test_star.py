@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.errors import PromptError, SettingError, TextEncoderUnavailable
+from nextscale.loading.presets import build_model
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import Star, StarConfig
 from nextscale.models.refiner import Board, Refiner, cells_per_round
 from nextscale.pipeline import Output, Pipeline
-from nextscale.presets import build_model
-from nextscale.prompts import TextReader
-from nextscale.random_weights import random_pipeline
 from nextscale.sampling import Refinement, filter_logits
 from nextscale.stage import Stage, Tokens
 from nextscale.text import Encoder, TextFeatures
+from nextscale.text.prompts import TextReader
 
 from . import tiny
 from .test_method import KeepShare, keeping, one_from
@@ -369,7 +369,7 @@ def test_by_default_every_row_reads_its_own_text(family: str) -> None:
 
 def test_what_pads_a_short_text_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = drawn("star", images=3)
-    conditioned = Star.conditioned
+    conditioned = Star.condition_from
     seen = []
 
     def with_noise_as_padding(model: Star, *arguments: Any) -> Any:
@@ -381,7 +381,7 @@ def test_what_pads_a_short_text_has_no_influence(monkeypatch: pytest.MonkeyPatch
         seen.append(cond)
         return cond
 
-    monkeypatch.setattr(Star, "conditioned", with_noise_as_padding)
+    monkeypatch.setattr(Star, "condition_from", with_noise_as_padding)
     tiny.assert_same_bits(drawn("star", images=3), plain)
     assert len(seen) == 1
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import MissingExtra, PromptError, SettingError, TextEncoderUnavailable
-from nextscale.loading import prompt_reader
-from nextscale.presets import model_spec
+from nextscale.loading.load import prompt_reader
+from nextscale.loading.presets import model_spec
 from nextscale.text import RandomEncoder, T5Encoder, TextEncoder, with_positive_prompt
 
 transformers = pytest.importorskip("transformers")

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.accel import DENSE, Method, SkipStages, StagePlan
-from nextscale.accel.cost import PartTokens
 from nextscale.accel.fastvar import FastVAR
-from nextscale.accel.select import Destinations, Merge, merged_width
+from nextscale.accel.select import Destinations, Merge, merged_count
 from nextscale.accel.tome import MergedBlocks, ToMe
 from nextscale.errors import SettingError
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.pipeline import Output
+from nextscale.planning.cost import SublayerTokens
 from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
@@ -189,7 +189,7 @@ def test_every_token_is_run_or_speaks_through_the_destination_most_like_it(reduc
 def test_widths_never_grow_beyond_what_was_planned(height: int, width: int, ratio: float) -> None:
     """So rows with fewer tokens fit into the width of the widest."""
     blocks = -(-height // 2) * -(-width // 2)
-    widths = [merged_width(tokens, ratio, blocks) for tokens in range(1, height * width + 1)]
+    widths = [merged_count(tokens, ratio, blocks) for tokens in range(1, height * width + 1)]
     assert widths == sorted(widths)
     assert widths[-1] >= blocks
 
@@ -205,9 +205,9 @@ class ToyBlock:
     seen: list[int] = field(default_factory=list)
 
     @property
-    def parts(self) -> tuple[Callable[..., Tensor], ...]:
+    def sublayers(self) -> tuple[Callable[..., Tensor], ...]:
         def part(x: Tensor, tokens: Tokens, env: Any) -> Tensor:
-            assert x.shape[1] == tokens.width
+            assert x.shape[1] == tokens.num_tokens
             self.seen.append(x.shape[1])
             return 0 * x
 
@@ -229,7 +229,7 @@ def test_only_the_chosen_branches_run_on_merged_tokens(parts: tuple[Any, ...], w
         if expected is not None:
             span([block], torch.randn(2, 4, 3), Tokens(SQUARE), SimpleNamespace())
             assert block.seen == expected
-    assert span.part_tokens(4) == PartTokens(*with_text)
+    assert span.sublayer_tokens(4) == SublayerTokens(*with_text)
 
 
 def test_nothing_is_read_back_from_the_device() -> None:
@@ -241,7 +241,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
 
 def test_the_work_of_merging_is_counted() -> None:
     """Per block and row 4 tokens with 1 destination, in 3 channels: once to compare, once per branch for the means."""
-    assert MergedBlocks(range(2), "toy", 0.5, ("attention", "feed_forward"), destinations=1).own_work(4, 3) == 2 * (1 + 2) * 4 * 1 * 3
+    assert MergedBlocks(range(2), "toy", 0.5, ("attention", "feed_forward"), destinations=1).own_macs(4, 3) == 2 * (1 + 2) * 4 * 1 * 3
 
 
 # --- settings
@@ -258,8 +258,8 @@ def test_the_work_of_merging_is_counted() -> None:
         {"stages": (1.5,)},
         {"stages": 3},
         {"stages": "all"},
-        {"parts": ("attention", "mlp")},
-        {"parts": 3},
+        {"sublayers": ("attention", "mlp")},
+        {"sublayers": 3},
     ],
     ids=str,
 )
@@ -269,8 +269,8 @@ def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_settings_are_values_however_they_are_written() -> None:
-    assert ToMe(parts="attention").parts == ("attention",)  # type: ignore[arg-type]
-    assert ToMe(parts=["feed_forward", "attention"]) == ToMe()  # type: ignore[arg-type]
+    assert ToMe(sublayers="attention").sublayers == ("attention",)  # type: ignore[arg-type]
+    assert ToMe(sublayers=["feed_forward", "attention"]) == ToMe()  # type: ignore[arg-type]
     assert len({ToMe(stages=[3, 2]), ToMe(stages=(2, 3, 3))}) == 1  # type: ignore[arg-type]
 
 
@@ -278,7 +278,7 @@ def test_settings_are_values_however_they_are_written() -> None:
     ("method", "message"),
     [
         (ToMe(stages=(4,)), "there is no stage 4; this schedule has stages 0 to 3"),
-        (ToMe(parts=("cross_attention",)), "Var has no cross_attention"),
+        (ToMe(sublayers=("cross_attention",)), "Var has no cross_attention"),
     ],
 )
 def test_conflicts_with_the_model_or_schedule_raise_before_anything_runs(method: ToMe, message: str) -> None:
@@ -310,7 +310,7 @@ def test_the_last_three_stages_merge_unless_others_are_named() -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("method", [ToMe(0.0, stages=(1, 2, 3)), ToMe(0.0, random=True), ToMe(0.5, stages=()), ToMe(0.5, parts=())])
+@pytest.mark.parametrize("method", [ToMe(0.0, stages=(1, 2, 3)), ToMe(0.0, random=True), ToMe(0.5, stages=()), ToMe(0.5, sublayers=())])
 def test_no_strength_is_dense_bit_for_bit(family: str, method: ToMe) -> None:
     assert forecast(method, family) == (DENSE,) * STAGES[family]
     tiny.assert_same_bits(drawn(family, method=method), drawn(family))
@@ -325,7 +325,13 @@ def test_merging_changes_its_stages_and_no_earlier_one(family: str) -> None:
 
 
 def test_every_knob_changes_what_is_computed() -> None:
-    options: list[dict[str, Any]] = [{}, {"ratio": 0.3}, {"parts": ("attention",)}, {"parts": ("cross_attention",)}, {"random": True}]
+    options: list[dict[str, Any]] = [
+        {},
+        {"ratio": 0.3},
+        {"sublayers": ("attention",)},
+        {"sublayers": ("cross_attention",)},
+        {"random": True},
+    ]
     logits: list[Tensor] = []
     for option in options:
         done: list[Tensor] = []
@@ -399,7 +405,7 @@ def test_merged_tokens_leave_one_key(lengths: dict[int, int]) -> None:
     """Stages of 1, 4, 9 and 16 tokens; half of 4, 9 and 16, rounded down, are merged away, which leaves 1, 2, 5 and 8."""
     output = drawn("var", method=HALF)
     assert set(lengths.values()) == {1 + 2 + 5 + 8}
-    drawn("var", method=ToMe(0.5, stages=(1, 2, 3), parts=("feed_forward",)))
+    drawn("var", method=ToMe(0.5, stages=(1, 2, 3), sublayers=("feed_forward",)))
     assert lengths[3] == 1 + 4 + 9 + 16  # the second request's caches are counted after the first's
     assert len(output.codes) == 4
 
@@ -453,11 +459,11 @@ def test_plans_are_as_forecast(random: bool) -> None:
 
 def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
     """Three blocks of two branches, one of which merges: three branches for all cells, six for destinations."""
-    output = drawn("var", method=ToMe(0.5, stages=(3,), parts=("attention",)), masks=True)
-    assert all((share == 1).all() for share in output.kept[:3])
-    times = output.kept[3] * 6
+    output = drawn("var", method=ToMe(0.5, stages=(3,), sublayers=("attention",)), masks=True)
+    assert all((share == 1).all() for share in output.compute_mask[:3])
+    times = output.compute_mask[3] * 6
     assert torch.equal(times, times.round())
     assert times.min() >= 3
     assert (times[:, ::2, ::2] == 6).all()
     assert times.sum(dim=(1, 2)).tolist() == [3 * 16 + 3 * 8] * 2
-    tiny.assert_same_bits(output, drawn("var", method=ToMe(0.5, stages=(3,), parts=("attention",))))
+    tiny.assert_same_bits(output, drawn("var", method=ToMe(0.5, stages=(3,), sublayers=("attention",))))

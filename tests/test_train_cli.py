@@ -18,15 +18,15 @@ import nextscale
 from nextscale.checkpoints import write_weights
 from nextscale.cli import app
 from nextscale.cli import train as commands
+from nextscale.lab.train.data import CAPTIONS, Record
+from nextscale.lab.train.model import initialise
+from nextscale.lab.train.model_settings import ModelTraining
+from nextscale.lab.train.settings import changed
+from nextscale.lab.train.tokenizer import TokenizerTraining
+from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.models import Infinity
-from nextscale.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
-from nextscale.train.data import CAPTIONS, Record
-from nextscale.train.model import initialise
-from nextscale.train.model_settings import ModelTraining
-from nextscale.train.settings import changed
-from nextscale.train.tokenizer import TokenizerTraining
 
 from .test_train_data import lines, picture, shard
 

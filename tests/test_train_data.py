@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nextscale.train.data import CAPTIONS, DataError, Pictures, Record, fingerprint, read_pictures, read_shard
+from nextscale.lab.train.data import CAPTIONS, DataError, Pictures, Record, fingerprint, read_pictures, read_shard
 
 
 def picture(size: tuple[int, int] = (16, 16), mode: str = "RGB", color: Any = "red", kind: str = "PNG") -> bytes:

@@ -13,24 +13,23 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.guidance import ConstantGuidance
-from nextscale.loading import load_module
+from nextscale.lab.train.captions import caption_variants, style_templates
+from nextscale.lab.train.data import Pictures, Record
+from nextscale.lab.train.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
+from nextscale.lab.train.model import Captions, Features, ModelTrainer, initialise, train_model
+from nextscale.lab.train.model_settings import Batch, ModelTraining, Phase
+from nextscale.lab.train.run import CURVE, STATE, Budget, Run
+from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.rope import PairRope
 from nextscale.models.text_context import Padding
-from nextscale.pipeline import Pipeline
-from nextscale.presets import Settings
-from nextscale.prompts import TextReader
+from nextscale.pipeline import Pipeline, Settings
 from nextscale.sampling import Sampling
 from nextscale.schedules import InfinityBook
 from nextscale.stage import Schedule, Stage
+from nextscale.text.prompts import TextReader
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
-from nextscale.train.captions import caption_variants, style_templates
-from nextscale.train.data import Pictures, Record
-from nextscale.train.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
-from nextscale.train.model import Captions, Features, ModelTrainer, initialise, train_model
-from nextscale.train.model_settings import Batch, ModelTraining, Phase
-from nextscale.train.run import CURVE, STATE, Budget, Run
 
 CPU = torch.device("cpu")
 BITS = 4
@@ -77,7 +76,7 @@ def randomised(model: Infinity) -> Infinity:
 @pytest.mark.parametrize("joined", [600, 5, 0])
 def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.MonkeyPatch, joined: int) -> None:
     """Whatever part of the stages is attended to under one mask: 5 splits them, 0 gives each a call of its own."""
-    monkeypatch.setattr("nextscale.train.forcing.JOINED_TOKENS", joined)
+    monkeypatch.setattr("nextscale.lab.train.forcing.JOINED_TOKENS", joined)
     tokenizer, model, words = tiny_tokenizer(), randomised(Infinity(TINY)), tiny_words()
     schedule = Schedule([1, 2, (3, 4), 6], extent=(8, 8))
     prompts = words(["a red square", "blue circle a a"])
@@ -117,9 +116,7 @@ def test_pyramid_without_flips_is_the_encoding() -> None:
 def test_flips_change_what_is_seen_and_what_must_make_up_for_it() -> None:
     tokenizer, schedule = tiny_tokenizer(), Schedule([1, 2, 4])
     features = torch.randn(16, BITS, 4, 4)
-    clean, flipped = (
-        forced_pyramid(tokenizer, features, schedule, 3, share, torch.Generator().manual_seed(0)) for share in (0.0, 0.8)
-    )
+    clean, flipped = (forced_pyramid(tokenizer, features, schedule, 3, share, torch.Generator().manual_seed(0)) for share in (0.0, 0.8))
     assert torch.equal(clean.bits[:, :1], flipped.bits[:, :1])  # nothing was wrong before the first stage
     assert not torch.equal(clean.seen, flipped.seen)
     assert not torch.equal(clean.bits[:, 1:], flipped.bits[:, 1:])
@@ -243,7 +240,7 @@ def test_captions_vary_in_wording_but_keep_the_subject() -> None:
         ({"model": replace(TINY, depth=0)}, r"model\.depth is 0"),
         ({"model": replace(TINY, heads=3)}, "has 3 heads"),
         ({"model": replace(TINY, text_channels=64)}, "expected 128 channels or more"),
-        ({"model": replace(TINY, width=64, text_channels=384)}, "with 3 heads; .* divides the width"),
+        ({"model": replace(TINY, dim=64, text_channels=384)}, "with 3 heads; .* divides the width"),
         ({"model": replace(TINY, chunks=3)}, "3 chunks"),
         ({"model": replace(TINY, level_every_chunk=True)}, "level_every_chunk"),
     ],
@@ -268,7 +265,7 @@ def test_bad_settings_are_refused(change: dict[str, object], message: str) -> No
 def test_parts_that_do_not_fit_are_refused_before_anything_is_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("nextscale.train.model._encoded", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("nextscale.lab.train.model._encoded", lambda *_: pytest.fail("encoded"))
     data = {SIDE: pictures()}
     with pytest.raises(SettingError, match=message):
         train_model(replace(SETTINGS, **change), tiny_words(), tiny_tokenizer(), data, data, tmp_path / "run", Budget(steps=1), CPU)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from nextscale.errors import CheckpointError, MissingExtra, OutOfMemory, SettingError
-from nextscale.train.curves import plot_curves, read_curve
-from nextscale.train.optim import Optimizers
-from nextscale.train.precision import MasterWeights
-from nextscale.train.run import (
+from nextscale.lab.train.curves import plot_curves, read_curve
+from nextscale.lab.train.optim import Optimizers
+from nextscale.lab.train.precision import MasterWeights
+from nextscale.lab.train.run import (
     CURVE,
     METRICS,
     STATE,
@@ -31,7 +31,7 @@ from nextscale.train.run import (
     memory_errors,
     set_learning_rate,
 )
-from nextscale.train.settings import changed, lasting
+from nextscale.lab.train.settings import changed, lasting
 
 # --- budget and rate
 
@@ -305,7 +305,7 @@ def test_curves_hold_the_sum_and_a_few_stages(runs: list[Path]) -> None:
 def test_curves_are_drawn(runs: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_curves(runs, tmp_path / "new" / "curve.svg")
-    assert (tmp_path / "new" / "curve.svg").read_text().count("<g id=\"axes_") == 2
+    assert (tmp_path / "new" / "curve.svg").read_text().count('<g id="axes_') == 2
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["curve.svg"]
     with pytest.raises(SettingError, match=r"ends in one of \.svg"):
         plot_curves(runs, tmp_path / "curve.txt")

@@ -13,16 +13,16 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.loading import load_module
-from nextscale.metrics import Lpips
-from nextscale.metrics.pixels import psnr
+from nextscale.lab.metrics import Lpips
+from nextscale.lab.metrics.pixels import psnr
+from nextscale.lab.train.data import Pictures, Record
+from nextscale.lab.train.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
+from nextscale.lab.train.run import Budget, Run
+from nextscale.lab.train.tokenizer import TokenizerTrainer, TokenizerTraining, square_schedule, train_tokenizer
+from nextscale.lab.train.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
+from nextscale.loading.load import load_module
 from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
-from nextscale.train.data import Pictures, Record
-from nextscale.train.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
-from nextscale.train.run import Budget, Run
-from nextscale.train.tokenizer import TokenizerTrainer, TokenizerTraining, square_schedule, train_tokenizer
-from nextscale.train.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
 
 CPU = torch.device("cpu")
 TINY = InfinityTokenizerConfig(bits=4, channels=32, multipliers=(1, 1), blocks_per_level=1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nextscale.guidance import ConstantGuidance, RampGuidance
+from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES, ModelSpec, Source, TextSource
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, StarConfig, VarConfig
-from nextscale.pipeline import Output, Pipeline
-from nextscale.presets import FLEXVAR_DRAWN_SIDES, ModelSpec, Settings, Source, TextSource
-from nextscale.random_weights import random_pipeline
+from nextscale.pipeline import Output, Pipeline, Settings
 from nextscale.sampling import Refinement, Sampling
 from nextscale.schedules import AspectLike, SizeLike, SquareBook
 from nextscale.stage import Schedule
@@ -70,7 +70,7 @@ def flexvar_spec() -> ModelSpec:
         Settings(
             SquareBook((FLEXVAR_SIDES,)),
             RampGuidance(strength=2.5, longest_span=9, full_above=FLEXVAR_WIDEST_DRAWN),
-            Sampling(top_k=30, top_p=0.95, drawn_sides=FLEXVAR_DRAWN_SIDES, widest_drawn=FLEXVAR_WIDEST_DRAWN),
+            Sampling(top_k=30, top_p=0.95, sampled_sides=FLEXVAR_SAMPLED_SIDES, widest_sampled=FLEXVAR_WIDEST_DRAWN),
         ),
         UNPUBLISHED,
         UNPUBLISHED,
@@ -104,7 +104,7 @@ def hart_spec() -> ModelSpec:
             LATENT_CHANNELS,
             TEXT_CHANNELS,
             text_tokens=HART_TEXT,
-            residual_width=32,
+            residual_dim=32,
             residual_depth=2,
             residual_steps=4,
         ),

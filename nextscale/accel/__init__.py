@@ -1,9 +1,9 @@
 """Acceleration methods. `Method` is dense generation; a paper's method overrides the parts it changes."""
 
-from .choice import METHODS, MethodLike, resolve_method
 from .combine import Combined
 from .fastvar import FastVAR
 from .method import DENSE, Method, RunSetup, Span, StagePlan
+from .registry import METHODS, MethodLike, resolve_method
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR, measure_ranks

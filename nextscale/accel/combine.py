@@ -64,12 +64,12 @@ class Combined(Method):
         return " + ".join(method.label for method in self.methods)
 
     @property
-    def follows_image(self) -> bool:
-        return any(method.follows_image for method in self.methods)
+    def data_dependent(self) -> bool:
+        return any(method.data_dependent for method in self.methods)
 
     @property
-    def recordable(self) -> bool:
-        return all(method.recordable for method in self.methods)
+    def capturable(self) -> bool:
+        return all(method.capturable for method in self.methods)
 
     def fork(self) -> Method:
         return Combined(tuple(method.fork() for method in self.methods))
@@ -99,40 +99,40 @@ class Combined(Method):
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return merged([method.plan(stage, canvas) for method in self.methods], stage.index)
 
-    def look(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        return next((counts for method in self.methods if (counts := method.look(stage, canvas)) is not None), None)
+    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        return next((counts for method in self.methods if (counts := method.count_tokens(stage, canvas)) is not None), None)
 
-    def told(self, fewest: int, width: int) -> None:
+    def set_counts(self, fewest: int, num_tokens: int) -> None:
         for method in self.methods:
-            method.told(fewest, width)
+            method.set_counts(fewest, num_tokens)
 
-    def plan_as_told(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return merged([method.plan_as_told(stage, canvas) for method in self.methods], stage.index)
+    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return merged([method.plan_from_counts(stage, canvas) for method in self.methods], stage.index)
 
-    def carried(self) -> list[Tensor]:
-        return [tensor for method in self.methods for tensor in method.carried()]
+    def state_tensors(self) -> list[Tensor]:
+        return [tensor for method in self.methods for tensor in method.state_tensors()]
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         for method in self.methods:
-            x, tokens = method.enter(x, tokens)
+            x, tokens = method.reduce(x, tokens)
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         for method in self.methods:
             method.observe(layer, before, after, tokens)
 
-    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         for method in reversed(self.methods):
-            out, tokens = method.leave(out, tokens)
+            out, tokens = method.restore(out, tokens)
         return out, tokens
 
-    def spread(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         for method in reversed(self.methods):
-            residual, tokens = method.spread(residual, tokens)
+            residual, tokens = method.restore_residual(residual, tokens)
         return residual, tokens
 
-    def kept(self, stage: Stage) -> Tensor | None:
-        shares = [share for method in self.methods if (share := method.kept(stage)) is not None]
+    def compute_mask(self, stage: Stage) -> Tensor | None:
+        shares = [share for method in self.methods if (share := method.compute_mask(stage)) is not None]
         return reduce(Tensor.mul, shares) if shares else None
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:

@@ -13,7 +13,7 @@ from .. import kernels
 from ..cache import Env
 from ..errors import SettingError
 from ..models.base import NextScaleModel
-from ..models.blocks import FusedPart, ModulatedBlock, run_fused
+from ..models.blocks import FusedSublayer, ModulatedBlock, run_fused
 from ..models.hart import Hart
 from ..models.infinity import Infinity
 from ..models.star import Star
@@ -84,9 +84,9 @@ class FastVAR(Method):
             object.__setattr__(self, "layers", block_range(self.layers))
 
     def start(self, setup: RunSetup) -> Method:
-        ran = RunCells(setup.batch) if setup.track_kept else None
+        ran = RunCells(setup.batch) if setup.compute_mask else None
         layers = self._layers(setup.model)
-        branches = [len(block.parts) for block in setup.model.stack]
+        branches = [len(block.sublayers) for block in setup.model.stack]
         untouched = sum(branches) - sum(branches[layers.start : layers.stop])
         return _Run(self._plans(setup.model, setup.schedule, ran), ran, untouched, sum(branches))
 
@@ -230,7 +230,7 @@ class RememberedBlocks(Span):
     layers: range
     key: Hashable = "fastvar cache"
 
-    def width(self, tokens: int) -> int:
+    def num_tokens(self, tokens: int) -> int:
         return tokens
 
     @property
@@ -241,26 +241,26 @@ class RememberedBlocks(Span):
         if tokens.index is not None:
             raise SettingError(
                 f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
-                f" {tokens.width} tokens there: choose a cache_stage that the other method leaves whole"
+                f" {tokens.num_tokens} tokens there: choose a cache_stage that the other method leaves whole"
             )
-        fused = [fused_parts(block, x, env) for block in blocks]
+        fused = [fused_sublayers(block, x, env) for block in blocks]
         if all(fused):
             chain = [remembering(block, i, part) for block, parts in zip(blocks, fused, strict=True) for i, part in enumerate(parts)]
             return run_fused(chain, x, tokens, env)
         for block in blocks:
-            for number, branch in enumerate(block.parts):
+            for number, branch in enumerate(block.sublayers):
                 update = branch(x, tokens, env)
                 env.memory.store(memory_key(block, number), update, tokens)
                 x = x + update
         return x
 
 
-def fused_parts(block: Block, x: Tensor, env: Env) -> tuple[FusedPart, ...]:
+def fused_sublayers(block: Block, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
     """The block's branches for the kernels, where these can be used."""
-    return block.fused_parts(x, env) if isinstance(block, ModulatedBlock) else ()
+    return block.fused_sublayers(x, env) if isinstance(block, ModulatedBlock) else ()
 
 
-def remembering(block: Block, number: int, part: FusedPart) -> FusedPart:
+def remembering(block: Block, number: int, part: FusedSublayer) -> FusedSublayer:
     """The branch, which keeps what it computes, without its gain."""
 
     def run(y: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -280,7 +280,7 @@ class ThinnedBlocks(Span):
     ratio: float  # share of the tokens that are not run
     ran: RunCells | None = field(default=None, compare=False, repr=False)
 
-    def width(self, tokens: int) -> int:
+    def num_tokens(self, tokens: int) -> int:
         return tokens - share_of(tokens, self.ratio)
 
     @property
@@ -289,8 +289,8 @@ class ThinnedBlocks(Span):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
-            fused = fused_parts(block, x, env)
-            for number, branch in enumerate(block.parts):
+            fused = fused_sublayers(block, x, env)
+            for number, branch in enumerate(block.sublayers):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
                 if fused:
                     part, (memory, size) = fused[number], remembered(env.memory.stored, block, number, tokens)
@@ -330,5 +330,5 @@ class _Run(Method):
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return self.plans[stage.index]
 
-    def kept(self, stage: Stage) -> Tensor | None:
+    def compute_mask(self, stage: Stage) -> Tensor | None:
         return None if self.ran is None else self.ran.share(stage, self.untouched, self.branches)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
-from ..cache import Branches, CacheSpec, DenseLayerCache, Env, LayerCache, Workspace
+from ..cache import CacheSpec, CfgBranches, DenseLayerCache, Env, LayerCache, Workspace
 from ..stage import Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
-    from ..sampling import Draws
+    from ..sampling import Rng
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class RunSetup:
     model: NextScaleModel
     schedule: Schedule
     batch: int
-    draws: Draws  # random numbers of the method's own: what it draws changes nothing of what the image draws
-    track_kept: bool = False  # the caller wants to see which cells were run (`Method.kept`)
+    rng: Rng  # random numbers of the method's own: what it draws changes nothing of what the image draws
+    compute_mask: bool = False  # the caller wants to see which cells were run (`Method.kept`)
     guided: bool = True  # unconditional rows run beside the conditional ones
 
 
@@ -40,7 +40,7 @@ class Span(Protocol):
     layers: range
     key: Hashable
 
-    def width(self, tokens: int) -> int:
+    def num_tokens(self, tokens: int) -> int:
         """How many tokens of a row its blocks compute when so many enter."""
         ...
 
@@ -62,8 +62,8 @@ class StagePlan:
     """What a stage will do, as a hashable value that fixes all shapes."""
 
     skip: bool = False
-    branches: Branches = "both"
-    width: int | None = None  # padded token count when the whole stage is reduced
+    cfg_branches: CfgBranches = "both"
+    num_tokens: int | None = None  # padded token count when the whole stage is reduced
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
 
@@ -77,8 +77,10 @@ class StagePlan:
                 raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
         for span in self.spans:
             inside = [layer for layer in self.taps if layer in span.layers]
-            if getattr(span, "whole_stage", False) and self.width is not None:
-                raise ValueError(f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.width} are kept")
+            if getattr(span, "whole_stage", False) and self.num_tokens is not None:
+                raise ValueError(
+                    f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.num_tokens} are kept"
+                )
             if inside:
                 raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
 
@@ -92,7 +94,7 @@ class StagePlan:
 
         Where one branch runs alone there is nothing to guide.
         """
-        guided_layers = guided_layers if self.branches == "both" else ()
+        guided_layers = guided_layers if self.cfg_branches == "both" else ()
         for span in self.spans:
             if span.layers.start < 0 or span.layers.stop > depth:
                 raise ValueError(f"the span {span.layers} ({span.key}) does not fit a model with blocks 0 to {depth - 1}")
@@ -103,22 +105,22 @@ class StagePlan:
         if absent:
             raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
 
-    def check_width(self, tokens: Tokens) -> None:
+    def check_num_tokens(self, tokens: Tokens) -> None:
         """ValueError if the method kept another number of tokens than it had said."""
-        if self.width is not None and tokens.width != self.width:
-            raise ValueError(f"stage {tokens.stage.index} was planned with {self.width} tokens, and {tokens.width} entered")
+        if self.num_tokens is not None and tokens.num_tokens != self.num_tokens:
+            raise ValueError(f"stage {tokens.stage.index} was planned with {self.num_tokens} tokens, and {tokens.num_tokens} entered")
 
     def merge(self, other: StagePlan) -> StagePlan:
         """Both plans at once; ValueError names the conflict."""
-        if None not in (self.width, other.width) and self.width != other.width:
-            raise ValueError(f"two methods reduce the whole stage, to {self.width} and to {other.width} tokens")
-        dropped = {self.branches, other.branches} - {"both"}
+        if None not in (self.num_tokens, other.num_tokens) and self.num_tokens != other.num_tokens:
+            raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
+        dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
         if len(dropped) > 1:
             raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones")
         return StagePlan(
             skip=self.skip or other.skip,
-            branches=next(iter(dropped), "both"),
-            width=self.width if other.width is None else other.width,
+            cfg_branches=next(iter(dropped), "both"),
+            num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),
         )
@@ -134,7 +136,6 @@ class Method:
     """
 
     own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
-    plans_by_image: ClassVar[bool] = False  # how many tokens a stage runs is known only when the stages before it have run
 
     def __eq__(self, other: object) -> bool:
         """Dense generation is always the same; subclasses are dataclasses and compare their settings."""
@@ -167,12 +168,12 @@ class Method:
         return hook in self.own_hooks
 
     @property
-    def follows_image(self) -> bool:
-        """Whether plans depend on the image, so that no fixed sequence of launches can stand for a request."""
-        return self.plans_by_image
+    def data_dependent(self) -> bool:
+        """Whether the number of tokens that a stage runs depends on what the stages before it have generated."""
+        return False
 
     @property
-    def recordable(self) -> bool:
+    def capturable(self) -> bool:
         """Whether its runs leave the host out of it but for `look`: what reads from the device between stages cannot be recorded."""
         return True
 
@@ -183,39 +184,39 @@ class Method:
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return DENSE
 
-    def look(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         """Where the image decides how many tokens are run: how many of each image, [B], on the device. None: nothing to look at.
 
-        The first half of `plan`, for those who record a stage beforehand: what follows is `told` and `plan_as_told`.
+        The first half of `plan`, for those who record a stage beforehand: what follows is `told` and `plan_from_counts`.
         """
         return None
 
-    def told(self, fewest: int, width: int) -> None:
+    def set_counts(self, fewest: int, width: int) -> None:
         """The host has read what `look` returned: the smallest count, and at least the largest."""
 
-    def plan_as_told(self, stage: Stage, canvas: Canvas) -> StagePlan:
+    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
         return self.plan(stage, canvas)
 
-    def carried(self) -> list[Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         """What a run remembers of the stages so far, where it depends on how many tokens were run; shapes do not."""
         return []
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """Before the first block: may keep some of the tokens only."""
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         """Input and output of a tapped block."""
 
-    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """After guidance: may speak for tokens that were left out."""
         return out, tokens
 
-    def spread(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """The last stage's continuous values (HART) of the tokens that were run: may speak for others too."""
         return residual, tokens
 
-    def kept(self, stage: Stage) -> Tensor | None:
+    def compute_mask(self, stage: Stage) -> Tensor | None:
         """Share of the network that was run for every cell of the stage that has just ended, [B, cells]; None: all of it."""
         return None
 

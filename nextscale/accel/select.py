@@ -89,7 +89,7 @@ def distance_from_mean(x: Tensor, tokens: Tokens) -> Tensor:
 
 def top_share(tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Tokens]:
     """All but the lowest share `ratio` of every row by `score` [R, N], in raster order: their positions and they themselves."""
-    width = tokens.width - share_of(tokens.width, ratio)
+    width = tokens.num_tokens - share_of(tokens.num_tokens, ratio)
     if tokens.count is None:
         return tokens.top(score, width)
     return tokens.top(score, tokens.count - share_of(tokens.count, ratio), width)
@@ -103,7 +103,7 @@ def block_count(stage: Stage) -> int:
     return -(-stage.height // 2) * -(-stage.width // 2)
 
 
-def merged_width(tokens: int, ratio: float, blocks: int) -> int:
+def merged_count(tokens: int, ratio: float, blocks: int) -> int:
     """How many of `tokens` are left when the share `ratio` is merged away and one token of every block must stay."""
     return max(tokens - share_of(tokens, ratio), min(tokens, blocks))
 
@@ -133,7 +133,7 @@ class Destinations:
             positions, _ = tokens.top(mask.float(), blocks)
             return cls(mask, positions, None)
         count = mask.sum(dim=1)
-        positions, _ = tokens.top(mask.float(), count, min(tokens.width, blocks))
+        positions, _ = tokens.top(mask.float(), count, min(tokens.num_tokens, blocks))
         return cls(mask, positions, count)
 
 
@@ -152,10 +152,10 @@ class Merge:
         """Merges the share `ratio` of x [R, N, C] that is most like a destination, by the cosine between them, into that one."""
         likeness, destination = nearest(x, into.positions)
         novelty = (-likeness).masked_fill(into.mask, float("inf"))
-        width = merged_width(tokens.width, ratio, block_count(tokens.stage))
+        width = merged_count(tokens.num_tokens, ratio, block_count(tokens.stage))
         keep: int | Tensor = width
         if into.count is not None:
-            count = torch.full_like(into.count, tokens.width) if tokens.count is None else tokens.count
+            count = torch.full_like(into.count, tokens.num_tokens) if tokens.count is None else tokens.count
             keep = torch.maximum(count - share_of(count, ratio), into.count)
         selection, kept = tokens.top(novelty, keep, width)
         stays = torch.zeros_like(into.mask).scatter(1, selection, True)

@@ -85,7 +85,6 @@ class SparseVAR(Method):
     rows: ScoredRows = "cond"
 
     own_hooks: ClassVar[frozenset[str]] = frozenset({"enter"})
-    plans_by_image: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not is_share(self.tau):
@@ -103,6 +102,10 @@ class SparseVAR(Method):
             raise SettingError(f"from_stage is a stage number, counted from 1, {why}; got {self.from_stage!r}")
         if self.block is not None and not _is_whole(self.block, 1):
             raise SettingError(f"block is a block number, counted from 1, or None for the published one; got {self.block!r}")
+
+    @property
+    def data_dependent(self) -> bool:
+        return True
 
     @property
     def _earliest(self) -> int:
@@ -148,7 +151,7 @@ class SparseVAR(Method):
             tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
             plan = StagePlan(taps=(layer,)) if tapped else DENSE
             width = _forecast_width(stage, alpha, kept)
-            plans.append(replace(plan, width=width) if stage.index >= first and width < stage.cells else plan)
+            plans.append(replace(plan, num_tokens=width) if stage.index >= first and width < stage.cells else plan)
         return tuple(plans)
 
 
@@ -170,7 +173,7 @@ class _Choice:
     kept: Tensor  # [B, cells]
     counts: Tensor  # [B]
     fewest: int = 0  # as the host was told
-    width: int = 0  # the largest count, or more
+    num_tokens: int = 0  # the largest count, or more
 
     @property
     def reduces(self) -> bool:
@@ -178,19 +181,21 @@ class _Choice:
 
     def tokens(self, stage: Stage) -> Tokens:
         """Of one branch's rows, in raster order."""
-        ragged = self.fewest < self.width
+        ragged = self.fewest < self.num_tokens
         # Widths that are too small are recorded too, from images that need more, and never run.
-        return Tokens(stage).top(self.kept.float(), self.counts.clamp(max=self.width) if ragged else self.width, self.width)[1]
+        return Tokens(stage).top(self.kept.float(), self.counts.clamp(max=self.num_tokens) if ragged else self.num_tokens, self.num_tokens)[
+            1
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Voices:
+class AnchorMap:
     """Who speaks for whom after a stage."""
 
     tokens: Tokens  # those that were run and those that an anchor speaks for
     source: Tensor  # [B, cells], for each of them the place of its speaker among those that were run
 
-    def speak(self, values: Tensor) -> Tensor:
+    def propagate(self, values: Tensor) -> Tensor:
         """Values [B, N, ...] of the tokens that were run, for all that are spoken for."""
         return pick(values.flatten(2), self.source).unflatten(2, values.shape[2:])
 
@@ -205,7 +210,7 @@ class _Run(Method):
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
     choice: _Choice | None = None  # of the stage that runs
-    voices: _Voices | None = None
+    anchor_map: AnchorMap | None = None
     first: int = field(init=False)
     alpha: int | None = field(init=False)
 
@@ -216,26 +221,26 @@ class _Run(Method):
     # --- which tokens are run
 
     def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        counts = self.look(stage, canvas)
+        counts = self.count_tokens(stage, canvas)
         if counts is not None:
             numbers = counts.tolist()  # the one thing that the host reads in a stage
-            self.told(min(numbers), max(numbers))
-        return self.plan_as_told(stage, canvas)
+            self.set_counts(min(numbers), max(numbers))
+        return self.plan_from_counts(stage, canvas)
 
-    def look(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        self.voices = None
+    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        self.anchor_map = None
         self.choice = self._choose(stage, canvas)
         return None if self.choice is None else self.choice.counts
 
-    def told(self, fewest: int, width: int) -> None:
+    def set_counts(self, fewest: int, num_tokens: int) -> None:
         assert self.choice is not None
-        self.choice = replace(self.choice, fewest=fewest, width=width)
+        self.choice = replace(self.choice, fewest=fewest, num_tokens=num_tokens)
 
-    def plan_as_told(self, stage: Stage, canvas: Canvas) -> StagePlan:
+    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
         plan = self.plans[stage.index]
-        return replace(plan, width=self.choice.width) if self.choice is not None and self.choice.reduces else plan
+        return replace(plan, num_tokens=self.choice.num_tokens) if self.choice is not None and self.choice.reduces else plan
 
-    def carried(self) -> list[Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
     def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
@@ -274,7 +279,7 @@ class _Run(Method):
         change = self.change.at(stage.size)[..., 0]
         return change, low_change(change, tau, left_out)
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.choice is None:
             return x, tokens
         self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
@@ -296,12 +301,12 @@ class _Run(Method):
         batch = self.setup.batch
         return rows[:batch] if self.settings.rows == "cond" else rows.unflatten(0, (-1, batch)).mean(dim=0)
 
-    def kept(self, stage: Stage) -> Tensor | None:
+    def compute_mask(self, stage: Stage) -> Tensor | None:
         return self.choice.kept.float() if self.choice is not None and self.choice.reduces else None
 
     # --- who speaks for those that were not
 
-    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         stage = tokens.stage
         compared = self.alpha is not None or self.settings.metric == "logits"
         if not compared or stage.index < self.first - 1:
@@ -311,14 +316,14 @@ class _Run(Method):
         elif self.logits is not None:
             expected = self.logits.at(stage.size)
             if self.alpha is not None:
-                self.voices = self._voices(expected, self.alpha, stage)
-                out, tokens = self.voices.speak(out), self.voices.tokens
+                self.anchor_map = self._anchor_map(expected, self.alpha, stage)
+                out, tokens = self.anchor_map.propagate(out), self.anchor_map.tokens
             if not stage.last and tokens.index is not None:
                 # Written in place: such maps are large, 64 MiB an image for 64x64 cells of 4096 codes.
                 self.logits = GridMap(put_(expected, tokens.index, out.flatten(2)), stage.size)
         return out, tokens
 
-    def _voices(self, expected: Tensor, alpha: int, stage: Stage) -> _Voices:
+    def _anchor_map(self, expected: Tensor, alpha: int, stage: Stage) -> AnchorMap:
         """Matches every cell that was left out with an anchor, by the logits that were to be expected at both."""
         assert self.choice is not None
         kept = self.choice.kept
@@ -326,8 +331,8 @@ class _Run(Method):
         speaker = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
         heard = kept | (similarity >= self.settings.beta - ROUNDING)
         cells, tokens = Tokens(stage).top(heard.float(), heard.sum(dim=1), stage.cells)
-        place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.width - 1)  # of a kept cell among all kept ones
-        return _Voices(tokens, place.gather(1, speaker.gather(1, cells)))
+        place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.num_tokens - 1)  # of a kept cell among all kept ones
+        return AnchorMap(tokens, place.gather(1, speaker.gather(1, cells)))
 
-    def spread(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        return (residual, tokens) if self.voices is None else (self.voices.speak(residual), self.voices.tokens)
+    def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        return (residual, tokens) if self.anchor_map is None else (self.anchor_map.propagate(residual), self.anchor_map.tokens)

@@ -12,16 +12,16 @@ from torch import Tensor
 from ..cache import Env
 from ..errors import SettingError
 from ..models.base import NextScaleModel
+from ..planning.cost import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
-from .cost import PartTokens
 from .method import DENSE, Method, RunSetup, Span, StagePlan
-from .select import Destinations, Merge, RunCells, block_count, is_index, is_share, merged_width, require_separate_branches
+from .select import Destinations, Merge, RunCells, block_count, is_index, is_share, merged_count, require_separate_branches
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.blocks import Block
 
-Branch = Literal["attention", "cross_attention", "feed_forward"]
+SublayerName = Literal["attention", "cross_attention", "feed_forward"]
 LAST_STAGES = 3
 
 
@@ -42,7 +42,7 @@ class ToMe(Method):
 
     ratio: float = 0.5
     stages: tuple[int, ...] | None = None
-    parts: tuple[Branch, ...] = ("attention", "feed_forward")
+    sublayers: tuple[SublayerName, ...] = ("attention", "feed_forward")
     random: bool = False
 
     def __post_init__(self) -> None:
@@ -50,20 +50,20 @@ class ToMe(Method):
             raise SettingError(f"ratio is a share of the tokens from 0 to 1; got {self.ratio!r}")
         if self.stages is not None:
             object.__setattr__(self, "stages", stage_indices(self.stages))
-        object.__setattr__(self, "parts", branch_names(self.parts))
+        object.__setattr__(self, "sublayers", sublayer_names(self.sublayers))
 
     def start(self, setup: RunSetup) -> Method:
-        ran = RunCells(setup.batch) if setup.track_kept else None
+        ran = RunCells(setup.batch) if setup.compute_mask else None
         plans = self._plans(setup.model, setup.schedule, ran)
-        branches = sum(len(block.parts) for block in setup.model.stack)
-        merged = len(self.parts) * len(setup.model.blocks)
+        branches = sum(len(block.sublayers) for block in setup.model.stack)
+        merged = len(self.sublayers) * len(setup.model.blocks)
         return _Run(plans, setup, self.random, ran, branches - merged, branches)
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
         return self._plans(model, schedule)
 
     def _plans(self, model: NextScaleModel, schedule: Schedule, ran: RunCells | None = None) -> tuple[StagePlan, ...]:
-        if "cross_attention" in self.parts and not all(block.has_text for block in model.stack):
+        if "cross_attention" in self.sublayers and not all(block.has_text for block in model.stack):
             raise SettingError(f"ToMe: {type(model).__name__} has no cross_attention; parts are attention and feed_forward")
         stages = range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages
         absent = [stage for stage in stages if stage >= len(schedule)]
@@ -71,9 +71,9 @@ class ToMe(Method):
             raise SettingError(f"ToMe: there is no stage {absent[0]}; this schedule has stages 0 to {len(schedule) - 1}")
         plans = [DENSE] * len(schedule)
         for stage in (schedule[index] for index in stages):
-            key = f"tome {self.ratio} {'+'.join(self.parts)}"
-            span = MergedBlocks(range(len(model.blocks)), key, self.ratio, self.parts, block_count(stage), ran)
-            if self.parts and span.width(stage.cells) < stage.cells:
+            key = f"tome {self.ratio} {'+'.join(self.sublayers)}"
+            span = MergedBlocks(range(len(model.blocks)), key, self.ratio, self.sublayers, block_count(stage), ran)
+            if self.sublayers and span.num_tokens(stage.cells) < stage.cells:
                 require_separate_branches(model, "ToMe")
                 plans[stage.index] = StagePlan(spans=(span,))
         return tuple(plans)
@@ -85,17 +85,17 @@ def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({int(stage) for stage in stages}))
 
 
-def branch_names(parts: Sequence[str] | str) -> tuple[str, ...]:
+def sublayer_names(parts: Sequence[str] | str) -> tuple[str, ...]:
     """In the order in which a block runs them."""
     names = (parts,) if isinstance(parts, str) else parts
-    if not isinstance(names, Sequence) or any(name not in get_args(Branch) for name in names):
-        raise SettingError(f"parts is a tuple of {', '.join(get_args(Branch))}; got {parts!r}")
-    return tuple(name for name in get_args(Branch) if name in names)
+    if not isinstance(names, Sequence) or any(name not in get_args(SublayerName) for name in names):
+        raise SettingError(f"parts is a tuple of {', '.join(get_args(SublayerName))}; got {parts!r}")
+    return tuple(name for name in get_args(SublayerName) if name in names)
 
 
-def branches_of(block: Block) -> tuple[str, ...]:
+def sublayers_of(block: Block) -> tuple[str, ...]:
     """What the parts of a block are called."""
-    return tuple(name for name in get_args(Branch) if name != "cross_attention" or block.has_text)
+    return tuple(name for name in get_args(SublayerName) if name != "cross_attention" or block.has_text)
 
 
 @dataclass(frozen=True)
@@ -105,19 +105,19 @@ class MergedBlocks(Span):
     layers: range
     key: Hashable
     ratio: float
-    parts: tuple[Branch, ...]
+    parts: tuple[SublayerName, ...]
     destinations: int  # of the whole stage
     ran: RunCells | None = field(default=None, compare=False, repr=False)
     priority: Tensor | None = field(default=None, compare=False, repr=False)  # [B, cells], lowest first; None: raster order
 
-    def width(self, tokens: int) -> int:
-        return merged_width(tokens, self.ratio, self.destinations)
+    def num_tokens(self, tokens: int) -> int:
+        return merged_count(tokens, self.ratio, self.destinations)
 
-    def part_tokens(self, tokens: int) -> PartTokens:
-        attention, text, feed_forward = (self.width(tokens) if name in self.parts else tokens for name in get_args(Branch))
-        return PartTokens(attention, text, feed_forward)
+    def sublayer_tokens(self, tokens: int) -> SublayerTokens:
+        attention, text, feed_forward = (self.num_tokens(tokens) if name in self.parts else tokens for name in get_args(SublayerName))
+        return SublayerTokens(attention, text, feed_forward)
 
-    def own_work(self, tokens: int, channels: int) -> int:
+    def own_macs(self, tokens: int, channels: int) -> int:
         """One product to compare tokens with destinations, and one for the means of every branch."""
         return len(self.layers) * (1 + len(self.parts)) * tokens * min(tokens, self.destinations) * channels
 
@@ -125,7 +125,7 @@ class MergedBlocks(Span):
         into = Destinations.lowest(tokens, self._priority(x.shape[0], tokens.stage, x.device))
         for block in blocks:
             merge = Merge.closest(x, tokens, into, self.ratio)
-            for name, branch in zip(branches_of(block), block.parts, strict=True):
+            for name, branch in zip(sublayers_of(block), block.sublayers, strict=True):
                 merged = name in self.parts
                 x = x + (merge.unmerge(branch(merge.merge(x), merge.tokens, env)) if merged else branch(x, tokens, env))
             if self.ran is not None:
@@ -151,9 +151,9 @@ class _Run(Method):
         plan = self.plans[stage.index]
         if not self.random or not plan.spans:
             return plan
-        noise = self.setup.draws.uniform((self.setup.batch, stage.cells), self.setup.model.device)
+        noise = self.setup.rng.uniform((self.setup.batch, stage.cells), self.setup.model.device)
         priority = noise.argsort(dim=1).argsort(dim=1)  # a different number for every cell, even where the noise is equal
         return replace(plan, spans=tuple(replace(span, priority=priority) for span in plan.spans if isinstance(span, MergedBlocks)))
 
-    def kept(self, stage: Stage) -> Tensor | None:
+    def compute_mask(self, stage: Stage) -> Tensor | None:
         return None if self.ran is None else self.ran.share(stage, self.untouched, self.branches)

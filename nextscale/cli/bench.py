@@ -16,17 +16,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import OutOfMemory, SettingError
-from ..evals.bench import Plan, bench_case, chosen_engines, failed_rows, release
-from ..evals.energy import EnergyMeter
-from ..evals.limit import Rates
-from ..evals.results import read_rows
-from ..evals.speed_tables import image, pictured_row, speed_tables, stages_svg, with_tables
-from ..evals.suites import ALL, METHODS, SUITES, Case, suite, timed_methods
-from ..files import write_text
-from ..loading import choose_device, load
+from ..io import write_text
+from ..lab.bench.bench import Plan, bench_case, chosen_engines, failed_rows, release
+from ..lab.bench.energy import EnergyMeter
+from ..lab.bench.roofline import Rates
+from ..lab.bench.suites import ALL, METHODS, SUITES, Case, suite, timed_methods
+from ..lab.bench.tables import image, pictured_row, speed_tables, stages_svg, with_tables
+from ..lab.results import read_rows
+from ..loading.load import choose_device, load
+from ..loading.presets import model_spec
+from ..loading.random_weights import random_encoder, random_pipeline
 from ..pipeline import Pipeline
-from ..presets import model_spec
-from ..random_weights import random_encoder, random_pipeline
 from .generate import result_console
 from .options import MACHINE, OUTPUT, Device, DtypeName, TokenizerFile, as_torch_dtype, choose_schedule, parse_size
 from .program import app
@@ -187,7 +187,7 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
         "decode, ms",
         "end to end, ms",
         "images/s",
-        "multiply-adds",
+        "MACs",
         "times the limit",
         "GB",
         "J/image",

@@ -10,11 +10,11 @@ import torch
 import typer
 
 from ..checkpoints import convert as convert_checkpoint
-from ..files import write_text
-from ..hart_files import dump_config, own_config_file
-from ..loading import checkpoint_spec, naming_the_right_model
+from ..io import write_text
+from ..loading.hart_config import dump_config, own_config_file
+from ..loading.load import checkpoint_spec, naming_the_right_model
+from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models import HartConfig
-from ..presets import build_model, build_tokenizer, model_spec
 from ..tokenizers import HartTokenizerConfig
 from .files import require_writable
 from .options import Dtype, ModelName, as_torch_dtype

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from ..accel.method import Method
 from ..errors import CheckpointError, SettingError
-from ..evals.methods import parse_methods
-from ..files import IMAGE_FORMATS, write_image
-from ..images import to_pil
-from ..loading import choose_device, load
-from ..metrics.files import LPIPS, metric_file
-from ..metrics.lpips import Lpips
-from ..metrics.pixels import psnr
+from ..io import IMAGE_FORMATS, to_pil, write_image
+from ..lab.evals.methods import parse_methods
+from ..lab.metrics.files import LPIPS, metric_file
+from ..lab.metrics.lpips import Lpips
+from ..lab.metrics.pixels import psnr
+from ..loading.load import choose_device, load
+from ..loading.presets import NANO
 from ..pipeline import Pipeline
-from ..presets import NANO
 from ..report import Report
 from ..stage import Schedule
 from .files import require_writable
@@ -118,7 +117,7 @@ class Row:
 
     @property
     def cost_share(self) -> float:
-        """Multiply-adds against dense generation."""
+        """MACs against dense generation."""
         return self._mean([report.cost_share for report in self.reports])
 
     @property
@@ -164,7 +163,7 @@ def find_lpips(device: torch.device) -> Lpips | None:
 def comparison(rows: Sequence[Row], lpips: Lpips | None) -> Table:
     table = Table("method", box=None, pad_edge=False)
     padded = any(row.padding for row in rows)
-    headings = ["seconds per image", "times as fast", "multiply-adds", "tokens", *(["padding"] if padded else []), "PSNR to dense"]
+    headings = ["seconds per image", "times as fast", "MACs", "tokens", *(["padding"] if padded else []), "PSNR to dense"]
     headings += ["LPIPS"] if lpips else []
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -196,5 +195,5 @@ def size_of(row: Row) -> str:
 
 
 def sheet(prompts: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    titles = [f"{row.method}: {percent(row.cost_share)} of the multiply-adds, {percent(row.tokens_share)} of the tokens" for row in rows]
+    titles = [f"{row.method}: {percent(row.cost_share)} of the MACs, {percent(row.tokens_share)} of the tokens" for row in rows]
     return compared(prompts, {title: to_pil(row.pixels) for title, row in zip(titles, rows, strict=True)})

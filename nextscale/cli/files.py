@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SettingError
-from ..files import IMAGE_FORMATS
+from ..io import IMAGE_FORMATS
 from ..stage import Stage
 
 LONGEST_SLUG = 40

@@ -22,13 +22,13 @@ from rich.table import Table
 from torch import Tensor
 
 from ..errors import SettingError
-from ..evals.methods import parse_methods
-from ..files import write_image, write_text
 from ..guidance import resolve_guidance
-from ..images import grid as side_by_side
-from ..loading import choose_device, load
+from ..io import grid as side_by_side
+from ..io import write_image, write_text
+from ..lab.evals.methods import parse_methods
+from ..loading.load import choose_device, load
+from ..loading.presets import model_spec
 from ..pipeline import Pipeline, Preview
-from ..presets import model_spec
 from ..report import Report
 from ..text import with_positive_prompt
 from .files import Picture, plan_pictures, planned_files, require_writable
@@ -238,8 +238,8 @@ def draw(
             drawn = output.images
             for picture, image in zip(together, drawn, strict=True):
                 write_image(image, picture.file)
-            if output.kept is not None:
-                for picture, image in zip(together, darkened(drawn, output.kept), strict=True):
+            if output.compute_mask is not None:
+                for picture, image in zip(together, darkened(drawn, output.compute_mask), strict=True):
                     write_image(image, picture.kept_file)
             calls.append(Call(together, output.report))
     return calls
@@ -296,7 +296,7 @@ def show_results(calls: Sequence[Call]) -> None:
     for heading in ("seed", "size", "seconds"):
         table.add_column(heading, justify="right")
     table.add_column("method", overflow="fold")
-    table.add_column("multiply-adds", justify="right")
+    table.add_column("MACs", justify="right")
     padded = any(call.report.padding for call in calls)
     if padded:
         table.add_column("padding", justify="right")

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..loading import home
-from ..presets import MODELS, Embedded, ModelSpec, Source, TextSource, build_model
+from ..io import home
+from ..loading.presets import MODELS, Embedded, ModelSpec, Source, TextSource, build_model
 from ..schedules import BUDGETS, INFINITY_SIZES, STRIDE_8_BUDGETS, InfinityBook, ScheduleBook
 from .program import app
 

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from ..analysis import Observations, Sample, observe, read_observations, to_json, verdicts
-from ..analysis.plots import FIGURES, figures
 from ..errors import CheckpointError, SettingError
-from ..files import write_image, write_text
-from ..loading import choose_device, load
-from ..metrics import Lpips
-from ..presets import model_spec
+from ..io import write_image, write_text
+from ..lab.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
+from ..lab.analysis.plots import FIGURES, figures
+from ..lab.metrics import Lpips
+from ..loading.load import choose_device, load
+from ..loading.presets import model_spec
 from .files import require_writable
 from .options import (
     MACHINE,

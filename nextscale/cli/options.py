@@ -16,8 +16,8 @@ import typer
 from ..accel.method import Method
 from ..errors import PromptError, SettingError, SizeError, UnknownModel
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
-from ..loading import prompt_reader
-from ..presets import MODELS, NANO, ModelSpec, build_model, model_spec
+from ..loading.load import prompt_reader
+from ..loading.presets import MODELS, NANO, ModelSpec, build_model, model_spec
 from ..schedules import ScheduleBook
 from ..stage import Schedule
 

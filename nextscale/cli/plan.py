@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..accel.cost import RequestCost, StageCost, Workload, request_cost
-from ..accel.memory import ASSUMED_KEPT, RequestMemory, planned_cache, request_memory, reserved_bytes
 from ..accel.method import Method
-from ..evals.methods import parse_methods
 from ..guidance import GuidedRows
+from ..lab.evals.methods import parse_methods
+from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models.base import NextScaleModel
-from ..presets import build_model, build_tokenizer, model_spec
+from ..planning.cost import RequestCost, StageCost, Workload, request_cost
+from ..planning.memory import ASSUMED_KEPT, RequestMemory, planned_cache, request_memory, reserved_bytes
 from ..tokenizers.base import Tokenizer
 from .options import Aspect, Dtype, ModelName, Sides, Size, as_torch_dtype, choose_schedule
 from .program import app
@@ -185,7 +185,7 @@ def show(forecast: Forecast) -> None:
     dense, planned = forecast.dense, forecast.planned
     parts = [("linear layers", planned.linear, dense.linear), ("attention", planned.attention, dense.attention)]
     shares = [f"{name} {percent(part / whole)}" for name, part, whole in [*parts, ("heads", planned.head, dense.head)]]
-    console.print(f"Multiply-adds of this request; of the dense ones: {', '.join(shares)}.")
+    console.print(f"MACs of this request; of the dense ones: {', '.join(shares)}.")
     console.print(NOT_COUNTED)
     memory = forecast.memory
     console.print(

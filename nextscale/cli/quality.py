@@ -14,17 +14,17 @@ from rich.table import Table
 from torch import Tensor
 
 from ..errors import SettingError
-from ..evals.agreement import Agreement, real_features
-from ..evals.frontier import frontier_svg
-from ..evals.methods import LISTS, chosen_methods
-from ..evals.prompts import EvalPrompt, read_eval_prompts
-from ..evals.quality import Evaluation, Judges, evaluate
-from ..evals.results import Row, comparable, judged, read_rows, real_agreement, write_rows
-from ..files import IMAGE_FORMATS, write_image, write_text
-from ..loading import choose_device, load
-from ..metrics.efficientnet import EfficientNetLite0
-from ..metrics.files import EFFICIENTNET, LPIPS, metric_file
-from ..presets import build_model, model_spec
+from ..io import IMAGE_FORMATS, write_image, write_text
+from ..lab.evals.agreement import Agreement, real_features
+from ..lab.evals.frontier import frontier_svg
+from ..lab.evals.methods import LISTS, chosen_methods
+from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
+from ..lab.evals.quality import Evaluation, Judges, evaluate
+from ..lab.metrics.efficientnet import EfficientNetLite0
+from ..lab.metrics.files import EFFICIENTNET, LPIPS, metric_file
+from ..lab.results import Row, comparable, judged, read_rows, real_agreement, write_rows
+from ..loading.load import choose_device, load
+from ..loading.presets import build_model, model_spec
 from .files import require_writable
 from .generate import UNLIMITED_WIDTH, result_console
 from .options import (
@@ -204,7 +204,7 @@ def show_rows(rows: Sequence[Row]) -> None:
     fits = console.measure(whole, options=console.options.update(max_width=UNLIMITED_WIDTH)).maximum <= console.width
     console.print(whole if fits else table_of(rows, BRIEF))
     if not fits:
-        console.print("Times faster than dense; work: multiply-adds; PSNR and LPIPS: to the dense image; of 5: label among the first five.")
+        console.print("Times faster than dense; work: MACs; PSNR and LPIPS: to the dense image; of 5: label among the first five.")
     dense = rows[0]
     console.print(
         f"{dense['images']} images of {dense['size'][0]}x{dense['size'][1]}, {dense['batch']} at a time, on {dense['hardware']}: dense"
@@ -255,7 +255,7 @@ BRIEF: dict[str, Column] = {
 WHOLE: dict[str, Column] = {
     "ms per image": lambda row: f"{row['ms_per_image']['median']:.2f}",
     "times faster": BRIEF["faster"],
-    "multiply-adds": BRIEF["work"],
+    "MACs": BRIEF["work"],
     "cells run": lambda row: "" if row["kept"] is None else f"{row['kept']:.0%}",
     "PSNR": value("psnr", ".1f", bounds=True),
     "SSIM": value("ssim", ".3f", bounds=True),

@@ -9,21 +9,21 @@ import torch
 import typer
 
 from ..errors import SettingError
-from ..loading import choose_device, load_module
-from ..metrics import Lpips
+from ..lab.metrics import Lpips
+from ..lab.train.curves import plot_curves
+from ..lab.train.data import Pictures, read_pictures, read_shard
+from ..lab.train.export import write_bundle
+from ..lab.train.model import train_model
+from ..lab.train.model_settings import ModelTraining, check_parts, check_training
+from ..lab.train.run import Budget
+from ..lab.train.settings import changed
+from ..lab.train.tokenizer import TokenizerTraining, check_sides, train_tokenizer
+from ..lab.train.words import make_word_encoder
+from ..loading.load import choose_device, load_module
+from ..loading.presets import NANO_MODEL, NANO_TOKENIZER
 from ..models import Infinity
-from ..presets import NANO_MODEL, NANO_TOKENIZER
 from ..text.words import WordTextEncoder
 from ..tokenizers import InfinityTokenizer
-from ..train.curves import plot_curves
-from ..train.data import Pictures, read_pictures, read_shard
-from ..train.model import train_model
-from ..train.model_settings import ModelTraining, check_parts, check_training
-from ..train.run import Budget
-from ..train.settings import changed
-from ..train.tokenizer import TokenizerTraining, check_sides, train_tokenizer
-from ..train.words import make_word_encoder
-from ..weights.export import write_bundle
 from .program import app
 
 train = typer.Typer(no_args_is_help=True)

@@ -1,5 +1,5 @@
 """Ways to run the stage loop: at once (eager), or as graphs that were recorded beforehand."""
 
-from .graphs import Recordings
+from .graphs import Captures
 
-__all__ = ["Recordings"]
+__all__ = ["Captures"]

@@ -10,22 +10,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..sampling import Draws
+from ..sampling import Rng
 
 Kind = Literal["exponential", "uniform", "normal"]
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class NoiseBuffer:
     kind: Kind
     numbers: Tensor
 
 
-class FixedDraws:
+class StaticRng:
     """Remembers what a request draws, in order. A second run of the same request gets the same buffers again."""
 
     def __init__(self) -> None:
-        self._drawn: list[Drawn] = []
+        self._drawn: list[NoiseBuffer] = []
         self._next = 0
         self._ends: list[int] = []  # how often the request has drawn when each stage ends, where that was told
 
@@ -52,7 +52,7 @@ class FixedDraws:
         self._drawn = [drawn for stage in stages for drawn in _placed(stage, shared)]
 
     @torch.inference_mode()
-    def refill(self, draws: Draws, stage: int | None = None) -> None:
+    def refill(self, draws: Rng, stage: int | None = None) -> None:
         """With the numbers that a request with these draws would get: those of one stage, or all."""
         start, end = (0, len(self._drawn)) if stage is None else (self._ends[stage - 1] if stage else 0, self._ends[stage])
         for drawn in self._drawn[start:end]:
@@ -71,7 +71,7 @@ class FixedDraws:
         if self._next == len(self._drawn):
             if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f"{kind} {list(shape)} is drawn by the recording and was not by the runs before it")
-            self._drawn.append(Drawn(kind, torch.full(tuple(shape), 0.5, device=device)))
+            self._drawn.append(NoiseBuffer(kind, torch.full(tuple(shape), 0.5, device=device)))
         drawn = self._drawn[self._next]
         if drawn.kind != kind or drawn.numbers.shape != torch.Size(shape):
             raise RuntimeError(f"a request drew {drawn.kind} {list(drawn.numbers.shape)} at first and {kind} {list(shape)} the second time")
@@ -79,10 +79,10 @@ class FixedDraws:
         return drawn.numbers
 
 
-def _placed(stage: Sequence[Drawn], shared: Tensor) -> Iterator[Drawn]:
+def _placed(stage: Sequence[NoiseBuffer], shared: Tensor) -> Iterator[NoiseBuffer]:
     """The same draws one after the other in `shared`."""
     start = 0
     for drawn in stage:
         end = start + drawn.numbers.numel()
-        yield Drawn(drawn.kind, shared[start:end].view(drawn.numbers.shape))
+        yield NoiseBuffer(drawn.kind, shared[start:end].view(drawn.numbers.shape))
         start = end

@@ -23,15 +23,15 @@ from ..accel.method import Method
 from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
 from ..errors import SettingError
-from ..generate import Request, StageDone, as_drawn, begin, draw_stage
-from ..models.base import Conditioning, Given, NextScaleModel
+from ..generate import Request, StageDone, as_sampled, begin, run_stage
+from ..models.base import Conditioning, NextScaleModel, PromptInputs
 from ..report import Stopwatch
 from ..sampling import Sampling
 from ..stage import Schedule, Stage
 from ..tokenizers.base import Tokenizer
-from .conditions import FixedGiven, text_width
-from .draws import FixedDraws
-from .segments import expandable_segments
+from .allocator import expandable_segments
+from .conditions import StaticInputs, text_bucket
+from .draws import StaticRng
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,11 @@ WARM_UPS = 2  # runs before the recording
 TOLD_AT_MOST = 32  # kinds of requests without a recording that are warned about
 # Rungs of the ladder of token numbers: narrow where few are kept and each of them tells, so that padding is a few percent of what is run.
 PARTS = 32
-RUNGS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
+BUCKETS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
 
 
 @dataclass(frozen=True)
-class Signature:
+class CaptureKey:
     """What a recording is made for; a request with the same one can use it."""
 
     schedule: Schedule
@@ -55,9 +55,9 @@ class Signature:
     text: int  # room for so many tokens
 
     @classmethod
-    def of(cls, request: Request, method: Method, longest: int) -> Signature:
+    def of(cls, request: Request, method: Method, longest: int) -> CaptureKey:
         """`longest`: tokens of the longest prompt; 0 where there is no text."""
-        return cls(request.schedule, request.batch, request.rows, request.guidance.key, request.sampling, method, text_width(longest))
+        return cls(request.schedule, request.batch, request.rows, request.guidance.key, request.sampling, method, text_bucket(longest))
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class SilentClock(Stopwatch):
     def stop(self, what: str, stage: int = 0) -> None: ...
 
 
-def ladder(cells: int) -> tuple[int, ...]:
+def bucket_sizes(cells: int) -> tuple[int, ...]:
     """The numbers of tokens for which a stage is recorded where the image decides, from all cells down."""
-    return tuple(dict.fromkeys(max(1, cells * rung // PARTS) for rung in RUNGS))
+    return tuple(dict.fromkeys(max(1, cells * rung // PARTS) for rung in BUCKETS))
 
 
 @dataclass(eq=False)
@@ -96,10 +96,10 @@ class State:
         env.memory = self.env.memory.copy()
         return State(copy.copy(self.canvas), env, self.run.fork())
 
-    def carried(self) -> list[Tensor]:
+    def state_tensors(self) -> list[Tensor]:
         """What later stages read and what depends on how this one was run. Keys and values lie in memory that all forks share."""
         lengths = [cache.lengths for cache in self.env.cache if isinstance(cache, DenseLayerCache) and cache.lengths is not None]
-        return [self.canvas.latent, *self.run.carried(), *lengths]
+        return [self.canvas.latent, *self.run.state_tensors(), *lengths]
 
 
 class Launches(TorchDispatchMode):
@@ -115,7 +115,7 @@ class Launches(TorchDispatchMode):
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class StageGraph:
     """One way to run a stage: its graph and what it leaves. Most skipped stages launch nothing and have no graph."""
 
     graph: torch.cuda.CUDAGraph | None
@@ -126,7 +126,7 @@ class Way:
             self.graph.replay()
 
 
-class Look:
+class TokenCounter:
     """Counts the tokens of a stage where the image decides."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, counts: Tensor) -> None:
@@ -147,22 +147,22 @@ class Look:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class StageVariants:
     """A stage of a recording. Where the image decides, `look` counts the tokens and there is a way for every rung of the ladder."""
 
-    ways: Mapping[int, Way]  # by number of tokens, the largest first
+    ways: Mapping[int, StageGraph]  # by number of tokens, the largest first
     latent: Tensor  # what the canvas holds afterwards, whichever way was taken
     finite: Tensor | None
-    look: Look | None = None
+    look: TokenCounter | None = None
 
-    def way(self) -> Way:
+    def way(self) -> StageGraph:
         if self.look is None:
             return next(iter(self.ways.values()))
         needed = self.look.needed()
         return self.ways[min(width for width in self.ways if width >= needed)]
 
 
-class Recording:
+class CapturedRequest:
     """One request as graphs. Its outputs are overwritten by the next replay: copy what is to be kept."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Recording:
         model: NextScaleModel,
         tokenizer: Tokenizer,
         request: Request,
-        given: Given,
+        given: PromptInputs,
         tables: Any,
         method: Method,
         text: int,
@@ -179,13 +179,13 @@ class Recording:
     ) -> None:
         """`tables`: what the model makes of the schedule. `pool`, `stream`: where it is recorded; memory is shared where both are."""
         self._model, self._tokenizer, self._method, self._pool, self._stream = model, tokenizer, method, pool, stream
-        self._given, self._tables = FixedGiven(given, text), tables
-        self._draws, self._method_draws = FixedDraws(), FixedDraws()
-        self._request = replace(request, draws=self._draws, method_draws=self._method_draws, clock=SilentClock(model.device), recorded=True)
+        self._given, self._tables = StaticInputs(given, text), tables
+        self._draws, self._method_draws = StaticRng(), StaticRng()
+        self._request = replace(request, rng=self._draws, method_rng=self._method_draws, clock=SilentClock(model.device), captured=True)
         self._plans = method.forecast(model, request.schedule)
         self._warm_up()
         self._condition_graph = torch.cuda.CUDAGraph()
-        self._steps = self._record()
+        self._steps = self._capture()
         self.canvas = tokenizer.canvas(request.schedule, request.batch)
         self._decode_graph = torch.cuda.CUDAGraph()
         with self._captured(self._decode_graph):
@@ -197,7 +197,7 @@ class Recording:
         return 2 + sum(way.graph is not None for way in ways) + sum(step.look is not None for step in self._steps)
 
     def _condition(self) -> Conditioning:
-        return self._model.conditioned(self._given.value, self._tables)
+        return self._model.condition_from(self._given.value, self._tables)
 
     def _begin(self, cond: Conditioning) -> tuple[Method, Env]:
         self._draws.rewind()
@@ -217,9 +217,9 @@ class Recording:
                 for stage in request.schedule:
                     counts, _, _ = self._run_stage(stage, state)
                     if counts is not None:  # as it is recorded, whatever this image needs: it draws and launches more
-                        state.run.told(0, stage.cells)
-                        plan = state.run.plan_as_told(stage, canvas)
-                        draw_stage(self._model, canvas, request, state.run, plan, env, stage)
+                        state.run.set_counts(0, stage.cells)
+                        plan = state.run.plan_from_counts(stage, canvas)
+                        run_stage(self._model, canvas, request, state.run, plan, env, stage)
                     if not run:
                         self._draws.end_stage()
                         self._method_draws.end_stage()
@@ -229,7 +229,7 @@ class Recording:
         current.wait_stream(self._stream)
         torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
 
-    def _record(self) -> list[Step]:
+    def _capture(self) -> list[StageVariants]:
         canvas = self._tokenizer.canvas(self._request.schedule, self._request.batch)
         self._empty = canvas.latent  # not from the pool, and read at every replay
         # The condition, keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are recorded, so that
@@ -237,13 +237,13 @@ class Recording:
         with self._captured(self._condition_graph):
             cond = self._condition()
         state: State | None = None
-        steps: list[Step] = []
+        steps: list[StageVariants] = []
         forks: list[State] = []
         for stage in self._request.schedule:
             if state is not None and self._launches_nothing(stage, state):
                 _, done, finite = self._run_stage(stage, state)
                 assert done is not None
-                steps.append(Step({0: Way(None, done)}, state.canvas.latent, finite))
+                steps.append(StageVariants({0: StageGraph(None, done)}, state.canvas.latent, finite))
                 continue
             graph = torch.cuda.CUDAGraph()
             with self._captured(graph):
@@ -252,10 +252,10 @@ class Recording:
                     state = State(canvas, env, run)
                 counts, done, finite = self._run_stage(stage, state)
             if counts is not None:
-                step, state = self._record_ladder(stage, state, graph, counts, forks)
+                step, state = self._capture_buckets(stage, state, graph, counts, forks)
             else:
                 assert done is not None
-                step = Step({0: Way(graph, done.without_logits())}, state.canvas.latent, finite)
+                step = StageVariants({0: StageGraph(graph, done.without_logits())}, state.canvas.latent, finite)
             steps.append(step)
         return steps
 
@@ -273,58 +273,58 @@ class Recording:
     def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageDone | None, Tensor | None]:
         """What was drawn and whether it is finite, as `draw_stage` tells it; or, where the image decides, its tokens [B] alone."""
         planned = self._plans[stage.index]
-        if self._method.follows_image:
-            counts = state.run.look(stage, state.canvas)
+        if self._method.data_dependent:
+            counts = state.run.count_tokens(stage, state.canvas)
             # Rows leave here and not in the ways of the stage, whose caches have to share their memory.
-            state.env.keep(planned.branches)
+            state.env.keep(planned.cfg_branches)
             if counts is not None and not planned.skip:
                 return counts, None, None
-        plan = state.run.plan_as_told(stage, state.canvas)
-        return None, *draw_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
+        plan = state.run.plan_from_counts(stage, state.canvas)
+        return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
-    def _record_ladder(
+    def _capture_buckets(
         self, stage: Stage, state: State, look: torch.cuda.CUDAGraph, counts: Tensor, forks: list[State]
-    ) -> tuple[Step, State]:
+    ) -> tuple[StageVariants, State]:
         """The step, and the state that all of its ways leave behind. `forks`: states that must live until all stages are recorded."""
-        ways: dict[int, Way] = {}
+        ways: dict[int, StageGraph] = {}
         first, good = state, None
         drawn = self._draws.drawn, self._method_draws.drawn
-        for width in ladder(stage.cells):
+        for width in bucket_sizes(stage.cells):
             self._draws.rewind(drawn[0])
             self._method_draws.rewind(drawn[1])
             fork = state.fork()
-            fork.run.told(0, width)
+            fork.run.set_counts(0, width)
             graph = torch.cuda.CUDAGraph()
             with self._captured(graph):
-                plan = fork.run.plan_as_told(stage, fork.canvas)  # a method may draw for it
-                done, finite = draw_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
+                plan = fork.run.plan_from_counts(stage, fork.canvas)  # a method may draw for it
+                done, finite = run_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
                 done = done.without_logits()
                 if ways and finite is not None and good is not None:
-                    torch._foreach_copy_([good, *first.carried()], [finite, *fork.carried()])
+                    torch._foreach_copy_([good, *first.state_tensors()], [finite, *fork.state_tensors()])
                     done = with_codes_of(next(iter(ways.values())).done, done)
             if not ways:
                 first, good = fork, finite
-            ways[width] = Way(graph, done)
+            ways[width] = StageGraph(graph, done)
         forks += [state, first]
-        return Step(ways, first.canvas.latent, good, Look(look, counts)), first
+        return StageVariants(ways, first.canvas.latent, good, TokenCounter(look, counts)), first
 
     @contextmanager
     def _captured(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             yield
 
-    def condition(self, given: Given) -> None:
+    def condition(self, given: PromptInputs) -> None:
         """Puts these prompts in the place of those before."""
         self._given.load(given)
         self._condition_graph.replay()
 
-    def draw(self, request: Request, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
+    def run(self, request: Request, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
         """Like `generate`, for the prompts of `condition`, with this request's random numbers."""
         for stage, step in enumerate(self._steps):
-            self._method_draws.refill(request.method_draws, stage)
+            self._method_draws.refill(request.method_rng, stage)
             if step.look is not None:
                 step.look.start()
-            self._draws.refill(request.draws, stage)
+            self._draws.refill(request.rng, stage)
             way = step.way()
             way.replay()
             self.canvas.latent = step.latent
@@ -346,23 +346,23 @@ def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
     return replace(done, **moved)
 
 
-class Recordings:
+class Captures:
     """All recordings of a pipeline. They share one pool of memory, since only one is replayed at a time."""
 
     def __init__(self, model: NextScaleModel, tokenizer: Tokenizer) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._recordings: dict[Signature, Recording] = {}
+        self._recordings: dict[CaptureKey, CapturedRequest] = {}
         self._pool: Any = None  # torch names no public type
         self._stream: torch.cuda.Stream | None = None  # of all captures: torch shares a pool's memory within a stream
         self._weights: tuple[int, ...] = ()
         self._replaying = Lock()
-        self._told: set[Signature] = set()
+        self._told: set[CaptureKey] = set()
         self.bytes = 0  # that all of them keep
 
-    def record(self, request: Request, method: Method, longest: int, given: Given, tables: Any) -> WarmUp:
+    def capture(self, request: Request, method: Method, longest: int, given: PromptInputs, tables: Any) -> WarmUp:
         """Makes a recording for requests like this one, unless there is one. `longest`: tokens of the longest prompt."""
-        require_recordable(self._model, request, method)
-        signature = Signature.of(request, method, longest)
+        require_capturable(self._model, request, method)
+        signature = CaptureKey.of(request, method, longest)
         if signature in self._recordings:
             return WarmUp(0.0, 0, 0)
         device = self._model.device
@@ -374,7 +374,9 @@ class Recordings:
         torch.cuda.empty_cache()  # so that what is reserved afterwards is what the recording keeps
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
         with torch.inference_mode(), expandable_segments():
-            recording = Recording(self._model, self._tokenizer, request, given, tables, method, signature.text, self._pool, self._stream)
+            recording = CapturedRequest(
+                self._model, self._tokenizer, request, given, tables, method, signature.text, self._pool, self._stream
+            )
         torch.cuda.synchronize(device)
         self._recordings[signature] = recording
         taken = torch.cuda.memory_reserved(device) - before
@@ -382,7 +384,7 @@ class Recordings:
         return WarmUp(time.perf_counter() - begun, recording.graphs, taken)
 
     @contextmanager
-    def taken(self, request: Request, method: Method, longest: int) -> Iterator[Recording | None]:
+    def taken(self, request: Request, method: Method, longest: int) -> Iterator[CapturedRequest | None]:
         """`find`, for this caller alone until the end of the `with` block. None also where another thread, or a caller further up, is
         replaying: all recordings share their memory."""
         recording = self.find(request, method, longest)
@@ -394,12 +396,12 @@ class Recordings:
         finally:
             self._replaying.release()
 
-    def find(self, request: Request, method: Method, longest: int) -> Recording | None:
+    def find(self, request: Request, method: Method, longest: int) -> CapturedRequest | None:
         """The recording for such a request; None, and said once for each kind, where there is none."""
-        if request.revise is not as_drawn or request.track_kept or not method.recordable:
+        if request.revise is not as_sampled or request.compute_mask or not method.capturable:
             return None
         self._forget_if_weights_moved()
-        signature = Signature.of(request, method, longest)
+        signature = CaptureKey.of(request, method, longest)
         found = self._recordings.get(signature)
         if found is None:
             alike = [known for known in self._recordings if replace(known, text=signature.text) == signature]
@@ -433,10 +435,10 @@ class Recordings:
             self.clear()
 
 
-def require_recordable(model: NextScaleModel, request: Request, method: Method) -> None:
+def require_capturable(model: NextScaleModel, request: Request, method: Method) -> None:
     if model.device.type != "cuda":
         raise SettingError(f"graphs are recorded on a GPU; this model is on {model.device}: use engine='eager' there")
-    if request.track_kept or request.revise is not as_drawn:
+    if request.compute_mask or request.revise is not as_sampled:
         raise SettingError("masks and revise need the host between stages and cannot be recorded: leave them out of warmup")
-    if not method.recordable:
+    if not method.capturable:
         raise SettingError(f"{method.label} reads from the device between stages and cannot be recorded: calls with it run eagerly")

@@ -25,10 +25,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .attention import attend_lengths
     from .bias_residual import add_bias_residual_
-    from .bits import draw_bits
+    from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
     from .group_norm import centred_silu, group_norm_silu
-    from .largest import places_of_largest
+    from .largest import topk_indices_sorted
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
@@ -40,15 +40,15 @@ __all__ = [
     "available",
     "centred_silu",
     "distance_from_mean",
-    "draw_bits",
     "enabled",
     "group_norm_silu",
     "mean_over_tokens",
     "norm_modulate",
-    "places_of_largest",
     "residual_norm_modulate",
     "restore_tokens",
     "rotate_into_cache",
+    "sample_bits",
+    "topk_indices_sorted",
     "upsample_nearest",
 ]
 
@@ -60,8 +60,8 @@ FILES = {
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",
-    "places_of_largest": "largest",
-    "draw_bits": "bits",
+    "topk_indices_sorted": "largest",
+    "sample_bits": "bits",
     "group_norm_silu": "group_norm",
     "centred_silu": "group_norm",
     "add_bias_residual_": "bias_residual",

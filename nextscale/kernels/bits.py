@@ -17,7 +17,7 @@ BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["count"])  # one program for all stages
-def draw_bits_kernel(logits_ptr, noise_ptr, bits_ptr, count, unlikely, FILTERED: tl.constexpr, GPU: tl.constexpr, BLOCK: tl.constexpr):
+def sample_bits_kernel(logits_ptr, noise_ptr, bits_ptr, count, unlikely, FILTERED: tl.constexpr, GPU: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     both = entry[:, None] * 2 + tl.arange(0, 2)[None, :]
     within = both < count * 2
@@ -36,7 +36,7 @@ def draw_bits_kernel(logits_ptr, noise_ptr, bits_ptr, count, unlikely, FILTERED:
     tl.store(bits_ptr + entry, bit.to(tl.int64), mask=entry < count)
 
 
-def draw_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int = 4) -> Tensor:
+def sample_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int = 4) -> Tensor:
     """Bits [...], 0 or 1 in int64, of float32 logits [..., 2] with unit exponential noise of the same shape: the choices of
     sampling.filter_logits and sampling.draw.
 
@@ -51,14 +51,14 @@ def draw_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int =
     logits, noise = logits.contiguous(), noise.contiguous()
     bits = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     with torch.cuda.device_of(logits):
-        draw_bits_kernel[(triton.cdiv(bits.numel(), BLOCK),)](
+        sample_bits_kernel[(triton.cdiv(bits.numel(), BLOCK),)](
             logits, noise, bits, bits.numel(), 1 - top_p, FILTERED=top_p != 0, GPU=logits.is_cuda, BLOCK=BLOCK,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return bits
 
 
-def draw_bits_reference(logits: Tensor, noise: Tensor, top_p: float = 0.0) -> Tensor:
+def sample_bits_reference(logits: Tensor, noise: Tensor, top_p: float = 0.0) -> Tensor:
     chances = logits.softmax(dim=-1)
     if top_p != 0:
         unlikely = chances.sort(dim=-1).values[..., :1] <= 1 - top_p

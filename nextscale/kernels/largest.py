@@ -60,7 +60,7 @@ def rounds(tokens: int, at_a_time: int) -> int:
     return power_of_two(triton.cdiv(tokens, at_a_time))
 
 
-def places_of_largest(score: Tensor, keep: int) -> Tensor:
+def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
     """Of every row of score [R, N], float32, the places of its `keep` largest, in order: [R, keep]. Of equals the first is taken."""
     rows, tokens = score.shape
     if score.dtype != torch.float32 or not 0 <= keep <= tokens:
@@ -80,6 +80,6 @@ def places_of_largest(score: Tensor, keep: int) -> Tensor:
     return out
 
 
-def places_of_largest_reference(score: Tensor, keep: int) -> Tensor:
+def topk_indices_sorted_reference(score: Tensor, keep: int) -> Tensor:
     order = score.argsort(dim=1, descending=True, stable=True)  # of equals the first
     return order[:, :keep].sort(dim=1).values

@@ -17,7 +17,7 @@ from ..sampling import Sampling, choose
 from ..stage import Schedule, Stage, Tokens
 from .blocks import Block, BlockConfig, ModulatedBlock, Modulation, temperature
 from .rope import Rope
-from .text_context import GivenText, RoomForText, TextContext
+from .text_context import TextBuffer, TextContext, TextInputs
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -35,11 +35,11 @@ class HeadModulation(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class PromptInputs:
     """What the prompts give a model, on its device: of a condition, all that differs from request to request."""
 
     rows: tuple[Tensor, ...] = ()  # [R, ...] each: the prompts', then, if guided, those of what to steer away from
-    text: GivenText | RoomForText | None = None
+    text: TextInputs | TextBuffer | None = None
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Hidden:
     finite: list[Tensor] = field(default_factory=list)  # whether what was computed after the logits is finite, one entry each
 
     @property
-    def branches(self) -> int:
+    def cfg_branches(self) -> int:
         return self.x.shape[0] // self.request.batch
 
 
@@ -131,17 +131,17 @@ class NextScaleModel(nn.Module):
 
     def condition(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Conditioning:
         """Rows for the prompts, then, if guided, as many for what to steer away from."""
-        return self.conditioned(self.given(prompts, guided, schedule, negative), self.tables(schedule))
+        return self.condition_from(self.prompt_inputs(prompts, guided, schedule, negative), self.schedule_tables(schedule))
 
-    def given(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Given:
+    def prompt_inputs(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> PromptInputs:
         """The part of `condition` that looks at the prompts; what the model cannot draw is refused."""
         raise NotImplementedError
 
-    def tables(self, schedule: Schedule) -> Any:
+    def schedule_tables(self, schedule: Schedule) -> Any:
         """The part of `condition` that follows from the schedule alone, whatever the prompts and the weights."""
         return None
 
-    def conditioned(self, given: Given, tables: Any) -> Conditioning:
+    def condition_from(self, given: PromptInputs, tables: Any) -> Conditioning:
         """The rest of `condition`: runs on the device alone, so that it can be recorded."""
         raise NotImplementedError
 
@@ -174,7 +174,7 @@ class NextScaleModel(nn.Module):
     def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Guided logits [B, N, V] of `tokens` to the drawn code numbers and to what goes on the canvas."""
         request = hidden.request
-        return choose(logits, tokens, len(request.schedule), request.sampling, request.draws)
+        return choose(logits, tokens, len(request.schedule), request.sampling, request.rng)
 
     def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
         """How strongly the residual is guided; 1 is the conditional branch alone."""

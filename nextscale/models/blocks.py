@@ -26,7 +26,7 @@ PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last 
 
 FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them, and our own costs the host more, which a recording does not pay
 
-Part = Callable[[Tensor, Tokens, Env], Tensor]
+Sublayer = Callable[[Tensor, Tokens, Env], Tensor]
 """A residual branch: returns what the block adds to its input."""
 
 
@@ -42,9 +42,9 @@ class TextAttentionConfig:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    width: int
+    dim: int
     heads: int
-    hidden: int
+    hidden_dim: int
     _: KW_ONLY
     cosine: bool = True  # queries and keys of unit length with a learned temperature per head
     modulation: Literal["own", "shared"] | None = None  # by the condition; "shared": one for all blocks, plus a table per block
@@ -54,7 +54,7 @@ class BlockConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        return self.dim // self.heads
 
 
 class Modulation(NamedTuple):
@@ -78,12 +78,12 @@ class Modulation(NamedTuple):
         return Modulation(*(part[rows] for part in self))
 
 
-def plain_norm(width: int, learned: bool = False) -> nn.LayerNorm:
-    return nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=learned)
+def plain_norm(dim: int, learned: bool = False) -> nn.LayerNorm:
+    return nn.LayerNorm(dim, eps=NORM_EPS, elementwise_affine=learned)
 
 
-def rms_norm(width: int) -> nn.RMSNorm:
-    return nn.RMSNorm(width, eps=NORM_EPS)
+def rms_norm(dim: int) -> nn.RMSNorm:
+    return nn.RMSNorm(dim, eps=NORM_EPS)
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ def temperature(log: Tensor) -> Tensor:
     return log.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None]
 
 
-def attention_backend(queries: int, device: torch.device, recorded: bool) -> AbstractContextManager[None]:
+def attention_backend(queries: int, device: torch.device, captured: bool) -> AbstractContextManager[None]:
     """Which of torch's attention kernels to use for a stage with so many query tokens over all rows.
 
     On an H200 cuDNN's kernel, torch's own choice, is the fastest, 1.5 to 1.9 times as fast as flash (4096 queries, 10521 keys: 1.13 ms,
     flash 2.08, memory-efficient 4.14; `benchmarks.attention`). Small stages that are not recorded wait for the host: 32 blocks take 23 ms
     with cuDNN's and 18 ms with flash, and a call of the memory-efficient kernel costs the host half of a call of flash.
     """
-    if device.type != "cuda" or recorded or queries > 2048:
+    if device.type != "cuda" or captured or queries > 2048:
         return nullcontext()
     if queries > 512:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -120,9 +120,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float, recorded: bool) -> Tensor:
+def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool) -> Tensor:
     """Over all that a cache holds; rows of different length without a mask, which fast kernels do not take."""
-    few = recorded and q.shape[0] * q.shape[1] <= FEW_QUERIES
+    few = captured and q.shape[0] * q.shape[1] <= FEW_QUERIES
     if (slot.lengths is None and not few) or not reads_lengths(q):
         return attend(q, *slot.filled, scale)
     return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
@@ -138,8 +138,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.proj = nn.Linear(config.dim, config.dim)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
         self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
 
@@ -155,7 +155,7 @@ class SelfAttention(nn.Module):
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(attend_slot(q, slot, self.scale, env.recorded))
+            return self.proj(attend_slot(q, slot, self.scale, env.captured))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
@@ -189,9 +189,9 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.q = nn.Linear(config.width, config.width)
-        self.kv = nn.Linear(text.channels, 2 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
+        self.q = nn.Linear(config.dim, config.dim)
+        self.kv = nn.Linear(text.channels, 2 * config.dim)
+        self.proj = nn.Linear(config.dim, config.dim)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if text.cosine else None
         self.scale = cosine_scale(config.head_dim) if text.cosine else text.sharpness / math.sqrt(config.head_dim)
 
@@ -280,45 +280,45 @@ class Block(nn.Module):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
         self.layer = layer
-        self.norm = rms_norm(config.width) if config.rms_norm else plain_norm(config.width)
+        self.norm = rms_norm(config.dim) if config.rms_norm else plain_norm(config.dim)
         self.attention = SelfAttention(layer, config)
-        self.feed_forward = (GatedFeedForward if config.gated else FeedForward)(config.width, config.hidden)
+        self.feed_forward = (GatedFeedForward if config.gated else FeedForward)(config.dim, config.hidden_dim)
         if config.text:
-            self.text_norm = plain_norm(config.width, config.text.learned_norm)
+            self.text_norm = plain_norm(config.dim, config.text.learned_norm)
             self.text_attention = CrossAttention(layer, config, config.text)
         self.has_text = config.text is not None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def sublayers(self) -> tuple[Sublayer, ...]:
         """The residual branches in order."""
-        text = (self.text_part,) if self.has_text else ()
-        return (self.attention_part, *text, self.feed_forward_part)
+        text = (self.text_sublayer,) if self.has_text else ()
+        return (self.attention_sublayer, *text, self.feed_forward_sublayer)
 
-    def attention_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def attention_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return self.attention(self.norm(x), tokens, env)
 
-    def text_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def text_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return self.text_attention(self.text_norm(x), env)
 
-    def feed_forward_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return self.feed_forward(self.norm(x))
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        for part in self.parts:
+        for part in self.sublayers:
             x = x + part(x, tokens, env)
         return x
 
 
-class FusedPart(NamedTuple):
+class FusedSublayer(NamedTuple):
     """A residual branch in pieces: adds gain * run(layer_norm(x) * scale + shift)."""
 
     scale: Tensor  # [R, 1, C], or [C] of a learned norm
     shift: Tensor
     gain: Tensor | None
-    run: Part  # of what is normed
+    run: Sublayer  # of what is normed
 
 
-def run_fused(parts: Sequence[FusedPart], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+def run_fused(parts: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
     """All parts in order, of one block or of several: an addition and the norm that follows are one pass."""
     y = kernels.norm_modulate(x, parts[0].scale, parts[0].shift)
     for part, following in pairwise(parts):
@@ -337,38 +337,38 @@ class ModulatedBlock(Block):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__(layer, config)
         if config.modulation == "shared":
-            self.modulation_table = nn.Parameter(torch.empty(6, config.width))
+            self.modulation_table = nn.Parameter(torch.empty(6, config.dim))
         else:
-            self.modulation = nn.Linear(config.width, 6 * config.width)
+            self.modulation = nn.Linear(config.dim, 6 * config.dim)
         self.fusable = not config.rms_norm and (config.text is None or config.text.learned_norm)
 
-    def fused_parts(self, x: Tensor, env: Env) -> tuple[FusedPart, ...]:
+    def fused_sublayers(self, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
         """`parts` for the kernels; empty where they cannot be used."""
         if not self.fusable or not kernels.available(x):
             return ()
         m = env.cond.modulation[self.layer]
-        attention = FusedPart(m.attention_scale, m.attention_shift, m.attention_gain, self.attention)
-        feed_forward = FusedPart(m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain, lambda y, *_: self.feed_forward(y))
+        attention = FusedSublayer(m.attention_scale, m.attention_shift, m.attention_gain, self.attention)
+        feed_forward = FusedSublayer(m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain, lambda y, *_: self.feed_forward(y))
         if not self.has_text:
             return attention, feed_forward
-        text = FusedPart(self.text_norm.weight, self.text_norm.bias, None, lambda y, _, env: self.text_attention(y, env))
+        text = FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, lambda y, _, env: self.text_attention(y, env))
         return attention, text, feed_forward
 
-    def attention_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def attention_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return env.cond.modulation[self.layer].attention_gain * self._attention(x, tokens, env)
 
-    def feed_forward_part(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return env.cond.modulation[self.layer].feed_forward_gain * self._feed_forward(x, env)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         """All parts in order, each gain fused with the addition; with kernels also with the next norm."""
-        fused = self.fused_parts(x, env)
+        fused = self.fused_sublayers(x, env)
         if fused:
             return run_fused(fused, x, tokens, env)
         m = env.cond.modulation[self.layer]
         x = torch.addcmul(x, m.attention_gain, self._attention(x, tokens, env))
         if self.has_text:
-            x = x + self.text_part(x, tokens, env)
+            x = x + self.text_sublayer(x, tokens, env)
         return torch.addcmul(x, m.feed_forward_gain, self._feed_forward(x, env))
 
     def _attention(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -391,9 +391,9 @@ class ModulatedBlock(Block):
 
 def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
     """One block after another; with kernels, neighbours as one chain of parts."""
-    chain: list[FusedPart] = []
+    chain: list[FusedSublayer] = []
     for block in blocks:
-        parts = block.fused_parts(x, env) if isinstance(block, ModulatedBlock) and not block.changes_input else ()
+        parts = block.fused_sublayers(x, env) if isinstance(block, ModulatedBlock) and not block.changes_input else ()
         if not parts:
             x = block(run_fused(chain, x, tokens, env) if chain else x, tokens, env)
             chain = []

@@ -31,7 +31,7 @@ class FlexVar(ClassConditioned):
 
     def __init__(self, config: FlexVarConfig) -> None:
         super().__init__(config)
-        self.pos_table = nn.Parameter(torch.empty(config.width, *config.table))
+        self.pos_table = nn.Parameter(torch.empty(config.dim, *config.table))
 
     def positions(self, stage: Stage) -> Tensor:
         return F.interpolate(self.pos_table[None], size=stage.size, mode="area")[0].flatten(1).T

@@ -13,7 +13,7 @@ from ..guidance import GuidedRows
 from ..schedules import HART_1024
 from ..stage import Schedule, Stage
 from ..text.features import TextFeatures
-from .base import Conditioning, Given, Hidden, NextScaleModel, check_levels, temperatures
+from .base import Conditioning, Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
 from .blocks import BlockConfig, build_blocks, rms_norm
 from .naming import SHARED_RULES, block_rules
 from .residual_head import ResidualHead
@@ -28,7 +28,7 @@ UNGUIDED = 1.0
 @dataclass(frozen=True)
 class HartConfig:
     depth: int = 24
-    width: int = 1536
+    dim: int = 1536
     heads: int = 24
     sides: tuple[int, ...] = HART_1024
     codes: int = 4096
@@ -39,14 +39,14 @@ class HartConfig:
     cosine: bool = False
     text_norm: bool = True
     level_table: bool = False  # a learned row per stage in place of a network over its number
-    residual_width: int = 1024
+    residual_dim: int = 1024
     residual_depth: int = 6
     residual_steps: int = 8
 
     @property
     def block(self) -> BlockConfig:
-        hidden = (int(2 * self.width * self.mlp_ratio / 3) + 255) // 256 * 256
-        return BlockConfig(self.width, self.heads, hidden, cosine=self.cosine, rms_norm=True, gated=True)
+        hidden = (int(2 * self.dim * self.mlp_ratio / 3) + 255) // 256 * 256
+        return BlockConfig(self.dim, self.heads, hidden, cosine=self.cosine, rms_norm=True, gated=True)
 
 
 class Hart(NextScaleModel):
@@ -84,32 +84,32 @@ class Hart(NextScaleModel):
         self.block_config = config.block
         self.text_prefix = config.text_tokens - 1
         self.text_norm = rms_norm(config.text_channels) if config.text_norm else nn.Identity()
-        self.text_embed = nn.Linear(config.text_channels, config.width)
-        self.level_embed = nn.Embedding(len(config.sides), config.width) if config.level_table else SinusoidEmbedding(config.width)
-        self.word_embed = nn.Linear(config.latent_channels, config.width)
+        self.text_embed = nn.Linear(config.text_channels, config.dim)
+        self.level_embed = nn.Embedding(len(config.sides), config.dim) if config.level_table else SinusoidEmbedding(config.dim)
+        self.word_embed = nn.Linear(config.latent_channels, config.dim)
         self.blocks = build_blocks(config.depth, config.block)
-        self.head_norm = rms_norm(config.width)
-        self.head_ada = nn.Linear(config.width, 2 * config.width)
-        self.head = nn.Linear(config.width, config.codes)
-        self.residual_norm = rms_norm(config.width)
+        self.head_norm = rms_norm(config.dim)
+        self.head_ada = nn.Linear(config.dim, 2 * config.dim)
+        self.head = nn.Linear(config.dim, config.codes)
+        self.residual_norm = rms_norm(config.dim)
         self.residual_head = ResidualHead(
-            config.latent_channels, config.width, config.residual_width, config.residual_depth, config.residual_steps
+            config.latent_channels, config.dim, config.residual_dim, config.residual_depth, config.residual_steps
         )
 
-    def given(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Given:
+    def prompt_inputs(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> PromptInputs:
         """Rows of the prompts, then, if guided, of the negative prompts or of zeros at position 0. Padding is read like text."""
         self.check_schedule(schedule)
         features, positions = self._read(prompts)
         if guided:
             rest, rest_positions = self._read(negative) if negative is not None else (features * 0, positions * 0)
             features, positions = torch.cat([features, rest]), torch.cat([positions, rest_positions])
-        return Given((features, positions))
+        return PromptInputs((features, positions))
 
-    def tables(self, schedule: Schedule) -> GridPlaces:
+    def schedule_tables(self, schedule: Schedule) -> GridPlaces:
         return GridPlaces.of(schedule, self.device)
 
-    def conditioned(self, given: Given, tables: GridPlaces) -> Conditioning:
-        features, positions = given.rows
+    def condition_from(self, inputs: PromptInputs, tables: GridPlaces) -> Conditioning:
+        features, positions = inputs.rows
         text = self.text_embed(self.text_norm(features).to(self.dtype))  # [R, T, C]
         return Conditioning(
             start=text[:, -1:],
@@ -142,10 +142,10 @@ class Hart(NextScaleModel):
 
     def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
         codes = self.word_embed(hidden.canvas.vectors(ids).to(self.dtype))
-        condition = self.residual_norm(hidden.x + codes.repeat(hidden.branches, 1, 1))
+        condition = self.residual_norm(hidden.x + codes.repeat(hidden.cfg_branches, 1, 1))
         request = hidden.request
         scale = self.residual_scale(request.guidance, hidden.tokens.stage)
-        return self.residual_head.draw(condition, hidden.tokens, scale, request.draws, request.batch)
+        return self.residual_head.sample(condition, hidden.tokens, scale, request.rng, request.batch)
 
     def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
         return 1.0 if guidance.above_one[stage.index] == UNGUIDED else guidance.output_scale(stage)

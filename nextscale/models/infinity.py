@@ -14,17 +14,17 @@ from ..checkpoints import Layout, Rule
 from ..errors import PromptError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Conditioning, Given, NextScaleModel, check_levels, temperatures
+from .base import Conditioning, NextScaleModel, PromptInputs, check_levels, temperatures
 from .blocks import BlockConfig, ModulatedBlock, Modulation, TextAttentionConfig, attend, plain_norm, rms_norm
 from .naming import SHARED_RULES, block_rules
 from .rope import PairRope, RopeMode, infinity_rotations
-from .text_context import GivenText, Padding, check_channels
+from .text_context import Padding, TextInputs, check_channels
 
 
 @dataclass(frozen=True)
 class InfinityConfig:
     depth: int
-    width: int
+    dim: int
     heads: int
     chunks: int  # published files group the blocks
     bits_per_token: int = 32
@@ -37,24 +37,24 @@ class InfinityConfig:
     @property
     def block(self) -> BlockConfig:
         # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192.
-        hidden = round(4 * self.width / 256) * 256
-        text = TextAttentionConfig(self.width, learned_norm=True)
-        return BlockConfig(self.width, self.heads, hidden, modulation="shared", text=text)
+        hidden = round(4 * self.dim / 256) * 256
+        text = TextAttentionConfig(self.dim, learned_norm=True)
+        return BlockConfig(self.dim, self.heads, hidden, modulation="shared", text=text)
 
     @property
     def pool_heads(self) -> int:
-        return self.text_channels // (128 if self.width <= 4096 else 64)
+        return self.text_channels // (128 if self.dim <= 4096 else 64)
 
 
 class TextPool(nn.Module):
     """One learned query per head summarises a prompt in a single vector."""
 
-    def __init__(self, text_channels: int, width: int, heads: int) -> None:
+    def __init__(self, text_channels: int, dim: int, heads: int) -> None:
         super().__init__()
-        self.scale = 1 / math.sqrt(width // heads)
-        self.query = nn.Parameter(torch.empty(heads, width // heads))
-        self.kv = nn.Linear(text_channels, 2 * width)
-        self.proj = nn.Linear(width, width)
+        self.scale = 1 / math.sqrt(dim // heads)
+        self.query = nn.Parameter(torch.empty(heads, dim // heads))
+        self.kv = nn.Linear(text_channels, 2 * dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, text: Tensor, padding: Padding) -> Tensor:
         """Text rows [rows, Ct] of all samples to [R, C]."""
@@ -85,18 +85,18 @@ class Infinity(NextScaleModel):
         self.block_config = config.block
         self.no_text = nn.Parameter(torch.empty(config.longest_text, config.text_channels))  # stands for an absent prompt
         self.text_norm = rms_norm(config.text_channels)
-        self.text_pool = TextPool(config.text_channels, config.width, config.pool_heads)
+        self.text_pool = TextPool(config.text_channels, config.dim, config.pool_heads)
         self.text_proj = nn.Sequential(
-            nn.Linear(config.text_channels, config.width), nn.GELU(approximate="tanh"), nn.Linear(config.width, config.width)
+            nn.Linear(config.text_channels, config.dim), nn.GELU(approximate="tanh"), nn.Linear(config.dim, config.dim)
         )
-        self.pos_start = nn.Parameter(torch.empty(config.width))
-        self.level_embed = nn.Embedding(config.levels, config.width)
-        self.word_embed = nn.Linear(config.bits_per_token, config.width)
-        self.shared_modulation = nn.Linear(config.width, 6 * config.width)
+        self.pos_start = nn.Parameter(torch.empty(config.dim))
+        self.level_embed = nn.Embedding(config.levels, config.dim)
+        self.word_embed = nn.Linear(config.bits_per_token, config.dim)
+        self.shared_modulation = nn.Linear(config.dim, 6 * config.dim)
         self.blocks = nn.ModuleList(self._block(layer) for layer in range(config.depth))
-        self.head_norm = plain_norm(config.width)
-        self.head_ada = nn.Linear(config.width, 2 * config.width)
-        self.head = nn.Linear(config.width, 2 * config.bits_per_token)
+        self.head_norm = plain_norm(config.dim)
+        self.head_ada = nn.Linear(config.dim, 2 * config.dim)
+        self.head = nn.Linear(config.dim, 2 * config.bits_per_token)
         self.layout = self._published_names(config.depth // config.chunks)
 
     def _block(self, layer: int) -> ModulatedBlock:
@@ -123,7 +123,7 @@ class Infinity(NextScaleModel):
             cut_rows=(r"cfg_uncond",),
         )
 
-    def given(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Given:
+    def prompt_inputs(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> PromptInputs:
         """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
         self.check_schedule(schedule)
         prompts = self._checked(prompts)
@@ -131,14 +131,14 @@ class Infinity(NextScaleModel):
         if guided:
             rest, rest_lengths = self._unconditional(prompts, negative)
             rows, lengths = torch.cat([rows, rest.to(rows.dtype)]), lengths + rest_lengths
-        return Given(text=GivenText(rows.float(), lengths))
+        return PromptInputs(text=TextInputs(rows.float(), lengths))
 
-    def tables(self, schedule: Schedule) -> PairRope:
+    def schedule_tables(self, schedule: Schedule) -> PairRope:
         return PairRope(self.rotations(schedule))
 
-    def conditioned(self, given: Given, tables: PairRope) -> Conditioning:
-        assert given.text is not None
-        conditioning = self.read(given.text.rows, given.text.padding())
+    def condition_from(self, inputs: PromptInputs, tables: PairRope) -> Conditioning:
+        assert inputs.text is not None
+        conditioning = self.read(inputs.text.rows, inputs.text.padding())
         conditioning.rope = tables
         return conditioning
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import Env, NoCache, StageMemory
-from ..sampling import cell_noise, draw_codes
+from ..sampling import cell_noise, sample_codes
 from ..stage import Tokens
 from .base import Conditioning, Hidden, temperatures
 from .blocks import Block, BlockConfig, attention_backend, build_blocks, plain_norm, run_in_order
@@ -26,14 +26,14 @@ def cells_per_round(rounds: int, cells: Tensor) -> Tensor:
 class Refiner(nn.Module):
     def __init__(self, config: BlockConfig, blocks: int, levels: int, latent_channels: int, text_channels: int, codes: int) -> None:
         super().__init__()
-        self.text_proj = nn.Linear(text_channels, config.width)
-        self.pos_start = nn.Parameter(torch.empty(config.width))
-        self.level_embed = nn.Embedding(levels, config.width)
-        self.word_embed = nn.Linear(latent_channels, config.width)
-        self.merge = nn.Linear(2 * config.width, config.width)
+        self.text_proj = nn.Linear(text_channels, config.dim)
+        self.pos_start = nn.Parameter(torch.empty(config.dim))
+        self.level_embed = nn.Embedding(levels, config.dim)
+        self.word_embed = nn.Linear(latent_channels, config.dim)
+        self.merge = nn.Linear(2 * config.dim, config.dim)
         self.blocks = build_blocks(blocks, config)
-        self.head_norm = plain_norm(config.width)
-        self.head = nn.Linear(config.width, codes)
+        self.head_norm = plain_norm(config.dim)
+        self.head = nn.Linear(config.dim, codes)
 
     @property
     def stack(self) -> tuple[Block, ...]:
@@ -57,23 +57,23 @@ class Refiner(nn.Module):
         assert sampling.refine is not None and hidden.env.cond.refiner is not None
         rounds, drafted = sampling.refine.at(tokens.stage)
         env = replace(hidden.env, cond=hidden.env.cond.refiner, cache=[NoCache()] * len(self.blocks), memory=StageMemory())
-        with_prompt = tokens.repeat(hidden.branches).with_prefix(1)
+        with_prompt = tokens.repeat(hidden.cfg_branches).with_prefix(1)
         board = Board(tokens, request.batch, logits.device)
         for turn, count in enumerate(cells_per_round(rounds, board.cells)):
             if turn < drafted:
                 out = logits
             else:
                 known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
-                with attention_backend(hidden.x.shape[0] * with_prompt.width, logits.device, hidden.env.recorded):
+                with attention_backend(hidden.x.shape[0] * with_prompt.num_tokens, logits.device, hidden.env.captured):
                     raw = self(hidden.x, tokens.gather(known), with_prompt, env)
                 out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
                 hidden.finite.append(out.isfinite().all())
-            drawn, kept = draw_codes(out, tokens, sampling, request.draws)
+            drawn, kept = sample_codes(out, tokens, sampling, request.rng)
             certainty = kept.softmax(dim=-1).gather(-1, drawn[..., None]).squeeze(-1)
             if turn < drafted:  # a drafted round settles twice; at first the most certain of all cells, those already settled included
                 board.settle(certainty, count, drawn)
             if turn < sampling.refine.random:
-                certainty = cell_noise(request.draws.uniform, tokens, certainty.shape, certainty.device)
+                certainty = cell_noise(request.rng.uniform, tokens, certainty.shape, certainty.device)
             board.settle(certainty * ~board.at(board.settled), count, drawn)
         return board.at(board.numbers)
 
@@ -85,7 +85,7 @@ class Board:
         self.tokens = tokens
         self.numbers = torch.zeros(batch, tokens.stage.cells, dtype=torch.long, device=device)
         self.settled = torch.zeros_like(self.numbers, dtype=torch.bool)
-        self.cells = torch.full((batch,), tokens.width, device=device) if tokens.count is None else tokens.count  # [B], to be settled
+        self.cells = torch.full((batch,), tokens.num_tokens, device=device) if tokens.count is None else tokens.count  # [B], to be settled
 
     def at(self, grid: Tensor) -> Tensor:
         """Values [B, cells] where the tokens are, [B, N]."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import SettingError
 from ..guidance import mix
-from ..sampling import Draws, cell_noise
+from ..sampling import Rng, cell_noise
 from ..stage import Tokens
 from .blocks import plain_norm
 from .sinusoid import SinusoidEmbedding
@@ -71,12 +71,12 @@ def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
 
 
 class ResidualBlock(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm = plain_norm(width, learned=True)
-        self.modulation = nn.Linear(width, 3 * width)
-        self.fc1 = nn.Linear(width, width)
-        self.fc2 = nn.Linear(width, width)
+        self.norm = plain_norm(dim, learned=True)
+        self.modulation = nn.Linear(dim, 3 * dim)
+        self.fc1 = nn.Linear(dim, dim)
+        self.fc2 = nn.Linear(dim, dim)
 
     def forward(self, h: Tensor, activated: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(activated).chunk(3, dim=-1)
@@ -85,18 +85,18 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualHead(nn.Module):
-    def __init__(self, channels: int, condition_width: int, width: int, depth: int, steps: int) -> None:
+    def __init__(self, channels: int, condition_dim: int, dim: int, depth: int, steps: int) -> None:
         super().__init__()
         if not 2 <= steps <= TRAINED_STEPS:
             raise SettingError(f"the residual diffusion takes 2 to {TRAINED_STEPS} steps; got {steps}")
         self.channels, self.steps = channels, steps
-        self.time_embed = SinusoidEmbedding(width)
-        self.condition_embed = nn.Linear(condition_width, width)
-        self.input_proj = nn.Linear(channels, width)
-        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
-        self.final_norm = plain_norm(width)
-        self.final_modulation = nn.Linear(width, 2 * width)
-        self.final = nn.Linear(width, 2 * channels)
+        self.time_embed = SinusoidEmbedding(dim)
+        self.condition_embed = nn.Linear(condition_dim, dim)
+        self.input_proj = nn.Linear(channels, dim)
+        self.blocks = nn.ModuleList(ResidualBlock(dim) for _ in range(depth))
+        self.final_norm = plain_norm(dim)
+        self.final_modulation = nn.Linear(dim, 2 * dim)
+        self.final = nn.Linear(dim, 2 * channels)
 
     def forward(self, state: Tensor, condition: Tensor, timestep: Tensor) -> Tensor:
         """State [R, N, Z], embedded condition [R, N, width] and timestep [1] to noise and variance [R, N, 2Z], float32."""
@@ -107,7 +107,7 @@ class ResidualHead(nn.Module):
         shift, scale = self.final_modulation(activated).chunk(2, dim=-1)
         return self.final(torch.addcmul(shift, self.final_norm(h), 1 + scale)).float()
 
-    def draw(self, condition: Tensor, tokens: Tokens, scale: float, draws: Draws, batch: int) -> Tensor:
+    def sample(self, condition: Tensor, tokens: Tokens, scale: float, draws: Rng, batch: int) -> Tensor:
         """Residuals [B, N, Z] for the condition [R, N, C] of `tokens`, guided by `scale`."""
         if scale == 1:
             condition = condition[:batch]
@@ -129,7 +129,7 @@ class ResidualHead(nn.Module):
             state = state_mean + (0.5 * log_variance).exp() * next(noise)
         raise AssertionError("the steps end with the first")
 
-    def _noise(self, draws: Draws, tokens: Tokens, batch: int, device: torch.device) -> Iterator[Tensor]:
+    def _noise(self, draws: Rng, tokens: Tokens, batch: int, device: torch.device) -> Iterator[Tensor]:
         """Standard normal numbers [B, N, Z] for the start and for every step but the last."""
         while True:
-            yield cell_noise(draws.normal, tokens, (batch, tokens.width, self.channels), device)
+            yield cell_noise(draws.normal, tokens, (batch, tokens.num_tokens, self.channels), device)

@@ -21,10 +21,10 @@ def sinusoids(numbers: Tensor) -> Tensor:
 
 
 class SinusoidEmbedding(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(WAVES, width)
-        self.fc2 = nn.Linear(width, width)
+        self.fc1 = nn.Linear(WAVES, dim)
+        self.fc2 = nn.Linear(dim, dim)
 
     def forward(self, numbers: Tensor) -> Tensor:
         """[N] to [N, width]."""

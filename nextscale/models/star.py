@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError, SettingError
-from ..sampling import Sampling, choose, draw_codes
+from ..sampling import Sampling, choose, sample_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Conditioning, Given, Hidden, NextScaleModel, check_levels, temperatures
+from .base import Conditioning, Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
 from .blocks import BlockConfig, TextAttentionConfig, build_blocks, plain_norm
 from .naming import SHARED_RULES, block_rules
 from .refiner import Refiner
 from .rope import PairRope, star_rotations
-from .text_context import GivenText, check_channels
+from .text_context import TextInputs, check_channels
 
 
 @dataclass(frozen=True)
 class StarConfig:
     depth: int
-    width: int
+    dim: int
     heads: int
     sides: tuple[int, ...]
     codes: int = 4096
@@ -39,7 +39,7 @@ class StarConfig:
     @property
     def block(self) -> BlockConfig:
         text = TextAttentionConfig(self.text_channels, cosine=self.cosine, sharpness=0.25)
-        return BlockConfig(self.width, self.heads, 4 * self.width, cosine=self.cosine, text=text)
+        return BlockConfig(self.dim, self.heads, 4 * self.dim, cosine=self.cosine, text=text)
 
 
 class Star(NextScaleModel):
@@ -67,20 +67,20 @@ class Star(NextScaleModel):
         super().__init__()
         self.config = config
         self.block_config = config.block
-        self.text_proj = nn.Linear(config.text_channels, config.width)
-        self.pos_start = nn.Parameter(torch.empty(config.width))
-        self.level_embed = nn.Embedding(len(config.sides), config.width)
-        self.word_embed = nn.Linear(config.latent_channels, config.width)
+        self.text_proj = nn.Linear(config.text_channels, config.dim)
+        self.pos_start = nn.Parameter(torch.empty(config.dim))
+        self.level_embed = nn.Embedding(len(config.sides), config.dim)
+        self.word_embed = nn.Linear(config.latent_channels, config.dim)
         self.blocks = build_blocks(config.depth, config.block)
-        self.head_norm = plain_norm(config.width) if config.norm_before_head else nn.Identity()
-        self.head = nn.Linear(config.width, config.codes)
+        self.head_norm = plain_norm(config.dim) if config.norm_before_head else nn.Identity()
+        self.head = nn.Linear(config.dim, config.codes)
         self.refiner = self._refiner() if config.refiner_blocks else None
 
     def _refiner(self) -> Refiner:
         config, blocks = self.config, replace(self.config.block, text=None)
         return Refiner(blocks, config.refiner_blocks, len(config.sides), config.latent_channels, config.text_channels, config.codes)
 
-    def given(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> Given:
+    def prompt_inputs(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> PromptInputs:
         """Rows of the prompts, then, if guided, of the negative prompts, which are empty texts unless the caller says otherwise."""
         self.check_schedule(schedule)
         if guided and negative is None:
@@ -88,19 +88,19 @@ class Star(NextScaleModel):
         texts = [self._checked(text) for text in (prompts, negative) if text is not None]
         pooled = torch.cat([text.pooled for text in texts if text.pooled is not None]).to(self.dtype)
         rows = [row for text in texts for row in text.rows][: 1 if self.config.as_released else None]
-        return Given((pooled,), GivenText(torch.cat(rows).to(self.dtype), tuple(row.shape[0] for row in rows)))
+        return PromptInputs((pooled,), TextInputs(torch.cat(rows).to(self.dtype), tuple(row.shape[0] for row in rows)))
 
-    def tables(self, schedule: Schedule) -> PairRope:
+    def schedule_tables(self, schedule: Schedule) -> PairRope:
         head_dim, span, theta = self.block_config.head_dim, self.config.span, self.config.theta
         return PairRope(star_rotations(stage, head_dim, span, theta, self.device) for stage in schedule)
 
-    def conditioned(self, given: Given, tables: PairRope) -> Conditioning:
-        (pooled,) = given.rows
-        assert given.text is not None
+    def condition_from(self, inputs: PromptInputs, tables: PairRope) -> Conditioning:
+        (pooled,) = inputs.rows
+        assert inputs.text is not None
         return Conditioning(
             start=self.text_proj(pooled)[:, None] + self.pos_start,
             temperatures=temperatures(self.stack),
-            text=given.text.padding().context(self.stack, given.text.rows),
+            text=inputs.text.padding().context(self.stack, inputs.text.rows),
             rope=tables,
             refiner=None if self.refiner is None else self.refiner.condition(pooled, tables),
         )
@@ -132,12 +132,12 @@ class Star(NextScaleModel):
         if self.refiner is None or sampling.refine is None or tokens.stage.index < sampling.refine.first_stage:
             if sampling.smooth:  # STAR mixes all codes, not only the likely ones
                 sampling = replace(sampling, top_k=0, top_p=0.0)
-            return choose(logits, tokens, len(request.schedule), sampling, request.draws)
+            return choose(logits, tokens, len(request.schedule), sampling, request.rng)
         ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
         speaks = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # a method, for tokens that were not run
-        if speaks or (hidden.env.follows_image and request.method_draws is not request.draws):
+        if speaks or (hidden.env.data_dependent and request.method_rng is not request.rng):
             # Also where nothing was left out at this stage: so an image draws the same in every batch and on every rung.
-            spoken, _ = draw_codes(logits, tokens, sampling, request.method_draws)
+            spoken, _ = sample_codes(logits, tokens, sampling, request.method_rng)
         if hidden.tokens.whole:
             ids = hidden.tokens.move(ids, tokens)
         elif speaks:  # those keep what it says

@@ -35,14 +35,14 @@ class TextContext:
         return TextContext([(k[rows], v[rows]) for k, v in self.keys_values], *told)
 
 
-def masked_width(tokens: int) -> int:
+def masked_length(tokens: int) -> int:
     """Room for so many tokens, where a mask says which entries are real."""
     return math.ceil(tokens / MASK_MULTIPLE) * MASK_MULTIPLE
 
 
-def padded_width(lengths: tuple[int, ...]) -> int:
+def padded_length(lengths: tuple[int, ...]) -> int:
     """To which texts are padded: those of one length need no mask."""
-    return masked_width(max(lengths)) if len(set(lengths)) > 1 else lengths[0]
+    return masked_length(max(lengths)) if len(set(lengths)) > 1 else lengths[0]
 
 
 class Padding:
@@ -54,7 +54,7 @@ class Padding:
         self.lengths: Tensor | None = None  # [R]
         self.mask: Tensor | None = None  # [R, 1, 1, T]
         if width or len(set(lengths)) > 1:
-            self.width = masked_width(max(width, *lengths))
+            self.width = masked_length(max(width, *lengths))
             told = torch.tensor(lengths, dtype=torch.int32)
             mask = real_entries(told, self.width)
             self.places = mask.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
@@ -85,36 +85,36 @@ class PaddedAlready(Padding):
 
 
 @dataclass(frozen=True, eq=False)
-class GivenText:
+class TextInputs:
     """The texts of a request for models whose blocks attend to them, one after another."""
 
     rows: Tensor  # [sum of lengths, C], of a type that does not depend on the prompts
     lengths: tuple[int, ...]
 
     @property
-    def width(self) -> int:
+    def length(self) -> int:
         """Tokens of a row that attention reads, padding included."""
-        return padded_width(self.lengths)
+        return padded_length(self.lengths)
 
     def padding(self) -> Padding:
         return Padding(self.lengths, self.rows.device)
 
 
 @dataclass(frozen=True, eq=False)
-class RoomForText:
+class TextBuffer:
     """The same at a fixed address, for texts of any length up to a width; what lies behind them is never read, but must be finite."""
 
     rows: Tensor  # [R * width, C]
     lengths: Tensor  # [R], int32
-    width: int
+    length: int
 
     def padding(self) -> PaddedAlready:
-        return PaddedAlready(self.lengths, self.width)
+        return PaddedAlready(self.lengths, self.length)
 
 
-def context_bytes(layers: int, rows: int, tokens: int, width: int, dtype: torch.dtype) -> int:
+def context_bytes(layers: int, rows: int, tokens: int, dim: int, dtype: torch.dtype) -> int:
     """Memory of the context of `rows` texts, the longest of which has so many tokens."""
-    return 2 * layers * rows * masked_width(tokens) * width * dtype.itemsize
+    return 2 * layers * rows * masked_length(tokens) * dim * dtype.itemsize
 
 
 def check_channels(features: TextFeatures, expected: int) -> None:

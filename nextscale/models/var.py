@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..errors import SizeError
-from ..prompts import Labels
 from ..stage import Schedule, Stage
-from .base import Conditioning, Given, NextScaleModel, temperatures
+from ..text.prompts import Labels
+from .base import Conditioning, NextScaleModel, PromptInputs, temperatures
 from .blocks import BlockConfig, Modulation, build_blocks, plain_norm
 from .naming import CLASS_RULES
 
@@ -22,7 +22,7 @@ class ClassConfig:
     """What VAR and FlexVAR have in common."""
 
     depth: int
-    width: int
+    dim: int
     heads: int
     _: KW_ONLY
     cosine: bool = True
@@ -33,7 +33,7 @@ class ClassConfig:
 
     @property
     def block(self) -> BlockConfig:
-        return BlockConfig(self.width, self.heads, round(self.width * self.mlp_ratio), cosine=self.cosine, modulation="own")
+        return BlockConfig(self.dim, self.heads, round(self.dim * self.mlp_ratio), cosine=self.cosine, modulation="own")
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,24 @@ class ClassConditioned(NextScaleModel):
         super().__init__()
         self.config = config
         self.block_config = config.block
-        self.class_embed = nn.Embedding(config.classes + 1, config.width)  # the last row stands for "no class"
-        self.pos_start = nn.Parameter(torch.empty(config.width))
-        self.word_embed = nn.Linear(config.latent_channels, config.width)
+        self.class_embed = nn.Embedding(config.classes + 1, config.dim)  # the last row stands for "no class"
+        self.pos_start = nn.Parameter(torch.empty(config.dim))
+        self.word_embed = nn.Linear(config.latent_channels, config.dim)
         self.blocks = build_blocks(config.depth, config.block)
-        self.head_norm = plain_norm(config.width)
-        self.head_ada = nn.Linear(config.width, 2 * config.width)
-        self.head = nn.Linear(config.width, config.codes)
+        self.head_norm = plain_norm(config.dim)
+        self.head_ada = nn.Linear(config.dim, 2 * config.dim)
+        self.head = nn.Linear(config.dim, config.codes)
 
-    def given(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> Given:
+    def prompt_inputs(self, prompts: Labels, guided: bool, schedule: Schedule, negative: Labels | None = None) -> PromptInputs:
         self.check_schedule(schedule)
         labels = prompts.numbers.to(self.device)
         if guided:
             against = torch.full_like(labels, self.config.classes) if negative is None else negative.numbers.to(self.device)
             labels = torch.cat([labels, against])
-        return Given((labels,))
+        return PromptInputs((labels,))
 
-    def conditioned(self, given: Given, tables: None) -> Conditioning:
-        (labels,) = given.rows
+    def condition_from(self, inputs: PromptInputs, tables: None) -> Conditioning:
+        (labels,) = inputs.rows
         condition = self.class_embed(labels)
         activated = F.silu(condition)
         return Conditioning(
@@ -99,10 +99,10 @@ class Var(ClassConditioned):
         super().__init__(config)
         self.shares_modulation = config.shared_modulation
         self.schedule = Schedule(config.sides)
-        self.level_embed = nn.Embedding(len(config.sides), config.width)
-        self.pos_embed = nn.Parameter(torch.empty(self.schedule.tokens, config.width))
+        self.level_embed = nn.Embedding(len(config.sides), config.dim)
+        self.pos_embed = nn.Parameter(torch.empty(self.schedule.tokens, config.dim))
         if config.shared_modulation:
-            self.shared_modulation = nn.Linear(config.width, 6 * config.width)
+            self.shared_modulation = nn.Linear(config.dim, 6 * config.dim)
 
     def check_schedule(self, schedule: Schedule) -> None:
         if schedule != self.schedule:

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale import ConstantGuidance, Guidance, Pipeline, RampGuidance, Sampling, Schedule, Stage, Tokens
+from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES
 from nextscale.models import FlexVar, FlexVarConfig, Var, VarConfig
 from nextscale.models.var import ClassConditioned
-from nextscale.presets import FLEXVAR_DRAWN_SIDES, Settings
-from nextscale.prompts import ClassReader
+from nextscale.pipeline import Settings
 from nextscale.sampling import filter_logits
 from nextscale.schedules import SquareBook
+from nextscale.text.prompts import ClassReader
 from nextscale.tokenizers import FlexVarTokenizer, FlexVarTokenizerConfig, VarTokenizer, VarTokenizerConfig
 from nextscale.tokenizers.base import Tokenizer
 
@@ -187,7 +188,7 @@ def replay_var(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     model = Var(
         VarConfig(
             depth=config["depth"],
-            width=config["embed_dim"],
+            dim=config["embed_dim"],
             heads=config["num_heads"],
             sides=tuple(config["patch_nums"]),
             shared_modulation=config["shared_aln"],
@@ -245,7 +246,7 @@ def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
     model = FlexVar(
         FlexVarConfig(
             depth=config["depth"],
-            width=config["embed_dim"],
+            dim=config["embed_dim"],
             heads=config["num_heads"],
             cosine=config["attn_l2_norm"],
             classes=config["num_classes"],
@@ -271,7 +272,7 @@ def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
             else RampGuidance(strength=run["cfg"], longest_span=9, full_above=run["max_pn"])
         )
         settings = {key: run[key] for key in ("top_k", "top_p", "g_seed") if key in run}
-        rules = {"drawn_sides": FLEXVAR_DRAWN_SIDES, "widest_drawn": run["max_pn"], "forbidden": tuple(run.get("invalid_ids", ()))}
+        rules = {"sampled_sides": FLEXVAR_SAMPLED_SIDES, "widest_sampled": run["max_pn"], "forbidden": tuple(run.get("invalid_ids", ()))}
         if "top_k_used_per_stage" in run:
             sampling = Sampling(top_k=run["top_k"], **rules)
             assert [sampling.top_k_at(stage) for stage in schedule] == run["top_k_used_per_stage"]

@@ -276,7 +276,7 @@ class StoredBranch:
         self.asked = self.index = torch.empty(0)
 
     @property
-    def parts(self) -> tuple[Callable[[Tensor, Tokens, Env], Tensor]]:
+    def sublayers(self) -> tuple[Callable[[Tensor, Tokens, Env], Tensor]]:
         return (self.answer,)
 
     def answer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nextscale import Pipeline, Schedule, TextFeatures, Tokens
 from nextscale.canvas import to_map
+from nextscale.loading.presets import hart_settings
 from nextscale.models import Hart, HartConfig
-from nextscale.presets import hart_settings
 from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig
 
 from .class_cases import inputs_of
@@ -85,7 +85,7 @@ def model_config(config: dict[str, Any], autoencoder: dict[str, Any]) -> HartCon
     understood(config, read, fixed)
     return HartConfig(
         depth=config["depth"],
-        width=config["embed_dim"],
+        dim=config["embed_dim"],
         heads=config["num_heads"],
         sides=tuple(config["patch_nums"]),
         codes=autoencoder["vocab_size"],
@@ -96,7 +96,7 @@ def model_config(config: dict[str, Any], autoencoder: dict[str, Any]) -> HartCon
         cosine=config["attn_l2_norm"],
         text_norm=config["use_context_norm"],
         level_table=not config["use_timestep_embed"],
-        residual_width=config["diff_width"],
+        residual_dim=config["diff_width"],
         residual_depth=config["diff_depth"],
         residual_steps=int(config["num_sampling_steps"]),
     )

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nextscale import Output, Pipeline, Sampling, Schedule, Stage, StageGuidance, TextFeatures, Tokens
 from nextscale.canvas import to_map, to_rows
-from nextscale.images import to_pil
+from nextscale.io import to_pil
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.rope import RopeMode, grid_positions, infinity_rotations
-from nextscale.presets import Settings
+from nextscale.pipeline import Settings
 from nextscale.sampling import filter_logits
 from nextscale.schedules import INFINITY_SIZES, InfinityBook
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
@@ -80,7 +80,7 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
     model = Infinity(
         InfinityConfig(
             depth=config["depth"],
-            width=config["embed_dim"],
+            dim=config["embed_dim"],
             heads=config["num_heads"],
             chunks=config["block_chunks"],
             bits_per_token=tokenizer.config.bits_per_token,

@@ -18,7 +18,7 @@ from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
-from nextscale.sampling import SharedDraws
+from nextscale.sampling import SharedRng
 
 
 class Recorder(Method):
@@ -65,14 +65,14 @@ class Recorder(Method):
             taps=tuple(layer for layer in self.taps if layer not in grouped),
         )
 
-    def enter(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         self.first_inputs.append(x)
-        return self.run.enter(x, tokens)
+        return self.run.reduce(x, tokens)
 
-    def leave(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.noise:
             out = out + self.noise * (2 * torch.rand(out.shape, generator=self.generator) - 1)
-        return self.run.leave(out, tokens)
+        return self.run.restore(out, tokens)
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         self.inputs[tokens.stage.index, layer], self.outputs[tokens.stage.index, layer] = before, after
@@ -132,7 +132,7 @@ class Watch:
             self.next_inputs.append(seen)
 
 
-class RecordingDraws(SharedDraws):
+class RecordingDraws(SharedRng):
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(generator)
         self.drawn: list[Tensor] = []

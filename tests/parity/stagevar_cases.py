@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule
-from nextscale.accel import stagevar
-from nextscale.accel.stagevar import StageVAR
+from nextscale.accel.stagevar import method as stagevar
+from nextscale.accel.stagevar.method import StageVAR
 
 from . import infinity_cases
 from .accelerated import SAMPLING, SettledBits, stated_tolerance

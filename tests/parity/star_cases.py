@@ -19,11 +19,11 @@ from torch import Tensor
 
 from nextscale import Pipeline, RampGuidance, Sampling, Schedule, Stage, TextFeatures, Tokens
 from nextscale.canvas import to_map
-from nextscale.generate import Revise, as_drawn
+from nextscale.generate import Revise, as_sampled
 from nextscale.models import Star, StarConfig, refiner
 from nextscale.models.rope import star_rotations
-from nextscale.presets import Settings
-from nextscale.sampling import Draws, Refinement, draw_codes, filter_logits, soften
+from nextscale.pipeline import Settings
+from nextscale.sampling import Refinement, Rng, filter_logits, sample_codes, soften
 from nextscale.schedules import SquareBook
 from nextscale.tokenizers import VarTokenizer
 
@@ -110,7 +110,7 @@ def model_config(case: dict[str, Any], run: dict[str, Any]) -> StarConfig:
     understood({name: case[name] for name in fixed}, (), fixed)
     return StarConfig(
         depth=config["depth"],
-        width=config["embed_dim"],
+        dim=config["embed_dim"],
         heads=config["num_heads"],
         sides=tuple(config["patch_nums"]),
         codes=config["vocab_size"],
@@ -145,13 +145,13 @@ def rounds_of(model: Star) -> Iterator[dict[int, list[Round]]]:
     rounds: dict[int, list[Round]] = defaultdict(list)
     with calls_of({} if model.refiner is None else {"refiner": model.refiner}) as seen:
 
-        def recording(logits: Tensor, tokens: Tokens, sampling: Sampling, draws: Draws) -> tuple[Tensor, Tensor]:
-            ids, kept = draw_codes(logits, tokens, sampling, draws)
+        def recording(logits: Tensor, tokens: Tokens, sampling: Sampling, draws: Rng) -> tuple[Tensor, Tensor]:
+            ids, kept = sample_codes(logits, tokens, sampling, draws)
             known = seen["refiner"].pop().inputs[1] if seen["refiner"] else None
             rounds[tokens.stage.index].append(Round(logits, ids, confidence(kept, ids), known))
             return ids, kept
 
-        with mock.patch.object(refiner, "draw_codes", recording):
+        with mock.patch.object(refiner, "sample_codes", recording):
             yield rounds
 
 
@@ -219,7 +219,7 @@ class StarRun:
         for stage in self.schedule:
             self.expected.compare({f"s{stage.index}.h": Reading(to_map(canvas.vectors(own[stage.index]), stage), OWN_MIXTURE)})
 
-    def readings(self, noise: float = 0.0, noise_seed: int = 0, revise: Revise = as_drawn) -> Readings:
+    def readings(self, noise: float = 0.0, noise_seed: int = 0, revise: Revise = as_sampled) -> Readings:
         """Everything a case may have stored of a run; `noise` is added to the guided logits."""
         model, schedule = self.model, self.schedule
         latent, image = (SMOOTH_LATENT, SMOOTH_IMAGE) if self.sampling.smooth else (LATENT, LATENT)

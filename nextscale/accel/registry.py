@@ -1,0 +1,84 @@
+"""Methods by name: `"stagevar"`, `"sparsevar:tau=0.6,alpha=none"`, or a list of such."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+
+from ..errors import SettingError
+from .combine import Combined
+from .fastvar import FastVAR
+from .method import Method
+from .skip import SkipStages
+from .sparsevar import SparseVAR
+from .stagevar.method import StageVAR
+from .tome import ToMe
+
+MethodLike = Method | str | Sequence[Method | str] | None
+
+METHODS: dict[str, type[Method]] = {
+    "dense": Method,
+    "skip": SkipStages,
+    "sparsevar": SparseVAR,
+    "fastvar": FastVAR,
+    "stagevar": StageVAR,
+    "tome": ToMe,
+}
+
+
+def resolve_method(method: MethodLike) -> Method:
+    """None and an empty list are dense generation."""
+    if isinstance(method, str):
+        return parse_method(method)
+    if isinstance(method, Method):
+        return method
+    if method is not None and not isinstance(method, Sequence):
+        raise SettingError(f"method {method!r}: give a Method, a name ({', '.join(METHODS)}), or a list of them")
+    several = [resolve_method(one) for one in method or ()]
+    if len(several) < 2:
+        return several[0] if several else Method()
+    return Combined(tuple(several))
+
+
+def parse_method(text: str) -> Method:
+    """`name` or `name:field=value,field=value`; values are numbers, true, false, none, lists in brackets, or words."""
+    name, _, settings = text.strip().partition(":")
+    if name not in METHODS:
+        close = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise SettingError(f"unknown method {name!r}{hint} Known methods: {', '.join(METHODS)}")
+    known = [field.name for field in fields(METHODS[name])] if METHODS[name] is not Method else []  # type: ignore[arg-type]
+    chosen = {}
+    for setting in split_settings(settings):
+        field, equals, value = setting.partition("=")
+        if not equals or field.strip() not in known:
+            raise SettingError(f"method {text!r}: {setting.strip()!r} is no setting of {name}; it takes {', '.join(known) or 'none'}")
+        chosen[field.strip()] = parse_value(value.strip())
+    return METHODS[name](**chosen)
+
+
+def split_settings(text: str) -> list[str]:
+    """At the commas outside brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part.strip()]
+
+
+def parse_value(text: str) -> object:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        if text.startswith(("[", "(")) and text.endswith(("]", ")")):
+            return tuple(parse_value(part.strip()) for part in split_settings(text[1:-1]))
+        return text
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,76 @@
+"""The low-rank variants that the StageVAR paper compares with its own: singular vectors and least squares (table 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from ...cache import Env
+from ...models.blocks import Block, run_in_order
+from ...stage import Tokens
+from .groups import LowRank, first_tokens
+from .lowrank import (
+    Energy,
+    approximation,
+    energy_ranks,
+    factors,
+    least_squares_weights,
+    project,
+    projection,
+    repeat_tail,
+    same_direction,
+    singular_energies,
+    zero_tail,
+)
+
+
+class LeastSquaresRows(LowRank):
+    """Random projection, undone by least squares; what the blocks have changed is made up for with the previous stage's solution."""
+
+    def own_macs(self, tokens: int, channels: int) -> int:
+        return 5 * super().own_macs(tokens, channels)  # project and solve, for input and previous output; restore
+
+    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        width, ranks = self.ranks(x, tokens)
+        normal = self.run_state.normal(x, tokens, self.rank.drawn(tokens.stage.cells))[..., :width]
+        q = projection(normal, width if ranks is None else ranks)
+        rows = zero_tail(project(zero_tail(x, tokens.count), q), ranks)
+        previous = self.remembered(tokens, env)
+        previous_rows = zero_tail(project(zero_tail(previous, tokens.count), q), ranks)
+        y = run_in_order(blocks, repeat_tail(rows, ranks), first_tokens(tokens, rows, ranks), env)
+        self.record_rows(x, tokens, width, ranks)
+        weights = least_squares_weights(rows, x) + least_squares_weights(previous_rows, previous)
+        return weights @ y.float()  # which are 0 beyond the ranks
+
+
+class SingularRows(LowRank):
+    """The leading singular directions; their left vectors and those of the previous stage's output restore the tokens."""
+
+    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        width, ranks = self.ranks(x, tokens)
+        u, rows = factors(zero_tail(x, tokens.count), width)
+        previous, _ = factors(zero_tail(self.remembered(tokens, env), tokens.count), width)
+        y = run_in_order(blocks, repeat_tail(rows, ranks).to(x.dtype), first_tokens(tokens, rows, ranks), env)
+        self.record_rows(x, tokens, width, ranks)
+        return (u + same_direction(previous, u)) @ zero_tail(y.float(), ranks)
+
+
+class ApproximatedRows(LowRank):
+    """All tokens run, but their input is replaced by its nearest matrix of low rank."""
+
+    restores_from_memory: ClassVar[bool] = False
+
+    def num_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def own_macs(self, tokens: int, channels: int) -> int:
+        return tokens * self.rank.rows(tokens) * channels
+
+    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        assert isinstance(self.rank, Energy)
+        ranks = energy_ranks(singular_energies(x, tokens.count), self.rank.alpha)
+        near = repeat_tail(approximation(zero_tail(x, tokens.count), ranks).to(x.dtype), tokens.count)
+        self.run_state.record(tokens, x, len(self.layers))
+        return run_in_order(blocks, near, tokens, env)

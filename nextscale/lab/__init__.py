@@ -1,0 +1,1 @@
+"""Measuring, judging, observing and training models. The runtime never imports it."""

@@ -1,0 +1,196 @@
+"""All observations of one model: images are drawn once under watch, then again with other prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ...errors import SettingError
+from ...pipeline import Output, Pipeline
+from ...stage import Schedule
+from ..metrics import Lpips
+from . import blocks, frequency, prompt, rank
+from .numbers import Observations
+from .pictures import image_tile, map_tile, sheet
+from .recorder import Recorder
+
+MOST_EXAMPLES = 4
+REPLACED: dict[prompt.Replacement, str] = {"none": "no prompt", "other": "another prompt", "seed": "another seed"}  # on the sheet
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The images to draw: one prompt and one seed each."""
+
+    prompts: list[Any]
+    seeds: list[int]
+
+    def __post_init__(self) -> None:
+        if not self.prompts or len(self.prompts) != len(self.seeds):
+            raise SettingError(f"{len(self.prompts)} prompts and {len(self.seeds)} seeds: give one of each per image, at least one")
+
+    @classmethod
+    def of(cls, prompts: Sequence[Any], images: int | None, seed: int) -> Sample:
+        """`images` of them, taking the prompts in turn; None: one per prompt."""
+        number = len(prompts) if images is None else images
+        return cls([prompts[index % len(prompts)] for index in range(number)], list(range(seed, seed + number)))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Sheets with the first images."""
+
+    stages: Image.Image  # every image after each stage, and below it how much each stage changed it where
+    blocks: Image.Image  # the final image, then where each block changed its tokens at the last stage
+    prompts: Image.Image  # per replacement: the first drawing, then the replacement from each switch on
+
+
+@dataclass
+class Tiles:
+    stages: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    blocks: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    prompts: dict[tuple[int, prompt.Replacement], list[Tensor]] = field(default_factory=dict)  # (image, what is replaced)
+
+
+@dataclass
+class Found:
+    """What the calls have found so far."""
+
+    changes: list[frequency.Changes] = field(default_factory=list)
+    relations: list[dict[str, Tensor]] = field(default_factory=list)
+    ranks: list[Tensor] = field(default_factory=list)
+    moves: list[prompt.Moves] = field(default_factory=list)
+    tiles: Tiles = field(default_factory=Tiles)
+
+
+@torch.inference_mode()
+def observe(
+    pipeline: Pipeline,
+    sample: Sample,
+    schedule: Schedule,
+    *,
+    batch: int = 16,
+    switches: int = 4,
+    lpips: Lpips | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> tuple[Observations, Examples]:
+    """Measures what the papers observed.
+
+    batch: images at a time. switches: at how many stages prompts are replaced; each costs as much as three drawings of all images.
+    lpips: where it is at hand, distances of images are measured with it as well. progress: is told the share that is done.
+    """
+    others = prompt.other_prompts(sample.prompts)
+    switched = prompt.spread_switches(len(schedule), switches)
+    again = [(kind, switch) for kind in prompt.replacements(pipeline, schedule, others is not None) for switch in switched]
+    layers = rank.spread_layers(len(pipeline.model.blocks))
+    found = Found()
+    total, done = math.ceil(len(sample.seeds) / batch) * (1 + len(again)), 0
+    for start in range(0, len(sample.seeds), batch):
+        part = slice(start, start + batch)
+        drawn = draw_watched(pipeline, sample.prompts[part], sample.seeds[part], schedule, layers, start, found)
+        done += 1
+        progress(done / total)
+        moves: prompt.Moves = {}
+        for kind, switch in again:
+            output = prompt.draw_again(pipeline, drawn, others[part] if others else None, kind, switch, schedule)
+            moves.setdefault(kind, []).append(prompt.moved(drawn.output, output, switch, lpips))
+            add_prompt_tiles(found.tiles, drawn.output, output, kind, start)
+            done += 1
+            progress(done / total)
+        found.moves.append(moves)
+    observations = Observations(
+        about(drawn.output, sample, batch, lpips),
+        [list(stage.size) for stage in schedule],
+        frequency.summary(found.changes),
+        blocks.summary(found.relations),
+        prompt.summary(found.moves, switched),
+        rank.summary(found.ranks, layers, schedule, pipeline.model.block_config.dim),
+    )
+    return observations, examples(found.tiles, schedule, switched, len(pipeline.model.blocks))
+
+
+def examples(tiles: Tiles, schedule: Schedule, switched: Sequence[int], blocks: int) -> Examples:
+    names = [f"{stage.height}x{stage.width}" for stage in schedule]
+    replaced = [(REPLACED[kind], tiles.prompts[index, kind]) for index, kind in sorted(tiles.prompts)]
+    return Examples(
+        sheet(tiles.stages, names),
+        sheet(tiles.blocks, ["image", *(f"block {block}" for block in range(blocks))]),
+        sheet(replaced, ["as it was drawn", *(f"from {names[switch]} on" for switch in switched)]),
+    )
+
+
+def draw_watched(
+    pipeline: Pipeline, prompts: list[Any], seeds: list[int], schedule: Schedule, layers: Sequence[int], start: int, found: Found
+) -> prompt.Drawn:
+    """The first drawing of some images, of which `start` others were drawn before."""
+    record = blocks.BlockRecord()
+    ranks = rank.RankRecord(layers, first_of(rank.MOST_IMAGES, start, len(seeds)))
+    latents: list[Tensor] = []
+    output = pipeline(
+        prompts,
+        seed=seeds,
+        size=schedule,
+        method=Recorder((record.watch, ranks.watch)),
+        on_stage=lambda preview: latents.append(preview.latent),
+    )
+    shown: list[list[Tensor]] = [[] for _ in range(first_of(MOST_EXAMPLES, start, len(seeds)))]
+    changes, maps = frequency.stage_changes(decoded(pipeline, latents, shown), output.pixels, schedule.grid)
+    found.relations.append(blocks.block_relations(record, schedule, output.pixels, maps))
+    found.changes.append(changes)
+    if ranks.images:
+        found.ranks.append(ranks.ranks(schedule))
+    add_tiles(found.tiles, shown, maps, record, schedule, output)
+    return prompt.Drawn(prompts, seeds, output)
+
+
+def first_of(most: int, start: int, images: int) -> int:
+    """How many of a call's images are among the first `most` of all."""
+    return max(0, min(most - start, images))
+
+
+def decoded(pipeline: Pipeline, latents: Sequence[Tensor], shown: list[list[Tensor]]) -> Iterator[Tensor]:
+    """The images after each stage, one stage at a time; tiles of the first ones go to `shown`."""
+    for latent in latents:
+        images = pipeline.tokenizer.decode(latent)
+        for index, row in enumerate(shown):
+            row.append(image_tile(images[index]))
+        yield images
+
+
+def add_tiles(
+    tiles: Tiles, shown: list[list[Tensor]], maps: Sequence[Tensor], record: blocks.BlockRecord, schedule: Schedule, first: Output
+) -> None:
+    for index, row in enumerate(shown):
+        size = row[-1].shape[1], row[-1].shape[2]
+        tiles.stages += [("after stage", row), ("its change", [map_tile(change[index], schedule.grid, size) for change in maps])]
+        acting = [block.change[index] for (stage, _), block in sorted(record.maps.items()) if stage == len(schedule) - 1]
+        tiles.blocks.append(("change", [image_tile(first.pixels[index]), *(map_tile(change, schedule.grid, size) for change in acting)]))
+
+
+def add_prompt_tiles(tiles: Tiles, first: Output, again: Output, kind: prompt.Replacement, start: int) -> None:
+    if kind in REPLACED:
+        for index in range(first_of(MOST_EXAMPLES, start, len(first.pixels))):
+            row = tiles.prompts.setdefault((start + index, kind), [image_tile(first.pixels[index])])
+            row.append(image_tile(again.pixels[index]))
+
+
+def about(first: Output, sample: Sample, batch: int, lpips: Lpips | None) -> dict[str, Any]:
+    report = first.report
+    return {
+        "model": report.model,
+        "device": report.device,
+        "dtype": report.dtype,
+        "torch": torch.__version__,
+        "size": list(report.size),
+        "images": len(sample.seeds),
+        "prompts": len({str(given) for given in sample.prompts}),
+        "seed": sample.seeds[0],
+        "batch": batch,
+        "lpips": lpips is not None,
+    }

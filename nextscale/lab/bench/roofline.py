@@ -1,0 +1,70 @@
+"""The least time of a request at this machine's measured rates: its arithmetic at that of one large matrix product, its weights at that
+of a copy, if they come from memory once in every stage."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...models.base import NextScaleModel
+from ...planning.cost import BlockMacs, Workload, request_cost, weights
+from ...report import Stopwatch
+
+MATRIX_SIDE, COPIED_BYTES = 8192, 2**31  # on a GPU
+SMALL_SIDE, SMALL_BYTES = 256, 2**22  # elsewhere, where limits are not what one wants to know
+TIMED = 20
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the machine reaches, measured."""
+
+    flops: float  # a MAC is two
+    bytes: float  # per second, read and written
+
+    @staticmethod
+    def measured(device: torch.device, dtype: torch.dtype) -> Rates:
+        side, size = (MATRIX_SIDE, COPIED_BYTES) if device.type == "cuda" else (SMALL_SIDE, SMALL_BYTES)
+        a, b, product = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        multiplied = _seconds(device, lambda: torch.mm(a, b, out=product))
+        copied = _seconds(device, lambda: target.copy_(source))
+        return Rates(2 * side**3 / multiplied, 2 * size / copied)
+
+    def to_row(self) -> dict[str, float]:
+        return {"matmul_tflops": round(self.flops / 1e12, 3), "copy_tb_per_s": round(self.bytes / 1e12, 4)}
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Median of several runs after a few that are not timed."""
+    clock = Stopwatch(device)
+    for number in range(-3, TIMED):
+        clock.start("work", number)
+        work()
+        clock.stop("work", number)
+    return statistics.median(clock.seconds("work", number) for number in range(TIMED))
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """In seconds."""
+
+    arithmetic: float  # of all stages
+    reading: float  # of the weights, in every stage that runs
+    both: float  # per stage the longer of the two, since they can overlap
+
+
+def request_roofline(model: NextScaleModel, workload: Workload, shares: Sequence[float], rates: Rates) -> Roofline:
+    """shares: MACs of every stage against dense generation, as a report gives them; 0 where it is skipped.
+
+    Decoding, keys and values, and everything that is no matrix product are left out.
+    """
+    block = BlockMacs.of(model, workload)
+    read = len(model.blocks) * (block.attention + block.text + block.feed_forward) + weights(model.head, model.word_embed)
+    reading = read * model.dtype.itemsize / rates.bytes
+    dense = request_cost(model, workload).stages
+    arithmetic = [2 * stage.total * share / rates.flops for stage, share in zip(dense, shares, strict=True) if share > 0]
+    return Roofline(sum(arithmetic), reading * len(arithmetic), sum(max(seconds, reading) for seconds in arithmetic))

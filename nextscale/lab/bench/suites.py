@@ -1,0 +1,103 @@
+"""What is measured together: named lists of models, sizes and methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ...accel.method import Method
+from ...accel.registry import resolve_method
+from ...errors import SettingError
+from ...schedules import SizeLike
+from ..evals.methods import DENSE, GUIDANCE_OFF
+from .sparse_share import SparseVARShare
+
+SPARSE = "SparseVAR, 30 % kept"
+ALL = "all"
+
+METHODS: Mapping[str, tuple[Method | str, ...]] = {
+    "skip the last two stages": ("skip:last=2",),
+    SPARSE: (SparseVARShare(),),
+    "FastVAR": ("fastvar",),
+    "StageVAR": ("stagevar",),
+    "StageVAR, guidance off only": (GUIDANCE_OFF,),
+    "FastVAR + guidance off": ("fastvar", GUIDANCE_OFF),
+    "SparseVAR, 30 % kept + guidance off": (SparseVARShare(), GUIDANCE_OFF),
+    "ToMe": ("tome",),
+}
+PUBLISHED = (SPARSE, "FastVAR", "StageVAR")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Dense generation and some methods, on requests that are alike."""
+
+    name: str
+    model: str
+    size: SizeLike = None
+    batch: int = 1
+    methods: tuple[str, ...] = ()  # besides dense generation
+    suite: str | None = None  # that it was measured with
+
+
+def _sized(*sides: int, methods: tuple[str, ...]) -> tuple[Case, ...]:
+    return tuple(Case(f"2b-{side}", "infinity-2b", (side, side), methods=methods) for side in sides)
+
+
+SUITES: Mapping[str, tuple[Case, ...]] = {
+    # What a visitor asks first. Decoding, memory and the time from prompt features to pixels are in the same rows.
+    "required": (
+        Case("2b-1024", "infinity-2b", (1024, 1024), methods=PUBLISHED),
+        Case("2b-1024-batch4", "infinity-2b", (1024, 1024), batch=4),
+        Case("8b-1024", "infinity-8b", (1024, 1024)),
+    ),
+    "growth": _sized(256, 512, 1024, 2048, methods=("skip the last two stages", *PUBLISHED)),
+    "large": _sized(1344, 2048, methods=("FastVAR",)),  # past training: what the paper of FastVAR shows there
+    "throughput": (Case("2b-1024-batch8", "infinity-2b", (1024, 1024), batch=8, methods=PUBLISHED),),
+    "families": (
+        Case("hart-1024", "hart-0.7b", (1024, 1024), methods=PUBLISHED),
+        Case("star-1024", "star-1024", (1024, 1024), methods=PUBLISHED),
+        Case("var-d30-256", "var-d30", (256, 256), batch=8, methods=PUBLISHED),
+        Case("8b-1024", "infinity-8b", (1024, 1024), methods=PUBLISHED),
+    ),
+    "dense": (
+        Case("2b-1024", "infinity-2b", (1024, 1024)),
+        Case("2b-1024-batch4", "infinity-2b", (1024, 1024), batch=4),
+        Case("2b-2:1", "infinity-2b", (1440, 720)),
+        Case("8b-1024", "infinity-8b", (1024, 1024)),
+        Case("8b-512", "infinity-8b-512", (512, 512)),
+        Case("var-d30-256", "var-d30", (256, 256), batch=8),
+        Case("var-d36-512", "var-d36", (512, 512)),
+        Case("flexvar-d24-256", "flexvar-d24", (256, 256), batch=8),
+        Case("hart-1024", "hart-0.7b", (1024, 1024)),
+        Case("hart-1024-batch4", "hart-0.7b", (1024, 1024), batch=4),
+        Case("star-256", "star-256", (256, 256)),
+        Case("star-512", "star-512", (512, 512)),
+        Case("star-1024", "star-1024", (1024, 1024)),
+        Case("star-1024-batch4", "star-1024", (1024, 1024), batch=4),
+        Case("star-1024-sampler", "star-1024-sampler", (1024, 1024)),
+    ),
+    "methods": (
+        Case("2b-1024", "infinity-2b", (1024, 1024), methods=(ALL,)),
+        Case("2b-1024-batch4", "infinity-2b", (1024, 1024), batch=4, methods=(ALL,)),
+        Case("2b-2:1", "infinity-2b", (1440, 720), methods=(ALL,)),
+        Case("hart-1024", "hart-0.7b", (1024, 1024), methods=(ALL,)),
+        Case("star-1024", "star-1024", (1024, 1024), methods=(ALL,)),
+    ),
+}
+APART = ("growth", "throughput")  # suites with tables of their own
+
+
+def suite(name: str) -> tuple[Case, ...]:
+    if name not in SUITES:
+        raise SettingError(f"--suite {name!r}: choose one of {', '.join(SUITES)}")
+    return SUITES[name]
+
+
+def timed_methods(names: Iterable[str]) -> dict[str, Method]:
+    """Dense generation first, then those asked for: names of the table above, "all" of it, or methods such as "fastvar + skip:last=1"."""
+    chosen: dict[str, Method] = {DENSE: Method()}
+    for name in names:
+        for one in METHODS if name == ALL else (name,):
+            chosen[one] = resolve_method(METHODS[one] if one in METHODS else one.split(" + "))
+    return chosen

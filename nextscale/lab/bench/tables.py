@@ -1,0 +1,422 @@
+"""Tables and a picture of speed, from the rows of the results file.
+
+Read are rows of `nextscale bench` and of the programs that it replaced ("dense", "methods"): their rows have fewer columns. Only rows of
+random weights on a GPU count, of one kind of GPU and one dtype; outside the waterfall only those with kernels. Of rows that are alike the
+last one counts, of engines recorded graphs, and of methods those of one run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..evals.methods import DENSE
+from .suites import APART, SPARSE
+
+Row = dict[str, Any]
+CaseKey = tuple[str, str, int]  # model, image, batch
+
+AUTHORS: Mapping[CaseKey, tuple[int, float, int | None]] = {
+    ("infinity-2b", "1024x1024", 1): (790, 13.0, 99),
+    ("infinity-2b", "1024x1024", 4): (1684, 38.0, None),
+    ("infinity-8b", "1024x1024", 1): (1367, 34.3, None),
+}
+"""The authors' program on such a GPU, same sizes, random weights: generation in ms, peak memory in GB, decoding in ms."""
+AUTHORS_HARDWARE = "NVIDIA H200"
+NOT_KNOWN = (None, None, None)
+OLD_NAMES = {"SparseVAR": SPARSE, "SparseVAR + guidance off": f"{SPARSE} + guidance off"}  # as benchmarks before this one called them
+CHAIN = ("eager, plain torch", "graphs, plain torch", "graphs")  # steps of a waterfall; those that were given a name follow
+SPEED = ("dense", "methods", "bench")
+
+
+# --- which rows count
+
+
+def timed(rows: Iterable[Row]) -> list[Row]:
+    """Rows about speed with random weights on the GPU and in the dtype that most of them have, old ones in the words of new ones."""
+    found = [row for row in rows if row["benchmark"] in SPEED and row["weights"] == "random" and not row["hardware"].startswith("CPU")]
+    known = Counter((row["hardware"], row["dtype"]) for row in found if row["dtype"] is not None)
+    if known:
+        [((hardware, dtype), _)] = known.most_common(1)
+        # What failed before there was a model tells no dtype.
+        found = [row for row in found if row["hardware"] == hardware and row["dtype"] in (dtype, None)]
+    return [row if row["benchmark"] == "bench" else renewed(row) for row in found]
+
+
+def renewed(row: Row) -> Row:
+    """Old runs are told apart by their day and commit."""
+    engine, run = row["engine"], f"{row['date']} {row['commit']} {row['case']}"
+    return row | {
+        "engine_asked": engine,
+        "step": engine,
+        "run": run,
+        "kernels": True,
+        "method": OLD_NAMES.get(row["method"], row["method"]),
+    }
+
+
+def with_kernels(rows: Iterable[Row]) -> list[Row]:
+    """Those that show what a user gets; others are steps of the waterfall."""
+    return [row for row in timed(rows) if row["kernels"] and row["step"] == row["engine_asked"]]
+
+
+def case_of(row: Row) -> CaseKey:
+    return row["model"], image(row), row["batch"]
+
+
+def image(row: Row) -> str:
+    size = row["size"]
+    return f"{size[0]}x{size[1]}" if isinstance(size, list) else str(size or "its own size")
+
+
+def by_case(rows: Iterable[Row]) -> dict[CaseKey, list[Row]]:
+    """In the order in which cases were first measured. Where graphs were asked for, rows of eager generation do not count."""
+    found: dict[CaseKey, list[Row]] = {}
+    for row in rows:
+        found.setdefault(case_of(row), []).append(row)
+    return {case: [row for row in own if row["engine_asked"] == "graphs"] or own for case, own in found.items()}
+
+
+def one_run(rows: Iterable[Row]) -> list[Row]:
+    """Of the rows of one case those of the run that timed most methods, of such the last; then, from other runs, methods that it lacks."""
+    runs: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        runs.setdefault(row["run"], {})[row["method"]] = row
+    latest_first = [*reversed(runs.values())]
+    numbers = [sum("error" not in row for row in run.values()) for run in latest_first]
+    shown = dict(latest_first[numbers.index(max(numbers))])
+    for row in (row for run in latest_first for row in run.values()):
+        shown.setdefault(row["method"], row)
+    return [*shown.values()]
+
+
+def common(rows: Iterable[Row]) -> list[Row]:
+    """Those of no table of its own."""
+    return [row for row in rows if row.get("suite") not in APART]
+
+
+def dense_rows(rows: Iterable[Row]) -> list[Row]:
+    """The last one of every model, size and batch. Old runs of methods had dense rows too, of fewer repeats: they do not count."""
+    usable = [row for row in common(with_kernels(rows)) if row["method"] == DENSE and row["benchmark"] != "methods"]
+    return [own[-1] for own in by_case(usable).values()]
+
+
+def method_rows(rows: Iterable[Row]) -> list[Row]:
+    """Of every model, size and batch that was drawn with methods: dense generation and the methods that were measured beside it.
+
+    Rows of eager generation do not count where a table of its own has graphs.
+    """
+    usable = with_kernels(rows)
+    replayed = {case_of(row) for row in usable if row.get("suite") in APART and row["engine_asked"] == "graphs"}
+    cases = by_case(row for row in common(usable) if row["benchmark"] != "dense")
+    known = [own for case, own in cases.items() if case not in replayed or own[0]["engine_asked"] == "graphs"]
+    return [row for own in known if any(row["method"] != DENSE for row in own) for row in one_run(own)]
+
+
+# --- tables
+
+
+def table(heads: str, aligned: str, lines: Iterable[Sequence[str]], note: str) -> str:
+    """aligned: l or r for each column."""
+    marks = {"l": "---|", "r": "---:|"}
+    return "\n".join(
+        [f"| {heads} |", f"|{''.join(marks[one] for one in aligned)}", *(f"| {' | '.join(line)} |" for line in lines), "", note]
+    )
+
+
+def failed(row: Row, start: Sequence[str], columns: int) -> list[str]:
+    return [*start, row["error"].replace("|", "/"), *[""] * (columns - len(start) - 1)]
+
+
+def dense_table(rows: Iterable[Row]) -> str:
+    """Empty where nothing was measured; the same holds for all tables."""
+    shown = dense_rows(rows)
+    if not shown:
+        return ""
+    heads = (
+        "model | image | batch | engine | generate, ms | authors' program | of this, ms | decode, ms | end to end, ms"
+        " | least at measured rates, ms | peak memory | authors' program"
+    )
+    lines = []
+    for row in shown:
+        start = [row["model"], image(row), str(row["batch"]), row["engine"]]
+        if "error" in row:
+            lines.append(failed(row, start, 12))
+            continue
+        time, memory, decode = authors(row)
+        cells = (
+            f"**{row['median_ms']:.0f}** ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})",
+            f"{time} ms" if time else "",
+            own_head(row),
+            f"{row['decode']['median_ms']:.0f}" + (f" (authors {decode})" if decode else ""),
+            median(row, "end_to_end"),
+            of_limit(row),
+            f"{row['peak_gb']:.1f} GB",
+            f"{memory:.1f} GB" if memory else "",
+        )
+        lines.append([*start, *cells])
+    note = (
+        f"Median of {repeats(shown)} runs (20th–80th percentile); {machines(shown)}; dense, guided, random weights, so no quality column."
+        f' "End to end" is from prompt features to pixels.{authors_note(shown)}{limit_note(shown)}'
+    )
+    return table(heads, "llrlrrrrrrrr", lines, note)
+
+
+def methods_table(rows: Iterable[Row]) -> str:
+    shown = method_rows(rows)
+    if not shown:
+        return ""
+    heads = (
+        "model | image | batch | method | engine | generate, ms | times faster than dense | end to end, ms | times faster than dense"
+        " | MACs | least at measured rates, ms | peak memory"
+    )
+    lines = []
+    for row in shown:
+        start = [row["model"], image(row), str(row["batch"]), row["method"], row["engine"]]
+        if "error" in row:
+            lines.append(failed(row, start, 12))
+            continue
+        cells = (
+            f"{row['median_ms']:.0f}",
+            faster(row, "speedup"),
+            median(row, "end_to_end"),
+            faster(row, "speedup_end_to_end"),
+            f"{row['cost_share']:.0%}",
+            of_limit(row),
+            f"{row['peak_gb']:.1f} GB",
+        )
+        lines.append([*start, *cells])
+    note = (
+        f"Median of {repeats(shown)} runs in which the methods take turns (20th–80th percentile); {machines(shown)}; guided, random"
+        " weights, so no quality column. Noise has detail everywhere, so SparseVAR's threshold is replaced by a share there: a quarter of"
+        f" the cells and the anchors.{recording_note(shown)}{limit_note(shown)}"
+    )
+    return table(heads, "llrllrrrrrrr", lines, note)
+
+
+def waterfall_table(rows: Iterable[Row]) -> str:
+    """What each step brought: dense generation step by step, then every method on top of the last step."""
+    lines, shown = [], []
+    cases: dict[CaseKey, dict[str, list[Row]]] = {}
+    for row in common(timed(rows)):
+        if is_step(row):
+            cases.setdefault(case_of(row), {}).setdefault(row["step"], []).append(row)
+    for case, found in cases.items():
+        steps = {step: one_run(found[step]) for step in sorted(found, key=lambda step: CHAIN.index(step) if step in CHAIN else len(CHAIN))}
+        dense = {step: row for step, own in steps.items() for row in own if row["method"] == DENSE}
+        if len(dense) < 2:
+            continue
+        start = [case[0], case[1], str(case[2])]
+        last, last_row = [*dense.items()][-1]
+        theirs, *_ = authors(last_row)
+        first = before = theirs or next(iter(dense.values()))["median_ms"]
+        if theirs:
+            lines.append([*start, "authors' program", f"{theirs}", "", "", ""])
+        for step, row in dense.items():
+            own = row["median_ms"]
+            lines.append([*start, step, f"{own:.0f}", f"{before / own:.2f}", f"**{first / own:.2f}**", of_limit(row)])
+            before = own
+        on_top = [row for row in steps[last] if row["method"] != DENSE]
+        for row in on_top:
+            gain = "" if row["speedup"] is None else f"{row['speedup']['median']:.2f}"
+            named = f"{last}, {row['method']}" + (" (eager)" if row["engine"] != row["engine_asked"] else "")
+            lines.append([*start, named, f"{row['median_ms']:.0f}", gain, f"**{first / row['median_ms']:.2f}**", of_limit(row)])
+        shown += [*dense.values(), *on_top]
+    if not shown:
+        return ""
+    heads = "model | image | batch | step | generate, ms | times faster than the step before | in all | least at measured rates, ms"
+    note = (
+        f"Medians; {machines(shown)}. Steps were measured one after another on machines of this kind, methods in turns with dense"
+        f" generation of the last step, with which they are compared.{authors_note(shown)}{limit_note(shown)}"
+    )
+    return table(heads, "llrlrrrr", lines, note)
+
+
+def is_step(row: Row) -> bool:
+    """Eager generation with kernels is beside the chain; dense generation that could not be recorded is no step of graphs."""
+    drawn_as_asked = row["engine"] == row["engine_asked"] or row["method"] != DENSE
+    return row["benchmark"] == "bench" and "error" not in row and row["step"] != "eager" and drawn_as_asked
+
+
+def growth_table(rows: Iterable[Row]) -> str:
+    """Time against the size of the image."""
+    found = suite_rows(rows, "growth")
+    shown = [row for own in found.values() for row in own]
+    if not shown:
+        return ""
+    methods = list(dict.fromkeys(row["method"] for row in shown))
+    lines = []
+    for (model, size, _), own in found.items():
+        cells = {row["method"]: growth_cell(row) for row in own}
+        lines.append([model, size, *(cells.get(method, "") for method in methods)])
+    note = (
+        f"Generation in ms and times faster than dense; medians of {repeats(shown)} runs; {machines(shown)}; guided, batch 1, random"
+        f" weights.{recording_note(shown)} Images above 1024 px are larger than what the models were trained for."
+    )
+    return table(f"model | image | {' | '.join(methods)}", "ll" + "r" * len(methods), lines, note)
+
+
+def suite_rows(rows: Iterable[Row], suite: str) -> dict[CaseKey, list[Row]]:
+    cases = by_case(row for row in with_kernels(rows) if row.get("suite") == suite)
+    return {case: one_run(own) for case, own in cases.items()}
+
+
+def growth_cell(row: Row) -> str:
+    if "error" in row:
+        return "refused" if row["error"].startswith("SettingError") else row["error"].partition(":")[0]
+    ratio = row["speedup"]
+    return f"{row['median_ms']:.0f}" + ("" if row["method"] == DENSE or ratio is None else f" (**{ratio['median']:.2f}**)")
+
+
+def throughput_table(rows: Iterable[Row]) -> str:
+    shown = [row for own in suite_rows(rows, "throughput").values() for row in own]
+    if not shown:
+        return ""
+    lines = []
+    for row in shown:
+        start = [row["model"], image(row), str(row["batch"]), row["method"], row["engine"]]
+        if "error" in row:
+            lines.append(failed(row, start, 9))
+            continue
+        energy = row.get("joules_per_image")
+        cells = (f"**{row['images_per_second']:.2f}**", faster(row, "speedup_end_to_end"), f"{energy:.0f} J" if energy else "")
+        lines.append([*start, *cells, f"{row['peak_gb']:.1f} GB"])
+    heads = "model | image | batch | method | engine | images per second | times dense | energy per image | peak memory"
+    note = f"From prompt features to pixels; medians of {repeats(shown)} runs; {machines(shown)}; guided, random weights."
+    return table(heads, "llrllrrrr", lines, note)
+
+
+TABLES: Mapping[str, Callable[[Iterable[Row]], str]] = {
+    "dense": dense_table,
+    "waterfall": waterfall_table,
+    "methods": methods_table,
+    "growth": growth_table,
+    "throughput": throughput_table,
+}
+"""Under the names of their places on a page."""
+
+
+def speed_tables(rows: Iterable[Row]) -> dict[str, str]:
+    """Those for which something was measured."""
+    known = list(rows)
+    return {name: made for name, make in TABLES.items() if (made := make(known))}
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """The page with each table in its place, between <!-- NAME:begin --> and <!-- NAME:end -->."""
+    for name, made in tables.items():
+        block = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+        assert block.search(page), f"the page has no place for the table {name!r}"
+        page = block.sub(partial(_filled, made), page)
+    return page
+
+
+def _filled(made: str, place: re.Match[str]) -> str:
+    return f"{place[1]}{made}\n{place[2]}"
+
+
+# --- cells and notes
+
+
+def median(row: Row, name: str) -> str:
+    return f"{row[name]['median_ms']:.0f}" if row.get(name) else ""
+
+
+def faster(row: Row, name: str) -> str:
+    ratio = row.get(name)
+    return "" if ratio is None else f"**{ratio['median']:.2f}** ({ratio['p20']:.2f}–{ratio['p80']:.2f})"
+
+
+def of_limit(row: Row) -> str:
+    return f"{row['limit_ms']:.0f} ({row['times_limit']:.1f} times that)" if row.get("limit_ms") else ""
+
+
+def own_head(row: Row) -> str:
+    """What a model computes after its transformer: HART's diffusion, STAR's refinement. Recordings do not tell."""
+    residual, choice = ((row.get(name) or {}).get("median_ms") for name in ("residual", "choice"))
+    if residual:
+        return f"diffusion head {residual:.0f}"
+    return f"refinement {choice:.0f}" if choice and "sampler" in row["model"] else ""
+
+
+def repeats(rows: Sequence[Row]) -> str:
+    found = sorted({row["repeats"] for row in rows if "error" not in row})
+    return " or ".join(str(number) for number in found) or "no"
+
+
+def machines(rows: Sequence[Row]) -> str:
+    """Rows that failed before there was a model tell no dtype."""
+    return "; ".join(sorted({f"{row['hardware']}, torch {row['torch']}, {row['dtype']}" for row in rows if row["dtype"]}))
+
+
+def limit_note(rows: Sequence[Row]) -> str:
+    rates = {(row["matmul_tflops"], row["copy_tb_per_s"]) for row in rows if row.get("limit_ms")}
+    if not rates:
+        return ""
+    flops, copied = zip(*rates, strict=True)
+    return (
+        ' "Least at measured rates" is generation without decoding if all its arithmetic ran at the speed of one large matrix product'
+        f" ({between(flops, 0)} TFLOP/s), or, in stages where that takes longer, if the weights came from memory once at the speed of a"
+        f" copy ({between(copied, 2)} TB/s); both speeds are measured."
+    )
+
+
+def between(values: Sequence[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low}–{high}"
+
+
+def recording_note(rows: Sequence[Row]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("not_recorded"):
+            reasons.setdefault(row["not_recorded"], []).append(row["method"])
+    told = (f"{', '.join(dict.fromkeys(methods))} ({reason})" for reason, methods in reasons.items())
+    return f" Not recorded, so drawn eagerly: {'; '.join(told)}." if reasons else ""
+
+
+def authors(row: Row) -> tuple[int, float, int | None] | tuple[None, None, None]:
+    """What their program took for the same on the same kind of GPU, where that is known."""
+    return AUTHORS.get(case_of(row), NOT_KNOWN) if row["hardware"] == AUTHORS_HARDWARE else NOT_KNOWN
+
+
+def authors_note(rows: Sequence[Row]) -> str:
+    if not any(authors(row)[0] for row in rows):
+        return ""
+    return (
+        " The authors' program ran on the same kind of GPU; at batch 4 it fails as released and was measured with its recompile limit"
+        " raised."
+    )
+
+
+# --- the picture
+
+
+def stages_svg(row: Row) -> str:
+    """Bars: time of every stage of one image."""
+    times, tokens = row["stage_median_ms"], row["tokens"]
+    width, height, left, top = 760, 240, 16, 44
+    step, tallest = (width - 2 * left) / len(times), max(times)
+    bars = []
+    for i, (time, count) in enumerate(zip(times, tokens, strict=True)):
+        size = max(time / tallest * (height - top - 46), 1)
+        x, y = left + i * step, height - 36 - size
+        bars.append(f'<rect x="{x + 4:.1f}" y="{y:.1f}" width="{step - 8:.1f}" height="{size:.1f}" rx="2" fill="#3b6fb6"/>')
+        bars.append(f'<text x="{x + step / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{time:.0f} ms</text>')
+        bars.append(f'<text x="{x + step / 2:.1f}" y="{height - 20}" text-anchor="middle">{count}</text>')
+    share = sum(times[-3:]) / sum(times)
+    title = f"{row['model']}, {image(row)}, one image: the last three of {len(times)} stages take {share:.0%} of the time"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" fill="#333">'
+        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="22" font-size="14">{title}</text>'
+        f'{"".join(bars)}<text x="{left}" y="{height - 4}">tokens per stage; {row["hardware"]}, {row["engine"]}, dense</text></svg>\n'
+    )
+
+
+def pictured_row(rows: Iterable[Row]) -> Row | None:
+    """Of the model and size that the README speaks of first."""
+    found = [row for row in dense_rows(rows) if case_of(row) == ("infinity-2b", "1024x1024", 1) and "error" not in row]
+    return found[0] if found else None

@@ -1,0 +1,139 @@
+"""Teacher forcing: a picture's whole pyramid in one pass, in which every stage sees the ones before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...models.base import Conditioning
+from ...models.blocks import ModulatedBlock, Modulation, attend
+from ...models.infinity import Infinity
+from ...stage import Schedule, Stage, Tokens
+from ...tokenizers import InfinityTokenizer
+
+JOINED_TOKENS = 130  # the small stages up to here are attended to in one call under a mask, which fast attention kernels do not take
+MASK_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Pyramid:
+    """What the model reads and what it should answer, all stages under one another."""
+
+    seen: Tensor  # [B, tokens - 1, bits]: the canvas before every stage but the first
+    bits: Tensor  # [B, tokens, bits], bool
+
+
+@torch.no_grad()
+def forced_pyramid(
+    tokenizer: InfinityTokenizer, features: Tensor, schedule: Schedule, stages: int, most_flips: float, generator: torch.Generator
+) -> Pyramid:
+    """The bits of encoder features [B, bits, h, w] for the first `stages` of a schedule.
+
+    Bitwise self-correction: of every picture a random share of the bits, up to `most_flips`, is drawn wrong, and the bits of the later
+    stages make up for it, as they must when the model errs.
+    """
+    batch, device = features.shape[0], features.device
+    canvas = tokenizer.canvas(schedule, batch)
+    share = most_flips * torch.rand(batch, 1, 1, device=device, generator=generator)
+    seen, bits = [], []
+    for stage in schedule.stages[:stages]:
+        shown = canvas.input(stage)
+        if shown is not None:
+            seen.append(shown)
+        right = tokenizer.nearest(F.interpolate(features - canvas.latent, size=tokenizer.map_size(stage), mode="area"), stage).bool()
+        bits.append(right)
+        wrong = torch.rand(right.shape, device=device, generator=generator) < share
+        canvas.add((right ^ wrong).to(features.dtype), Tokens(stage))
+    return Pyramid(torch.cat(seen, dim=1), torch.cat(bits, dim=1))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Queries `start` to `end`, which see all keys before `end`, or of those what the mask lets them."""
+
+    start: int
+    end: int
+    mask: Tensor | None
+
+
+def stage_windows(stages: Sequence[Stage], device: torch.device) -> tuple[Window, ...]:
+    """Block-causal attention as a few plain calls: every large stage sees a prefix of the sequence, which needs no mask."""
+    joined = [stage for stage in stages if stage.start + stage.cells <= JOINED_TOKENS]
+    alone = [Window(stage.start, stage.start + stage.cells, None) for stage in stages[len(joined) :]]
+    if not joined:
+        return tuple(alone)
+    numbers = torch.cat([torch.full((stage.cells,), stage.index, device=device) for stage in joined])
+    tokens = len(numbers)
+    padded = math.ceil(tokens / MASK_MULTIPLE) * MASK_MULTIPLE  # fused attention wants aligned rows
+    mask = torch.zeros(tokens, padded, dtype=torch.bool, device=device)[:, :tokens]
+    mask.copy_(numbers[:, None] >= numbers)
+    return (Window(0, tokens, mask), *alone)
+
+
+def forced_block(
+    block: ModulatedBlock,
+    x: Tensor,
+    modulation: Modulation,
+    text: tuple[Tensor, Tensor, Tensor | None],
+    temperature: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    windows: tuple[Window, ...],
+) -> Tensor:
+    """`ModulatedBlock.forward` over a whole pyramid. Everything that differs from block to block is an argument: compiled once for all."""
+    cosines, sines = rotation  # [tokens, 1, 1, head_dim / 2]
+
+    def turn(qk: Tensor) -> Tensor:
+        first, second = qk.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([first * cosines - second * sines, first * sines + second * cosines], dim=-1).flatten(-2)
+
+    attention = block.attention
+    q, k, v = attention.queries_keys_values(block.attention_input(x, modulation), temperature, turn)
+    q, k = q.to(x.dtype), k.to(x.dtype)
+    seen = [attend(q[:, w.start : w.end], k[:, : w.end], v[:, : w.end], w.mask, attention.scale) for w in windows]
+    x = torch.addcmul(x, modulation.attention_gain, attention.proj(torch.cat(seen, dim=1)))
+    x = x + block.text_attention.attend_text(block.text_norm(x), *text)
+    return torch.addcmul(x, modulation.feed_forward_gain, block.feed_forward(block.feed_forward_input(x, modulation)))
+
+
+def stage_weights(stages: Sequence[Stage]) -> Tensor:
+    """Weight of each stage's mean loss, [stages]: its side, so that neither the few coarse tokens nor the many fine ones rule alone."""
+    sides = torch.tensor([math.sqrt(stage.cells) for stage in stages])
+    return sides / sides.sum()
+
+
+class ForcedPass:
+    """An Infinity over the first stages of a schedule at once; computes what the stage loop would compute one after another."""
+
+    def __init__(self, model: Infinity, schedule: Schedule, stages: int, run_block: Callable[..., Tensor] = forced_block) -> None:
+        self.model, self.run_block = model, run_block
+        self.stages = schedule.stages[:stages]
+        self.windows = stage_windows(self.stages, model.device)
+        self.weights = stage_weights(self.stages).to(model.device)  # of the stages' losses in their sum
+        turns = torch.cat(model.rotations(schedule)[:stages])[:, None, None]
+        self.rotation = (turns.real.contiguous(), turns.imag.contiguous())
+        self.levels = torch.cat([torch.full((stage.cells,), stage.index, device=model.device) for stage in self.stages])
+
+    def logits(self, seen: Tensor, condition: Conditioning) -> Tensor:
+        """[B, tokens, bits], float32: how much likelier a 1 is than a 0."""
+        model = self.model
+        x = torch.cat([condition.start, model.word_embed(seen.to(model.dtype))], dim=1) + model.level_embed(self.levels)
+        assert condition.text is not None and condition.head is not None
+        for layer, block in enumerate(model.modulated):
+            temperature = condition.temperatures[layer]
+            text = (*condition.text.keys_values[layer], condition.text.mask)
+            x = self.run_block(block, x, condition.modulation[layer], text, temperature, self.rotation, self.windows)
+        dtype = model.head.weight.dtype
+        hidden = torch.addcmul(condition.head.shift.to(dtype), model.head_norm(x.to(dtype)), condition.head.scale.to(dtype))
+        zero, one = model.head(hidden).float().unflatten(-1, (-1, 2)).unbind(-1)
+        return one - zero
+
+    def bit_losses(self, pyramid: Pyramid, condition: Conditioning) -> Tensor:
+        """Mean cross-entropy per bit of every stage, [stages]."""
+        losses = F.binary_cross_entropy_with_logits(self.logits(pyramid.seen, condition), pyramid.bits.float(), reduction="none")
+        by_token = losses.mean(dim=(0, 2))
+        return torch.stack([part.mean() for part in by_token.split([stage.cells for stage in self.stages])])

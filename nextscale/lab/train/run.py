@@ -1,0 +1,222 @@
+"""What every training run needs: a budget of steps or seconds, a state that can be taken up again, averaged weights, a curve."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, NextscaleError, OutOfMemory, SettingError
+from ...io import replacing, write_text
+
+STATE, CURVE, METRICS = "state.pt", "curve.jsonl", "metrics.json"
+Value = Tensor | float
+M = TypeVar("M", bound=nn.Module)
+
+
+class CurveError(NextscaleError):
+    """A curve that is not there or not readable."""
+
+
+class Diverged(NextscaleError):
+    """The loss or the gradient of a run is not finite any more."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a run ends: after so many steps, or so many seconds of training, those of earlier sessions included."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.steps, self.seconds) if value is not None]
+        if len(given) != 1 or not 0 < given[0] < math.inf:
+            raise SettingError(f"a budget is a number of steps or of seconds, one of them and above 0; got {self}")
+
+    def progress(self, steps: int, seconds: float) -> float:
+        """Share of the budget that is spent."""
+        return steps / self.steps if self.steps is not None else seconds / (self.seconds or 1)
+
+
+class Run:
+    """Counts, saves and takes up again. Everything that must survive an interruption is named in `modules` and `optimizers`.
+
+    State and curve live in `folder`; a run with other settings than the folder's is refused. Steps after the last state are made again,
+    so their lines leave the curve.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        budget: Budget,
+        modules: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        settings: Mapping[str, Any],
+        *,
+        save_every: float = 120.0,
+        log_every: int = 20,
+    ) -> None:
+        self.folder, self.budget = folder, budget
+        self.modules, self.optimizers = modules, optimizers
+        self.settings = json.loads(json.dumps(settings, default=str))
+        self.save_every, self.log_every = save_every, log_every
+        self.step, self.seconds = 0, 0.0
+        self._waiting: list[dict[str, Value]] = []
+        if folder.exists() and not folder.is_dir():
+            raise SettingError(f"{folder} is a file: expected a folder, or the name of a new one")
+        if (folder / STATE).exists():
+            self._resume()
+        write_text("".join(json.dumps(line) + "\n" for line in self._kept_lines()), folder / CURVE)
+
+    @property
+    def progress(self) -> float:
+        return self.budget.progress(self.step, self.seconds)
+
+    def steps(self) -> Iterator[float]:
+        """Yields the share of the budget that is spent before each step; saves now and then, and at the end."""
+        begun = saved = time.monotonic()
+        before = self.seconds
+        while self.progress < 1:
+            yield self.progress
+            self.step += 1
+            now = time.monotonic()
+            self.seconds = before + now - begun
+            if now - saved > self.save_every:
+                self.save()
+                saved = time.monotonic()
+        self.save()
+
+    def log(self, values: Mapping[str, Value]) -> None:
+        """What the step that is being made found: numbers, or rows of them. Averages over `log_every` steps go to the curve; the device
+        is read only then."""
+        self._waiting.append({name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()})
+        if (self.step + 1) % self.log_every == 0:
+            self._flush(self.step + 1)
+
+    def _flush(self, step: int) -> None:
+        """`step`: how many steps are made."""
+        if not self._waiting:
+            return
+        line = {name: mean([values[name] for values in self._waiting if name in values]) for name in dict.fromkeys(chain(*self._waiting))}
+        self._waiting.clear()
+        if broken := [name for name, value in line.items() if not all(map(math.isfinite, value if isinstance(value, list) else [value]))]:
+            raise Diverged(
+                f"step {step}: {', '.join(broken)} not finite. {self.folder} keeps the last state before; begin anew with a lower "
+                "learning_rate, in another folder"
+            )
+        self.note({"step": step, "seconds": round(self.seconds, 1), **line})
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """One line of the curve; shown as well."""
+        with (self.folder / CURVE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in line.items())
+        print("  ".join(shown), flush=True)
+
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Held-out results: a line of the curve, and the file metrics.json."""
+        self.note({"step": self.step, "held_out": results})
+        metrics = {"steps": self.step, "seconds": round(self.seconds, 1), **results}
+        write_text(json.dumps(metrics, indent=2) + "\n", self.folder / METRICS)
+
+    def save(self) -> None:
+        self._flush(self.step)
+        state = {
+            "settings": json.dumps(self.settings, sort_keys=True),
+            "step": self.step,
+            "seconds": self.seconds,
+            "modules": {name: module.state_dict() for name, module in self.modules.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+        }
+        with replacing(self.folder / STATE) as temporary:
+            torch.save(state, temporary)
+
+    def _resume(self) -> None:
+        path = self.folder / STATE
+        try:
+            state = torch.load(path, weights_only=True, map_location="cpu")
+            theirs = json.loads(state["settings"])
+        except Exception as error:  # a damaged zip file, pickle or tensor: torch raises many kinds
+            raise CheckpointError(f"{path} cannot be read ({error}). Remove it to begin anew") from error
+        if theirs != self.settings:
+            differing = sorted(name for name in {*theirs, *self.settings} if theirs.get(name) != self.settings.get(name))
+            raise SettingError(
+                f"{self.folder} holds a run with other settings ({', '.join(differing)}): "
+                "go on with the same ones, or choose another folder"
+            )
+        for name, module in self.modules.items():
+            module.load_state_dict(state["modules"][name])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        self.step, self.seconds = state["step"], state["seconds"]
+
+    def _kept_lines(self) -> list[dict[str, Any]]:
+        """Of the curve, up to the state. Results of a run that is over are about to be found again."""
+        path = self.folder / CURVE
+        lines = read_lines(path) if self.step and path.exists() else []
+        over = self.progress >= 1
+        return [line for line in lines if line.get("step", 0) < self.step + (0 if over and "held_out" in line else 1)]
+
+
+@contextmanager
+def memory_errors(advice: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"memory ran out: {advice}. What the run has learnt so far is kept in its folder") from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Of a curve. The last line may have been cut off by an interruption; it is left out."""
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    except (OSError, ValueError) as error:
+        raise CurveError(f"{path} cannot be read: {error}. Expected the curve that a training run left") from error
+    if bad := [line for line in lines if not isinstance(line, dict)]:
+        raise CurveError(f"{path} is no curve of a training run: expected an object in every line, found {str(bad[0])[:80]!r}")
+    return lines
+
+
+def mean(values: Sequence[Value]) -> float | list[float]:
+    found = torch.stack([torch.as_tensor(value) for value in values]).double().mean(0).tolist()
+    return [round(value, 4) for value in found] if isinstance(found, list) else round(found, 6)
+
+
+class Ema(Generic[M]):
+    """A running average of a module's weights, which draws better than the last ones."""
+
+    def __init__(self, module: M, decay: float) -> None:
+        self.module: M = copy.deepcopy(module).float().requires_grad_(False).eval()
+        self.decay = decay
+        averages: list[Tensor] = list(self.module.parameters())
+        self._pairs = (averages, list(module.parameters()))
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """The average is short at first, so that the initial weights are soon forgotten."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        averages, sources = self._pairs
+        torch._foreach_lerp_(averages, [source.detach().float() for source in sources], 1 - decay)  # all in a few launches
+
+
+def learning_rate(progress: float, step: int, peak: float, warmup_steps: int = 100, floor: float = 0.02) -> float:
+    """Linear up to `peak`, and all along a cosine down to `floor` times it. Warm-up counts steps: the first ones may compile for long."""
+    cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return peak * cosine * min(1.0, (step + 1) / warmup_steps)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Groups may have a `factor` of their own."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("factor", 1.0)

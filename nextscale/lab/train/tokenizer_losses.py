@@ -1,0 +1,60 @@
+"""The parts of the tokenizer's loss that are not distances of images: multi-scale quantisation and what keeps its bits useful.
+
+Notation: z the encoder's map [B, bits, h, w]; the stages of a schedule quantise what is left of it, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...stage import Schedule, Tokens
+from ...tokenizers import InfinityTokenizer
+
+LEAST_PROBABILITY = 1e-6  # of a bit in a batch, for the logarithm
+
+
+@dataclass(frozen=True)
+class Quantised:
+    latent: Tensor  # [B, bits, h, w]: the sum of all stages, without gradient
+    rests: tuple[Tensor, ...]  # per stage what it quantises, [B, bits, its height, its width], with the gradient of z
+
+
+def quantise(tokenizer: InfinityTokenizer, z: Tensor, schedule: Schedule) -> Quantised:
+    """As `Tokenizer.encode` does, on the same canvas, and keeping what each stage was given."""
+    canvas = tokenizer.canvas(schedule, z.shape[0])
+    rests = []
+    for stage in schedule:
+        rests.append(F.interpolate(z - canvas.latent, size=tokenizer.map_size(stage), mode="area"))
+        canvas.add(tokenizer.nearest(rests[-1].detach(), stage), Tokens(stage))
+    return Quantised(canvas.latent, tuple(rests))
+
+
+def straight_through(z: Tensor, latent: Tensor) -> Tensor:
+    """The latent's values with the gradient of z."""
+    return z + (latent - z).detach()
+
+
+def commitment(z: Tensor, latent: Tensor) -> Tensor:
+    """Keeps z near what the bits can say."""
+    return F.mse_loss(z, latent.detach())
+
+
+def entropy_penalty(rests: tuple[Tensor, ...], scale: float, diversity: float) -> Tensor:
+    """Low where every bit is certain by itself and undecided over the batch; in nats per bit, the mean of the stages.
+
+    A bit is one with probability sigmoid(scale * sqrt(bits) * u) for the value u that it quantises: sigmoid(scale) at the size of a
+    code. `diversity` weighs the second half; with 1 the lowest possible value is -log 2.
+    """
+    penalties = []
+    for rest in rests:
+        logits = scale * math.sqrt(rest.shape[1]) * rest
+        probability = logits.sigmoid()
+        own = F.softplus(logits) - logits * probability  # the entropy of each bit, exact at both ends
+        usual = probability.mean((0, 2, 3)).clamp(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)  # [bits]
+        penalties.append(own.mean() - diversity * (torch.special.entr(usual) + torch.special.entr(1 - usual)).mean())
+    return torch.stack(penalties).mean()

@@ -1,0 +1,275 @@
+"""The table of models: sizes, published files and published settings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..assets import EMBEDDED
+from ..errors import UnknownModel
+from ..guidance import ConstantGuidance, RampGuidance
+from ..models import (
+    FlexVar,
+    FlexVarConfig,
+    Hart,
+    HartConfig,
+    Infinity,
+    InfinityConfig,
+    NextScaleModel,
+    Star,
+    StarConfig,
+    Var,
+    VarConfig,
+)
+from ..pipeline import Settings
+from ..sampling import Refinement, Sampling
+from ..schedules import FLEXVAR_512, HART_1024, VAR_256, VAR_512, InfinityBook, SquareBook
+from ..text import ClipEncoder, Encoder, QwenEncoder, T5Encoder
+from ..text.words import WordTextEncoder
+from ..tokenizers import (
+    FlexVarTokenizer,
+    FlexVarTokenizerConfig,
+    HartTokenizer,
+    HartTokenizerConfig,
+    InfinityTokenizer,
+    InfinityTokenizerConfig,
+    VarTokenizer,
+    VarTokenizerConfig,
+)
+from ..tokenizers.base import Tokenizer
+
+ModelConfig = VarConfig | FlexVarConfig | InfinityConfig | HartConfig | StarConfig
+TokenizerConfig = VarTokenizerConfig | FlexVarTokenizerConfig | InfinityTokenizerConfig | HartTokenizerConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the authors publish a file or folder, and where we look for it. `file` is empty where its name is not known."""
+
+    repository: str
+    file: str
+    place: str = ""  # below the folder of all weights; by default the file's own name
+
+    @property
+    def local(self) -> str:
+        return self.place or self.file
+
+    @property
+    def url(self) -> str:
+        if not self.file:
+            return f"https://huggingface.co/{self.repository}"
+        kind = "resolve" if "." in self.file else "tree"
+        return f"https://huggingface.co/{self.repository}/{kind}/main/{self.file}"
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A file that comes with the package."""
+
+    file: str
+
+    @property
+    def path(self) -> Path:
+        return EMBEDDED / self.file
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The text encoder that a model was trained with."""
+
+    origin: str | Embedded  # hub name, or a file that comes with the package
+    encoder: Callable[..., Encoder]  # opens a path or hub name on a device
+    reads_empty: bool = False  # guidance steers away from what it makes of the empty text
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    name: str
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    settings: Settings
+    weights: Source | Embedded | None  # None: the layout is known, but its authors have released no weights
+    tokenizer_weights: Source | Embedded
+    text_encoder: TextSource | None = None
+
+
+def build_model(config: ModelConfig) -> NextScaleModel:
+    classes = {VarConfig: Var, FlexVarConfig: FlexVar, InfinityConfig: Infinity, HartConfig: Hart, StarConfig: Star}
+    return classes[type(config)](config)
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    classes = {
+        VarTokenizerConfig: VarTokenizer,
+        FlexVarTokenizerConfig: FlexVarTokenizer,
+        InfinityTokenizerConfig: InfinityTokenizer,
+        HartTokenizerConfig: HartTokenizer,
+    }
+    return classes[type(config)](config)
+
+
+NANO_TOKENIZER = InfinityTokenizerConfig(bits=16, channels=64, multipliers=(1, 1, 2, 2), blocks_per_level=1)
+NANO_MODEL = InfinityConfig(8, 320, 5, chunks=1, bits_per_token=NANO_TOKENIZER.bits, text_channels=192, longest_text=48)
+NANO = ModelSpec(
+    "nano",
+    NANO_MODEL,
+    NANO_TOKENIZER,
+    Settings(InfinityBook("0.06M", pixels_per_token=8), ConstantGuidance(strength=4.0), Sampling(top_p=0.97, temperature=0.6)),
+    Embedded("nano/model.safetensors"),
+    Embedded("nano/tokenizer.safetensors"),
+    text_encoder=TextSource(Embedded("nano/words.safetensors"), WordTextEncoder.load),
+)
+"""Our own model of Infinity's kind, small enough to come with the package; see its MODEL_CARD.md."""
+
+VAR_TOKENIZER = Source("FoundationVision/var", "vae_ch160v4096z32.pth")
+
+
+def _var(depth: int, sides: tuple[int, ...], shared: bool = False) -> ModelSpec:
+    return ModelSpec(
+        f"var-d{depth}",
+        VarConfig(depth, 64 * depth, depth, sides, shared_modulation=shared),
+        VarTokenizerConfig(),
+        Settings(SquareBook((sides,)), RampGuidance(strength=4.0), Sampling(top_k=900, top_p=0.95)),
+        Source("FoundationVision/var", f"var_d{depth}.pth"),
+        VAR_TOKENIZER,
+    )
+
+
+FLEXVAR_WIDEST_SAMPLED = 16
+FLEXVAR_SAMPLED_SIDES = frozenset({1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 23, 24, 32})
+FLEXVAR_SETTINGS = Settings(
+    SquareBook((VAR_256, FLEXVAR_512)),
+    RampGuidance(strength=2.5, longest_span=9, full_above=FLEXVAR_WIDEST_SAMPLED),
+    Sampling(top_k=900, top_p=0.95, sampled_sides=FLEXVAR_SAMPLED_SIDES, widest_sampled=FLEXVAR_WIDEST_SAMPLED),
+)
+
+
+def _flexvar(depth: int, epochs: int) -> ModelSpec:
+    return ModelSpec(
+        f"flexvar-d{depth}",
+        FlexVarConfig(depth, 64 * depth, depth),
+        FlexVarTokenizerConfig(),
+        FLEXVAR_SETTINGS,
+        Source("jiaosiyu1999/FlexVAR", f"FlexVARd{depth}-epo{epochs}.pth"),
+        Source("jiaosiyu1999/FlexVAR", "FlexVAE.pth"),
+    )
+
+
+INFINITY_REPOSITORY = "FoundationVision/Infinity"
+STRIDE_16 = InfinityTokenizerConfig(bits=32)
+STRIDE_8 = InfinityTokenizerConfig(bits=14, multipliers=(1, 2, 4, 4), patchify=True)
+INFINITY_TOKENIZERS = {
+    "infinity_vae_d32.pth": STRIDE_16,
+    "infinity_vae_d32reg.pth": STRIDE_16,
+    "infinity_vae_d56_f8_14_patchify.pth": STRIDE_8,
+}
+
+
+def infinity_settings(strength: float, temperature: float, budget: str = "1M") -> Settings:
+    sampling = Sampling(top_k=900, top_p=0.97, temperature=temperature)
+    return Settings(InfinityBook(budget), ConstantGuidance(strength=strength), sampling)
+
+
+def _infinity(name: str, config: InfinityConfig, weights: str | None, tokenizer: str, settings: Settings) -> ModelSpec:
+    return ModelSpec(
+        name,
+        config,
+        INFINITY_TOKENIZERS[tokenizer],
+        settings,
+        Source(INFINITY_REPOSITORY, weights) if weights else None,
+        Source(INFINITY_REPOSITORY, tokenizer),
+        text_encoder=TextSource("google/flan-t5-xl", T5Encoder),
+    )
+
+
+def _infinity_layout(name: str, depth: int, width: int, heads: int, chunks: int = 4) -> ModelSpec:
+    """A configuration of the training script for which no weights are released."""
+    return _infinity(name, InfinityConfig(depth, width, heads, chunks), None, "infinity_vae_d32.pth", infinity_settings(4.0, 0.5))
+
+
+HART_REPOSITORY = "mit-han-lab/hart-0.7b-1024px"
+
+
+def hart_settings(sides: tuple[int, ...]) -> Settings:
+    top_k = tuple(600 if stage < 7 else 300 for stage in range(len(sides)))
+    sampling = Sampling(top_k=top_k, smooth=True, last_repeats=True)
+    return Settings(SquareBook((sides,)), RampGuidance(strength=4.5, last_repeats=True), sampling)
+
+
+def _hart(name: str, config: HartConfig) -> ModelSpec:
+    return ModelSpec(
+        name,
+        config,
+        HartTokenizerConfig(),
+        hart_settings(config.sides),
+        Source(HART_REPOSITORY, "llm", "hart-0.7b-1024px/llm"),
+        Source(HART_REPOSITORY, "tokenizer", "hart-0.7b-1024px/tokenizer"),
+        text_encoder=TextSource("mit-han-lab/Qwen2-VL-1.5B-Instruct", QwenEncoder),
+    )
+
+
+STAR_REPOSITORY = "taocrayon/STAR"
+STAR_REFINED_FILE = "var_rope_d30_1024_sampler_mask_0108-ar-ckpt-ep2-iter6000.pth"
+
+
+def _star(name: str, depth: int, sides: tuple[int, ...], refined: bool = False) -> ModelSpec:
+    """The publication gives the names of the models, and a file name of the refined one only."""
+    sampling = Sampling(top_k=600, top_p=0.8, refine=Refinement() if refined else None)
+    return ModelSpec(
+        name,
+        StarConfig(depth, 64 * depth, depth, sides, refiner_blocks=3 if refined else 0),
+        VarTokenizerConfig(),
+        Settings(SquareBook((sides,)), RampGuidance(strength=4.0), sampling),
+        Source(STAR_REPOSITORY, STAR_REFINED_FILE if refined else "", f"{name}.pth"),
+        VAR_TOKENIZER,
+        text_encoder=TextSource("stabilityai/stable-diffusion-2-1", ClipEncoder, reads_empty=True),
+    )
+
+
+INFINITY_8B = InfinityConfig(40, 3584, 28, 8, bits_per_token=STRIDE_8.bits_per_token)
+PATCHIFY_FILE = "infinity_vae_d56_f8_14_patchify.pth"
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        NANO,
+        _var(16, VAR_256),
+        _var(20, VAR_256),
+        _var(24, VAR_256),
+        _var(30, VAR_256),
+        _var(36, VAR_512, shared=True),
+        _flexvar(16, 179),
+        _flexvar(20, 249),
+        _flexvar(24, 349),
+        _infinity(
+            "infinity-2b", InfinityConfig(32, 2048, 16, 8), "infinity_2b_reg.pth", "infinity_vae_d32reg.pth", infinity_settings(4.0, 0.5)
+        ),
+        _infinity("infinity-8b", INFINITY_8B, "infinity_8b_weights", PATCHIFY_FILE, infinity_settings(3.0, 1.0)),
+        _infinity("infinity-8b-512", INFINITY_8B, "infinity_8b_512x512_weights", PATCHIFY_FILE, infinity_settings(3.0, 1.0, "0.25M")),
+        _infinity_layout("infinity-125m", 12, 768, 8),
+        _infinity_layout("infinity-layer16", 16, 1152, 12),
+        _infinity_layout("infinity-1b", 24, 1536, 16),
+        _infinity_layout("infinity-layer32", 32, 2080, 20),
+        _infinity_layout("infinity-layer40", 40, 2688, 24),
+        _infinity_layout("infinity-layer48", 48, 3360, 28),
+        _infinity_layout("infinity-20b", 58, 4608, 36, chunks=2),
+        _hart("hart-0.7b", HartConfig()),
+        _star("star-256-d16", 16, VAR_256),
+        _star("star-256", 30, VAR_256),
+        _star("star-512", 30, VAR_512),
+        _star("star-1024", 30, HART_1024),
+        _star("star-1024-sampler", 30, HART_1024, refined=True),
+    )
+}
+
+
+def model_spec(name: str) -> ModelSpec:
+    if not isinstance(name, str):
+        raise UnknownModel(f"a model is chosen by its name; got {name!r}. Known models: {', '.join(MODELS)}")
+    if name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
+        raise UnknownModel(f"unknown model {name!r}{hint} Known models: {', '.join(MODELS)}")
+    return MODELS[name]

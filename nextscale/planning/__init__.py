@@ -1,0 +1,1 @@
+"""What a plan costs: MACs and memory, counted before anything runs."""

@@ -1,0 +1,108 @@
+"""What a user may give as a prompt, turned into what the model's condition is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import PromptError, TextEncoderUnavailable
+from . import Encoder, TextFeatures
+
+
+class Prompts(Protocol):
+    """One entry per image."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text; 0 where there is none."""
+        ...
+
+    def repeat(self, images: int) -> Prompts:
+        """A single prompt for several images."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Class numbers [B]; the number of classes itself stands for "no class"."""
+
+    numbers: Tensor
+
+    def __len__(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def longest(self) -> int:
+        return 0
+
+    def repeat(self, images: int) -> Labels:
+        return Labels(self.numbers.expand(images))
+
+
+class PromptReader(Protocol):
+    def read(self, prompt: Any) -> Prompts: ...
+
+    def empty(self) -> Prompts | None:
+        """What stands for "no prompt" in guidance; None where the model has its own idea of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClassReader:
+    """Class numbers; a negative one, or the number of classes, means "no class"."""
+
+    classes: int
+
+    def read(self, prompt: Any) -> Labels:
+        if hasattr(prompt, "tolist"):  # torch and numpy
+            prompt = prompt.tolist()
+        numbers = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [prompt]
+        if not numbers:
+            raise PromptError("no class given: pass one class number per image")
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, int) or number > self.classes:
+                raise PromptError(f"class {number!r}: this model takes whole numbers from 0 to {self.classes - 1}; -1 is no class")
+        return Labels(torch.tensor([number if number >= 0 else self.classes for number in numbers]))
+
+    def empty(self) -> None:
+        return None
+
+
+class TextReader:
+    """Text through an encoder that is opened at the first text prompt, or features as they are.
+
+    `reads_empty`: the model's guidance steers away from the empty text, so the encoder is needed for that as well.
+    """
+
+    def __init__(self, open_encoder: Callable[[], Encoder], reads_empty: bool = False) -> None:
+        self._open_encoder = open_encoder
+        self._reads_empty = reads_empty
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return self._open_encoder()
+
+    def read(self, prompt: Any) -> TextFeatures:
+        texts: Any = [prompt] if isinstance(prompt, str) else prompt
+        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+            return self.encoder(texts)
+        if isinstance(texts, TextFeatures | Tensor) or (isinstance(texts, Sequence) and texts):
+            return TextFeatures.of(texts)
+        raise PromptError(f"prompt {prompt!r}: give a text, a non-empty list of texts, or text features [tokens, channels]")
+
+    def empty(self) -> TextFeatures | None:
+        if not self._reads_empty:
+            return None
+        try:
+            return self.encoder.empty()
+        except TextEncoderUnavailable as error:
+            raise TextEncoderUnavailable(
+                f"this model's guidance reads the empty text, for which it needs its text encoder or negative=<its features>. {error}"
+            ) from error
