@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from .stage import Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
     from .models.base import Conditioning
+    from .sampling import Rng
 
 CfgBranches = Literal["both", "cond", "uncond"]
 
@@ -364,6 +365,29 @@ class StageMemory:
         self._maps = {key: (y[rows].clone(), size) for key, (y, size) in self._maps.items()}
 
 
+class ComputedCells:
+    """How many sublayers of the stage that runs were computed for every cell of every image."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.reported = False  # something was added since this was last set to False
+        self._counts: Tensor | None = None  # [B, cells]
+
+    def add(self, tokens: Tokens, rows: Tensor, sublayers: int, share: Tensor | None = None) -> None:
+        """`sublayers` sublayers computed `rows` [R, N, C] for these tokens, in full or in a share [R]; the mean of both rows counts."""
+        whole = torch.ones(*rows.shape[:2], 1, device=rows.device)
+        values, tokens = tokens.on_grid(whole if share is None else whole * share[:, None, None])
+        grid = tokens.scatter(values, values.new_zeros(rows.shape[0], tokens.stage.cells, 1))
+        counts = sublayers * grid.view(-1, self.batch, tokens.stage.cells).mean(dim=0)
+        self._counts = counts if self._counts is None else self._counts + counts
+        self.reported = True
+
+    def take(self, sublayers: int) -> Tensor | None:
+        """The share of `sublayers` that was computed for every cell of the stage, [B, cells]; the next stage starts at zero."""
+        counts, self._counts = self._counts, None
+        return None if counts is None else counts / sublayers
+
+
 @dataclass(slots=True)
 class Env:
     """Everything that has one entry per running row: the guided half first, then the unconditional half while it runs."""
@@ -373,6 +397,9 @@ class Env:
     cache: Sequence[LayerCache]
     memory: StageMemory
     cfg_branches: CfgBranches
+    method_rng: Rng  # random numbers for methods
+    computed: ComputedCells | None = None  # where the caller wants to see what was computed
+    measured: dict[range, Any] = field(default_factory=dict)  # spans that find their number of tokens as they run, with that number
     captured: bool = False  # launches cost the host nothing
     data_dependent: bool = False  # the method may leave out tokens of one image and not of another
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from .accel.method import Method
+from .accel.method import Method, Plans
 from .accel.registry import MethodLike, resolve_method
 from .canvas import Canvas
 from .engine.graphs import Captures, WarmUp
@@ -24,7 +24,7 @@ from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
 from .io import to_pil
 from .models.base import NextScaleModel, PromptInputs
 from .planning.cost import RequestCost, StageCost, Workload, as_run, request_cost
-from .planning.memory import reserved_bytes
+from .planning.memory import ASSUMED_KEPT, reserved_bytes
 from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
 from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
 from .schedules import AspectLike, ScheduleBook, SizeLike
@@ -193,9 +193,10 @@ class Pipeline:
             given = self.model.prompt_inputs(prompts, request.guidance.needs_both, request.schedule, against)
             tables = self._schedule_tables(request.schedule)
         longest = longest_text(prompts, against)
-        planned = partial(reserved_bytes, self.model, request.schedule, chosen, request.batch, request.rows, longest)
+        plans = self._forecast(chosen, request)
+        planned = partial(reserved_bytes, self.model, request.schedule, plans, request.batch, request.rows, longest)
         with memory_errors(self.model.device, planned, request):
-            return self.captures.capture(request, chosen, longest, given, tables)
+            return self.captures.capture(request, chosen, plans, longest, given, tables)
 
     def _request(
         self,
@@ -233,7 +234,7 @@ class Pipeline:
         """
         resolved = resolve_method(method)
         for kept in (1.0, 0.5):  # what does not fit this model is refused now; some of it shows only where tokens are left out
-            resolved.forecast(self.model, self.settings.schedules.choose(None, None), kept)
+            resolved.forecast(self.model, self.settings.schedules.choose(None, None), kept=kept)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 
@@ -244,7 +245,11 @@ class Pipeline:
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
         """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
         schedule = self.settings.schedules.choose(size, aspect)
-        return reserved_bytes(self.model, schedule, self.method, images, 2 * images, text_tokens)
+        plans = self.method.forecast(self.model, schedule, kept=ASSUMED_KEPT)
+        return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
+
+    def _forecast(self, method: Method, request: Request) -> Plans:
+        return method.forecast(self.model, request.schedule, request.guidance.needs_both, ASSUMED_KEPT)
 
     def _run(
         self,
@@ -258,6 +263,7 @@ class Pipeline:
         device, schedule, batch = self.model.device, request.schedule, request.batch
         done_stages: list[StageDone] = []
         clock, longest = request.clock, longest_text(prompts, negative)
+        plans = self._forecast(method, request)
 
         def stage_done(done: StageDone) -> None:
             clock.stop("stage", done.stage.index)
@@ -269,7 +275,7 @@ class Pipeline:
 
         @cache
         def planned() -> int:
-            return reserved_bytes(self.model, schedule, method, batch, request.rows, longest)
+            return reserved_bytes(self.model, schedule, plans, batch, request.rows, longest)
 
         replayable = self.captures.taken(request, method, longest) if self.engine == "graphs" else nullcontext()
         with replayable as recording, memory_errors(device, planned, request):
@@ -286,7 +292,7 @@ class Pipeline:
                 clock.start("stage")
                 if recording is None:
                     canvas = self.tokenizer.canvas(schedule, batch)
-                    finite = generate(self.model, cond, canvas, request, method, stage_done)
+                    finite = generate(self.model, cond, canvas, request, method, plans, stage_done)
                 else:
                     canvas, finite = recording.canvas, recording.run(request, stage_done)
                 with clock.time("decode"):
@@ -357,7 +363,7 @@ class Pipeline:
             cfg_branches=done.rows // batch,
             cost_share=cost_share,
             seconds=clock.seconds("stage", index),
-            sampling_seconds=clock.seconds("choice", index) if eager else None,
+            sampling_seconds=clock.seconds("sampling", index) if eager else None,
             residual_seconds=clock.seconds("residual", index) if eager else None,
         )
 

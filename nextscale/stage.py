@@ -96,6 +96,14 @@ def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
     return score.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
 
 
+def repeat_tail(x: Tensor, count: Tensor | None) -> Tensor:
+    """x [R, N, ...] with every entry beyond a row's `count` [R] replaced by its last real one; None: all entries are real."""
+    if count is None:
+        return x
+    place = torch.minimum(torch.arange(x.shape[1], device=x.device), count[:, None] - 1)  # [R, N]
+    return x.gather(1, place.view(*place.shape, *[1] * (x.ndim - 2)).expand_as(x))
+
+
 @dataclass(slots=True)
 class Tokens:
     """Which grid cells an [R, N, C] tensor stands for.

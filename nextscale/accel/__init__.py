@@ -2,7 +2,7 @@
 
 from .combine import Combined
 from .fastvar import FastVAR
-from .method import DENSE, Method, RunSetup, Span, StagePlan
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
 from .skip import SkipStages
 from .sparsevar import SparseVAR
@@ -16,6 +16,8 @@ __all__ = [
     "FastVAR",
     "Method",
     "MethodLike",
+    "MethodRun",
+    "Plans",
     "RunSetup",
     "SkipStages",
     "Span",

@@ -1,4 +1,4 @@
-"""The one interface between generation and whatever makes it cheaper."""
+"""The one interface between generation and whatever makes it cheaper: settings (`Method`) and one request of them (`MethodRun`)."""
 
 from __future__ import annotations
 
@@ -19,29 +19,36 @@ if TYPE_CHECKING:
     from ..models.blocks import Block
     from ..sampling import Rng
 
+Plans = tuple["StagePlan", ...]
+"""One plan per stage."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What a method knows before a request starts."""
+    """What a method knows when a request starts."""
 
     model: NextScaleModel
     schedule: Schedule
     batch: int
-    rng: Rng  # random numbers of the method's own: what it draws changes nothing of what the image draws
-    compute_mask: bool = False  # the caller wants to see which cells were run (`Method.kept`)
+    rng: Rng  # random numbers for methods: using them changes nothing of what the image is sampled with
+    plans: Plans  # the request's forecast, with all methods that run together
     guided: bool = True  # unconditional rows run beside the conditional ones
 
 
 class Span(Protocol):
-    """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass."""
+    """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass.
 
-    whole_stage: ClassVar[bool] = False  # cannot run on some of a stage's cells only
+    A span is a value without state. What it needs of the request is in `env`: outputs of earlier stages (`memory`), random numbers
+    (`method_rng`), and the counter of computed cells (`computed`) where the caller wants to see them.
+    """
+
+    whole_stage: ClassVar[bool] = False  # True: it cannot run on a part of a stage's cells
 
     layers: range
     key: Hashable
 
     def num_tokens(self, tokens: int) -> int:
-        """How many tokens of a row its blocks compute when so many enter."""
+        """How many tokens of a row its blocks compute when `tokens` enter."""
         ...
 
     @property
@@ -51,8 +58,12 @@ class Span(Protocol):
 
     @property
     def needs(self) -> frozenset[Hashable]:
-        """Names of what it reads there, each stored by a span of an earlier stage."""
+        """Names of what it reads from `env.memory`, each stored by a span of an earlier stage."""
         return frozenset()
+
+    def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
+        """How many maps [rows, cells, dim] it keeps under each name."""
+        return dict.fromkeys(self.stores, 1)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor: ...
 
@@ -63,7 +74,7 @@ class StagePlan:
 
     skip: bool = False
     cfg_branches: CfgBranches = "both"
-    num_tokens: int | None = None  # padded token count when the whole stage is reduced
+    num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
 
@@ -77,7 +88,7 @@ class StagePlan:
                 raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
         for span in self.spans:
             inside = [layer for layer in self.taps if layer in span.layers]
-            if getattr(span, "whole_stage", False) and self.num_tokens is not None:
+            if span.whole_stage and self.num_tokens is not None:
                 raise ValueError(
                     f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.num_tokens} are kept"
                 )
@@ -87,7 +98,7 @@ class StagePlan:
     @property
     def stores(self) -> frozenset[Hashable]:
         """Names of what its spans keep for later stages."""
-        return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in getattr(span, "stores", ()))
+        return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in span.stores)
 
     def check(self, depth: int, guided_layers: Collection[int]) -> None:
         """ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
@@ -130,12 +141,13 @@ DENSE = StagePlan()
 
 
 class Method:
-    """Dense generation. Subclasses override what they change; see the architecture notes for how each paper fits.
+    """Settings of a method: a value, nothing else. The base class is dense generation.
 
-    A method is a value: settings, nothing else. `start` returns what runs one request and owns its state.
+    `forecast` says what every stage will do, `start` begins one request. Subclasses are frozen dataclasses.
     """
 
-    own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
+    reduces_stages: bool = False  # True: its runs change `reduce`
+    own_cache: bool = False  # True: its runs change `layer_cache`
 
     def __eq__(self, other: object) -> bool:
         """Dense generation is always the same; subclasses are dataclasses and compare their settings."""
@@ -152,21 +164,6 @@ class Method:
         name = "dense" if type(self) is Method else type(self).__name__
         return f"{name}({', '.join(chosen)})" if chosen else name
 
-    def start(self, setup: RunSetup) -> Method:
-        """A run of this method for one request. Settings that do not fit the model or the schedule raise SettingError here."""
-        return self
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        """The plans of all stages, as far as they are known without an image: for cost, memory and conflicts.
-
-        `kept`: the share of cells that is assumed to be kept where that depends on the image.
-        """
-        return (DENSE,) * len(schedule)
-
-    def changes(self, hook: str) -> bool:
-        """Whether this method has its own way with `enter`, `layer_cache`, ...; settings answer for their runs."""
-        return hook in self.own_hooks
-
     @property
     def data_dependent(self) -> bool:
         """Whether the number of tokens that a stage runs depends on what the stages before it have generated."""
@@ -174,51 +171,62 @@ class Method:
 
     @property
     def capturable(self) -> bool:
-        """Whether its runs leave the host out of it but for `look`: what reads from the device between stages cannot be recorded."""
+        """Whether CUDA graphs can stand for its runs: between stages the host reads nothing but the counts of `count_tokens`."""
         return True
 
-    def fork(self) -> Method:
-        """Of a run: another that goes on from here, with the same tensors."""
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        """The plans of all stages, as far as they are known before a request; what does not fit raises SettingError.
+
+        kept: the share of cells that is assumed to be computed where that is data-dependent.
+        """
+        return (DENSE,) * len(schedule)
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        """Begins one request. What does not fit this request raises SettingError."""
+        return MethodRun()
+
+
+class MethodRun:
+    """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
+
+    At each stage generation calls, in this order: `count_tokens` and `set_counts`, `plan`, `reduce`, `observe` after every tapped block,
+    `restore`, and at the last stage of a model with residuals `restore_residual`.
+    """
+
+    def fork(self) -> MethodRun:
+        """Another run that goes on from here, with the same tensors."""
         return copy.copy(self)
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return DENSE
-
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Where the image decides how many tokens are run: how many of each image, [B], on the device. None: nothing to look at.
-
-        The first half of `plan`, for those who record a stage beforehand: what follows is `told` and `plan_from_counts`.
-        """
+        """How many tokens the stage runs of each image, [B], on the device; None where that is known without looking."""
         return None
 
-    def set_counts(self, fewest: int, width: int) -> None:
-        """The host has read what `look` returned: the smallest count, and at least the largest."""
+    def set_counts(self, fewest: int, num_tokens: int) -> None:
+        """What the host has read of `count_tokens`: the smallest count, and the largest or a bucket size above it."""
 
-    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return self.plan(stage, canvas)
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        """What the stage will do: its forecast, or that with what is known by now."""
+        return planned
 
     def state_tensors(self) -> list[Tensor]:
-        """What a run remembers of the stages so far, where it depends on how many tokens were run; shapes do not."""
+        """What is remembered of the stages so far and depends on how many tokens they ran; the shapes do not."""
         return []
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Before the first block: may keep some of the tokens only."""
+        """Before the first block: keeps all tokens or some of them."""
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        """Input and output of a tapped block."""
+        """Sees the input and the output of a tapped block."""
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """After guidance: may speak for tokens that were left out."""
+        """After guidance: may add logits for tokens that were left out."""
         return out, tokens
 
     def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """The last stage's continuous values (HART) of the tokens that were run: may speak for others too."""
+        """At the last stage of HART: may add continuous values for tokens that were left out."""
         return residual, tokens
 
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        """Share of the network that was run for every cell of the stage that has just ended, [B, cells]; None: all of it."""
-        return None
-
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        """The keys and values of one layer."""
         return DenseLayerCache(spec, workspace)

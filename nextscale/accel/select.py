@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import overload
 
 import torch
@@ -13,28 +12,27 @@ from torch import Tensor
 from .. import kernels
 from ..errors import SettingError
 from ..models.base import NextScaleModel
-from ..models.infinity import ChunkStart
-from ..models.star import Star
-from ..stage import Stage, Tokens
+from ..stage import Stage, Tokens, repeat_tail
 
 
-def is_index(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def is_share(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
-
-
-def require_separate_branches(model: NextScaleModel, method: str) -> None:
-    """SettingError if the residual branches of the model's blocks cannot be run one by one, on other tokens in every row."""
-    if any(isinstance(block, ChunkStart) for block in model.stack):
+def require_separate_sublayers(model: NextScaleModel, method: str) -> None:
+    """SettingError if the sublayers of the model's blocks cannot be run one by one, on other tokens in every row."""
+    if any(block.changes_input for block in model.stack):
         raise SettingError(
-            f"{method} runs the branches of a block one by one; with level_every_chunk some also add the level: switch it off"
+            f"{method} runs the sublayers of a block one by one; with level_every_chunk some also add the level: switch it off"
         )
-    if isinstance(model, Star) and model.config.as_released:
+    if model.rows_share_text:
         raise SettingError(
-            f"{method} chooses tokens row by row; with as_released the first row of STAR's text attention speaks for all: load it without"
+            f"{method} chooses tokens row by row; with as_released the first row of STAR's text attention stands for all: load it without"
+        )
+
+
+def require_own_text(model: NextScaleModel, batch: int, what: str) -> None:
+    """SettingError if images of a batch cannot run other tokens each, since the first row's text attention stands for all."""
+    if batch > 1 and model.rows_share_text:
+        raise SettingError(
+            f"{what} of every image; with as_released the first row of STAR's text attention stands for all: "
+            "load it without, or generate one image at a time"
         )
 
 
@@ -57,20 +55,12 @@ def put_(x: Tensor, selection: Tensor, values: Tensor) -> Tensor:
     return x.scatter_(1, selection[..., None].expand(-1, -1, x.shape[-1]), values)
 
 
-def real_tokens(tokens: Tokens, width: int) -> Tensor | None:
-    """Which of the `width` entries of a row are no padding, [R, N]; None: all of them."""
-    return None if tokens.count is None else torch.arange(width, device=tokens.count.device) < tokens.count[:, None]
+def real_tokens(tokens: Tokens, entries: int) -> Tensor | None:
+    """Which of the `entries` of a row are no padding, [R, N]; None: all of them."""
+    return None if tokens.count is None else torch.arange(entries, device=tokens.count.device) < tokens.count[:, None]
 
 
-def repeat_last(x: Tensor, tokens: Tokens) -> Tensor:
-    """x [R, N, ...] with the padding of every row made equal to its last real token again, as `Tokens` promises."""
-    if tokens.count is None:
-        return x
-    last = torch.minimum(torch.arange(x.shape[1], device=x.device), tokens.count[:, None] - 1)  # [R, N]
-    return x.gather(1, last) if x.ndim == 2 else pick(x, last)
-
-
-# --- the tokens that stand out
+# --- salient tokens
 
 
 def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
@@ -89,10 +79,10 @@ def distance_from_mean(x: Tensor, tokens: Tokens) -> Tensor:
 
 def top_share(tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Tokens]:
     """All but the lowest share `ratio` of every row by `score` [R, N], in raster order: their positions and they themselves."""
-    width = tokens.num_tokens - share_of(tokens.num_tokens, ratio)
+    keep = tokens.num_tokens - share_of(tokens.num_tokens, ratio)
     if tokens.count is None:
-        return tokens.top(score, width)
-    return tokens.top(score, tokens.count - share_of(tokens.count, ratio), width)
+        return tokens.top(score, keep)
+    return tokens.top(score, tokens.count - share_of(tokens.count, ratio), keep)
 
 
 # --- merging alike tokens
@@ -165,7 +155,7 @@ class Merge:
         real = real_tokens(tokens, x.shape[1])
         if real is not None:
             members = members & real[:, None]
-        source = torch.searchsorted(selection, repeat_last(target, tokens))
+        source = torch.searchsorted(selection, repeat_tail(target, tokens.count))
         weights = members / members.sum(dim=-1, keepdim=True)
         return cls(kept, selection, source, into.positions, weights.to(x.dtype))
 
@@ -190,27 +180,3 @@ def nearest(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         unit = unit.half()
     likeness, place = (unit @ pick(unit, positions).mT).half().max(dim=-1)
     return likeness, place
-
-
-# --- what was run
-
-
-class RunCells:
-    """How many residual branches of a stage were run for every cell of every image."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self._counts: dict[int, Tensor] = {}  # by stage, [B, cells]
-
-    def add(self, tokens: Tokens, branches: int = 1) -> None:
-        """`branches` were run on these tokens. The first rows count: the conditional ones, where there are any."""
-        stage, index = tokens.stage, tokens.index
-        if index is None:
-            raise ValueError("all tokens of the stage were run: there is nothing to count")
-        here = torch.zeros(self.batch, stage.cells, device=index.device).scatter_(1, index[: self.batch], branches)
-        self._counts[stage.index] = self._counts[stage.index] + here if stage.index in self._counts else here
-
-    def share(self, stage: Stage, elsewhere: int, total: int) -> Tensor | None:
-        """Of `total` branches, `elsewhere` of which were run for all cells: [B, cells]. None: nothing was counted at this stage."""
-        counted = self._counts.get(stage.index)
-        return None if counted is None else (counted + elsewhere) / total

@@ -1,17 +1,18 @@
-"""SparseVAR (arXiv 2507.20454): from a late stage on, tokens of smooth regions are left out and a few anchors speak for them."""
+"""SparseVAR (arXiv 2507.20454): from a late stage on, tokens of smooth regions are left out, and a few anchors propagate to them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from numbers import Real
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ..checks import is_share, is_whole
 from ..errors import SettingError
-from ..models import FlexVar, Hart, Star
 from ..stage import Schedule, Stage, Tokens
 from .frequency import (
     ROUNDING,
@@ -24,8 +25,8 @@ from .frequency import (
     low_change,
     neighbour_similarity,
 )
-from .method import DENSE, Method, RunSetup, StagePlan
-from .select import is_share, pick, put_
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from .select import pick, put_, require_own_text
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -35,8 +36,8 @@ Metric = Literal["mse", "logits", "image"]
 ScoredRows = Literal["cond", "both"]
 
 PUBLISHED_START = 10
-INFINITY_BLOCK = 3 / 32  # published: block 3 of 32 for Infinity-2B
-HART_BLOCK = 16 / 24  # published: block 16 of 24 for HART-0.7B
+PUBLISHED_BLOCK: Mapping[str, float] = {"infinity": 3 / 32, "hart": 16 / 24}  # of the depth: Infinity-2B, HART-0.7B
+OTHER_BLOCK = PUBLISHED_BLOCK["infinity"]  # ours
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,23 @@ class SparseVAR(Method):
     metric: Metric = "mse"
     rows: ScoredRows = "cond"
 
-    own_hooks: ClassVar[frozenset[str]] = frozenset({"enter"})
+    reduces_stages = True
 
     def __post_init__(self) -> None:
         if not is_share(self.tau):
             raise SettingError(f"tau is a share of the largest change, from 0 to 1; got {self.tau!r}")
         if not isinstance(self.beta, Real) or not -1 <= self.beta <= 1:
             raise SettingError(f"beta is a cosine similarity, from -1 (always copy from an anchor) to 1; got {self.beta!r}")
-        if self.alpha is not None and not _is_whole(self.alpha, 1):
+        if self.alpha is not None and not is_whole(self.alpha, 1):
             raise SettingError(f"alpha is a whole number of cells from 1, or None for no anchors; got {self.alpha!r}")
         if self.metric not in get_args(Metric):
             raise SettingError(f"metric is one of {', '.join(get_args(Metric))}; got {self.metric!r}")
         if self.rows not in get_args(ScoredRows):
             raise SettingError(f"rows is one of {', '.join(get_args(ScoredRows))}; got {self.rows!r}")
-        if self.from_stage is not None and not _is_whole(self.from_stage, self._earliest):
+        if self.from_stage is not None and not is_whole(self.from_stage, self._earliest):
             why = f"with metric {self.metric} at least {self._earliest}, since the stages before it are looked at"
             raise SettingError(f"from_stage is a stage number, counted from 1, {why}; got {self.from_stage!r}")
-        if self.block is not None and not _is_whole(self.block, 1):
+        if self.block is not None and not is_whole(self.block, 1):
             raise SettingError(f"block is a block number, counted from 1, or None for the published one; got {self.block!r}")
 
     @property
@@ -126,40 +127,31 @@ class SparseVAR(Method):
         """Index of the block whose change is looked at."""
         depth = len(model.blocks)
         if self.block is None:
-            share = HART_BLOCK if isinstance(model, Hart) else INFINITY_BLOCK
-            return max(1, round(share * depth)) - 1
+            return max(1, round(PUBLISHED_BLOCK.get(model.family, OTHER_BLOCK) * depth)) - 1
         if self.block > depth:
             raise SettingError(f"block={self.block}, but this model has {depth} blocks: choose 1 to {depth}")
         return self.block - 1
 
     def anchor_spacing(self, model: NextScaleModel) -> int | None:
-        """`alpha`, or None where stages are no residuals and so no token has to be spoken for."""
-        return None if isinstance(model, FlexVar) else self.alpha
+        """`alpha`, or None where a stage's codes replace earlier ones, so that a token left out simply keeps its estimate."""
+        return None if model.replaces_codes else self.alpha
 
-    def start(self, setup: RunSetup) -> Method:
-        if setup.batch > 1 and isinstance(setup.model, Star) and setup.model.config.as_released:
-            raise SettingError(
-                "SparseVAR keeps other tokens of every image; with as_released the first row of STAR's text attention speaks for all: "
-                "load it without, or draw one image at a time"
-            )
-        return _Run(self, setup, self.forecast(setup.model, setup.schedule))
+    def start(self, setup: RunSetup) -> MethodRun:
+        require_own_text(setup.model, setup.batch, "SparseVAR keeps other tokens")
+        return SparseRun(self, setup)
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         first, layer, alpha = self.first_reduced(schedule), self.tapped_layer(model), self.anchor_spacing(model)
         plans = []
         for stage in schedule:
             tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
             plan = StagePlan(taps=(layer,)) if tapped else DENSE
-            width = _forecast_width(stage, alpha, kept)
-            plans.append(replace(plan, num_tokens=width) if stage.index >= first and width < stage.cells else plan)
+            computed = _forecast_tokens(stage, alpha, kept)
+            plans.append(replace(plan, num_tokens=computed) if stage.index >= first and computed < stage.cells else plan)
         return tuple(plans)
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-
-
-def _forecast_width(stage: Stage, alpha: int | None, kept: float) -> int:
+def _forecast_tokens(stage: Stage, alpha: int | None, kept: float) -> int:
     """Tokens of a stage with this share of its cells kept, and of the anchors those in the rest: about (kept + (1 - kept) / alpha²)."""
     anchors = math.ceil(stage.height / alpha) * math.ceil(stage.width / alpha) if alpha else 0
     return max(1, math.ceil(kept * stage.cells + (1 - kept) * anchors))
@@ -172,17 +164,17 @@ class _Choice:
     excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
     kept: Tensor  # [B, cells]
     counts: Tensor  # [B]
-    fewest: int = 0  # as the host was told
-    num_tokens: int = 0  # the largest count, or more
+    fewest: int = 0  # as the host has read it
+    num_tokens: int = 0  # the largest count, or a bucket size above it
 
     @property
     def reduces(self) -> bool:
         return self.fewest < self.kept.shape[1]
 
     def tokens(self, stage: Stage) -> Tokens:
-        """Of one branch's rows, in raster order."""
+        """The kept tokens of every image, in raster order."""
         ragged = self.fewest < self.num_tokens
-        # Widths that are too small are recorded too, from images that need more, and never run.
+        # Bucket sizes that are too small are captured too, from images that need more, and never run.
         return Tokens(stage).top(self.kept.float(), self.counts.clamp(max=self.num_tokens) if ragged else self.num_tokens, self.num_tokens)[
             1
         ]
@@ -190,21 +182,22 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class AnchorMap:
-    """Who speaks for whom after a stage."""
+    """Which computed token every token takes its output from after a stage."""
 
-    tokens: Tokens  # those that were run and those that an anchor speaks for
-    source: Tensor  # [B, cells], for each of them the place of its speaker among those that were run
+    tokens: Tokens  # those that were computed and those that an anchor propagates to
+    source: Tensor  # [B, cells], the position of each one's source among those that were computed
 
     def propagate(self, values: Tensor) -> Tensor:
-        """Values [B, N, ...] of the tokens that were run, for all that are spoken for."""
+        """Values [B, N, ...] of the computed tokens, for all that have a source."""
         return pick(values.flatten(2), self.source).unflatten(2, values.shape[2:])
 
 
 @dataclass(eq=False)
-class _Run(Method):
+class SparseRun(MethodRun):
+    """One request of SparseVAR: change map, exclusion map and logits of the last stage, from which the next one is chosen."""
+
     settings: SparseVAR
     setup: RunSetup
-    plans: tuple[StagePlan, ...]  # with nothing left out
     change: GridMap | None = None  # of the tapped block, [B, cells, 1]
     excluded: GridMap | None = None
     logits: GridMap | None = None  # of the last stage that ran, for every cell
@@ -212,20 +205,15 @@ class _Run(Method):
     choice: _Choice | None = None  # of the stage that runs
     anchor_map: AnchorMap | None = None
     first: int = field(init=False)
+    layer: int = field(init=False)
     alpha: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = self.settings.first_reduced(self.setup.schedule)
+        self.layer = self.settings.tapped_layer(self.setup.model)
         self.alpha = self.settings.anchor_spacing(self.setup.model)
 
-    # --- which tokens are run
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        counts = self.count_tokens(stage, canvas)
-        if counts is not None:
-            numbers = counts.tolist()  # the one thing that the host reads in a stage
-            self.set_counts(min(numbers), max(numbers))
-        return self.plan_from_counts(stage, canvas)
+    # --- which tokens are computed
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         self.anchor_map = None
@@ -236,9 +224,8 @@ class _Run(Method):
         assert self.choice is not None
         self.choice = replace(self.choice, fewest=fewest, num_tokens=num_tokens)
 
-    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        plan = self.plans[stage.index]
-        return replace(plan, num_tokens=self.choice.num_tokens) if self.choice is not None and self.choice.reduces else plan
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        return replace(planned, num_tokens=self.choice.num_tokens if self.choice is not None and self.choice.reduces else None)
 
     def state_tensors(self) -> list[Tensor]:
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
@@ -285,26 +272,23 @@ class _Run(Method):
         self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
         if not self.choice.reduces:
             return x, tokens
-        kept = self.choice.tokens(tokens.stage).repeat(x.shape[0] // self.setup.batch)  # both branches of an image keep the same cells
+        kept = self.choice.tokens(tokens.stage).repeat(x.shape[0] // self.setup.batch)  # both rows of a guided pair keep the same cells
         return kept.gather(x), kept
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         stage = tokens.stage
-        if layer not in self.plans[stage.index].taps:
+        if layer != self.layer or self.settings.metric != "mse" or stage.index < self.first - 1:
             return
         change, tokens = tokens.on_grid(self._of_images(feature_change(before, after))[..., None])
         earlier = change if self.change is None else self.change.at(stage.size)
         self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), stage.size)
 
     def _of_images(self, rows: Tensor) -> Tensor:
-        """[R, N], where one branch may have left, to [B, N]."""
+        """[R, N], where one guidance branch may have left, to [B, N]."""
         batch = self.setup.batch
         return rows[:batch] if self.settings.rows == "cond" else rows.unflatten(0, (-1, batch)).mean(dim=0)
 
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        return self.choice.kept.float() if self.choice is not None and self.choice.reduces else None
-
-    # --- who speaks for those that were not
+    # --- what the others take
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         stage = tokens.stage
@@ -324,15 +308,15 @@ class _Run(Method):
         return out, tokens
 
     def _anchor_map(self, expected: Tensor, alpha: int, stage: Stage) -> AnchorMap:
-        """Matches every cell that was left out with an anchor, by the logits that were to be expected at both."""
+        """Matches every cell that was left out with an anchor, by the logits expected at both."""
         assert self.choice is not None
         kept = self.choice.kept
         similarity, anchor = best_anchor(expected, anchor_cells(stage.size, alpha, kept.device), stage.size)
-        speaker = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
-        heard = kept | (similarity >= self.settings.beta - ROUNDING)
-        cells, tokens = Tokens(stage).top(heard.float(), heard.sum(dim=1), stage.cells)
+        source = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
+        known = kept | (similarity >= self.settings.beta - ROUNDING)
+        cells, tokens = Tokens(stage).top(known.float(), known.sum(dim=1), stage.cells)
         place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.num_tokens - 1)  # of a kept cell among all kept ones
-        return AnchorMap(tokens, place.gather(1, speaker.gather(1, cells)))
+        return AnchorMap(tokens, place.gather(1, source.gather(1, cells)))
 
     def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         return (residual, tokens) if self.anchor_map is None else (self.anchor_map.propagate(residual), self.anchor_map.tokens)

@@ -122,22 +122,22 @@ class Forecast:
 
 def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, kept: float) -> Forecast:
     schedule = workload.schedule
-    plans = method.forecast(model, schedule, kept)
-    decides_by_image = method.forecast(model, schedule, 0.5) != method.forecast(model, schedule, 1.0)
+    plans = method.forecast(model, schedule, workload.guided, kept)
+    reserved = method.forecast(model, schedule, workload.guided, max(kept, ASSUMED_KEPT))
     dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
     rows = workload.images * (2 if workload.guided else 1)
     return Forecast(
         name,
         method.label,
         workload,
-        kept if decides_by_image else None,
+        kept if method.data_dependent else None,
         dense,
         planned,
         Memory(
-            reserved_bytes(model, schedule, method, workload.images, rows, workload.text_tokens),
+            reserved_bytes(model, schedule, reserved, workload.images, rows, workload.text_tokens),
             model.cache_spec(schedule, rows).kept_bytes,
             planned_cache(model, schedule, plans, workload.images, rows).kept_bytes,
-            request_memory(model, tokenizer, workload, method.forecast(model, schedule, max(kept, ASSUMED_KEPT))),
+            request_memory(model, tokenizer, workload, reserved),
             request_memory(model, tokenizer, workload),
         ),
     )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..accel.method import Method
+from ..accel.method import Method, MethodRun, Plans
 from ..cache import DenseLayerCache, Env
 from ..canvas import Canvas
 from ..errors import SettingError
@@ -88,7 +88,7 @@ class State:
 
     canvas: Canvas
     env: Env
-    run: Method
+    run: MethodRun
 
     def fork(self) -> State:
         """The same tensors in objects of its own, so that a stage can be run in several ways from here."""
@@ -173,6 +173,7 @@ class CapturedRequest:
         given: PromptInputs,
         tables: Any,
         method: Method,
+        plans: Plans,
         text: int,
         pool: Any,
         stream: torch.cuda.Stream,
@@ -182,7 +183,7 @@ class CapturedRequest:
         self._given, self._tables = StaticInputs(given, text), tables
         self._draws, self._method_draws = StaticRng(), StaticRng()
         self._request = replace(request, rng=self._draws, method_rng=self._method_draws, clock=SilentClock(model.device), captured=True)
-        self._plans = method.forecast(model, request.schedule)
+        self._plans = plans
         self._warm_up()
         self._condition_graph = torch.cuda.CUDAGraph()
         self._steps = self._capture()
@@ -199,10 +200,10 @@ class CapturedRequest:
     def _condition(self) -> Conditioning:
         return self._model.condition_from(self._given.value, self._tables)
 
-    def _begin(self, cond: Conditioning) -> tuple[Method, Env]:
+    def _begin(self, cond: Conditioning) -> tuple[MethodRun, Env]:
         self._draws.rewind()
         self._method_draws.rewind()
-        return begin(self._model, cond, self._request, self._method, kept=1.0)
+        return begin(self._model, cond, self._request, self._method, self._plans, all_cells=self._method.data_dependent)
 
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be recorded."""
@@ -218,7 +219,7 @@ class CapturedRequest:
                     counts, _, _ = self._run_stage(stage, state)
                     if counts is not None:  # as it is recorded, whatever this image needs: it draws and launches more
                         state.run.set_counts(0, stage.cells)
-                        plan = state.run.plan_from_counts(stage, canvas)
+                        plan = state.run.plan(self._plans[stage.index], stage, canvas)
                         run_stage(self._model, canvas, request, state.run, plan, env, stage)
                     if not run:
                         self._draws.end_stage()
@@ -279,7 +280,7 @@ class CapturedRequest:
             state.env.keep(planned.cfg_branches)
             if counts is not None and not planned.skip:
                 return counts, None, None
-        plan = state.run.plan_from_counts(stage, state.canvas)
+        plan = state.run.plan(planned, stage, state.canvas)
         return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
     def _capture_buckets(
@@ -296,7 +297,7 @@ class CapturedRequest:
             fork.run.set_counts(0, width)
             graph = torch.cuda.CUDAGraph()
             with self._captured(graph):
-                plan = fork.run.plan_from_counts(stage, fork.canvas)  # a method may draw for it
+                plan = fork.run.plan(self._plans[stage.index], stage, fork.canvas)  # a method may draw for it
                 done, finite = run_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
                 done = done.without_logits()
                 if ways and finite is not None and good is not None:
@@ -359,7 +360,7 @@ class Captures:
         self._told: set[CaptureKey] = set()
         self.bytes = 0  # that all of them keep
 
-    def capture(self, request: Request, method: Method, longest: int, given: PromptInputs, tables: Any) -> WarmUp:
+    def capture(self, request: Request, method: Method, plans: Plans, longest: int, given: PromptInputs, tables: Any) -> WarmUp:
         """Makes a recording for requests like this one, unless there is one. `longest`: tokens of the longest prompt."""
         require_capturable(self._model, request, method)
         signature = CaptureKey.of(request, method, longest)
@@ -375,7 +376,7 @@ class Captures:
         begun, before = time.perf_counter(), torch.cuda.memory_reserved(device)
         with torch.inference_mode(), expandable_segments():
             recording = CapturedRequest(
-                self._model, self._tokenizer, request, given, tables, method, signature.text, self._pool, self._stream
+                self._model, self._tokenizer, request, given, tables, method, plans, signature.text, self._pool, self._stream
             )
         torch.cuda.synchronize(device)
         self._recordings[signature] = recording

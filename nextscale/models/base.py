@@ -89,6 +89,8 @@ class Hidden:
 class NextScaleModel(nn.Module):
     """A backbone: turns a canvas into tokens, runs its blocks, turns hidden states into logits and logits into codes."""
 
+    family: ClassVar[str]  # by which methods look up published settings
+    replaces_codes: ClassVar[bool] = False  # a stage's codes replace those of the stages before, instead of adding to them
     layout: Layout
     float32: ClassVar[tuple[str, ...]] = ()  # parameters that keep full precision whatever the dtype
     adds_residual: ClassVar[bool] = False  # `residual` has something to add to the last stage
@@ -99,6 +101,11 @@ class NextScaleModel(nn.Module):
     head_norm: nn.Module
     head_ada: nn.Linear  # only where the condition modulates the head
     head: nn.Linear
+
+    @property
+    def rows_share_text(self) -> bool:
+        """Whether one row's attention to its text is used for all rows."""
+        return False
 
     @property
     def stack(self) -> tuple[Block, ...]:

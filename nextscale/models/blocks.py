@@ -275,7 +275,9 @@ class GatedFeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Residual branches, each behind a norm."""
+    """Sublayers, each a residual branch behind a norm."""
+
+    changes_input: ClassVar[bool] = False  # True: it changes the hidden states before the first norm
 
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
@@ -331,8 +333,6 @@ def run_fused(parts: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env: En
 
 class ModulatedBlock(Block):
     """A block whose attention and feed-forward a condition scales, shifts and weights."""
-
-    changes_input: ClassVar[bool] = False  # before the first norm
 
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__(layer, config)

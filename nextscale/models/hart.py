@@ -50,6 +50,7 @@ class HartConfig:
 
 
 class Hart(NextScaleModel):
+    family = "hart"
     float32 = ("text_norm.", "head_norm.", "head_ada.", "head.")
     adds_residual = True
     layout = Layout(

@@ -77,6 +77,7 @@ class ChunkStart(ModulatedBlock):
 
 
 class Infinity(NextScaleModel):
+    family = "infinity"
     float32 = ("text_norm.", "shared_modulation.", "head_ada.", "head.")
 
     def __init__(self, config: InfinityConfig) -> None:

@@ -43,6 +43,7 @@ class StarConfig:
 
 
 class Star(NextScaleModel):
+    family = "star"
     layout = Layout(
         rules=(
             Rule(r"text_proj\.(.*)", (r"encoder_proj.\1",)),
@@ -75,6 +76,10 @@ class Star(NextScaleModel):
         self.head_norm = plain_norm(config.dim) if config.norm_before_head else nn.Identity()
         self.head = nn.Linear(config.dim, config.codes)
         self.refiner = self._refiner() if config.refiner_blocks else None
+
+    @property
+    def rows_share_text(self) -> bool:
+        return self.config.as_released
 
     def _refiner(self) -> Refiner:
         config, blocks = self.config, replace(self.config.block, text=None)

@@ -86,6 +86,7 @@ class ClassConditioned(NextScaleModel):
 
 
 class Var(ClassConditioned):
+    family = "var"
     layout = Layout(
         rules=(
             Rule(r"pos_embed", ("pos_1LC",), shape=lambda s: (1, *s)),

@@ -14,14 +14,6 @@ from torch import Tensor
 from ...stage import Tokens
 
 
-def repeat_tail(x: Tensor, count: Tensor | None) -> Tensor:
-    """x [R, N, ...] with every entry beyond a row's `count` replaced by its last real one."""
-    if count is None:
-        return x
-    place = torch.minimum(torch.arange(x.shape[1], device=x.device), count[:, None] - 1)
-    return x.gather(1, place.view(*place.shape, *[1] * (x.ndim - 2)).expand_as(x))
-
-
 def zero_tail(x: Tensor, count: Tensor | None) -> Tensor:
     """x [R, N, C] with zeros beyond a row's `count`."""
     if count is None:
@@ -77,7 +69,7 @@ def energy_ranks(energies: Tensor, alpha: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Share:
-    """A fixed share: int(ratio * tokens) + 1 rows. With `counted`, tokens beyond that number do not count (STAR, HART: the width)."""
+    """A fixed share: int(ratio * tokens) + 1 rows. With `counted`, tokens beyond that number do not count (STAR, HART: the dim)."""
 
     ratio: float
     counted: int | None = None
@@ -88,8 +80,8 @@ class Share:
         rows = min(int(self.ratio * counted) + 1, tokens)
         return rows if self.most is None else min(rows, self.most)
 
-    def drawn(self, cells: int) -> int:
-        """Columns of Q that are drawn for a stage, whatever is kept of it."""
+    def columns(self, cells: int) -> int:
+        """Columns of Q that a stage has noise for, whatever is kept of it."""
         return self.rows(cells)
 
     def of(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
@@ -113,9 +105,9 @@ class Energy:
     assumed: float = 1.0  # share of the possible rows that a forecast counts with
 
     def rows(self, tokens: int) -> int:
-        return max(1, round(self.assumed * self.drawn(tokens)))
+        return max(1, round(self.assumed * self.columns(tokens)))
 
-    def drawn(self, cells: int) -> int:
+    def columns(self, cells: int) -> int:
         return min(cells, self.dim)
 
     def of(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:

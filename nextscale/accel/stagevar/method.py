@@ -5,38 +5,37 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ...cache import Env
+from ...checks import is_share, is_whole
 from ...errors import SettingError
-from ...models import Infinity, NextScaleModel, Star
+from ...models.base import NextScaleModel
 from ...models.blocks import Block, run_in_order
-from ...stage import Schedule, Stage, Tokens
+from ...stage import Schedule, Stage, Tokens, repeat_tail
 from ..combine import Combined
-from ..method import Method, RunSetup, StagePlan
-from .groups import LowRank, RunState, first_tokens, memory_name
-from .lowrank import Energy, Rank, Share, project, projection, repeat_tail, representatives, squared_norms, zero_tail
+from ..method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from ..select import require_own_text
+from .groups import LowRank, first_tokens, memory_name, normal_noise, race_noise, sublayers_in
+from .lowrank import Energy, Rank, Share, project, projection, representatives, squared_norms, zero_tail
 from .ranks import CONSTANT_RATIO, RankProbe, counted_tokens, no_table, table_for, table_ratios
 from .settings import (
     PUBLISHED,
     PUBLISHED_ALPHA,
-    RELEASED_SIDES,
     Alphas,
     StageRatios,
     checked_alphas,
     checked_ranks,
     group_layers,
-    is_count,
-    is_share,
     published_for,
+    released_sides,
 )
 from .variants import ApproximatedRows, LeastSquaresRows, SingularRows
 
 if TYPE_CHECKING:
-    from ...canvas import Canvas
     from ...pipeline import Pipeline
 
 Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
@@ -84,9 +83,9 @@ class StageVAR(Method):
     as_released: bool = False
 
     def __post_init__(self) -> None:
-        if self.guidance_off is not None and not is_count(self.guidance_off, least=0):
+        if self.guidance_off is not None and not is_whole(self.guidance_off):
             raise SettingError(f"guidance_off is the first stage without guidance, a whole number from 0; got {self.guidance_off!r}")
-        if self.groups is not None and not is_count(self.groups, least=1):
+        if self.groups is not None and not is_whole(self.groups, least=1):
             raise SettingError(f"groups is a number of blocks per group, 1 or more; got {self.groups!r}")
         if self.variant not in get_args(Variant):
             raise SettingError(f"variant {self.variant!r}: choose one of {', '.join(get_args(Variant))}")
@@ -106,29 +105,18 @@ class StageVAR(Method):
         if self.variant == "svd_fixed" and self.ranks == "measured":
             raise SettingError('ranks "measured": that is the variant "svd"')
 
-    def start(self, setup: RunSetup) -> Method:
-        state = RunState(setup)
-        plans = self._plans(setup.model, setup.schedule, setup.guided, state=state)
-        own_rows = any(isinstance(span, LowRank) and span.restores_from_memory for plan in plans for span in plan.spans)
-        if own_rows and setup.batch > 1 and isinstance(setup.model, Star) and setup.model.config.as_released:
-            raise SettingError(
-                "StageVAR runs other rows of every image; with as_released the first row of STAR's text attention speaks for all: "
-                "load it without, or draw one image at a time"
-            )
-        return _Run(plans, state)
+    def start(self, setup: RunSetup) -> MethodRun:
+        if any(isinstance(span, LowRank) and span.restores_from_memory for plan in setup.plans for span in plan.spans):
+            require_own_text(setup.model, setup.batch, "StageVAR runs other rows")
+        return super().start(setup)
 
     @property
     def capturable(self) -> bool:
         """Measured ranks are read by the host, and solvers tell it whether they succeeded."""
         return self.variant in ("vanilla", "representative") and self.ranks != "measured"
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        """Of a guided request. `kept` matters for measured ranks only: the share of the largest possible rank."""
-        return self._plans(model, schedule, guided=True, kept=kept)
-
-    def _plans(
-        self, model: NextScaleModel, schedule: Schedule, guided: bool, kept: float = 1.0, state: RunState | None = None
-    ) -> tuple[StagePlan, ...]:
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        """The plans of all stages. `kept` matters for measured ranks only: the share of the largest possible rank."""
         if self.as_released:
             self._check_released(model, schedule)
         guidance_off = self.first_unguided(model, schedule)
@@ -138,30 +126,30 @@ class StageVAR(Method):
         source = restored_from([stage for stage in schedule if alphas.get(stage.index) != 0], low)
         if low and not SPANS[self.variant].restores_from_memory:
             source = set()
-        released = self.as_released and isinstance(model, Infinity)
+        first_positions = self.as_released and bool(released_sides(model))
         plans = []
         for stage in schedule:
             if alphas.get(stage.index) == 0:
                 plans.append(StagePlan(skip=True))
                 continue
             remember = stage.index in source
-            spans: list[Any] = []  # the protocol's attributes can be set, those of a frozen dataclass cannot
+            spans: list[Span] = []
             if stage.index in low:
                 ranks = self._ranks(model, stage, low[stage.index], len(layers), kept)
                 for group, (blocks, rank) in enumerate(zip(layers, ranks, strict=True)):
-                    spans.append(SPANS[self.variant](blocks, stage.index, group, rank, remember, released, state))
+                    spans.append(SPANS[self.variant](blocks, group, rank, remember, first_positions))
             elif remember:
                 spans += [Remember(blocks, group) for group, blocks in enumerate(layers)]
-            branches: Literal["both", "uncond"] = "uncond" if guided and stage.index >= guidance_off else "both"
-            plans.append(StagePlan(cfg_branches=branches, spans=tuple(spans)))
+            cfg_branches: Literal["both", "uncond"] = "uncond" if guided and stage.index >= guidance_off else "both"
+            plans.append(StagePlan(cfg_branches=cfg_branches, spans=tuple(spans)))
         return tuple(plans)
 
     def first_unguided(self, model: NextScaleModel, schedule: Schedule) -> int:
         """The first stage of the unconditional rows alone."""
         if self.guidance_off is not None:
             return self.guidance_off
-        if self.as_released and isinstance(model, Infinity):
-            return next((stage.index for stage in schedule if stage.width in RELEASED_SIDES), len(schedule))
+        if self.as_released and (sides := released_sides(model)):
+            return next((stage.index for stage in schedule if stage.width in sides), len(schedule))
         published = published_for(model)
         if published is not None and published.stages == len(schedule):
             return published.guidance_off
@@ -174,8 +162,8 @@ class StageVAR(Method):
             if beyond:
                 raise SettingError(f"alphas name stage {beyond[0]}; {schedule} has stages 0 to {len(schedule) - 1}")
             return chosen
-        if self.as_released and isinstance(model, Infinity):
-            return {stage.index: RELEASED_SIDES[stage.width] for stage in schedule if stage.width in RELEASED_SIDES}
+        if self.as_released and (sides := released_sides(model)):
+            return {stage.index: sides[stage.width] for stage in schedule if stage.width in sides}
         published = published_for(model)
         if published is not None and published.stages == len(schedule):
             return dict(published.alphas)
@@ -184,11 +172,11 @@ class StageVAR(Method):
     def _check_released(self, model: NextScaleModel, schedule: Schedule) -> None:
         published = published_for(model)
         if published is None:
-            known = ", ".join(backbone.__name__ for backbone in PUBLISHED)
+            known = ", ".join(PUBLISHED)
             raise SettingError(f"as_released: there are programs for {known} only, not for {type(model).__name__}; leave it out")
         if any(stage.height != stage.width for stage in schedule):
             raise SettingError(f"as_released: the released program draws square images only, not {schedule}; leave as_released out")
-        if not isinstance(model, Infinity) and len(schedule) != published.stages and None in (self.alphas, self.guidance_off):
+        if published.sides is None and len(schedule) != published.stages and None in (self.alphas, self.guidance_off):
             raise SettingError(
                 f"as_released: the released program for {type(model).__name__} has {published.stages} stages, and {schedule} has"
                 f" {len(schedule)}: give both alphas and guidance_off, or leave as_released out"
@@ -200,21 +188,21 @@ class StageVAR(Method):
                 f"as_released: stage {skipped[0]}, {schedule[skipped[0]].width} wide, is skipped and a later one is not, which the released"
                 f" program does not do; got {schedule}: give other alphas, or leave as_released out"
             )
-        if not isinstance(model, Infinity):
+        if published.sides is None:
             return
-        sides = ", ".join(str(side) for side in RELEASED_SIDES)
-        if self.alphas is None and not any(stage.width in RELEASED_SIDES for stage in schedule):
-            raise SettingError(f"as_released: the released program acts at sides {sides}; {schedule} has none of them")
+        named = ", ".join(str(side) for side in published.sides)
+        if self.alphas is None and not any(stage.width in published.sides for stage in schedule):
+            raise SettingError(f"as_released: the released program acts at sides {named}; {schedule} has none of them")
         for stage in (schedule[index] for index, alpha in alphas.items() if 0 < alpha < 1):
-            if stage.width not in RELEASED_SIDES:
-                raise SettingError(f"as_released: the released program runs sides {sides} at low rank, not {stage.width} of {schedule}")
+            if stage.width not in published.sides:
+                raise SettingError(f"as_released: the released program runs sides {named} at low rank, not {stage.width} of {schedule}")
 
     def _ranks(self, model: NextScaleModel, stage: Stage, alpha: float, groups: int, kept: float) -> list[Rank]:
         """One per group."""
-        width = model.block_config.dim
+        dim = model.block_config.dim
         if self.ranks == "measured" or self.variant in ("svd", "svd_approximation"):
-            return [Energy(alpha, width, kept)] * groups
-        most = width if self.variant == "svd_fixed" else None  # there are no more singular directions
+            return [Energy(alpha, dim, kept)] * groups
+        most = dim if self.variant == "svd_fixed" else None  # there are no more singular directions
         return [Share(ratio, counted_tokens(model), most) for ratio in self._ratios(model, stage, alpha, groups)]
 
     def _ratios(self, model: NextScaleModel, stage: Stage, alpha: float, groups: int) -> tuple[float, ...]:
@@ -246,32 +234,20 @@ def restored_from(executed: Sequence[Stage], low: Mapping[int, float]) -> set[in
     return {before.index for before, stage in pairwise(executed) if stage.index in low}
 
 
-@dataclass(frozen=True)
-class _Run(Method):
-    plans: tuple[StagePlan, ...]
-    state: RunState
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return self.plans[stage.index]
-
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        return self.state.take()
-
-
 # --- the groups of blocks of a stage
 
 
 @dataclass(frozen=True)
-class Remember:
+class Remember(Span):
     """Runs a group of blocks as it is and keeps its output for the next stage."""
 
-    whole_stage: ClassVar[bool] = True
+    whole_stage = True
 
     layers: range
     group: int
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> Hashable:  # type: ignore[override]
         return f"stagevar memory of group {self.group}"
 
     @property
@@ -291,15 +267,15 @@ class RepresentativeRows(LowRank):
     """Random projection, put back at representative tokens (equation 8): the method itself."""
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        width, ranks = self.ranks(x, tokens)
-        noise = self.run_state.race(x, tokens)
-        chosen = repeat_tail(representatives(squared_norms(x), noise, width, tokens.count), ranks)  # [R, r]
-        normal = self.run_state.normal(x, tokens, self.rank.drawn(tokens.stage.cells))[..., :width]
-        q = projection(normal, width if ranks is None else ranks)
+        rank, ranks = self.ranks(x, tokens, env)
+        chosen = repeat_tail(representatives(squared_norms(x), race_noise(x, tokens, env), rank, tokens.count), ranks)  # [R, r]
+        normal = normal_noise(x, tokens, env, self.rank.columns(tokens.stage.cells))[..., :rank]
+        q = projection(normal, rank if ranks is None else ranks)
         rows = repeat_tail(project(zero_tail(x, tokens.count), q), ranks)
         places = tokens.take(chosen, ranks)
         y = run_in_order(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, env)
-        self.run_state.record(places, rows, len(self.layers))
+        if env.computed is not None:
+            env.computed.add(places, rows, sublayers_in(blocks))
         return self.remembered(tokens, env).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
 
 
@@ -337,7 +313,7 @@ def measure_ranks(
     unknown = [stage for stage in measured if not 0 <= stage < len(schedule)]
     if unknown or not len(measured):
         raise SettingError(f"no ranks to measure at stages {list(measured)}: {schedule} has stages 0 to {len(schedule) - 1}")
-    if not all(is_share(alpha) for alpha in alphas) or not alphas:
+    if not all(is_share(alpha, above_zero=True) for alpha in alphas) or not alphas:
         raise SettingError(f"alphas {alphas!r}: give one or more numbers above 0 and up to 1")
     layers = group_layers(pipe.model, method.groups)
     probe = RankProbe(layers, frozenset(measured), tuple(alphas))

@@ -6,19 +6,15 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ...errors import SettingError
-from ...models import Infinity, NextScaleModel
-from ...stage import Stage, Tokens
-from ..method import Method, StagePlan
+from ...models.base import NextScaleModel
+from ...stage import Schedule, Stage, Tokens
+from ..method import Method, MethodRun, Plans, RunSetup, StagePlan
 from .lowrank import energy_ranks, singular_energies
 from .settings import PUBLISHED, published_for
-
-if TYPE_CHECKING:
-    from ...canvas import Canvas
 
 CONSTANT_RATIO = 0.177  # where no table fits: the share of its tokens that Infinity's 40 x 40 stage keeps at alpha 0.96
 
@@ -63,7 +59,7 @@ def no_table(model: NextScaleModel, groups: int) -> SettingError:
     for backbone, published in PUBLISHED.items():
         table = rank_tables()[published.table]
         sides = ", ".join(str(side) for side in next(iter(table.values())))
-        known.append(f"{backbone.__name__} with {groups_in(table)} groups (sides {sides})")
+        known.append(f"{backbone} with {groups_in(table)} groups (sides {sides})")
     return SettingError(
         f"there are no published ranks for {type(model).__name__} with {groups} groups of blocks, only for {'; '.join(known)}."
         ' Set ranks to a ratio such as 0.2, to one per group, to "measured", or to what measure_ranks returns'
@@ -72,10 +68,11 @@ def no_table(model: NextScaleModel, groups: int) -> SettingError:
 
 def counted_tokens(model: NextScaleModel) -> int | None:
     """What a ratio is a share of: all tokens on Infinity (None), elsewhere at most as many as the network has channels."""
-    return None if isinstance(model, Infinity) else model.block_config.dim
+    published = published_for(model)
+    return None if published is not None and published.counts_all_tokens else model.block_config.dim
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankProbe(Method):
     """Dense generation that notes, before each group of blocks, how many singular directions hold each alpha."""
 
@@ -84,13 +81,26 @@ class RankProbe(Method):
     alphas: tuple[float, ...]
     found: dict[tuple[float, int, int], list[Tensor]] = field(default_factory=dict)  # (alpha, stage, group): one mean per request
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(taps=tuple(blocks.start for blocks in self.layers) if stage.index in self.stages else ())
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        taps = tuple(blocks.start for blocks in self.layers)
+        return tuple(StagePlan(taps=taps if stage.index in self.stages else ()) for stage in schedule)
+
+    @property
+    def capturable(self) -> bool:
+        return False
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        return RankProbeRun(self)
+
+
+@dataclass(frozen=True)
+class RankProbeRun(MethodRun):
+    probe: RankProbe
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         x, grid = tokens.on_grid(before)
         energies = singular_energies(x, grid.count)
-        group = next(group for group, blocks in enumerate(self.layers) if blocks.start == layer)
-        for alpha in self.alphas:
+        group = next(group for group, blocks in enumerate(self.probe.layers) if blocks.start == layer)
+        for alpha in self.probe.alphas:
             rank = energy_ranks(energies, alpha).double().mean()
-            self.found.setdefault((alpha, tokens.stage.index, group), []).append(rank)
+            self.probe.found.setdefault((alpha, tokens.stage.index, group), []).append(rank)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...cache import Env
 from ...models.blocks import Block, run_in_order
-from ...stage import Tokens
-from .groups import LowRank, first_tokens
+from ...stage import Tokens, repeat_tail
+from .groups import LowRank, first_tokens, normal_noise, sublayers_in
 from .lowrank import (
     Energy,
     approximation,
@@ -19,7 +19,6 @@ from .lowrank import (
     least_squares_weights,
     project,
     projection,
-    repeat_tail,
     same_direction,
     singular_energies,
     zero_tail,
@@ -33,14 +32,14 @@ class LeastSquaresRows(LowRank):
         return 5 * super().own_macs(tokens, channels)  # project and solve, for input and previous output; restore
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        width, ranks = self.ranks(x, tokens)
-        normal = self.run_state.normal(x, tokens, self.rank.drawn(tokens.stage.cells))[..., :width]
-        q = projection(normal, width if ranks is None else ranks)
+        rank, ranks = self.ranks(x, tokens, env)
+        normal = normal_noise(x, tokens, env, self.rank.columns(tokens.stage.cells))[..., :rank]
+        q = projection(normal, rank if ranks is None else ranks)
         rows = zero_tail(project(zero_tail(x, tokens.count), q), ranks)
         previous = self.remembered(tokens, env)
         previous_rows = zero_tail(project(zero_tail(previous, tokens.count), q), ranks)
         y = run_in_order(blocks, repeat_tail(rows, ranks), first_tokens(tokens, rows, ranks), env)
-        self.record_rows(x, tokens, width, ranks)
+        self.report_rows(blocks, x, tokens, env, rank, ranks)
         weights = least_squares_weights(rows, x) + least_squares_weights(previous_rows, previous)
         return weights @ y.float()  # which are 0 beyond the ranks
 
@@ -49,11 +48,11 @@ class SingularRows(LowRank):
     """The leading singular directions; their left vectors and those of the previous stage's output restore the tokens."""
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        width, ranks = self.ranks(x, tokens)
-        u, rows = factors(zero_tail(x, tokens.count), width)
-        previous, _ = factors(zero_tail(self.remembered(tokens, env), tokens.count), width)
+        rank, ranks = self.ranks(x, tokens, env)
+        u, rows = factors(zero_tail(x, tokens.count), rank)
+        previous, _ = factors(zero_tail(self.remembered(tokens, env), tokens.count), rank)
         y = run_in_order(blocks, repeat_tail(rows, ranks).to(x.dtype), first_tokens(tokens, rows, ranks), env)
-        self.record_rows(x, tokens, width, ranks)
+        self.report_rows(blocks, x, tokens, env, rank, ranks)
         return (u + same_direction(previous, u)) @ zero_tail(y.float(), ranks)
 
 
@@ -72,5 +71,6 @@ class ApproximatedRows(LowRank):
         assert isinstance(self.rank, Energy)
         ranks = energy_ranks(singular_energies(x, tokens.count), self.rank.alpha)
         near = repeat_tail(approximation(zero_tail(x, tokens.count), ranks).to(x.dtype), tokens.count)
-        self.run_state.record(tokens, x, len(self.layers))
+        if env.computed is not None:
+            env.computed.add(tokens, x, sublayers_in(blocks))
         return run_in_order(blocks, near, tokens, env)

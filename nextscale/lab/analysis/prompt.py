@@ -13,24 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ...accel.method import Method, StagePlan
+from ...accel.method import Method, Plans, StagePlan
 from ...generate import Revise
 from ...guidance import GuidedRows
 from ...models.base import NextScaleModel
 from ...pipeline import Output, Pipeline
-from ...stage import Schedule, Stage
+from ...stage import Schedule
 from ..metrics import Lpips
 from .detail import LEVELS
 from .numbers import Curve, Effect, Prompt
 from .verdicts import late_stages
-
-if TYPE_CHECKING:
-    from ...canvas import Canvas
 
 Replacement = Literal["none", "unguided", "other", "seed"]
 SEED_STEP = 1_000_003  # from an image's seed to the one that replaces it: beyond those of its neighbours
@@ -51,11 +48,8 @@ class OneBranch(Method):
 
     branch: Literal["cond", "uncond"]
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return (StagePlan(cfg_branches=self.branch),) * len(schedule)
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(cfg_branches=self.branch)
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return (StagePlan(cfg_branches=self.branch if guided else "both"),) * len(schedule)
 
 
 def keeping_until(switch: int, codes: Sequence[Tensor]) -> Revise:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...accel.method import Method, RunSetup, StagePlan
+from ...accel.method import Method, MethodRun, Plans, RunSetup, StagePlan
 from ...models.base import NextScaleModel
 from ...stage import Schedule, Stage, Tokens
-
-if TYPE_CHECKING:
-    from ...canvas import Canvas
 
 Watch = Callable[[Stage, int, Tensor, Tensor], None]
 """Stage, block, its input and output [B, cells, C]: the rows with the prompt only, without text tokens."""
@@ -24,17 +20,18 @@ class Recorder(Method):
     """Dense generation. Nothing is kept here: a stage's hidden states are gone unless a watcher copies them."""
 
     watchers: tuple[Watch, ...]
-    layers: tuple[int, ...] = ()
-    batch: int = 0
 
-    def start(self, setup: RunSetup) -> Recorder:
-        return Recorder(self.watchers, tuple(range(len(setup.model.blocks))), setup.batch)
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         return (StagePlan(taps=tuple(range(len(model.blocks)))),) * len(schedule)
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(taps=self.layers)
+    def start(self, setup: RunSetup) -> MethodRun:
+        return RecorderRun(self.watchers, setup.batch)
+
+
+@dataclass(frozen=True)
+class RecorderRun(MethodRun):
+    watchers: tuple[Watch, ...]
+    batch: int
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         before, after = (tokens.on_grid(x)[0][: self.batch] for x in (before, after))

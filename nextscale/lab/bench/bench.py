@@ -277,7 +277,7 @@ def numbers(runner: Runner, dense: Runner | None, plan: Plan) -> Row:
     asked = workload(pipe, case)
     limit = request_roofline(pipe.model, asked, shares, plan.rates)
     peak = max(one.memory for one in drawn) + runner.captured_bytes + (weight_bytes(pipe) if runner.device.type == "cuda" else 0)
-    plans = runner.method.forecast(pipe.model, asked.schedule, ASSUMED_KEPT)
+    plans = runner.method.forecast(pipe.model, asked.schedule, kept=ASSUMED_KEPT)
     predicted = request_memory(pipe.model, pipe.tokenizer, asked, plans)
     recording = runner.warm_up
     return {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...accel.method import Method, RunSetup
-from ...accel.sparsevar import SparseVAR, _Run
+from ...accel.method import MethodRun, RunSetup
+from ...accel.sparsevar import SparseRun, SparseVAR
 from ...canvas import Canvas
 from ...stage import Stage
 
@@ -23,13 +23,13 @@ class SparseVARShare(SparseVAR):
     def label(self) -> str:
         return f"SparseVAR, the liveliest {self.share:.0%} and anchors"
 
-    def start(self, setup: RunSetup) -> Method:
+    def start(self, setup: RunSetup) -> MethodRun:
         super().start(setup)  # refuses what does not fit
-        return _ShareRun(self, setup, self.forecast(setup.model, setup.schedule))
+        return ShareRun(self, setup)
 
 
 @dataclass(eq=False)
-class _ShareRun(_Run):
+class ShareRun(SparseRun):
     settings: SparseVARShare
 
     def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:

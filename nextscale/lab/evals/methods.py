@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...accel.method import Method
 from ...accel.registry import resolve_method
-from ...accel.sparsevar import INFINITY_BLOCK
+from ...accel.sparsevar import OTHER_BLOCK
 from ...errors import SettingError
 
 DENSE = "dense"
@@ -43,7 +43,7 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
     """What the paper of SparseVAR leaves open or picks by eye, each changed alone at tau 0.6; other metrics at thresholds of their own."""
     first = 10 if stages > 10 else stages - 1  # what from_stage is when it is not given
-    published = max(1, round(INFINITY_BLOCK * blocks))  # what block is then, except for HART
+    published = max(1, round(OTHER_BLOCK * blocks))  # what block is then, except for HART
     chosen: dict[str, dict[str, object]] = {
         "SparseVAR 0.6": {},
         "rows both": {"rows": "both"},
