@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from .accel.method import DENSE, Method, RunSetup, StagePlan
-from .cache import Env, StageMemory, Workspace
+from .cache import StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
-from .models.base import Conditioning, Hidden, NextScaleModel
-from .models.blocks import Block, attention_backend, run_in_order
+from .models.attention import attention_backend
+from .models.base import Hidden, NextScaleModel
+from .models.blocks import Block, run_in_order
+from .models.env import Conditioning, Env
 from .planning.memory import ASSUMED_KEPT, reserved_cache
 from .report import Stopwatch
 from .sampling import Rng, Sampling
@@ -172,7 +174,9 @@ def new_env(
 ) -> Env:
     """`run` is what `method` has started, whose forecast tells how much memory the caches need."""
     rows = cond.start.shape[0]
-    spec = reserved_cache(model, schedule, method, batch, rows, kept)
+    own_cache = method.changes("layer_cache")  # knows its own need
+    plans = () if own_cache else method.forecast(model, schedule, kept)
+    spec = model.cache_spec(schedule, rows) if own_cache else reserved_cache(model, schedule, plans, batch, rows)
     workspace = Workspace(spec)
     caches = [run.layer_cache(spec.layer(number), workspace) for number in range(len(model.blocks))]
     return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond")

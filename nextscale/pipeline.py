@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
 from .io import to_pil
 from .models.base import NextScaleModel, PromptInputs
 from .planning.cost import RequestCost, StageCost, Workload, as_run, request_cost
-from .planning.memory import reserved_bytes
+from .planning.memory import ASSUMED_KEPT, reserved_bytes
 from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
 from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
 from .schedules import AspectLike, ScheduleBook, SizeLike
@@ -193,7 +193,11 @@ class Pipeline:
             given = self.model.prompt_inputs(prompts, request.guidance.needs_both, request.schedule, against)
             tables = self._schedule_tables(request.schedule)
         longest = longest_text(prompts, against)
-        planned = partial(reserved_bytes, self.model, request.schedule, chosen, request.batch, request.rows, longest)
+
+        def planned() -> int:
+            plans = chosen.forecast(self.model, request.schedule, ASSUMED_KEPT)
+            return reserved_bytes(self.model, request.schedule, plans, request.batch, request.rows, longest)
+
         with memory_errors(self.model.device, planned, request):
             return self.captures.capture(request, chosen, longest, given, tables)
 
@@ -244,7 +248,8 @@ class Pipeline:
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
         """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
         schedule = self.settings.schedules.choose(size, aspect)
-        return reserved_bytes(self.model, schedule, self.method, images, 2 * images, text_tokens)
+        plans = self.method.forecast(self.model, schedule, ASSUMED_KEPT)
+        return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
 
     def _run(
         self,
@@ -269,7 +274,8 @@ class Pipeline:
 
         @cache
         def planned() -> int:
-            return reserved_bytes(self.model, schedule, method, batch, request.rows, longest)
+            plans = method.forecast(self.model, schedule, ASSUMED_KEPT)
+            return reserved_bytes(self.model, schedule, plans, batch, request.rows, longest)
 
         replayable = self.captures.taken(request, method, longest) if self.engine == "graphs" else nullcontext()
         with replayable as recording, memory_errors(device, planned, request):

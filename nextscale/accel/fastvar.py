@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from .. import kernels
-from ..cache import Env
 from ..errors import SettingError
 from ..models.base import NextScaleModel
 from ..models.blocks import FusedSublayer, ModulatedBlock, run_fused
+from ..models.env import Env
 from ..models.hart import Hart
 from ..models.infinity import Infinity
 from ..models.star import Star
@@ -236,6 +236,9 @@ class RememberedBlocks(Span):
     @property
     def stores(self) -> frozenset[Hashable]:
         return memory_names(self.layers)
+
+    def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
+        return {name: len(block.sublayers) for block in blocks for name in memory_names(range(block.layer, block.layer + 1))}
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         if tokens.index is not None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ...cache import Env
 from ...errors import SettingError
+from ...models.env import Env
 from ...sampling import Noise, cell_noise
 from ...stage import Tokens
-from ..method import RunSetup
+from ..method import RunSetup, Span
 from .lowrank import Rank, repeat_tail
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Span):
     """Runs a group of blocks on few rows that stand for all tokens."""
 
     restores_from_memory: ClassVar[bool] = True
@@ -72,7 +72,7 @@ class LowRank:
     state: RunState | None = field(default=None, compare=False, repr=False)  # None: a forecast
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> Hashable:  # type: ignore[override]
         return f"stagevar {type(self).__name__} of group {self.group}, {self.rank}"
 
     def num_tokens(self, tokens: int) -> int:
@@ -81,7 +81,7 @@ class LowRank:
         return known.get((self.stage, self.group), self.rank.rows(tokens))
 
     @property
-    def whole_stage(self) -> bool:
+    def whole_stage(self) -> bool:  # type: ignore[override]
         return self.remember
 
     @property
@@ -92,9 +92,9 @@ class LowRank:
     def needs(self) -> frozenset[Hashable]:
         return frozenset({memory_name(self.group)} if self.restores_from_memory else ())
 
-    def own_macs(self, tokens: int, channels: int) -> int:
+    def own_macs(self, tokens: int, dim: int) -> int:
         """MACs of the projection of one row; decompositions do not count."""
-        return tokens * self.num_tokens(tokens) * channels
+        return tokens * self.num_tokens(tokens) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         out = repeat_tail(self.replaced(blocks, x, tokens, env).to(x.dtype), tokens.count)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...cache import Env
 from ...errors import SettingError
 from ...models import Infinity, NextScaleModel, Star
 from ...models.blocks import Block, run_in_order
+from ...models.env import Env
 from ...stage import Schedule, Stage, Tokens
 from ..combine import Combined
-from ..method import Method, RunSetup, StagePlan
+from ..method import Method, RunSetup, Span, StagePlan
 from .groups import LowRank, RunState, first_tokens, memory_name
 from .lowrank import Energy, Rank, Share, project, projection, repeat_tail, representatives, squared_norms, zero_tail
 from .ranks import CONSTANT_RATIO, RankProbe, counted_tokens, no_table, table_for, table_ratios
@@ -262,7 +262,7 @@ class _Run(Method):
 
 
 @dataclass(frozen=True)
-class Remember:
+class Remember(Span):
     """Runs a group of blocks as it is and keeps its output for the next stage."""
 
     whole_stage: ClassVar[bool] = True
@@ -271,7 +271,7 @@ class Remember:
     group: int
 
     @property
-    def key(self) -> Hashable:
+    def key(self) -> Hashable:  # type: ignore[override]
         return f"stagevar memory of group {self.group}"
 
     @property
