@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nextscale import kernels
 from nextscale.cache import real_entries
-from nextscale.models.blocks import attend
+from nextscale.models.attention import attend
 
 from .results import RESULTS, append, measure
 

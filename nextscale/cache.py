@@ -1,23 +1,17 @@
-"""What a request remembers: keys and values per layer, outputs of earlier stages, and the rows that are still running."""
+"""What a request remembers: keys and values per layer, and outputs of earlier stages."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .stage import Schedule, Stage, Tokens
-
-if TYPE_CHECKING:
-    from .models.base import Conditioning
-    from .sampling import Rng
-
-CfgBranches = Literal["both", "cond", "uncond"]
 
 
 @dataclass(frozen=True)
@@ -386,32 +380,3 @@ class ComputedCells:
         """The share of `sublayers` that was computed for every cell of the stage, [B, cells]; the next stage starts at zero."""
         counts, self._counts = self._counts, None
         return None if counts is None else counts / sublayers
-
-
-@dataclass(slots=True)
-class Env:
-    """Everything that has one entry per running row: the guided half first, then the unconditional half while it runs."""
-
-    batch: int
-    cond: Conditioning
-    cache: Sequence[LayerCache]
-    memory: StageMemory
-    cfg_branches: CfgBranches
-    method_rng: Rng  # random numbers for methods
-    computed: ComputedCells | None = None  # where the caller wants to see what was computed
-    measured: dict[range, Any] = field(default_factory=dict)  # spans that find their number of tokens as they run, with that number
-    captured: bool = False  # launches cost the host nothing
-    data_dependent: bool = False  # the method may leave out tokens of one image and not of another
-
-    def keep(self, branches: CfgBranches) -> None:
-        """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""
-        if branches in ("both", self.cfg_branches):
-            return
-        if self.cfg_branches != "both":
-            raise ValueError(f"the {branches} rows do not run any more: only {self.cfg_branches} rows are left")
-        rows = slice(0, self.batch) if branches == "cond" else slice(self.batch, None)
-        self.cond.keep_rows(rows)
-        for cache in self.cache:
-            cache.keep_rows(rows)
-        self.memory.keep_rows(rows)
-        self.cfg_branches = branches

@@ -1,4 +1,4 @@
-"""What settings may be: small questions that every place asks alike. A bool is no number."""
+"""Whether a setting that a caller gives is a number of the right kind. True and False are none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ def is_number(value: object) -> bool:
 
 
 def is_whole(value: object, least: int = 0) -> bool:
-    """A whole number, at least `least`."""
+    """A whole number, `least` or more."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def is_share(value: object, above_zero: bool = False) -> bool:
-    """A number from 0 to 1, or above 0 and up to 1."""
-    return isinstance(value, Real) and is_number(value) and (0 < float(value) <= 1 or (float(value) == 0 and not above_zero))
+    """A number from 0 to 1; with `above_zero` not 0 itself."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return (float(value) > 0 if above_zero else float(value) >= 0) and float(value) <= 1

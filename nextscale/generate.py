@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from .accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from .cache import ComputedCells, Env, StageMemory, Workspace
+from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
-from .models.base import Conditioning, Hidden, NextScaleModel
-from .models.blocks import Block, attention_backend, run_in_order
-from .planning.memory import planned_cache
+from .models.attention import attention_backend
+from .models.base import Hidden, NextScaleModel
+from .models.blocks import Block, run_in_order
+from .models.env import Conditioning, Env
+from .planning.memory import reserved_cache
 from .report import Stopwatch
 from .sampling import Rng, Sampling
 from .stage import Schedule, Stage, Tokens
@@ -116,7 +118,7 @@ def begin(
     if method.own_cache:  # which knows its own need
         spec = model.cache_spec(request.schedule, rows)
     else:
-        spec = planned_cache(model, request.schedule, plans, request.batch, rows, all_cells)
+        spec = reserved_cache(model, request.schedule, plans, request.batch, rows, all_cells)
     workspace = Workspace(spec)
     env = Env(
         request.batch,

@@ -639,7 +639,7 @@ def test_the_tables_of_a_checkout_go_into_its_readme(tmp_path: Path, monkeypatch
         ([], "nothing to measure"),
         (["--suite", "al"], "choose one of required"),
         (["--suite", "dense", "--batch", "2"], "already says"),
-        (["nano", "--size", "100"], "no schedule draws 100x100"),
+        (["nano", "--size", "100"], "no schedule generates 100x100"),
         (["nano", "--methods", "fasvar"], "did you mean fastvar"),
         (["nano", "--engine", "fast", "--device", "cpu"], "choose one of graphs, eager, both"),
         (["nano", "--page", "x.md"], "add --table"),

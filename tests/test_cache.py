@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nextscale.accel import Method
-from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
+from nextscale.accel import DENSE, Method
+from nextscale.cache import CacheSpec, DenseLayerCache, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.generate import new_env
-from nextscale.models.base import Conditioning
-from nextscale.models.blocks import attend
+from nextscale.models.attention import attend
+from nextscale.models.env import Conditioning, Env
 from nextscale.models.rope import HalvesRope
 from nextscale.planning.memory import reserved_bytes
 from nextscale.stage import Schedule, Stage, Tokens
@@ -285,7 +285,8 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
         tensors += env.cache[0].workspace.pair(cond.start.shape[0], 0)
         if cond.text is not None:
             tensors += [tensor for pair in cond.text.keys_values for tensor in pair]
-        assert reserved_bytes(pipeline.model, schedule, Method(), 2, 4 if guided else 2, prompts.longest) == storage_bytes(tensors)
+        plans = (DENSE,) * len(schedule)
+        assert reserved_bytes(pipeline.model, schedule, plans, len(prompts), cond.start.shape[0], prompts.longest) == storage_bytes(tensors)
         assert env.cfg_branches == ("both" if guided else "cond")
 
 

@@ -541,7 +541,7 @@ def test_a_mask_weighs_stages_by_their_cells() -> None:
         (("tiny-infinity", "a cat", "--negative", ""), "a prompt is empty"),
         (("tiny-var", 3, "--positive-prompt"), "tiny-var takes class numbers"),
         (("tiny-var", 3, "--prompts", "absent.txt"), "absent.txt"),
-        (("tiny-var", 3, "--size", 256), "no schedule draws 256x256 (height x width); nearest: 64x64"),
+        (("tiny-var", 3, "--size", 256), "no schedule generates 256x256 (height x width); nearest: 64x64"),
         (("tiny-var", 3, "--size", "0.25M"), "0.25M"),
         (("tiny-var", 3, "--aspect", "16:9"), "nearest: 1:1"),
         (("tiny-var", 3, "--sides", "1,2"), "learned positions"),

@@ -224,7 +224,7 @@ def test_short_numbers() -> None:
         (("var-d16", "--method", "skip:last=10"), "cannot skip 10 of 10 stages"),
         (("var-d16", "--sides", "1,2"), "learned positions"),
         (("star-256", "--sides", ",".join(["1"] * 11)), "11 stages; this model knows 10 levels"),
-        (("var-d16", "--size", 512), "no schedule draws 512x512"),
+        (("var-d16", "--size", 512), "no schedule generates 512x512"),
         (("var-d16", "--kept", 1.5), "--kept"),
         (("var-d16", "--images", 0), "--images"),
     ],

@@ -22,17 +22,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nextscale import pipeline as pipeline_module
-from nextscale.accel import DENSE, FastVAR, Method, RunSetup, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale.accel import DENSE, FastVAR, Method, RunSetup, SkipStages, Span, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.registry import resolve_method
-from nextscale.cache import CfgBranches, Env
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
+from nextscale.guidance import CfgBranches
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
+from nextscale.models.macs import SublayerTokens
 from nextscale.pipeline import Pipeline, Preview
-from nextscale.planning.cost import RequestCost, SublayerTokens, Workload, as_run, request_cost
+from nextscale.planning.cost import RequestCost, Workload, as_run, request_cost
 from nextscale.report import Report
 from nextscale.stage import Schedule, Stage, Tokens
 
@@ -80,7 +82,7 @@ class KeepShare(Method):
 
 
 @dataclass(frozen=True)
-class Thin:
+class Thin(Span):
     """Runs its blocks on a share of the tokens; the others stay as they are."""
 
     layers: range
@@ -120,8 +122,8 @@ class ThinAttention(Thin):
 class Project(Thin):
     """Mixes all tokens into fewer, and runs its blocks on those."""
 
-    def own_macs(self, tokens: int, channels: int) -> int:
-        return tokens * self.num_tokens(tokens) * channels
+    def own_macs(self, tokens: int, dim: int) -> int:
+        return tokens * self.num_tokens(tokens) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
@@ -381,7 +383,7 @@ def test_mixtures_of_codes_are_the_canvas_s_own() -> None:
 # --- by hand
 
 
-class NoWork:
+class NoWork(Span):
     """A span that costs nothing."""
 
     layers, key = range(1), "nothing"

@@ -16,7 +16,8 @@ from nextscale.cache import real_entries
 from nextscale.engine import allocator
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import blocks
-from nextscale.models.blocks import FeedForward, attend, linear_gelu, reads_lengths
+from nextscale.models.attention import attend, reads_lengths
+from nextscale.models.feed_forward import FeedForward, linear_gelu
 
 from .tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models.blocks import linear_gelu
+from nextscale.models.feed_forward import linear_gelu
 from nextscale.pipeline import Output
 from nextscale.stage import Schedule
 

@@ -19,8 +19,9 @@ from nextscale.generate import new_env
 from nextscale.guidance import ConstantGuidance, Guidance
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models import blocks
-from nextscale.models.blocks import ModulatedBlock, run_in_order, unit_vectors
+from nextscale.models import attention
+from nextscale.models.attention import unit_vectors
+from nextscale.models.blocks import ModulatedBlock, run_in_order
 from nextscale.models.rope import PairRope
 from nextscale.sampling import ImageRng, Sampling, choose, filter_logits, sample
 from nextscale.stage import Stage, Tokens
@@ -304,7 +305,7 @@ def test_images_of_blocks_in_a_row(
 
 def attend_lengths_row_by_row(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
     rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
-    return torch.cat([blocks.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
+    return torch.cat([attention.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
@@ -313,7 +314,7 @@ def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch
     fill_memory(monkeypatch, float("nan"))
     pipe, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
     masked = pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True)
-    monkeypatch.setattr(blocks, "reads_lengths", lambda x: True)
+    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
     monkeypatch.setattr(kernels, "attend_lengths", attend_lengths_row_by_row)
     monkeypatch.setattr(DenseLayerCache, "_clear_tail", None)
     tiny.assert_close("infinity", pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True), masked)

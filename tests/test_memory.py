@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from nextscale.cache import CacheSpec, DenseLayerCache, StageKeys, StageMemory, 
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import Workload, as_run
-from nextscale.planning.memory import ASSUMED_KEPT, planned_cache, request_memory, reserved_cache, stored_maps
+from nextscale.planning.memory import ASSUMED_KEPT, request_memory, reserved_cache, stored_bytes
 from nextscale.stage import Schedule, Tokens
 
 from . import tiny
@@ -86,7 +86,8 @@ def drawn(family: str, method: Method, spec: CacheSpec, **settings: Any) -> Seen
 
 
 def reserved(family: str, method: Method, rows: int = 2 * IMAGES) -> CacheSpec:
-    return reserved_cache(tiny.shared_pipeline(family).model, tiny.schedule_of(family), method, IMAGES, rows)
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    return reserved_cache(model, schedule, method.forecast(model, schedule, ASSUMED_KEPT), IMAGES, rows)
 
 
 def dense_spec(family: str, rows: int = 2 * IMAGES) -> CacheSpec:
@@ -187,7 +188,7 @@ def test_what_runs_more_than_was_assumed_grows(family: str, method: Method, pois
     settings = {"smooth": False} if family == "hart" else {}
     seen = drawn(family, method, spec, **settings)
     pipe = tiny.shared_pipeline(family)
-    ran = planned_cache(pipe.model, tiny.schedule_of(family), seen.plans, IMAGES, 2 * IMAGES)
+    ran = reserved_cache(pipe.model, tiny.schedule_of(family), seen.plans, IMAGES, 2 * IMAGES)
     for stage in ran.stages:
         least = max(spec.bytes_at(stage.stage, workspace=False), ran.bytes_at(stage.stage) if stage.stage == ran.final else 0)
         assert least <= seen.nbytes[stage.stage] <= dense_spec(family).bytes_at(stage.stage)
@@ -213,6 +214,17 @@ def test_the_assumption_is_that_of_the_command() -> None:
     method = SparseVAR(from_stage=2)
     assert ASSUMED_KEPT == 0.5
     assert [stage.tokens for stage in reserved("var", method).stages] == [(count,) * 3 for count in (1, 3, 5, 9)]
+
+
+@every_family
+@pytest.mark.parametrize("method", [*BY_IMAGE.values(), FastVAR(), SkipStages(last=1)])
+def test_room_for_all_cells_is_that_of_nothing_left_out(family: str, method: Method) -> None:
+    """A captured data-dependent request reserves what the plans take that keep every cell; spans and skipped stages still count."""
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    whole = [replace(plan, num_tokens=None) for plan in method.forecast(model, schedule, ASSUMED_KEPT)]
+    room = reserved_cache(model, schedule, method.forecast(model, schedule, ASSUMED_KEPT), IMAGES, 2 * IMAGES, all_cells=True)
+    assert room == reserved_cache(model, schedule, whole, IMAGES, 2 * IMAGES)
+    assert room.bytes >= reserved(family, method).bytes
 
 
 # --- plans that are not kept
@@ -330,7 +342,7 @@ def test_feed_forward_in_pieces_is_that_of_all_tokens(family: str, monkeypatch: 
     assert torch.autograd.grad(expected.sum(), given)[0].abs().sum() > 0
     with torch.inference_mode():
         assert torch.equal(feed_forward(x), expected)
-        monkeypatch.setattr("nextscale.models.blocks.PIECE", 4)
+        monkeypatch.setattr("nextscale.models.feed_forward.PIECE", 4)
         torch.testing.assert_close(feed_forward(x), expected)
     assert torch.equal(x, given)
 
@@ -377,12 +389,12 @@ def test_targets_of_infinity_2b() -> None:
     assert request_memory(model, tokenizer, Workload(schedule, 4, text_tokens=77)).peak < 20e9
 
 
-def test_decoding_counts_where_drawing_takes_less() -> None:
+def test_decoding_counts_where_generating_takes_less() -> None:
     """After one stage of one token there is hardly anything to remember."""
     model, tokenizer, schedule = meta("infinity-2b")
     plans = (DENSE, *(StagePlan(skip=True),) * (len(schedule) - 1))
     memory = request_memory(model, tokenizer, Workload(schedule, 1, text_tokens=64), plans)
-    assert memory.drawing < memory.decoding
+    assert memory.generating < memory.decoding
     assert memory.peak == memory.weights + memory.decoding
     four = request_memory(model, tokenizer, Workload(schedule, 4, text_tokens=64), plans)
     assert four.decoding < 1.1 * memory.decoding  # one by one
@@ -402,5 +414,5 @@ def test_what_is_remembered_is_what_spans_store(family: str, method: Method, mon
     )
     schedule = tiny.schedule_of(family)
     plans = method.forecast(pipe.model, schedule)
-    assert request_memory(pipe.model, pipe.tokenizer, Workload(schedule, IMAGES, text_tokens=16), plans).remembered == max(kept)
-    assert stored_maps(pipe.model, DENSE, 5) == {}
+    assert request_memory(pipe.model, pipe.tokenizer, Workload(schedule, IMAGES, text_tokens=16), plans).stored == max(kept)
+    assert stored_bytes(pipe.model, DENSE, 5) == {}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
-from nextscale.cache import CfgBranches, Env
+from nextscale.accel import DENSE, Method, RunSetup, SkipStages, Span, StagePlan
 from nextscale.canvas import Canvas
-from nextscale.guidance import ConstantGuidance, StageGuidance
+from nextscale.guidance import CfgBranches, ConstantGuidance, StageGuidance
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
 from nextscale.pipeline import Output
 from nextscale.stage import Schedule, Stage, Tokens
 
@@ -25,7 +25,7 @@ STAGES = {family: len(tiny.schedule_of(family)) for family in tiny.FAMILIES}
 
 
 @dataclass(frozen=True)
-class RunBlocks:
+class RunBlocks(Span):
     """A span that runs its blocks as generation would."""
 
     layers: range

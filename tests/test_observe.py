@@ -446,7 +446,7 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
     [
         (["tiny-var"], "no prompt"),
         (["tiny-var", "cat"], "class 'cat'"),
-        (["tiny-var", "1", "--size", "99"], "no schedule draws 99x99"),
+        (["tiny-var", "1", "--size", "99"], "no schedule generates 99x99"),
         (["tiny-var", "1", "--lpips", "absent"], "absent"),
         (["--plot", "absent.json"], "absent.json cannot be read"),
         (["--plot", "absent.json", "--seed", "3"], "leave out seed"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
+from nextscale.accel import DENSE, Method, RunSetup, SkipStages, Span, StagePlan
 from nextscale.accel.combine import Combined
 from nextscale.accel.frequency import (
     GridMap,
@@ -28,13 +28,14 @@ from nextscale.accel.frequency import (
     neighbour_similarity,
 )
 from nextscale.accel.sparsevar import SparseVAR
-from nextscale.cache import CfgBranches, Env
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.generate import StageDone
+from nextscale.guidance import CfgBranches
 from nextscale.loading.presets import ModelConfig, build_model
 from nextscale.models import HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
 from nextscale.pipeline import Output, Preview
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule, Stage, Tokens
@@ -941,7 +942,7 @@ def test_with_a_stage_skipped_on_the_way(family: str, metric: Any) -> None:
 
 
 @dataclass(frozen=True)
-class HalfTheTokens:
+class HalfTheTokens(Span):
     """A span like FastVAR's: every branch of its blocks computes half of each row's tokens only."""
 
     layers: range

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, SizeError
-from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 
 GRID_2X3 = Stage(index=2, height=2, width=3, start=5, last=False)
 
@@ -267,3 +267,11 @@ def test_what_moves_to_the_whole_grid_moves_back(choice: tuple[Stage, Tensor, Te
 def test_what_is_no_list_of_sizes_is_no_schedule(sizes: object) -> None:
     with pytest.raises(SizeError, match="a schedule is a non-empty list"):
         Schedule(sizes)
+
+
+def test_the_tail_of_a_row_repeats_its_last_real_entry() -> None:
+    x = torch.arange(8.0).view(2, 4)[..., None].expand(-1, -1, 3)
+    count = torch.tensor([4, 2])
+    assert repeat_tail(x, count)[..., 0].tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert repeat_tail(x[..., 0], count).tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert repeat_tail(x, None) is x

@@ -35,11 +35,12 @@ from nextscale.accel.stagevar.lowrank import (
 from nextscale.accel.stagevar.method import Remember, RepresentativeRows, StageVAR, Variant, measure_ranks
 from nextscale.accel.stagevar.ranks import CONSTANT_RATIO, rank_tables
 from nextscale.accel.stagevar.variants import LeastSquaresRows, SingularRows
-from nextscale.cache import DenseLayerCache, Env, StageMemory
+from nextscale.cache import DenseLayerCache, StageMemory
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
+from nextscale.models.env import Env
 from nextscale.pipeline import Output
 from nextscale.sampling import ImageRng
 from nextscale.schedules import HART_1024, INFINITY_SIZES, infinity_schedule

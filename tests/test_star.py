@@ -413,7 +413,7 @@ def test_guidance_needs_the_empty_text_or_something_else_to_steer_away_from() ->
         pipeline(text, seed=11)
     tiny.assert_same_bits(pipeline(text, seed=11, negative=tiny.shared_pipeline("star").reader.empty()), drawn("star"))
     tiny.assert_same_bits(pipeline(text, seed=11, guidance=0), drawn("star", guidance=0))
-    with pytest.raises(PromptError, match="guidance of STAR needs the features of an empty text"):
+    with pytest.raises(PromptError, match="guidance of STAR needs the features of an empty prompt"):
         pipeline.model.condition(text, True, SCHEDULE)
 
 

@@ -19,8 +19,8 @@ from nextscale.accel.select import Destinations, Merge, merged_count
 from nextscale.accel.tome import MergedBlocks, ToMe
 from nextscale.errors import SettingError
 from nextscale.models import Infinity, InfinityConfig
+from nextscale.models.macs import SublayerTokens
 from nextscale.pipeline import Output
-from nextscale.planning.cost import SublayerTokens
 from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny

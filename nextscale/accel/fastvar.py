@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from .. import kernels
-from ..cache import Env
 from ..checks import is_share, is_whole
 from ..errors import SettingError
 from ..models.blocks import FusedSublayer, ModulatedBlock, run_fused
+from ..models.env import Env
 from ..stage import Schedule, Tokens, repeat_tail
 from .method import DENSE, Method, Plans, Span, StagePlan
 from .select import distance_from_mean, pick, put_, require_separate_sublayers, share_of, top_share
@@ -227,7 +227,7 @@ class RememberedBlocks(Span):
         return memory_names(self.layers)
 
     def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
-        return dict.fromkeys(self.stores, len(blocks[0].sublayers))
+        return {name: len(block.sublayers) for block in blocks for name in memory_names(range(block.layer, block.layer + 1))}
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         if tokens.index is not None:

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
-from ..cache import CacheSpec, CfgBranches, DenseLayerCache, Env, LayerCache, Workspace
+from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from ..guidance import CfgBranches
+from ..models.env import Env
+from ..models.macs import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
@@ -61,8 +64,16 @@ class Span(Protocol):
         """Names of what it reads from `env.memory`, each stored by a span of an earlier stage."""
         return frozenset()
 
+    def sublayer_tokens(self, tokens: int) -> SublayerTokens:
+        """`num_tokens` by sublayer, for spans that do not run all sublayers on the same number of tokens."""
+        return SublayerTokens.same(self.num_tokens(tokens))
+
+    def own_macs(self, tokens: int, dim: int) -> int:
+        """MACs of its own matrix products for one row that this number of tokens enter, such as a projection to fewer tokens."""
+        return 0
+
     def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
-        """How many maps [rows, cells, dim] it keeps under each name."""
+        """Number of maps [rows, cells, dim] that it keeps under each name in `stores` when it runs `blocks`."""
         return dict.fromkeys(self.stores, 1)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor: ...

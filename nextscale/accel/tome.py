@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..cache import Env
 from ..checks import is_share, is_whole
 from ..errors import SettingError
-from ..planning.cost import SublayerTokens
+from ..models.env import Env
+from ..models.macs import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
 from .method import DENSE, Method, Plans, Span, StagePlan
 from .select import Destinations, Merge, block_count, merged_count, require_separate_sublayers
@@ -106,9 +106,9 @@ class MergedBlocks(Span):
         attention, text, feed_forward = (self.num_tokens(tokens) if name in self.sublayers else tokens for name in get_args(SublayerName))
         return SublayerTokens(attention, text, feed_forward)
 
-    def own_macs(self, tokens: int, channels: int) -> int:
+    def own_macs(self, tokens: int, dim: int) -> int:
         """One product to compare tokens with destinations, and one for the means of every sublayer."""
-        return len(self.layers) * (1 + len(self.sublayers)) * tokens * min(tokens, self.destinations) * channels
+        return len(self.layers) * (1 + len(self.sublayers)) * tokens * min(tokens, self.destinations) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         into = Destinations.lowest(tokens, self._priority(x.shape[0], tokens.stage, x.device, env))

@@ -18,7 +18,7 @@ from ..lab.evals.methods import parse_methods
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models.base import NextScaleModel
 from ..planning.cost import RequestCost, StageCost, Workload, request_cost
-from ..planning.memory import ASSUMED_KEPT, RequestMemory, planned_cache, request_memory, reserved_bytes
+from ..planning.memory import ASSUMED_KEPT, RequestMemory, request_memory, reserved_bytes, reserved_cache
 from ..tokenizers.base import Tokenizer
 from .options import Aspect, Dtype, ModelName, Sides, Size, as_torch_dtype, choose_schedule
 from .program import app
@@ -136,7 +136,7 @@ def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: 
         Memory(
             reserved_bytes(model, schedule, reserved, workload.images, rows, workload.text_tokens),
             model.cache_spec(schedule, rows).kept_bytes,
-            planned_cache(model, schedule, plans, workload.images, rows).kept_bytes,
+            reserved_cache(model, schedule, plans, workload.images, rows).kept_bytes,
             request_memory(model, tokenizer, workload, reserved),
             request_memory(model, tokenizer, workload),
         ),
@@ -199,7 +199,7 @@ def show(forecast: Forecast) -> None:
     peak = memory.method_peak
     console.print(
         f"Peak memory: about {gib(peak.peak)}, dense {gib(memory.dense_peak.peak)}: weights {gib(peak.weights)}, without the text"
-        f" encoder's, and {gib(peak.drawing)} for drawing, keys, values and activations together, or {gib(peak.decoding)} for decoding."
+        f" encoder's, and {gib(peak.generating)} for drawing, keys, values and activations together, or {gib(peak.decoding)} for decoding."
     )
 
 

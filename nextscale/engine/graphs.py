@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..accel.method import Method, MethodRun, Plans
-from ..cache import DenseLayerCache, Env
+from ..cache import DenseLayerCache
 from ..canvas import Canvas
 from ..errors import SettingError
 from ..generate import Request, StageDone, as_sampled, begin, run_stage
-from ..models.base import Conditioning, NextScaleModel, PromptInputs
+from ..models.base import NextScaleModel, PromptInputs
+from ..models.env import Conditioning, Env
 from ..report import Stopwatch
 from ..sampling import Sampling
 from ..stage import Schedule, Stage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from ..cache import real_entries
 from ..errors import PromptError
 from ..text.features import TextFeatures
-from .blocks import Block
+
+if TYPE_CHECKING:
+    from .blocks import Block
 
 MASK_MULTIPLE = 8  # key counts that fused attention with a mask wants
 

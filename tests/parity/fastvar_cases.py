@@ -21,8 +21,9 @@ from nextscale import Method, Schedule, Stage, Tokens
 from nextscale.accel import fastvar
 from nextscale.accel.fastvar import FastVAR, ThinnedBlocks, memory_key
 from nextscale.accel.select import distance_from_mean, top_share
-from nextscale.cache import Env, StageMemory
+from nextscale.cache import StageMemory
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
 
 from . import hart_cases, infinity_cases
 from .accelerated import SAMPLING, SettledBits, stated_tolerance

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
 from nextscale.accel.method import RunSetup, Span
-from nextscale.cache import CacheSpec, Env, LayerCache, StageMemory, Workspace
+from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
 from nextscale.sampling import SharedRng
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ...cache import Env
 from ...errors import SettingError
+from ...models.env import Env
 from ...sampling import Noise, cell_noise
 from ...stage import Tokens, repeat_tail
 from ..method import Span
@@ -70,9 +70,9 @@ class LowRank(Span):
     def needs(self) -> frozenset[Hashable]:
         return frozenset({memory_name(self.group)} if self.restores_from_memory else ())
 
-    def own_macs(self, tokens: int, channels: int) -> int:
+    def own_macs(self, tokens: int, dim: int) -> int:
         """MACs of the projection of one row; decompositions do not count."""
-        return tokens * self.num_tokens(tokens) * channels
+        return tokens * self.num_tokens(tokens) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         out = repeat_tail(self.replaced(blocks, x, tokens, env).to(x.dtype), tokens.count)

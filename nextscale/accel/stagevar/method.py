@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...cache import Env
 from ...checks import is_share, is_whole
 from ...errors import SettingError
 from ...models.base import NextScaleModel
 from ...models.blocks import Block, run_in_order
+from ...models.env import Env
 from ...stage import Schedule, Stage, Tokens, repeat_tail
 from ..combine import Combined
 from ..method import Method, MethodRun, Plans, RunSetup, Span, StagePlan

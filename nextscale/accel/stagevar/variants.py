@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...cache import Env
 from ...models.blocks import Block, run_in_order
+from ...models.env import Env
 from ...stage import Tokens, repeat_tail
 from .groups import LowRank, first_tokens, normal_noise, sublayers_in
 from .lowrank import (
@@ -28,8 +28,8 @@ from .lowrank import (
 class LeastSquaresRows(LowRank):
     """Random projection, undone by least squares; what the blocks have changed is made up for with the previous stage's solution."""
 
-    def own_macs(self, tokens: int, channels: int) -> int:
-        return 5 * super().own_macs(tokens, channels)  # project and solve, for input and previous output; restore
+    def own_macs(self, tokens: int, dim: int) -> int:
+        return 5 * super().own_macs(tokens, dim)  # project and solve, for input and previous output; restore
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         rank, ranks = self.ranks(x, tokens, env)
@@ -64,8 +64,8 @@ class ApproximatedRows(LowRank):
     def num_tokens(self, tokens: int) -> int:
         return tokens
 
-    def own_macs(self, tokens: int, channels: int) -> int:
-        return tokens * self.rank.rows(tokens) * channels
+    def own_macs(self, tokens: int, dim: int) -> int:
+        return tokens * self.rank.rows(tokens) * dim
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         assert isinstance(self.rank, Energy)

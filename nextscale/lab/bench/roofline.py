@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from ...models.base import NextScaleModel
-from ...planning.cost import BlockMacs, Workload, request_cost, weights
+from ...models.macs import macs_per_token
+from ...planning.cost import BlockMacs, Workload, request_cost
 from ...report import Stopwatch
 
 MATRIX_SIDE, COPIED_BYTES = 8192, 2**31  # on a GPU
@@ -63,7 +64,7 @@ def request_roofline(model: NextScaleModel, workload: Workload, shares: Sequence
     Decoding, keys and values, and everything that is no matrix product are left out.
     """
     block = BlockMacs.of(model, workload)
-    read = len(model.blocks) * (block.attention + block.text + block.feed_forward) + weights(model.head, model.word_embed)
+    read = len(model.blocks) * (block.attention + block.text + block.feed_forward) + macs_per_token(model.head, model.word_embed)
     reading = read * model.dtype.itemsize / rates.bytes
     dense = request_cost(model, workload).stages
     arithmetic = [2 * stage.total * share / rates.flops for stage, share in zip(dense, shares, strict=True) if share > 0]

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.base import Conditioning
-from ...models.blocks import ModulatedBlock, Modulation, attend
+from ...models.attention import attend
+from ...models.blocks import ModulatedBlock
+from ...models.env import Conditioning
 from ...models.infinity import Infinity
+from ...models.modulation import Modulation
 from ...stage import Schedule, Stage, Tokens
 from ...tokenizers import InfinityTokenizer
 

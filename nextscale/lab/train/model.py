@@ -18,7 +18,7 @@ from ...io import to_pil, write_image
 from ...loading.load import load_module
 from ...loading.presets import NANO
 from ...models import Infinity
-from ...models.base import Conditioning
+from ...models.env import Conditioning
 from ...models.text_context import Padding
 from ...pipeline import Pipeline
 from ...schedules import InfinityBook
