@@ -72,24 +72,27 @@ def split_text(expected: Expected, name: str) -> TextFeatures:
     return TextFeatures.of(list(expected.input(f"in.{name}_kv").split(lengths)))
 
 
-def build(folder: Path, case: dict[str, Any]) -> Pipeline:
-    config = case["config"]
-    check_config(config)
-    patchify = bool(config["apply_spatial_patchify"])
-    tokenizer = tokenizer_of(config["vae"], patchify)
-    model = Infinity(
+def infinity_model(config: dict[str, Any]) -> Infinity:
+    patchified = 4 if config["apply_spatial_patchify"] else 1
+    return Infinity(
         InfinityConfig(
             depth=config["depth"],
             dim=config["embed_dim"],
             heads=config["num_heads"],
             chunks=config["block_chunks"],
-            bits_per_token=tokenizer.config.bits_per_token,
+            bits_per_token=patchified * config["vae_bits"],
             text_channels=config["text_channels"],
             longest_text=config["text_maxlen"],
             rope=ROPE_MODES[config["rope2d_normalized_by_hw"]],
             level_every_chunk=not config["add_lvl_embeding_only_first_block"],
         )
     )
+
+
+def build(folder: Path, case: dict[str, Any]) -> Pipeline:
+    config = case["config"]
+    check_config(config)
+    model, tokenizer = infinity_model(config), tokenizer_of(config["vae"], bool(config["apply_spatial_patchify"]))
     fill(model, folder, weights_file(case, "transformer"), case)
     if case.get("vae_weights_left_out"):
         for parameter in tokenizer.parameters():

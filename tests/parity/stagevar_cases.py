@@ -50,13 +50,21 @@ def replay_stagevar(folder: Path, case: dict[str, Any], expected: Expected) -> N
 
 
 def method_of(case: dict[str, Any], schedule: Schedule) -> StageVAR:
-    """As released but for alpha and for which sides are skipped, which the cases vary."""
+    """As released but for the groups, alpha and which sides are skipped, which the cases vary."""
+    depth, groups = case["config"]["depth"], case["config"]["block_chunks"]
+    assert depth % groups == 0, f"block_chunks: {groups} for {depth} blocks"
     guided = [stage.index for stage in schedule if stage.index not in case["guidance_off_stages"]]
     assert guided == list(range(len(guided))), "guidance never comes back"
     assert all(case["cfg_list"][stage] == 0 for stage in case["guidance_off_stages"]), "cfg_list"
     skipped = {stage.index: 0.0 for stage in schedule if stage.width in case["skipped_widths"]}
     low = [stage.index for stage in schedule if stage.width in case["low_rank_widths"] and stage.index not in skipped]
-    return StageVAR(guidance_off=len(guided), alphas={**skipped, **{stage: float(case["alpha"]) for stage in low}}, as_released=True)
+    return StageVAR(
+        guidance_off=len(guided),
+        alphas={**skipped, **{stage: float(case["alpha"]) for stage in low}},
+        ranks="table",
+        groups=depth // groups,
+        as_released=True,
+    )
 
 
 def groups_in(expected: Expected, schedule: Schedule) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextscale import Schedule
+from nextscale.errors import SettingError
 
 from .accelerated import SettledBits
 from .cases import find_cases, replay
 from .compare import Expected, Tolerance
 from .fastvar_cases import settle
-from .infinity_cases import tokenizer_of
+from .infinity_cases import infinity_model, schedule_of, tokenizer_of
 from .make_compact import TARGET as COMPACT
 from .recipe import drawn_tensors, drawn_weights
+from .stagevar_cases import method_of as stagevar_method
 
 INFINITY, HART, STAR, SAMPLER = "infinity/dense", "hart/a_base", "star/base", "star/sampler"
 FASTVAR, FASTVAR_HART, STAGEVAR = "fastvar_infinity/shallow_025M_same_weights", "fastvar_hart/a", "stagevar_infinity/as_released_1M"
@@ -220,6 +223,64 @@ def test_another_representative_fails(tmp_path: Path) -> None:
     change_one_value(folder / "case.safetensors", "s10.g3.index", 0)
     with pytest.raises(AssertionError):
         replay(folder / "case.json")
+
+
+def regroup(folder: Path, groups: int) -> Path:
+    """The case of StageVAR with the same blocks in other groups. Expected is what does not depend on where the groups end."""
+    path, tensors = folder / "case.json", load_file(folder / "case.safetensors")
+    case = json.loads(path.read_text())
+    before, size = case["config"]["depth"] // case["config"]["block_chunks"], case["config"]["depth"] // groups
+
+    def renamed(key: str) -> str:
+        if match := re.fullmatch(r"block_chunks\.(\d+)\.module\.(\d+)\.(.*)", key):
+            block = int(match[1]) * before + int(match[2])
+            return f"block_chunks.{block // size}.module.{block % size}.{match[3]}"
+        return key
+
+    dense = case["kv_len_per_layer"][0] - case["ranks"]["s10"][0]
+    case["config"]["block_chunks"] = groups
+    case["ranks"]["s10"] = case["ranks"]["s10"][:groups]
+    case["kv_len_per_layer"] = [dense + rank for rank in case["ranks"]["s10"] for _ in range(size)]
+    case["drawn_weights"]["tensors"] = {renamed(key): how for key, how in case["drawn_weights"]["tensors"].items()}
+    projections = case["drawn_tensors"]["projections"]["tensors"]
+    case["drawn_tensors"]["projections"]["tensors"] = {f"s10.g{group}.q": projections[f"s10.g{group}.q"] for group in range(groups)}
+    path.write_text(json.dumps(case))
+    same = r"in\..*|s\d\..*|s10\.g0\.(in.*|index|probability|projected)"
+    save_file({name: tensor for name, tensor in tensors.items() if re.fullmatch(same, name)}, folder / "case.safetensors")
+    return path
+
+
+def test_all_blocks_may_be_one_group(tmp_path: Path) -> None:
+    """The first group draws and projects as the stored one of four blocks does, and all 32 blocks run its rows."""
+    path = regroup(copy_of(STAGEVAR, tmp_path), 1)
+    assert replay(path) == 14
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"kv_len_per_layer": [2532] * 4 + [2551] * 28}))
+    with pytest.raises(AssertionError, match="kv_len_per_layer"):
+        replay(path)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_groups_and_their_ratios_follow_the_case(groups: int, tmp_path: Path) -> None:
+    case = json.loads(regroup(copy_of(STAGEVAR, tmp_path), groups).read_text())
+    schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
+    method = stagevar_method(case, schedule)
+    plan = method.forecast(infinity_model(case["config"]), schedule)[10]
+    size = 32 // groups
+    assert [span.layers for span in plan.spans] == [range(first, first + size) for first in range(0, 32, size)]
+    assert [span.num_tokens(1600) for span in plan.spans] == [11, 30, 48, 60, 67, 58, 64, 80][:groups]
+    if groups < 8:  # only the released program takes ratios that were measured of other blocks
+        with pytest.raises(SettingError, match=f"no published ranks for Infinity with {groups} groups"):
+            replace(method, as_released=False).forecast(infinity_model(case["config"]), schedule)
+
+
+def test_more_groups_than_the_published_table_fail(tmp_path: Path) -> None:
+    path = copy_of(STAGEVAR, tmp_path) / "case.json"
+    case = json.loads(path.read_text())
+    case["config"]["block_chunks"] = 16
+    schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
+    with pytest.raises(SettingError, match="no published ranks for Infinity with 16 groups"):
+        stagevar_method(case, schedule).forecast(infinity_model(case["config"]), schedule)
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,11 @@ class Published:
     guidance_off: int
     alphas: Alphas
     blocks_per_group: int | None = None  # None: an eighth of the depth
+    first_ratios: bool = False  # with fewer groups than its table the program takes the first ratios
 
 
 PUBLISHED: dict[type[NextScaleModel], Published] = {
-    Infinity: Published("infinity", 13, 10, ((10, PUBLISHED_ALPHA), (11, 0.0), (12, 0.0))),
+    Infinity: Published("infinity", 13, 10, ((10, PUBLISHED_ALPHA), (11, 0.0), (12, 0.0)), first_ratios=True),
     Star: Published("star", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
     Hart: Published("hart", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
 }
