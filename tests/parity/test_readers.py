@@ -1,4 +1,4 @@
-"""The parity tests can fail: damaged cases and unknown folders are told apart from good ones."""
+"""The parity tests can fail: on damaged cases, on unknown ones, and on nothing else."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_groups_and_their_ratios_follow_the_case(groups: int, tmp_path: Path) ->
     size = 32 // groups
     assert [span.layers for span in plan.spans] == [range(first, first + size) for first in range(0, 32, size)]
     assert [span.num_tokens(1600) for span in plan.spans] == [11, 30, 48, 60, 67, 58, 64, 80][:groups]
-    if groups < 8:  # only the released program takes ratios that were measured of other blocks
+    if groups < 8:  # only as released a table gives ratios that were measured of other blocks
         with pytest.raises(SettingError, match=f"no published ranks for Infinity with {groups} groups"):
             replace(method, as_released=False).forecast(infinity_model(case["config"]), schedule)
 
@@ -316,11 +316,11 @@ def test_only_near_ties_are_settled() -> None:
 def test_only_bits_of_nearly_equal_logits_are_settled() -> None:
     tokenizer = tokenizer_of({"codebook_dim": 4, "base_ch": 24, "ch_mult": [1], "num_res_blocks": 1}, patchify=False)
     (stage,) = Schedule([1])
-    stored, drawn = torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[1, 0, 1, 0]]])
+    stored, sampled = torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[1, 0, 1, 0]]])
     logits = torch.tensor([[[[1e-6, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]]]])
     with pytest.warns(UserWarning, match="1 bits"), SettledBits(tokenizer, expected_bits(stored, logits), 1e-6) as revise:
-        assert revise(stage, drawn).tolist() == [[[0, 0, 1, 0]]]
-    assert SettledBits(tokenizer, expected_bits(stored, logits), 1e-7)(stage, drawn).tolist() == drawn.tolist()
+        assert revise(stage, sampled).tolist() == [[[0, 0, 1, 0]]]
+    assert SettledBits(tokenizer, expected_bits(stored, logits), 1e-7)(stage, sampled).tolist() == sampled.tolist()
 
 
 def expected_bits(bits: torch.Tensor, logits: torch.Tensor) -> Expected:
@@ -356,7 +356,7 @@ def test_a_setting_of_no_published_model_fails(case: str, part: str | None, sett
 
 
 @pytest.mark.parametrize(("case", "part"), [(HART, "transformer_config"), (HART, "sampling"), (STAR, "config"), (INFINITY, "config")])
-def test_an_entry_nobody_reads_is_told(case: str, part: str, tmp_path: Path) -> None:
+def test_an_entry_nobody_reads_is_reported(case: str, part: str, tmp_path: Path) -> None:
     path = copy_of(case, tmp_path) / "case.json"
     content = json.loads(path.read_text())
     content[part]["new_entry"] = 1
