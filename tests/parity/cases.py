@@ -24,7 +24,7 @@ class Case:
     description: Path | None  # the json file; None: the folder holds files but no case
 
     def replay(self) -> int:
-        """Number of tensors compared; AssertionError if one differs or the case is not understood."""
+        """Returns how many tensors were compared. AssertionError if one differs or the case is not understood."""
         assert self.description is not None, f"{self.name}: no case here, that is no .json with a .safetensors of the same name"
         return replay(self.description)
 
@@ -46,7 +46,7 @@ def find_cases(root: Path) -> list[Case]:
 
 
 def weights_elsewhere(root: Path) -> set[Path]:
-    """Files that a case reads from another folder, e.g. "../vae/vae.safetensors"."""
+    """Files that a case reads from another folder, such as "../vae/vae.safetensors"."""
     mentions = [(path, name) for path in root.rglob("case.json") for name in re.findall(r"\.\./[\w./-]+\.safetensors", path.read_text())]
     return {Path(os.path.normpath(path.parent / name)) for path, name in mentions}
 

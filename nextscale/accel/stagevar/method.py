@@ -65,7 +65,8 @@ class StageVAR(Method):
         many as `ranks` says; "least_squares" runs random projections and solves for the tokens; "representative" is the method. The
         SVD variants are for study: they take longer than what they save.
     as_released: the released program for Infinity gives the projected rows the first positions of the stage, not those of their
-        representative tokens, and goes by the sides 40 (low rank), 48 and 64 (skipped) of square images, with nothing after them. On STAR
+        representative tokens, and goes by the sides 40 (low rank), 48 and 64 (skipped) of square images, with nothing after them. With
+        fewer groups than the published table it takes the table's first ratios, though those were measured of other blocks. On STAR
         and HART it does as we do; other numbers of stages than their 14 need guidance_off and alphas.
 
     Every low-rank stage needs the whole grid of the stage before it: a method that reduces or skips that stage is refused.
@@ -207,9 +208,9 @@ class StageVAR(Method):
 
     def _ratios(self, model: NextScaleModel, stage: Stage, alpha: float, groups: int) -> tuple[float, ...]:
         if self.ranks is None or self.ranks == "table":
-            table = table_for(model, groups)
+            table = table_for(model, groups, self.as_released)
             if table is not None:
-                return table_ratios(table, alpha, stage)
+                return table_ratios(table, alpha, stage, groups)
             if self.ranks is None and alpha == PUBLISHED_ALPHA:
                 return (CONSTANT_RATIO,) * groups
             raise no_table(model, groups)

@@ -36,22 +36,25 @@ def groups_in(table: Table) -> int:
     return len(next(iter(next(iter(table.values())).values())))
 
 
-def table_for(model: NextScaleModel, groups: int) -> Table | None:
-    """The published table of this kind of model, if it has as many groups."""
+def table_for(model: NextScaleModel, groups: int, as_released: bool = False) -> Table | None:
+    """The published table of this kind of model, if it has as many groups; as released it may have more, where the program's may."""
     published = published_for(model)
-    table = None if published is None else rank_tables()[published.table]
-    return table if table is not None and groups_in(table) == groups else None
+    if published is None:
+        return None
+    table = rank_tables()[published.table]
+    fits = groups <= groups_in(table) if as_released and published.first_ratios else groups == groups_in(table)
+    return table if fits else None
 
 
-def table_ratios(table: Table, alpha: float, stage: Stage) -> tuple[float, ...]:
-    """Of the side whose square has nearly as many cells as the stage."""
+def table_ratios(table: Table, alpha: float, stage: Stage, groups: int) -> tuple[float, ...]:
+    """The first `groups` ratios at the side whose square has nearly as many cells as the stage."""
     if alpha not in table:
         raise SettingError(
             f"alpha {alpha} at stage {stage.index} has no published ranks; there are {', '.join(str(known) for known in sorted(table))}."
             ' Choose one of them, or set ranks to a ratio or "measured"'
         )
     sides = table[alpha]
-    return sides[min(sides, key=lambda side: abs(side * side - stage.cells))]
+    return sides[min(sides, key=lambda side: abs(side * side - stage.cells))][:groups]
 
 
 def no_table(model: NextScaleModel, groups: int) -> SettingError:

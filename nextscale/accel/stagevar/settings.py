@@ -30,6 +30,7 @@ class Published:
     blocks_per_group: int | None = None  # None: an eighth of the depth
     sides: Mapping[int, float] | None = None  # alphas by the stage's side, where the released program goes by that
     counts_all_tokens: bool = False  # a ratio is a share of all tokens; False: of at most as many as the network has channels
+    first_ratios: bool = False  # with fewer groups than its table the program takes the first ratios
 
 
 PUBLISHED: Mapping[str, Published] = {
@@ -40,6 +41,7 @@ PUBLISHED: Mapping[str, Published] = {
         ((10, PUBLISHED_ALPHA), (11, 0.0), (12, 0.0)),
         sides={40: PUBLISHED_ALPHA, 48: 0.0, 64: 0.0},
         counts_all_tokens=True,
+        first_ratios=True,
     ),
     "star": Published("star", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
     "hart": Published("hart", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),

@@ -1,4 +1,4 @@
-"""Watches a generation through the library's own hooks."""
+"""Traces of a generation, taken through the library's own hooks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from nextscale.models.env import Env
 from nextscale.sampling import SharedRng
 
 
-class Recorder(Method):
-    """Block inputs and outputs per stage. `stages`: how many to run, the rest is skipped. `noise`: added to the guided logits.
+class Trace(Method):
+    """Traces the inputs and outputs of blocks, stage by stage, while `method` runs.
 
-    `method`: what runs meanwhile. Of blocks that it runs as a group the input of the first and the output of the last one are seen.
+    Of blocks that the method runs as a group the input of the first and the output of the last are seen. `stages` is how many stages to
+    run, the rest is skipped. `noise` is the size of random numbers that are added to the guided logits.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Recorder(Method):
         return replace(
             plan,
             skip=plan.skip or (self.stages is not None and stage.index >= self.stages),
-            spans=tuple(ObservedSpan(span, self) for span in plan.spans),
+            spans=tuple(TracedSpan(span, self) for span in plan.spans),
             taps=tuple(layer for layer in self.taps if layer not in grouped),
         )
 
@@ -83,9 +84,11 @@ class Recorder(Method):
         return self.caches[-1]
 
 
-class ObservedSpan:
-    def __init__(self, span: Span, recorder: Recorder) -> None:
-        self.span, self.recorder = span, recorder
+class TracedSpan:
+    """A span whose input and output are traced."""
+
+    def __init__(self, span: Span, trace: Trace) -> None:
+        self.span, self.trace = span, trace
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.span, name)
@@ -93,12 +96,14 @@ class ObservedSpan:
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         out = self.span(blocks, x, tokens, env)
         stage, layers = tokens.stage.index, self.span.layers
-        self.recorder.inputs[stage, layers[0]], self.recorder.outputs[stage, layers[-1]] = x, out
-        self.recorder.memory = env.memory
+        self.trace.inputs[stage, layers[0]], self.trace.outputs[stage, layers[-1]] = x, out
+        self.trace.memory = env.memory
         return out
 
 
 class CountingCache:
+    """A layer cache that knows how many keys the latest stage has seen."""
+
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
         self.length = 0  # keys that the last stage so far has seen
@@ -112,8 +117,8 @@ class CountingCache:
         self.cache.keep_rows(rows)
 
 
-class Watch:
-    """What `on_stage` shows, kept: logits, ids, codes, canvas and the next stage's input."""
+class StageTrace:
+    """Everything that `on_stage` shows: logits, ids, codes, canvas and the next stage's input."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -133,14 +138,16 @@ class Watch:
             self.next_inputs.append(seen)
 
 
-class RecordingDraws(SharedRng):
+class TracedRng(SharedRng):
+    """A generator whose exponential numbers are kept."""
+
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(generator)
-        self.drawn: list[Tensor] = []
+        self.exponentials: list[Tensor] = []
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        self.drawn.append(super().exponential(shape, device))
-        return self.drawn[-1]
+        self.exponentials.append(super().exponential(shape, device))
+        return self.exponentials[-1]
 
 
 class Call(NamedTuple):
@@ -150,7 +157,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def calls_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """Every call of some modules, in order, while the block runs."""
+    """Traces every call of some modules, in order, while the context is open."""
     seen: dict[str, list[Call]] = {name: [] for name in modules}
     handles = [
         module.register_forward_hook(lambda _, inputs, output, name=name: seen[name].append(Call(inputs, output)))
@@ -165,7 +172,7 @@ def calls_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
 
 @contextmanager
 def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Every output of some modules, in order; complete when the block has ended."""
+    """Traces every output of some modules, in order; the lists are complete when the context is closed."""
     outputs: dict[str, list[Tensor]] = {}
     with calls_of(modules) as seen:
         yield outputs
@@ -174,13 +181,13 @@ def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]
 
 @contextmanager
 def calls_to(owner: Any, name: str) -> Iterator[list[Call]]:
-    """Every call of a function that a module finds under its name, in order, while the block runs."""
+    """Traces every call of a function that a module finds under its name, in order, while the context is open."""
     seen: list[Call] = []
     function = getattr(owner, name)
 
-    def noted(*inputs: Any) -> Any:
+    def traced(*inputs: Any) -> Any:
         seen.append(Call(inputs, function(*inputs)))
         return seen[-1].output
 
-    with mock.patch.object(owner, name, noted):
+    with mock.patch.object(owner, name, traced):
         yield seen
