@@ -6,7 +6,7 @@ from .method import DENSE, Method, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
 from .skip import SkipStages
 from .sparsevar import SparseVAR
-from .stagevar import StageVAR, measure_ranks
+from .stagevar import StageVAR
 from .tome import ToMe
 
 __all__ = [
@@ -23,6 +23,5 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
-    "measure_ranks",
     "resolve_method",
 ]

@@ -1,24 +1,19 @@
-"""Ranks as StageVAR counts them, one ratio per group of blocks: the published tables, and the probe that measures such tables."""
+"""Ranks as StageVAR counts them, one ratio per group of blocks: the published tables."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from ...errors import SettingError
 from ...models import Infinity, NextScaleModel
-from ...stage import Stage, Tokens
-from ..method import Method, StagePlan
-from .lowrank import energy_ranks, singular_energies
+from ...stage import Stage
 from .settings import PUBLISHED, published_for
 
 if TYPE_CHECKING:
-    from ...canvas import Canvas
+    pass
 
 CONSTANT_RATIO = 0.177  # where no table fits: the share of its tokens that Infinity's 40 x 40 stage keeps at alpha 0.96
 
@@ -73,24 +68,3 @@ def no_table(model: NextScaleModel, groups: int) -> SettingError:
 def counted_tokens(model: NextScaleModel) -> int | None:
     """What a ratio is a share of: all tokens on Infinity (None), elsewhere at most as many as the network has channels."""
     return None if isinstance(model, Infinity) else model.block_config.dim
-
-
-@dataclass
-class RankProbe(Method):
-    """Dense generation that notes, before each group of blocks, how many singular directions hold each alpha."""
-
-    layers: tuple[range, ...]
-    stages: frozenset[int]
-    alphas: tuple[float, ...]
-    found: dict[tuple[float, int, int], list[Tensor]] = field(default_factory=dict)  # (alpha, stage, group): one mean per request
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(taps=tuple(blocks.start for blocks in self.layers) if stage.index in self.stages else ())
-
-    def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        x, grid = tokens.on_grid(before)
-        energies = singular_energies(x, grid.count)
-        group = next(group for group, blocks in enumerate(self.layers) if blocks.start == layer)
-        for alpha in self.alphas:
-            rank = energy_ranks(energies, alpha).double().mean()
-            self.found.setdefault((alpha, tokens.stage.index, group), []).append(rank)
