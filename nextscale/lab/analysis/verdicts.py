@@ -136,8 +136,9 @@ def block_verdict(found: Observations) -> Verdict:
         "blocks",
         "some blocks act where the image has detail",
         at_least(agreement[most], CLEAR_CORRELATION),
-        f"{named(found, late)}: block {most} agrees best with the detail of the image (rank correlation {agreement[most]:.2f}); what a stage"
-        f" will change is predicted best by block {best} one stage earlier ({ahead[best]:.2f}), which SparseVAR calls block={best + 1}",
+        f"{named(found, late)}: block {most} agrees best with the detail of the image (rank correlation {agreement[most]:.2f}); what"
+        f" a stage will change is predicted best by block {best} one stage earlier ({ahead[best]:.2f}), which SparseVAR calls"
+        f" block={best + 1}",
     )
 
 
