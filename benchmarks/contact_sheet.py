@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 import nextscale
 from nextscale.cli.sheet import wrapped
 from nextscale.io import write_image
-from nextscale.lab.train.data import Record, read_shard
+from nextscale.lab.shards import Record, read_shard
 
 COLUMNS, ROWS = 8, 6
 SIDE, LETTERS, LINES = 192, 12, 3  # pixels of an image and of a letter; lines of caption

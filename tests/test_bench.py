@@ -19,23 +19,16 @@ from nextscale.accel import Method, resolve_method
 from nextscale.cli import app
 from nextscale.cli import bench as bench_command
 from nextscale.errors import OutOfMemory, SettingError
-from nextscale.lab.bench import bench
-from nextscale.lab.bench.bench import (
-    Plan,
-    Runner,
-    Timed,
-    bench_case,
-    chosen_engines,
-    failed_rows,
-    prompts,
-    row_of,
-    spread_known_ms,
-    workload,
-)
+from nextscale.lab.bench import runner as runners
+from nextscale.lab.bench.bench import bench_case
 from nextscale.lab.bench.energy import EnergyMeter
+from nextscale.lab.bench.plan import Plan, chosen_engines
+from nextscale.lab.bench.requests import request_prompts, request_workload
 from nextscale.lab.bench.roofline import Rates, request_roofline
+from nextscale.lab.bench.rows import failed_rows, known_percentiles_ms, row_of
+from nextscale.lab.bench.runner import Runner, Timed
 from nextscale.lab.bench.sparse_share import SparseVARShare
-from nextscale.lab.bench.suites import METHODS, SPARSE, SUITES, Case, timed_methods
+from nextscale.lab.bench.suites import SPARSE, SUITES, TIMED_METHODS, Case, timed_methods
 from nextscale.lab.bench.tables import (
     TABLES,
     dense_table,
@@ -95,9 +88,9 @@ def test_rows_tell_time_work_and_memory() -> None:
             assert 0 < times["p20_ms"] <= times["median_ms"] <= times["p80_ms"]
         assert row["median_ms"] < row["end_to_end"]["median_ms"]
         assert row["images_per_second"] == pytest.approx(2000 / row["end_to_end"]["median_ms"], rel=1e-3)
-        assert row["times_limit"] == pytest.approx(row["median_ms"] / row["limit_ms"], rel=0.1)
-        assert row["limit_ms"] >= row["limit_arithmetic_ms"] > 0
-        assert row["joules_per_image"] is None and row["recording"] is None and "not_recorded" not in row
+        assert row["times_roofline"] == pytest.approx(row["median_ms"] / row["roofline_ms"], rel=0.1)
+        assert row["roofline_ms"] >= row["roofline_arithmetic_ms"] > 0
+        assert row["joules_per_image"] is None and row["capture"] is None and "not_captured" not in row
         assert row["matmul_tflops"] == 1 and row["copy_tb_per_s"] == 0.1
     assert odd["error"] == "RuntimeError: does not work here" and "median_ms" not in odd
     assert dense["run"] == skip["run"] == odd["run"] and dense["run"].endswith(" tiny")
@@ -116,37 +109,37 @@ def test_steps_are_named_after_the_engine_and_the_kernels(monkeypatch: pytest.Mo
 
 
 def test_what_a_replay_cannot_tell_is_no_number() -> None:
-    assert spread_known_ms([[0.1, 0.2], [0.3, 0.4]]) == {"median_ms": 500, "p20_ms": 380, "p80_ms": 620}
-    assert spread_known_ms([[0.1, 0.2], [None, 0.4]]) is None
+    assert known_percentiles_ms([[0.1, 0.2], [0.3, 0.4]]) == {"median_ms": 500, "p20_ms": 380, "p80_ms": 620}
+    assert known_percentiles_ms([[0.1, 0.2], [None, 0.4]]) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_measured(family: str) -> None:
     [row] = bench_case(shared_pipeline(family), Case(family, family), timed_methods([]), replace(PLAN, repeats=1))
-    assert row.get("error") is None and row["median_ms"] > 0 and row["limit_ms"] > 0
+    assert row.get("error") is None and row["median_ms"] > 0 and row["roofline_ms"] > 0
 
 
-def test_what_cannot_be_recorded_is_drawn_eagerly_and_says_so() -> None:
+def test_what_cannot_be_captured_runs_eagerly_and_says_so() -> None:
     rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), timed_methods([]), replace(PLAN, engines=("eager", "graphs"), repeats=1))
     assert [(row["engine"], row["engine_asked"], row["step"]) for row in rows] == [
         ("eager", "eager", "eager, plain torch"),
         ("eager", "graphs", "graphs, plain torch"),
     ]
-    assert "recorded on a GPU" in rows[1]["not_recorded"] and rows[1]["recording"] is None
+    assert "recorded on a GPU" in rows[1]["not_captured"] and rows[1]["capture"] is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_recordings_are_measured_on_a_gpu() -> None:
+def test_captured_graphs_are_measured_on_a_gpu() -> None:
     cuda = torch.device("cuda")
     pipe = random_pipeline(SPEC, device=cuda, dtype=torch.bfloat16)
     plan = Plan(cuda, ("eager", "graphs"), 2, Rates.measured(cuda, torch.bfloat16), meter=EnergyMeter.of(cuda))
-    rows = bench_case(pipe, Case("tiny", "tiny-infinity"), timed_methods(["stagevar:alphas=[]", SPARSE]), plan)
+    rows = bench_case(pipe, Case("tiny", "tiny-infinity"), timed_methods([SPARSE, "stagevar:ranks=measured"]), plan)
     engines = [(row["engine_asked"], row["engine"]) for row in rows]
     assert engines == [("eager", "eager")] * 3 + [("graphs", "graphs")] * 2 + [("graphs", "eager")]
     for row in rows:
-        assert row.get("error") is None and row["peak_gb"] >= row["weights_gb"] and row["times_limit"] > 1
-        assert (row["recording"] is not None) == (row["engine"] == "graphs")
-    assert rows[3]["recording"]["gb"] >= 0 and "not_recorded" in rows[5]
+        assert row.get("error") is None and row["peak_gb"] >= row["weights_gb"] and row["times_roofline"] > 1
+        assert (row["capture"] is not None) == (row["engine"] == "graphs")
+    assert rows[3]["capture"]["gb"] >= 0 and "not_captured" in rows[5]
 
 
 def test_without_dense_there_are_times_but_no_ratio() -> None:
@@ -156,8 +149,8 @@ def test_without_dense_there_are_times_but_no_ratio() -> None:
     assert skip["speedup"] is None and skip["median_ms"] > 0
 
 
-def drawn(stage_seconds: float, decode: float, whole: float, memory: int = 0) -> Timed:
-    report = pipeline()(prompts(pipeline(), 1, 0), seed=0).report
+def timed(stage_seconds: float, decode: float, whole: float, memory: int = 0) -> Timed:
+    report = pipeline()(request_prompts(pipeline(), 1, 0), seed=0).report
     stages = tuple(replace(stage, seconds=stage_seconds) for stage in report.stages)
     return Timed(replace(report, stages=stages, condition_seconds=0, decode_seconds=decode), whole, memory)
 
@@ -166,8 +159,8 @@ def test_ratios_are_those_of_each_round() -> None:
     """Dense 1, 2 and 3 seconds, the method 0.5, 0.5 and 1 beside them: 2, 4 and 3 times faster, decoding left out."""
     case = Case("tiny", "tiny-infinity")
     dense, fast = (Runner(name, Method(), pipeline(), case, "eager") for name in ("dense", "fast"))
-    dense.drawn = [drawn(seconds / 5, 1.0, seconds + 1) for seconds in (1, 2, 3)]
-    fast.drawn = [drawn(seconds / 5, 1.0, seconds + 1, memory=10**9) for seconds in (0.5, 0.5, 1)]
+    dense.timed = [timed(seconds / 5, 1.0, seconds + 1) for seconds in (1, 2, 3)]
+    fast.timed = [timed(seconds / 5, 1.0, seconds + 1, memory=10**9) for seconds in (0.5, 0.5, 1)]
     row = row_of(fast, dense, PLAN)
     assert (row["speedup"]["median"], row["median_ms"], row["decode"]["median_ms"]) == (3, 500, 1000)
     assert row["speedup_end_to_end"]["median"] == 2 and row["end_to_end"]["median_ms"] == 1500
@@ -187,17 +180,17 @@ def test_methods_take_turns() -> None:
             return self
 
     bench_case(pipeline(), Case("tiny", "tiny-infinity"), {"dense": Noted("dense"), "b": Noted("b")}, PLAN)
-    assert order == ["dense", "b"] * (2 + bench.WARM_ROUNDS)
+    assert order == ["dense", "b"] * (2 + runners.WARM_ROUNDS)
 
 
-def test_recordings_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[str] = []
-    monkeypatch.setattr(bench, "has_room", lambda runners: len(runners) < 3)
-    monkeypatch.setattr(Runner, "capture", lambda runner: recorded.append(runner.name))
+def test_graphs_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+    monkeypatch.setattr(runners, "has_room", lambda several: len(several) < 3)
+    monkeypatch.setattr(Runner, "capture", lambda runner: captured.append(runner.name))
     methods = {"dense": Method(), **{name: resolve_method("skip:last=1") for name in "abc"}}
     rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), methods, replace(PLAN, repeats=1))
     assert [row["method"] for row in rows] == ["dense", "a", "b", "c"]
-    assert recorded == ["dense", "a", "b", "dense", "c"]
+    assert captured == ["dense", "a", "b", "dense", "c"]
     assert all(row["speedup"] is not None for row in rows)
 
 
@@ -217,14 +210,14 @@ class Library:
 
 
 class FailingLater(Method):
-    """Draws its timed requests and no other."""
+    """Runs its timed requests and no other."""
 
     def __init__(self) -> None:
-        self.drawn = 0
+        self.runs = 0
 
     def start(self, setup: object) -> Method:
-        self.drawn += 1
-        if self.drawn > bench.WARM_ROUNDS + PLAN.repeats:
+        self.runs += 1
+        if self.runs > runners.WARM_ROUNDS + PLAN.repeats:
             raise RuntimeError("worn out")
         return self
 
@@ -234,7 +227,7 @@ def meter(broken: bool = False) -> EnergyMeter:
 
 
 def test_energy_is_shared_among_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "METERED_SECONDS", 0)  # so two requests
+    monkeypatch.setattr(runners, "METERED_SECONDS", 0)  # so two requests
     case = Case("tiny", "tiny-infinity", batch=2)
     [row] = bench_case(pipeline(), case, timed_methods([]), replace(PLAN, repeats=1, meter=meter()))
     assert row["joules_per_image"] == 0.2  # 1 J for 4 images, rounded
@@ -249,11 +242,11 @@ def test_a_failure_while_energy_is_metered_leaves_the_times() -> None:
     assert row["joules_per_image"] is None and row["not_metered"] == "RuntimeError: worn out"
 
 
-# --- limits
+# --- rooflines
 
 
-def test_a_limit_is_arithmetic_or_reading_whichever_takes_longer() -> None:
-    model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
+def test_the_roofline_is_arithmetic_or_reading_whichever_takes_longer() -> None:
+    model, work = pipeline().model, request_workload(pipeline(), Case("tiny", "tiny-infinity"))
     total = request_cost(model, work).total
     slow = request_roofline(model, work, [1.0] * 5, Rates(flops=1.0, bytes=1e30))
     assert slow.both == slow.arithmetic == pytest.approx(2 * total)
@@ -270,9 +263,9 @@ def linears(module: torch.nn.Module) -> list[torch.nn.Linear]:
 
 
 def test_reading_counts_each_stage_alone() -> None:
-    model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
-    limit = request_roofline(model, work, [1.0] * 5, Rates(flops=1e9, bytes=1e8))
-    assert max(limit.arithmetic, limit.reading) < limit.both < limit.arithmetic + limit.reading
+    model, work = pipeline().model, request_workload(pipeline(), Case("tiny", "tiny-infinity"))
+    roofline = request_roofline(model, work, [1.0] * 5, Rates(flops=1e9, bytes=1e8))
+    assert max(roofline.arithmetic, roofline.reading) < roofline.both < roofline.arithmetic + roofline.reading
 
 
 def test_rates_are_measured() -> None:
@@ -281,9 +274,9 @@ def test_rates_are_measured() -> None:
 
 
 def test_text_counts_in_the_work() -> None:
-    assert workload(shared_pipeline("var"), Case("", "")).text_tokens == 0
-    assert workload(shared_pipeline("star"), Case("", "", batch=3)).text_tokens == 77
-    assert workload(pipeline(), Case("", "")) == Workload(Schedule(SIDES), text_tokens=24)  # this model reads no more
+    assert request_workload(shared_pipeline("var"), Case("", "")).text_tokens == 0
+    assert request_workload(shared_pipeline("star"), Case("", "", batch=3)).text_tokens == 77
+    assert request_workload(pipeline(), Case("", "")) == Workload(Schedule(SIDES), text_tokens=24)  # this model reads no more
 
 
 # --- SparseVAR with a share
@@ -291,19 +284,19 @@ def test_text_counts_in_the_work() -> None:
 
 def test_a_share_of_the_cells_is_kept_whatever_the_image() -> None:
     method = SparseVARShare(from_stage=4)
-    report = pipeline()(prompts(pipeline(), 1, 0), seed=0, method=method).report
+    report = pipeline()(request_prompts(pipeline(), 1, 0), seed=0, method=method).report
     assert [stage.tokens for stage in report.stages][:3] == [1, 4, 16]
     for stage, cells in zip(report.stages[3:], (64, 256), strict=True):
         anchors = cells // 16
         assert cells / 4 <= stage.tokens <= cells / 4 + anchors
     assert method.data_dependent
-    assert report.method == method.label == "SparseVAR, the liveliest 25% and anchors"
+    assert report.method == method.label == "SparseVAR, top 25% by change and anchors"
 
 
 # --- suites
 
 
-def test_suites_can_be_drawn() -> None:
+def test_suites_can_be_run() -> None:
     for cases in SUITES.values():
         for case in cases:
             model_spec(case.model).settings.schedules.choose(case.size, None)
@@ -316,7 +309,7 @@ def test_suites_can_be_drawn() -> None:
 
 
 def test_methods_by_name() -> None:
-    assert list(timed_methods(["all"])) == ["dense", *METHODS]
+    assert list(timed_methods(["all"])) == ["dense", *TIMED_METHODS]
     assert timed_methods(["fastvar + skip:last=1"])["fastvar + skip:last=1"].label == "FastVAR + SkipStages(last=1)"
     with pytest.raises(SettingError, match="unknown method 'fastvra'; did you mean fastvar"):
         timed_methods(["fastvra"])

@@ -32,9 +32,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 TOP = "nextscale"  # the package itself may import everything, and nothing imports it
 
-ALLOWED: dict[tuple[str, str], str] = {
-    ("accel.stagevar.method", "pipeline"): "measure_ranks takes a Pipeline; it is moving to lab",
-}
+ALLOWED: dict[tuple[str, str], str] = {}
 """(importing module, imported module) to the reason why that stands for now."""
 
 

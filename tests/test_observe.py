@@ -24,24 +24,25 @@ from nextscale.canvas import Canvas
 from nextscale.cli import app
 from nextscale.cli import observe as command
 from nextscale.errors import MissingExtra, SettingError
+from nextscale.generate import as_sampled
 from nextscale.lab.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
-from nextscale.lab.analysis.blocks import BlockRecord, block_relations
+from nextscale.lab.analysis.blocks import BlockWatcher, block_relations
 from nextscale.lab.analysis.detail import extreme_quarters, local_detail, rank_correlation, ranks
 from nextscale.lab.analysis.frequency import EDGES, band_power, stage_changes
 from nextscale.lab.analysis.numbers import Curve, Effect
 from nextscale.lab.analysis.plots import FIGURES, figures
+from nextscale.lab.analysis.probe import FeatureProbe
 from nextscale.lab.analysis.prompt import (
-    Drawn,
+    Baseline,
     Replacement,
     changed_codes,
-    draw_again,
+    generate_again,
     keeping_until,
     other_prompts,
     replacements,
     spread_switches,
 )
-from nextscale.lab.analysis.rank import energies, spread_layers
-from nextscale.lab.analysis.recorder import Recorder
+from nextscale.lab.analysis.ranks import energies, spread_layers
 from nextscale.lab.analysis.verdicts import late_stages
 from nextscale.loading import presets
 from nextscale.pipeline import Output, Pipeline
@@ -137,15 +138,15 @@ def test_growing_images_are_compared_at_the_final_size() -> None:
 # --- blocks
 
 
-def corner_record(inside: float, outside: float) -> BlockRecord:
-    """One block, which changes tokens in the top left quarter and elsewhere by so much."""
-    record = BlockRecord()
+def corner_watched(inside: float, outside: float) -> BlockWatcher:
+    """One block, which changes tokens in the top left quarter and elsewhere by these amounts."""
+    watched = BlockWatcher(1)
     for stage in GRID:
         change = torch.full(stage.size, outside)
         change[: (stage.height + 1) // 2, : (stage.width + 1) // 2] = inside
         before = noise(1, stage.cells, 8)
-        record.watch(stage, 0, before, before + change.flatten()[None, :, None])
-    return record
+        watched.watch(stage, 0, before, before + change.flatten()[None, :, None])
+    return watched
 
 
 def test_a_block_that_acts_on_the_texture() -> None:
@@ -155,7 +156,7 @@ def test_a_block_that_acts_on_the_texture() -> None:
     image = torch.zeros(1, 3, 32, 32)
     image[:, :, :15, :15:2] = 1.0  # inside the corner's cells
     for inside, outside, expected in ((2.0, 0.0, 1.0), (0.0, 2.0, -1.0)):
-        found = block_relations(corner_record(inside, outside), GRID, image, image_changes)
+        found = block_relations(corner_watched(inside, outside), GRID, image, image_changes)
         assert found["correlation"][0, 0, 2].item() == pytest.approx(expected, abs=0.1)
         assert found["foresight"][0, 0, 2].item() == pytest.approx(expected, abs=0.25)  # 2 x 2 cells enlarged to 4 x 4
         assert found["correlation"][0, 0, 0].isnan()  # a single token
@@ -206,23 +207,23 @@ def texts(family: str) -> list[object]:
     return [3, 7] if family in tiny.CLASS_FAMILIES else ["a red cat", "two dogs"]
 
 
-def first_drawing(family: str) -> Drawn:
+def baseline(family: str) -> Baseline:
     prompts, seeds = texts(family), [5, 6]
-    return Drawn(prompts, seeds, tiny.shared_pipeline(family)(prompts, seed=seeds))
+    return Baseline(prompts, seeds, tiny.shared_pipeline(family)(prompts, seed=seeds))
 
 
-def again(family: str, drawn: Drawn, replacement: Replacement, switch: int) -> Output:
-    return draw_again(tiny.shared_pipeline(family), drawn, drawn.prompts[::-1], replacement, switch, tiny.schedule_of(family))
+def again(family: str, first: Baseline, replacement: Replacement, switch: int) -> Output:
+    return generate_again(tiny.shared_pipeline(family), first, first.prompts[::-1], replacement, switch, tiny.schedule_of(family))
 
 
 @pytest.mark.parametrize("family", ["infinity", "var", "flexvar", "star"])
 @pytest.mark.parametrize("replacement", ["none", "unguided", "other", "seed"])
 def test_stages_before_the_switch_stay(family: str, replacement: Replacement) -> None:
-    drawn = first_drawing(family)
-    output = again(family, drawn, replacement, 2)
-    assert tiny.same_codes(drawn.output.codes[:2], output.codes[:2])
+    first = baseline(family)
+    output = again(family, first, replacement, 2)
+    assert tiny.same_codes(first.output.codes[:2], output.codes[:2])
     if (family, replacement) != ("flexvar", "seed"):  # whose late stages are greedy
-        assert not tiny.same_codes(drawn.output.codes[2:], output.codes[2:])
+        assert not tiny.same_codes(first.output.codes[2:], output.codes[2:])
 
 
 class DropLate(Method):
@@ -238,20 +239,21 @@ class DropLate(Method):
 @pytest.mark.parametrize("family", ["infinity", "var", "hart"])
 @pytest.mark.parametrize(("replacement", "branch"), [("none", "uncond"), ("unguided", "cond")])
 def test_one_branch_with_given_codes_is_a_branch_dropped_late(family: str, replacement: Replacement, branch: str) -> None:
-    drawn = first_drawing(family)
-    dropped = tiny.shared_pipeline(family)(drawn.prompts, seed=drawn.seeds, method=DropLate(branch))
-    tiny.assert_close(family, again(family, drawn, replacement, 2), dropped)
+    first = baseline(family)
+    dropped = tiny.shared_pipeline(family)(first.prompts, seed=first.seeds, method=DropLate(branch))
+    tiny.assert_close(family, again(family, first, replacement, 2), dropped)
 
 
 def test_another_prompt_from_the_start_is_that_prompt() -> None:
-    drawn = first_drawing("infinity")
-    tiny.assert_same_bits(again("infinity", drawn, "other", 0), tiny.shared_pipeline("infinity")(drawn.prompts[::-1], seed=drawn.seeds))
+    first = baseline("infinity")
+    tiny.assert_same_bits(again("infinity", first, "other", 0), tiny.shared_pipeline("infinity")(first.prompts[::-1], seed=first.seeds))
 
 
 def test_codes_are_kept_until_the_switch() -> None:
-    kept, drawn = [torch.zeros(1), torch.zeros(1)], torch.ones(1)
+    kept, sampled = [torch.zeros(1), torch.zeros(1)], torch.ones(1)
     revise = keeping_until(1, kept)
-    assert [revise(stage, drawn) is drawn for stage in Schedule([1, 2])] == [False, True]
+    assert [revise(stage, sampled) is sampled for stage in Schedule([1, 2])] == [False, True]
+    assert keeping_until(0, kept) is as_sampled, "a plain call, which can be captured"
 
 
 def test_without_guidance_there_is_no_branch_to_drop() -> None:
@@ -267,10 +269,11 @@ def test_without_guidance_there_is_no_branch_to_drop() -> None:
 @pytest.mark.parametrize("family", ["infinity", "var", "hart"])
 def test_watching_changes_nothing(family: str) -> None:
     seen: list[tuple[int, int, torch.Size]] = []
-    recorder = Recorder((lambda stage, layer, before, after: seen.append((stage.index, layer, before.shape)),))
+    probe = FeatureProbe((lambda stage, layer, before, after: seen.append((stage.index, layer, before.shape)),))
     pipeline = tiny.shared_pipeline(family)
-    tiny.assert_same_bits(pipeline(texts(family), seed=5, method=recorder), pipeline(texts(family), seed=5))
-    expected = [(stage.index, layer, (2, stage.cells, tiny.WIDTH)) for stage in tiny.schedule_of(family) for layer in range(tiny.DEPTH)]
+    tiny.assert_same_bits(pipeline(texts(family), seed=5, method=probe), pipeline(texts(family), seed=5))
+    assert not probe.capturable, "a captured graph would call no watcher"
+    expected = [(stage.index, layer, (4, stage.cells, tiny.WIDTH)) for stage in tiny.schedule_of(family) for layer in range(tiny.DEPTH)]
     assert seen == expected
 
 

@@ -32,13 +32,14 @@ from nextscale.accel.stagevar.lowrank import (
     squared_norms,
     zero_tail,
 )
-from nextscale.accel.stagevar.method import Remember, RepresentativeRows, StageVAR, Variant, measure_ranks
+from nextscale.accel.stagevar.method import Remember, RepresentativeRows, StageVAR, Variant
 from nextscale.accel.stagevar.ranks import CONSTANT_RATIO, rank_tables
 from nextscale.accel.stagevar.variants import LeastSquaresRows, SingularRows
 from nextscale.cache import DenseLayerCache, StageMemory
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
+from nextscale.lab.analysis import measure_ranks
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
 from nextscale.models.env import Env
 from nextscale.pipeline import Output

@@ -18,7 +18,7 @@ import nextscale
 from nextscale.checkpoints import write_weights
 from nextscale.cli import app
 from nextscale.cli import train as commands
-from nextscale.lab.train.data import CAPTIONS, Record
+from nextscale.lab.shards import CAPTIONS, Record
 from nextscale.lab.train.model import initialise
 from nextscale.lab.train.model_settings import ModelTraining
 from nextscale.lab.train.settings import changed

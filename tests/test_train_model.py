@@ -13,8 +13,9 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.guidance import ConstantGuidance
+from nextscale.lab.shards import Record
 from nextscale.lab.train.captions import caption_variants, style_templates
-from nextscale.lab.train.data import Pictures, Record
+from nextscale.lab.train.data import Pictures
 from nextscale.lab.train.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
 from nextscale.lab.train.model import Captions, Features, ModelTrainer, initialise, train_model
 from nextscale.lab.train.model_settings import Batch, ModelTraining, Phase

@@ -15,7 +15,8 @@ from torch import Tensor
 from nextscale.errors import SettingError
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.pixels import psnr
-from nextscale.lab.train.data import Pictures, Record
+from nextscale.lab.shards import Record
+from nextscale.lab.train.data import Pictures
 from nextscale.lab.train.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
 from nextscale.lab.train.run import Budget, Run
 from nextscale.lab.train.tokenizer import TokenizerTrainer, TokenizerTraining, square_schedule, train_tokenizer

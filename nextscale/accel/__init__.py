@@ -6,7 +6,7 @@ from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
 from .skip import SkipStages
 from .sparsevar import SparseVAR
-from .stagevar import StageVAR, measure_ranks
+from .stagevar import StageVAR
 from .tome import ToMe
 
 __all__ = [
@@ -25,6 +25,5 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
-    "measure_ranks",
     "resolve_method",
 ]

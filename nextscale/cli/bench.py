@@ -17,10 +17,13 @@ from rich.table import Table
 
 from ..errors import OutOfMemory, SettingError
 from ..io import write_text
-from ..lab.bench.bench import Plan, bench_case, chosen_engines, failed_rows, release
+from ..lab.bench.bench import bench_case
 from ..lab.bench.energy import EnergyMeter
+from ..lab.bench.plan import Plan, chosen_engines
 from ..lab.bench.roofline import Rates
-from ..lab.bench.suites import ALL, METHODS, SUITES, Case, suite, timed_methods
+from ..lab.bench.rows import failed_rows
+from ..lab.bench.runner import release
+from ..lab.bench.suites import ALL, SUITES, TIMED_METHODS, Case, suite, timed_methods
 from ..lab.bench.tables import image, pictured_row, speed_tables, stages_svg, with_tables
 from ..lab.results import read_rows
 from ..loading.load import choose_device, load
@@ -48,7 +51,7 @@ def bench(
             metavar="METHOD",
             show_default="none",
             help="Besides dense generation: one such as 'fastvar + skip:last=1', "
-            f"one of {', '.join(repr(name) for name in METHODS)}, or {ALL} of these; can be given again.",
+            f"one of {', '.join(repr(name) for name in TIMED_METHODS)}, or {ALL} of these; can be given again.",
         ),
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, show_default="1", help="Images per request; can be given again.")] = None,
@@ -188,7 +191,7 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
         "end to end, ms",
         "images/s",
         "MACs",
-        "times the limit",
+        "x roofline",
         "GB",
         "J/image",
     )
@@ -210,7 +213,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['end_to_end']['median_ms']:.1f}",
         f"{row['images_per_second']:.2f}",
         f"{row['cost_share']:.0%}",
-        f"{row['times_limit']:.2f}",
+        f"{row['times_roofline']:.2f}",
         f"{row['peak_gb']:.2f}",
         "" if energy is None else f"{energy:.1f}",
     ]

@@ -114,7 +114,7 @@ def observe_command(
             batch=batch,
             switches=switches,
             lpips=distance,
-            progress=lambda share: progress.update(task, completed=share),
+            on_progress=lambda share: progress.update(task, completed=share),
         )
     write_text(to_json(found), out / NUMBERS)
     for name in SHEETS:

@@ -17,9 +17,10 @@ from ..errors import SettingError
 from ..io import IMAGE_FORMATS, write_image, write_text
 from ..lab.evals.agreement import Agreement, real_features
 from ..lab.evals.frontier import frontier_svg
+from ..lab.evals.judges import Judges
 from ..lab.evals.methods import LISTS, chosen_methods
 from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
-from ..lab.evals.quality import Evaluation, Judges, evaluate
+from ..lab.evals.quality import Evaluation, evaluate
 from ..lab.metrics.efficientnet import EfficientNetLite0
 from ..lab.metrics.files import EFFICIENTNET, LPIPS, metric_file
 from ..lab.results import Row, comparable, judged, read_rows, real_agreement, write_rows
@@ -130,10 +131,10 @@ def quality(
         judges = Judges.load(metrics, probe, place)
         pipeline = load(model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=device, dtype=as_torch_dtype(dtype))
 
-        def on_draw(name: str, share: float) -> None:
+        def on_progress(name: str, share: float) -> None:
             progress.update(task, completed=share, description=escape(name))
 
-        found = evaluate(pipeline, chosen, drawn, judges, size=schedule, seed=seed, batch=batch, on_draw=on_draw)
+        found = evaluate(pipeline, chosen, drawn, judges, size=schedule, seed=seed, batch=batch, on_progress=on_progress)
     if out is not None:
         write_rows([*earlier, *found.rows], out)
     if sheet is not None:

@@ -10,8 +10,9 @@ import typer
 
 from ..errors import SettingError
 from ..lab.metrics import Lpips
+from ..lab.shards import read_shard
 from ..lab.train.curves import plot_curves
-from ..lab.train.data import Pictures, read_pictures, read_shard
+from ..lab.train.data import Pictures, read_pictures
 from ..lab.train.export import write_bundle
 from ..lab.train.model import train_model
 from ..lab.train.model_settings import ModelTraining, check_parts, check_training

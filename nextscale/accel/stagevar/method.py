@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
-from ...checks import is_share, is_whole
+from ...checks import is_whole
 from ...errors import SettingError
 from ...models.base import NextScaleModel
 from ...models.blocks import Block, run_in_order
 from ...models.env import Env
 from ...stage import Schedule, Stage, Tokens, repeat_tail
-from ..combine import Combined
 from ..method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from ..select import require_own_text
 from .groups import LowRank, first_tokens, memory_name, normal_noise, race_noise, sublayers_in
 from .lowrank import Energy, Rank, Share, project, projection, representatives, squared_norms, zero_tail
-from .ranks import CONSTANT_RATIO, RankProbe, counted_tokens, no_table, table_for, table_ratios
+from .ranks import CONSTANT_RATIO, counted_tokens, no_table, table_for, table_ratios
 from .settings import (
     PUBLISHED,
     PUBLISHED_ALPHA,
@@ -34,9 +32,6 @@ from .settings import (
     released_sides,
 )
 from .variants import ApproximatedRows, LeastSquaresRows, SingularRows
-
-if TYPE_CHECKING:
-    from ...pipeline import Pipeline
 
 Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
 
@@ -287,48 +282,3 @@ SPANS: dict[str, type[LowRank]] = {
     "least_squares": LeastSquaresRows,
     "representative": RepresentativeRows,
 }
-
-
-# --- measuring ranks
-
-
-def measure_ranks(
-    pipe: Pipeline,
-    prompts: Iterable[Any],
-    alphas: Sequence[float] = (PUBLISHED_ALPHA,),
-    method: StageVAR | None = None,
-    stages: Sequence[int] | None = None,
-    seed: int = 0,
-    **request: Any,
-) -> dict[float, dict[int, tuple[float, ...]]]:
-    """Rank ratios of any model: {alpha: {stage: one ratio per group}}, mean over prompts, for `StageVAR(ranks=measured[alpha])`.
-
-    Draws one image per prompt at full rank, the i-th with seed + i, guidance off where `method` (StageVAR()) says, and without its
-    skips. Measured are `stages`, by default all those without guidance. `request`: size, guidance and so on, as for `pipe`.
-    The authors took 553 prompts; the spread over prompts is a tenth of the mean.
-    """
-    method = StageVAR() if method is None else method
-    schedule = pipe.settings.schedules.choose(request.get("size"), request.get("aspect"))
-    first = method.first_unguided(pipe.model, schedule)
-    measured = range(first, len(schedule)) if stages is None else stages
-    unknown = [stage for stage in measured if not 0 <= stage < len(schedule)]
-    if unknown or not len(measured):
-        raise SettingError(f"no ranks to measure at stages {list(measured)}: {schedule} has stages 0 to {len(schedule) - 1}")
-    if not all(is_share(alpha, above_zero=True) for alpha in alphas) or not alphas:
-        raise SettingError(f"alphas {alphas!r}: give one or more numbers above 0 and up to 1")
-    layers = group_layers(pipe.model, method.groups)
-    probe = RankProbe(layers, frozenset(measured), tuple(alphas))
-    dense = replace(method, guidance_off=first, alphas=(), ranks=None, variant="vanilla", as_released=False)
-    for image, prompt in enumerate(prompts):
-        pipe(prompt, seed=seed + image, method=Combined((dense, probe)), **request)
-    if not probe.found:
-        raise SettingError("no ranks to measure: give at least one prompt")
-    counted = counted_tokens(pipe.model)
-
-    def ratio(alpha: float, stage: int, group: int) -> float:
-        cells = schedule[stage].cells
-        return float(torch.stack(probe.found[alpha, stage, group]).mean()) / (cells if counted is None else min(cells, counted))
-
-    return {
-        alpha: {stage: tuple(ratio(alpha, stage, group) for group in range(len(layers))) for stage in sorted(measured)} for alpha in alphas
-    }

@@ -1,19 +1,14 @@
-"""Ranks as StageVAR counts them, one ratio per group of blocks: the published tables, and the probe that measures such tables."""
+"""Ranks as StageVAR counts them, one ratio per group of blocks: the published tables."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
-from torch import Tensor
-
 from ...errors import SettingError
 from ...models.base import NextScaleModel
-from ...stage import Schedule, Stage, Tokens
-from ..method import Method, MethodRun, Plans, RunSetup, StagePlan
-from .lowrank import energy_ranks, singular_energies
+from ...stage import Stage
 from .settings import PUBLISHED, published_for
 
 CONSTANT_RATIO = 0.177  # where no table fits: the share of its tokens that Infinity's 40 x 40 stage keeps at alpha 0.96
@@ -73,37 +68,3 @@ def counted_tokens(model: NextScaleModel) -> int | None:
     """What a ratio is a share of: all tokens on Infinity (None), elsewhere at most as many as the network has channels."""
     published = published_for(model)
     return None if published is not None and published.counts_all_tokens else model.block_config.dim
-
-
-@dataclass(frozen=True)
-class RankProbe(Method):
-    """Dense generation that notes, before each group of blocks, how many singular directions hold each alpha."""
-
-    layers: tuple[range, ...]
-    stages: frozenset[int]
-    alphas: tuple[float, ...]
-    found: dict[tuple[float, int, int], list[Tensor]] = field(default_factory=dict)  # (alpha, stage, group): one mean per request
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        taps = tuple(blocks.start for blocks in self.layers)
-        return tuple(StagePlan(taps=taps if stage.index in self.stages else ()) for stage in schedule)
-
-    @property
-    def capturable(self) -> bool:
-        return False
-
-    def start(self, setup: RunSetup) -> MethodRun:
-        return RankProbeRun(self)
-
-
-@dataclass(frozen=True)
-class RankProbeRun(MethodRun):
-    probe: RankProbe
-
-    def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        x, grid = tokens.on_grid(before)
-        energies = singular_energies(x, grid.count)
-        group = next(group for group, blocks in enumerate(self.probe.layers) if blocks.start == layer)
-        for alpha in self.probe.alphas:
-            rank = energy_ranks(energies, alpha).double().mean()
-            self.probe.found.setdefault((alpha, tokens.stage.index, group), []).append(rank)

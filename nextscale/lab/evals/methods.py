@@ -1,4 +1,4 @@
-"""Which methods are judged together: named lists, and single ones written out."""
+"""Methods that are judged together: named lists, and single ones written out."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, 
     return {DENSE: Method(), **methods}
 
 
-def parse_methods(*texts: str) -> Method:
-    """Several methods at once are several texts, or joined by +; none is dense generation."""
-    return resolve_method([part.strip() for text in texts for part in text.split("+")] or None)
+def parse_methods(*specs: str) -> Method:
+    """One method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
+    return resolve_method([part.strip() for spec in specs for part in spec.split("+")] or None)

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .data import Record
+from ..shards import Record
 
 PLACE = "{}"
 
