@@ -10,47 +10,15 @@ import torch
 from torch import Tensor
 
 from .accel.method import DENSE, Method, RunSetup, StagePlan
-from .cache import Env, StageMemory, Workspace
+from .cache import CacheSpec, Env, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
 from .models.base import Conditioning, Hidden, NextScaleModel
 from .models.blocks import Block, attention_backend, run_in_order
-from .planning.memory import ASSUMED_KEPT, reserved_cache
-from .report import Stopwatch
-from .sampling import Rng, Sampling
-from .stage import Schedule, Stage, Tokens
-
-Revise = Callable[[Stage, Tensor], Tensor]
-"""Sees a stage's codes [B, cells, ...] before they are drawn and returns those to draw instead: forced beginnings, in-painting.
-
-Where a method leaves out cells their codes are zeros, and what is returned for them is not drawn.
-"""
-
-
-def as_sampled(stage: Stage, codes: Tensor) -> Tensor:
-    return codes
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one call asks for, with everything resolved."""
-
-    batch: int
-    schedule: Schedule
-    guidance: GuidedRows
-    sampling: Sampling
-    rng: Rng
-    revise: Revise
-    clock: Stopwatch
-    method_rng: Rng
-    compute_mask: bool = False
-    captured: bool = False  # launches cost the host nothing
-
-    @property
-    def rows(self) -> int:
-        """With which it begins: one per image, or two with guidance."""
-        return self.batch * (2 if self.guidance.needs_both else 1)
+from .planning.memory import reserved_cache
+from .request import Request, Revise, as_sampled
+from .stage import Stage, Tokens
 
 
 @dataclass(frozen=True)
@@ -85,11 +53,10 @@ def generate(
     cond: Conditioning,
     canvas: Canvas,
     request: Request,
-    method: Method,
     watch: Callable[[StageDone], None],
 ) -> dict[int, Tensor]:
-    """Draws a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
-    run, env = begin(model, cond, request, method)
+    """Generates a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
+    run, env = begin(model, cond, request)
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
         plan = run.plan(stage, canvas)
@@ -100,13 +67,13 @@ def generate(
     return finite
 
 
-def begin(model: NextScaleModel, cond: Conditioning, request: Request, method: Method, kept: float = ASSUMED_KEPT) -> tuple[Method, Env]:
-    """A run of the method and what the stages share; what cannot run is refused. `kept`: share of the cells to have memory for, where
-    the image decides."""
-    guided = cond.start.shape[0] > request.batch
-    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, request.compute_mask, guided))
-    check_plans(method.forecast(model, request.schedule), len(model.blocks), request.guidance)
-    env = new_env(model, cond, request.schedule, request.batch, run, method, kept)
+def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[Method, Env]:
+    """A run of the method and what the stages share; what cannot run is refused."""
+    method, batch, rows = request.method, request.batch, cond.start.shape[0]
+    run = method.start(RunSetup(model, request.schedule, batch, request.method_rng, request.compute_mask, guided=rows > batch))
+    check_plans(request.plans, len(model.blocks), request.guidance)
+    spec = reserved_cache(model, request.schedule, method, request.plans, batch, rows, request.all_cells)
+    env = new_env(cond, batch, run, spec)
     env.captured, env.data_dependent = request.captured, method.data_dependent
     return run, env
 
@@ -167,15 +134,11 @@ def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
     return whole.move(given.to(codes.device), tokens)
 
 
-def new_env(
-    model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int, run: Method, method: Method, kept: float = ASSUMED_KEPT
-) -> Env:
-    """`run` is what `method` has started, whose forecast tells how much memory the caches need."""
-    rows = cond.start.shape[0]
-    spec = reserved_cache(model, schedule, method, batch, rows, kept)
+def new_env(cond: Conditioning, batch: int, run: Method, spec: CacheSpec) -> Env:
+    """What the stages of a request share; `spec` tells how much memory its caches need."""
     workspace = Workspace(spec)
-    caches = [run.layer_cache(spec.layer(number), workspace) for number in range(len(model.blocks))]
-    return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond")
+    caches = [run.layer_cache(spec.layer(number), workspace) for number in range(spec.layers)]
+    return Env(batch, cond, caches, StageMemory(), "both" if cond.start.shape[0] > batch else "cond")
 
 
 def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: Method) -> Tensor:

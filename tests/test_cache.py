@@ -19,7 +19,7 @@ from nextscale.generate import new_env
 from nextscale.models.base import Conditioning
 from nextscale.models.blocks import attend
 from nextscale.models.rope import HalvesRope
-from nextscale.planning.memory import reserved_bytes
+from nextscale.planning.memory import reserved_bytes, reserved_cache
 from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text.prompts import Labels, Prompts
 
@@ -280,12 +280,14 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
     empty = pipeline.reader.empty()
     for guided in (False, True):
         cond = pipeline.model.condition(prompts, guided, schedule, empty.repeat(2) if guided and empty else None)
-        env = new_env(pipeline.model, cond, schedule, 2, Method(), Method())
+        plans = Method().forecast(pipeline.model, schedule)
+        rows = 4 if guided else 2
+        env = new_env(cond, 2, Method(), reserved_cache(pipeline.model, schedule, Method(), plans, 2, rows))
         tensors = [tensor for cache in env.cache for tensor in (cache.keys, cache.values)]
         tensors += env.cache[0].workspace.pair(cond.start.shape[0], 0)
         if cond.text is not None:
             tensors += [tensor for pair in cond.text.keys_values for tensor in pair]
-        assert reserved_bytes(pipeline.model, schedule, Method(), 2, 4 if guided else 2, prompts.longest) == storage_bytes(tensors)
+        assert reserved_bytes(pipeline.model, schedule, Method(), plans, 2, rows, prompts.longest) == storage_bytes(tensors)
         assert env.cfg_branches == ("both" if guided else "cond")
 
 
@@ -338,7 +340,7 @@ def running_env(family: str) -> tuple[Env, Schedule]:
     """Two images with both branches, after the first stage; every row's number can be read off its memory."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
     prompts, negative = two_prompts(family, (3, 5)), two_prompts(family, (7, 2), seed=1)  # no two rows have the same text mask
-    env = new_env(model, model.condition(prompts, True, schedule, negative), schedule, 2, Method(), Method())
+    env = new_env(model.condition(prompts, True, schedule, negative), 2, Method(), model.cache_spec(schedule, 4))
     x, tokens = model.with_text(model.embed(None, schedule[0], env), Tokens(schedule[0]), env)
     for block in model.blocks:
         x = block(x, tokens, env)

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nextscale import pipeline as pipeline_module
 from nextscale.accel import DENSE, FastVAR, Method, RunSetup, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.registry import resolve_method
 from nextscale.cache import CfgBranches, Env
 from nextscale.canvas import Canvas
+from nextscale.engine import eager
 from nextscale.generate import StageDone
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
@@ -194,7 +194,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         sums.append((everything, sum(ops.get(torch.ops.aten.bmm, 0) for ops in named)))
         seen.append(preview.done)
 
-    generate = pipeline_module.generate
+    generate = eager.generate
 
     def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> None:
         text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
@@ -203,7 +203,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
             return generate(model, cond, canvas, request, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_module, "generate", counted)
+        patch.setattr(eager, "generate", counted)
         output = pipeline(prompts, seed=11, on_stage=watch, **{"smooth": False} | settings)
     request, model = inside["request"], pipeline.model
     workload = Workload(
@@ -302,7 +302,7 @@ def test_the_products_of_published_methods_are_counted(family: str, name: str) -
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in LIKE_OTHERS])
 def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> None:
     """Which multiplies the logits that are expected at all cells with those at the anchors, in reduced stages of every image."""
-    counted = count_tiny(family, method=SPARSEVAR, masks=True)
+    counted = count_tiny(family, method=SPARSEVAR, compute_mask=True)
     assert counted.kept is not None
     reduced = [bool((kept < 1).any()) for kept in counted.kept]  # also where one image keeps every cell
     logits = tiny.shared_pipeline(family).model.head.out_features
@@ -317,7 +317,7 @@ def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> 
 @pytest.mark.parametrize("family", ["var", "infinity", "hart"])  # without text, with text as a part of blocks, with text before cells
 @pytest.mark.parametrize("name", ["dense", "fastvar", "stagevar", "tome", "tome for attention alone", "skip the last"])
 def test_computed_tokens_are_those_of_the_masks(family: str, name: str) -> None:
-    counted = count_tiny(family, method=(METHODS | SPANS)[name], masks=True)
+    counted = count_tiny(family, method=(METHODS | SPANS)[name], compute_mask=True)
     assert counted.kept is not None
     shares = [kept.sum(dim=(1, 2)).tolist() for kept in counted.kept]
     assert shares == [pytest.approx([stage.computed] * 2) for stage in counted.report.stages]

@@ -86,7 +86,8 @@ def drawn(family: str, method: Method, spec: CacheSpec, **settings: Any) -> Seen
 
 
 def reserved(family: str, method: Method, rows: int = 2 * IMAGES) -> CacheSpec:
-    return reserved_cache(tiny.shared_pipeline(family).model, tiny.schedule_of(family), method, IMAGES, rows)
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    return reserved_cache(model, schedule, method, method.forecast(model, schedule, ASSUMED_KEPT), IMAGES, rows)
 
 
 def dense_spec(family: str, rows: int = 2 * IMAGES) -> CacheSpec:

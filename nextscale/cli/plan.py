@@ -122,7 +122,7 @@ class Forecast:
 
 def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, kept: float) -> Forecast:
     schedule = workload.schedule
-    plans = method.forecast(model, schedule, kept)
+    plans, assumed = (method.forecast(model, schedule, share) for share in (kept, ASSUMED_KEPT))
     decides_by_image = method.forecast(model, schedule, 0.5) != method.forecast(model, schedule, 1.0)
     dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
     rows = workload.images * (2 if workload.guided else 1)
@@ -134,7 +134,7 @@ def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: 
         dense,
         planned,
         Memory(
-            reserved_bytes(model, schedule, method, workload.images, rows, workload.text_tokens),
+            reserved_bytes(model, schedule, method, assumed, workload.images, rows, workload.text_tokens),
             model.cache_spec(schedule, rows).kept_bytes,
             planned_cache(model, schedule, plans, workload.images, rows).kept_bytes,
             request_memory(model, tokenizer, workload, method.forecast(model, schedule, max(kept, ASSUMED_KEPT))),

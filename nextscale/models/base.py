@@ -21,7 +21,7 @@ from .text_context import TextBuffer, TextContext, TextInputs
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
-    from ..generate import Request
+    from ..request import Request
 
 
 class HeadModulation(NamedTuple):

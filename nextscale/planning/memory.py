@@ -40,8 +40,13 @@ RESTORING = 4  # maps that a span needs to restore what it did not run: input, r
 # --- keys and values
 
 
-def planned_cache(model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int) -> CacheSpec:
-    """Sizes of the caches of a request whose stages follow `plans`; it begins with so many `rows`."""
+def planned_cache(
+    model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int, all_cells: bool = False
+) -> CacheSpec:
+    """Sizes of the caches of a request whose stages follow `plans`; it begins with so many `rows`.
+
+    `all_cells`: room for every cell of a stage, however many of them the plan expects to run.
+    """
     planned = []
     running = rows
     for stage, plan in zip(schedule, plans, strict=True):
@@ -49,19 +54,19 @@ def planned_cache(model: NextScaleModel, schedule: Schedule, plans: Sequence[Sta
             continue
         if plan.cfg_branches != "both":
             running = min(running, images)
-        tokens = stage.cells if plan.num_tokens is None else plan.num_tokens
+        tokens = stage.cells if plan.num_tokens is None or all_cells else plan.num_tokens
         layers = tokens_per_layer(plan.spans, tokens, model.text_prefix if stage.index == 0 else 0, len(model.blocks))
         planned.append(StageKeys(stage.index, running, tuple(parts.attention for parts in layers)))
     return replace(model.cache_spec(schedule, rows), planned=tuple(planned))
 
 
 def reserved_cache(
-    model: NextScaleModel, schedule: Schedule, method: Method, images: int, rows: int, kept: float = ASSUMED_KEPT
+    model: NextScaleModel, schedule: Schedule, method: Method, plans: Sequence[StagePlan], images: int, rows: int, all_cells: bool = False
 ) -> CacheSpec:
-    """What a request with this method reserves before it starts."""
+    """What a request with this method, whose forecast is `plans`, reserves before it starts."""
     if method.changes("layer_cache"):  # knows its own need
         return model.cache_spec(schedule, rows)
-    return planned_cache(model, schedule, method.forecast(model, schedule, kept), images, rows)
+    return planned_cache(model, schedule, plans, images, rows, all_cells)
 
 
 def text_bytes(model: NextScaleModel, rows: int, text_tokens: int) -> int:
@@ -70,9 +75,11 @@ def text_bytes(model: NextScaleModel, rows: int, text_tokens: int) -> int:
     return context_bytes(len(model.blocks), rows, text_tokens, config.dim, model.dtype) if config.text else 0
 
 
-def reserved_bytes(model: NextScaleModel, schedule: Schedule, method: Method, images: int, rows: int, text_tokens: int) -> int:
+def reserved_bytes(
+    model: NextScaleModel, schedule: Schedule, method: Method, plans: Sequence[StagePlan], images: int, rows: int, text_tokens: int
+) -> int:
     """Keys, values and text of a request: what it is known to need before it starts, besides weights and activations."""
-    return reserved_cache(model, schedule, method, images, rows).bytes + text_bytes(model, rows, text_tokens)
+    return reserved_cache(model, schedule, method, plans, images, rows).bytes + text_bytes(model, rows, text_tokens)
 
 
 # --- everything

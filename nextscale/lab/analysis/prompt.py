@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ...accel.method import Method, StagePlan
-from ...generate import Revise
 from ...guidance import GuidedRows
 from ...models.base import NextScaleModel
 from ...pipeline import Output, Pipeline
+from ...request import Revise
 from ...stage import Schedule, Stage
 from ..metrics import Lpips
 from .detail import LEVELS

@@ -20,7 +20,7 @@ import torch
 
 from ... import kernels
 from ...accel.method import Method
-from ...engine.graphs import WarmUp
+from ...engine import WarmUp
 from ...errors import SettingError
 from ...models import Infinity
 from ...pipeline import Engine, Pipeline
@@ -337,8 +337,10 @@ def workload(pipe: Pipeline, case: Case) -> Workload:
 
 
 def with_engine(pipe: Pipeline, engine: Engine) -> Pipeline:
-    """The same weights, with recordings of its own."""
-    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine)
+    """The same weights, with captured graphs of its own, which may take all of the device's memory."""
+    device = pipe.model.device
+    everything = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine, everything)
 
 
 def weight_bytes(pipe: Pipeline) -> int:
@@ -350,9 +352,9 @@ def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def spread_known_ms(reports: Sequence[Sequence[float | None]]) -> dict[str, float] | None:
-    """Of sums over the stages of every report; None where one of them does not tell, as replays do not."""
+    """Of sums over the stages of every report that were measured; None where a report has none of them, as those of replays."""
     known = [[seconds for seconds in stages if seconds is not None] for stages in reports]
-    return None if [*map(len, known)] != [*map(len, reports)] else spread_ms([sum(stages) for stages in known])
+    return spread_ms([sum(stages) for stages in known]) if all(known) else None
 
 
 def in_short(error: Exception) -> str:
