@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from .accel.method import DENSE, MethodRun, RunSetup, StagePlan
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
@@ -20,40 +20,8 @@ from .models.base import Hidden, NextScaleModel
 from .models.blocks import Block, run_in_order
 from .models.env import Conditioning, Env
 from .planning.memory import reserved_cache
-from .report import Stopwatch
-from .sampling import Rng, Sampling
-from .stage import Schedule, Stage, Tokens
-
-Revise = Callable[[Stage, Tensor], Tensor]
-"""Sees a stage's codes [B, cells, ...] before they are drawn and returns those to draw instead: forced beginnings, in-painting.
-
-Where a method leaves out cells their codes are zeros, and what is returned for them is not drawn.
-"""
-
-
-def as_sampled(stage: Stage, codes: Tensor) -> Tensor:
-    return codes
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one call asks for, with everything resolved."""
-
-    batch: int
-    schedule: Schedule
-    guidance: GuidedRows
-    sampling: Sampling
-    rng: Rng
-    revise: Revise
-    clock: Stopwatch
-    method_rng: Rng
-    compute_mask: bool = False
-    captured: bool = False  # launches cost the host nothing
-
-    @property
-    def rows(self) -> int:
-        """With which it begins: one per image, or two with guidance."""
-        return self.batch * (2 if self.guidance.needs_both else 1)
+from .request import Request, Revise, as_sampled
+from .stage import Stage, Tokens
 
 
 @dataclass(frozen=True)
@@ -88,16 +56,14 @@ def generate(
     cond: Conditioning,
     canvas: Canvas,
     request: Request,
-    method: Method,
-    plans: Plans,
     watch: Callable[[StageDone], None],
 ) -> dict[int, Tensor]:
     """Generates a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
-    run, env = begin(model, cond, request, method, plans)
+    run, env = begin(model, cond, request)
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
         settle_counts(run, stage, canvas)
-        plan = run.plan(plans[stage.index], stage, canvas)
+        plan = run.plan(request.plans[stage.index], stage, canvas)
         done, good = run_stage(model, canvas, request, run, plan, env, stage)
         if good is not None:
             finite[stage.index] = good
@@ -105,20 +71,15 @@ def generate(
     return finite
 
 
-def begin(
-    model: NextScaleModel, cond: Conditioning, request: Request, method: Method, plans: Plans, all_cells: bool = False
-) -> tuple[MethodRun, Env]:
-    """A run of the method and what the stages share; what cannot run is refused.
-
-    plans: the method's forecast for this request. all_cells: reserve memory for every cell where the plans assume fewer.
-    """
+def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:
+    """A run of the request's method and what the stages share; what cannot run is refused."""
+    method, plans, rows = request.method, request.plans, cond.start.shape[0]
     check_plans(plans, len(model.blocks), request.guidance)
-    rows = cond.start.shape[0]
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, guided=rows > request.batch))
     if method.own_cache:  # which knows its own need
         spec = model.cache_spec(request.schedule, rows)
     else:
-        spec = reserved_cache(model, request.schedule, plans, request.batch, rows, all_cells)
+        spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
     workspace = Workspace(spec)
     env = Env(
         request.batch,

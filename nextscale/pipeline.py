@@ -2,102 +2,44 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
-from PIL import Image
-from torch import Tensor
 
-from .accel.method import Method, Plans
+from .accel.method import Method
 from .accel.registry import MethodLike, resolve_method
-from .canvas import Canvas
-from .engine.graphs import Captures, WarmUp
-from .errors import OutOfMemory, SettingError
-from .generate import Request, Revise, StageDone, as_sampled, generate, require_finite
+from .engine import Captures, Eager, Engine, Executor, WarmUp
+from .engine.captures import graphs_run_on, obstacle
+from .engine.memory import memory_errors, require_room
+from .engine.tables import ScheduleTables
+from .engine.turns import turn_on
+from .errors import SettingError
+from .generate import StageDone, require_finite
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
-from .io import to_pil
-from .models.base import NextScaleModel, PromptInputs
-from .planning.cost import RequestCost, StageCost, Workload, as_run, request_cost
+from .models.base import NextScaleModel
+from .output import Output, Preview, costs_of, mask_of, read_back, stage_reports
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
-from .report import Report, StageReport, Stopwatch, free_memory, peak_memory, reset_peak
-from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
+from .report import Report, Stopwatch, peak_memory, reset_peak
+from .request import Request, Revise, SeedLike, as_sampled, read_negative, read_prompts, resolve_seed
+from .sampling import Sampling
 from .schedules import AspectLike, ScheduleBook, SizeLike
 from .stage import Schedule
-from .text.prompts import PromptReader, Prompts
+from .text.prompts import PromptReader
 from .tokenizers.autoencoder import lay_out
 from .tokenizers.base import Tokenizer
-
-Engine = Literal["graphs", "eager"]
-TABLES = 8  # schedules whose positions are kept; 5 MB each for images of 1024 x 1024 pixels
-SeedLike = int | Sequence[int] | torch.Generator | Rng | None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model draws when the caller does not say otherwise."""
+    """How a model generates when the caller does not say otherwise."""
 
     schedules: ScheduleBook
     guidance: Guidance
     sampling: Sampling
-
-
-@dataclass(frozen=True, eq=False)
-class Output:
-    """What a call returns."""
-
-    pixels: Tensor  # [B, 3, H, W], the decoder's output, nominally in [-1, 1]
-    latent: Tensor  # what was decoded
-    codes: tuple[Tensor, ...]  # per stage that was run, as drawn on the canvas
-    report: Report
-    compute_mask: tuple[Tensor, ...] | None = None  # per stage, with masks=True: share of the network that ran for every cell, [B, h, w]
-
-    @property
-    def images(self) -> list[Image.Image]:
-        return to_pil(self.pixels)
-
-
-@dataclass(frozen=True, eq=False)
-class Preview:
-    """Given to `on_stage` after each stage."""
-
-    done: StageDone  # where a recording was replayed, without logits, and the next request writes into its tensors
-    latent: Tensor  # what the canvas held after this stage
-    tokenizer: Tokenizer
-
-    @property
-    def canvas(self) -> Canvas:
-        """Goes on changing while generation does."""
-        return self.done.canvas
-
-    @torch.inference_mode()
-    def images(self) -> list[Image.Image]:
-        """The images as they would be if generation stopped here. FlexVAR's grow with the stage."""
-        return to_pil(self.tokenizer.decode(self.latent))
-
-
-def mask_of(done: StageDone, batch: int) -> Tensor:
-    if done.compute_mask is not None:
-        return done.compute_mask.view(batch, *done.stage.size).float().clone()
-    return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
-
-
-def read_back(finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageDone]) -> tuple[list[int], list[float]]:
-    """The stages whose numbers are not all finite, and of the tokens that each stage ran the share that no image needed.
-
-    The host waits for the device here and, unless a method asks, nowhere else.
-    """
-    checks = torch.stack([*finite.values(), latent.isfinite().all()])
-    needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
-    told = torch.cat([checks.double(), *(mean[None] for mean in needed.values())]).tolist()
-    means = dict(zip(needed, told[len(checks) :], strict=True))
-    failed = [stage for stage, good in zip([*finite, len(done_stages) - 1], told, strict=False) if not good]
-    return failed, [1 - means[done.stage.index] / done.num_tokens if done.stage.index in means else 0.0 for done in done_stages]
 
 
 class Accelerated:
@@ -114,7 +56,11 @@ class Accelerated:
 
 
 class Pipeline:
-    """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files."""
+    """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files.
+
+    It may be called from several threads. On a GPU one call runs at a time and the others wait; a call from inside `on_stage` runs
+    eagerly at once.
+    """
 
     def __init__(
         self,
@@ -124,11 +70,15 @@ class Pipeline:
         settings: Settings,
         name: str = "custom",
         engine: Engine | None = None,
+        graph_memory: int | None = None,
     ) -> None:
-        """engine: "graphs" replays what `warmup` has recorded, and is the default on a GPU; "eager" never does."""
+        """engine: "graphs" captures requests that come again as CUDA graphs, and is the default on a GPU; "eager" never does.
+
+        graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has.
+        """
         self._engine = checked_engine(engine)
-        self.captures = Captures(model, tokenizer)
-        self._tables: dict[tuple[Schedule, torch.device], Any] = {}
+        self._tables = ScheduleTables(model)
+        self.captures = Captures(model, tokenizer, self._tables, checked_memory(graph_memory))
         self.model = model.eval()
         self.tokenizer = lay_out(tokenizer.eval())
         self.reader = reader
@@ -146,26 +96,29 @@ class Pipeline:
         guidance: GuidanceLike = None,
         negative: Any = None,
         method: MethodLike = None,
-        masks: bool = False,
+        compute_mask: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
         revise: Revise = as_sampled,
+        warmup: bool = False,
         **sampling: Any,
     ) -> Output:
-        """Draws one image per prompt, or per seed if there is one prompt and several seeds.
+        """Generates one image per prompt, or per seed if there is one prompt and several seeds.
 
         prompt: a text, a list of texts, or precomputed text features; for class models class numbers, -1 meaning "no class".
-        seed: image i uses seed + i, or the i-th of a list, and is the same image alone or in any batch. None draws a fresh seed
-            (the report tells which). A torch.Generator is one stream for the whole batch, as in the authors' programs.
+        seed: image i uses seed + i, or the i-th of a list, and is the same image alone or in any batch. None takes a fresh seed
+            (the report tells which). A torch.Generator is one stream for the whole batch, as in the reference implementations.
         size, aspect: (height, width) in pixels, a pixel budget such as "0.25M", or a Schedule; "16:9" or height / width.
         guidance: a number keeps the model's published form; a list is one scale per stage; or a Guidance.
         negative: like prompt, what to steer away from.
-        method: an acceleration method, its name, or several; None is the one set by `accelerate`. masks: keep which cells were run.
+        method: an acceleration method, its name, or several; None is the one set by `accelerate`.
+        compute_mask: the output tells for every cell which share of the network was run.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
+        warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
-        chosen = self.method if method is None else resolve_method(method)
-        request, prompts, against, seeds = self._request(prompt, seed, size, aspect, guidance, negative, masks, revise, sampling)
-        return self._run(request, prompts, against, seeds, chosen, on_stage)
+        with self._turn() as nested:
+            request = self._request(prompt, seed, size, aspect, guidance, negative, method, sampling, compute_mask, revise)
+            return self._run(request, on_stage, warmup, nested)
 
     def warmup(
         self,
@@ -178,50 +131,22 @@ class Pipeline:
         method: MethodLike = None,
         **sampling: Any,
     ) -> WarmUp:
-        """Records requests like this one on the GPU, so that later calls replay them; takes what a call takes.
+        """Captures requests like this one on the GPU before they come; takes what a call takes.
 
         Any prompts do: what counts is how many there are, one for each image, and for texts roughly how long. Other sizes, batches,
-        guidance scales, sampling settings and methods need a recording each; calls without one run eagerly and say so once.
+        guidance scales, sampling settings and methods are captured each for itself, here or when they come for the second time.
         """
         if self.engine != "graphs":
             raise SettingError(
                 f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
             )
-        chosen = self.method if method is None else resolve_method(method)
-        request, prompts, against, _ = self._request(prompt, 0, size, aspect, guidance, negative, False, as_sampled, sampling)
-        with torch.inference_mode():
-            given = self.model.prompt_inputs(prompts, request.guidance.needs_both, request.schedule, against)
-            tables = self._schedule_tables(request.schedule)
-        longest = longest_text(prompts, against)
-        plans = self._forecast(chosen, request)
-        planned = partial(reserved_bytes, self.model, request.schedule, plans, request.batch, request.rows, longest)
-        with memory_errors(self.model.device, planned, request):
-            return self.captures.capture(request, chosen, plans, longest, given, tables)
-
-    def _request(
-        self,
-        prompt: Any,
-        seed: SeedLike,
-        size: SizeLike,
-        aspect: AspectLike,
-        guidance: GuidanceLike,
-        negative: Any,
-        masks: bool,
-        revise: Revise,
-        sampling: dict[str, Any],
-    ) -> tuple[Request, Prompts, Prompts | None, tuple[int, ...] | None]:
-        """The request, what it draws, what it steers away from, and its seeds if they are numbers."""
-        schedule = self.settings.schedules.choose(size, aspect)
-        chosen = self._sampling(schedule, sampling)
-        guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
-        prompts = self.reader.read(prompt)
-        if len(prompts) == 1 and isinstance(seed, Sequence) and seed:
-            prompts = prompts.repeat(len(seed))
-        draws, seeds = self._rng(seed, len(prompts))
-        own_draws = draws if seeds is None else method_rng(seeds, self.model.device)
-        against = self._against(negative, len(prompts), guided)
-        clock = Stopwatch(self.model.device)
-        return Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks), prompts, against, seeds
+        with self._turn() as nested:
+            request = self._request(prompt, 0, size, aspect, guidance, negative, method, sampling)
+            reason = "warmup is called from inside on_stage: call it before" if nested else obstacle(self.model.device, request)
+            if reason is not None:
+                raise SettingError(reason)
+            with memory_errors(self.model.device, partial(self._planned, request), request):
+                return self.captures.capture(request)
 
     @property
     def engine(self) -> Engine:
@@ -233,7 +158,7 @@ class Pipeline:
         As a context manager, only the calls inside the `with` block.
         """
         resolved = resolve_method(method)
-        for kept in (1.0, 0.5):  # what does not fit this model is refused now; some of it shows only where tokens are left out
+        for kept in (1.0, ASSUMED_KEPT):  # what does not fit this model is refused now; some of it shows only where tokens are left out
             resolved.forecast(self.model, self.settings.schedules.choose(None, None), kept=kept)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
@@ -248,138 +173,47 @@ class Pipeline:
         plans = self.method.forecast(self.model, schedule, kept=ASSUMED_KEPT)
         return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
 
-    def _forecast(self, method: Method, request: Request) -> Plans:
-        return method.forecast(self.model, request.schedule, request.guidance.needs_both, ASSUMED_KEPT)
+    # --- the story of a call
 
-    def _run(
+    def _turn(self) -> AbstractContextManager[bool]:
+        """Until this caller may use the device; whether it does already, further up."""
+        device = self.model.device
+        return turn_on(device).taken() if graphs_run_on(device) else nullcontext(False)
+
+    def _request(
         self,
-        request: Request,
-        prompts: Prompts,
-        negative: Prompts | None,
-        seeds: tuple[int, ...] | None,
-        method: Method,
-        on_stage: Callable[[Preview], None] | None,
-    ) -> Output:
-        device, schedule, batch = self.model.device, request.schedule, request.batch
-        done_stages: list[StageDone] = []
-        clock, longest = request.clock, longest_text(prompts, negative)
-        plans = self._forecast(method, request)
-
-        def stage_done(done: StageDone) -> None:
-            clock.stop("stage", done.stage.index)
-            done_stages.append(done.without_logits())
-            if on_stage is not None:
-                latent = done.canvas.latent
-                on_stage(Preview(done, latent if recording is None else latent.clone(), self.tokenizer))  # a replay writes there again
-            clock.start("stage", done.stage.index + 1)
-
-        @cache
-        def planned() -> int:
-            return reserved_bytes(self.model, schedule, plans, batch, request.rows, longest)
-
-        replayable = self.captures.taken(request, method, longest) if self.engine == "graphs" else nullcontext()
-        with replayable as recording, memory_errors(device, planned, request):
-            if recording is None:  # a recording has the memory that it needs
-                require_room(device, planned(), request, self.captures.bytes)
-            reset_peak(device)
-            with torch.inference_mode():
-                with clock.time("condition"):
-                    given = self.model.prompt_inputs(prompts, request.guidance.needs_both, schedule, negative)
-                    if recording is None:
-                        cond = self.model.condition_from(given, self._schedule_tables(schedule))
-                    else:
-                        recording.condition(given)
-                clock.start("stage")
-                if recording is None:
-                    canvas = self.tokenizer.canvas(schedule, batch)
-                    finite = generate(self.model, cond, canvas, request, method, plans, stage_done)
-                else:
-                    canvas, finite = recording.canvas, recording.run(request, stage_done)
-                with clock.time("decode"):
-                    pixels = self.tokenizer.decode(canvas.latent) if recording is None else recording.decode()
-            # What needs no result comes before the host waits for the device. Copies are ordinary tensors, not inference tensors.
-            copies = pixels.clone(), canvas.latent.clone(), tuple(done.codes.clone() for done in done_stages if done.codes is not None)
-            kept = tuple(mask_of(done, batch) for done in done_stages) if request.compute_mask else None
-            dense, spent = self._costs(request, given, done_stages)
-            peak, need = peak_memory(device), planned()
-            failed, padding = read_back(finite, canvas.latent, done_stages)
-        require_finite(failed, len(schedule))
-        stages = zip(done_stages, padding, spent.stages, dense.stages, strict=True)
-        report = Report(
-            model=self.name,
-            method=method.label,
-            engine="eager" if recording is None else "graphs",
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            size=(pixels.shape[2], pixels.shape[3]),
-            seeds=seeds,
-            stages=tuple(
-                self._stage_report(done, batch, unneeded, cost, cost.share(same), clock, recording is None)
-                for done, unneeded, cost, same in stages
-            ),
-            cost_share=spent.share(dense),
-            condition_seconds=clock.seconds("condition"),
-            decode_seconds=clock.seconds("decode"),
-            peak_memory=peak,
-            planned_memory=need,
+        prompt: Any,
+        seed: SeedLike,
+        size: SizeLike,
+        aspect: AspectLike,
+        guidance: GuidanceLike,
+        negative: Any,
+        method: MethodLike,
+        sampling: dict[str, Any],
+        compute_mask: bool = False,
+        revise: Revise = as_sampled,
+    ) -> Request:
+        chosen = self.method if method is None else resolve_method(method)
+        schedule = self.settings.schedules.choose(size, aspect)
+        choice = self._sampling(schedule, sampling)
+        guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
+        prompts = read_prompts(self.reader, prompt, seed)
+        numbers = resolve_seed(seed, len(prompts), self.model.device)
+        return Request(
+            prompts,
+            read_negative(self.reader, negative, len(prompts), guided),
+            schedule,
+            guided,
+            choice,
+            chosen,
+            chosen.forecast(self.model, schedule, guided.needs_both, ASSUMED_KEPT),
+            numbers.rng,
+            numbers.method_rng,
+            Stopwatch(self.model.device),
+            numbers.seeds,
+            compute_mask,
+            revise,
         )
-        return Output(*copies, report, kept)
-
-    def _schedule_tables(self, schedule: Schedule) -> Any:
-        """What the model makes of a schedule, kept for the last few of them."""
-        key = schedule, self.model.device
-        tables = self._tables.pop(key) if key in self._tables else self.model.schedule_tables(schedule)
-        if len(self._tables) == TABLES:
-            del self._tables[next(iter(self._tables))]
-        self._tables[key] = tables  # the last one used is the last to go
-        return tables
-
-    def _costs(self, request: Request, given: PromptInputs, done_stages: Sequence[StageDone]) -> tuple[RequestCost, RequestCost]:
-        """MACs of the same request in dense generation, and of what was run."""
-        workload = Workload(
-            request.schedule,
-            request.batch,
-            request.guidance.needs_both,
-            0 if given.text is None else given.text.length,
-            request.sampling.refine,
-            self.model.residual_scale(request.guidance, request.schedule[-1]) != 1,
-        )
-        plans = [as_run(self.model, done.stage, done.plan, done.num_tokens) for done in done_stages]
-        return request_cost(self.model, workload), request_cost(self.model, workload, plans)
-
-    @staticmethod
-    def _stage_report(
-        done: StageDone, batch: int, padding: float, cost: StageCost, cost_share: float, clock: Stopwatch, eager: bool
-    ) -> StageReport:
-        index = done.stage.index
-        return StageReport(
-            index,
-            *done.stage.size,
-            skipped=done.skipped,
-            tokens=done.num_tokens,
-            computed=cost.computed,
-            padding=padding,
-            rows=done.rows,
-            cfg_branches=done.rows // batch,
-            cost_share=cost_share,
-            seconds=clock.seconds("stage", index),
-            sampling_seconds=clock.seconds("sampling", index) if eager else None,
-            residual_seconds=clock.seconds("residual", index) if eager else None,
-        )
-
-    def _against(self, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
-        """What the second branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""
-        if negative is None:
-            empty = self.reader.empty() if guidance.needs_both else None
-            return None if empty is None else empty.repeat(images)
-        if not guidance.needs_both:
-            raise SettingError("a negative prompt needs guidance: without it the second branch does not run")
-        prompts = self.reader.read(negative)
-        if len(prompts) == 1:
-            return prompts.repeat(images)
-        if len(prompts) != images:
-            raise SettingError(f"{len(prompts)} negative prompts for {images} images: give one, or one per image")
-        return prompts
 
     def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
         sampling = self.settings.sampling.changed(**changes)
@@ -391,20 +225,65 @@ class Pipeline:
             raise SettingError(f"forbidden {sampling.forbidden}: {self.name} has {self.tokenizer.codes} numbered codes")
         return sampling
 
-    def _rng(self, seed: SeedLike, images: int) -> tuple[Rng, tuple[int, ...] | None]:
-        if isinstance(seed, torch.Generator):
-            return SharedRng(seed), None
-        if isinstance(seed, Rng):
-            return seed, None
-        if seed is None:
-            seed = secrets.randbits(32)
-        given = list(range(int(seed), int(seed) + images)) if isinstance(seed, Integral) else seed
-        if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(s, Integral) and 0 <= s < 2**63 for s in given):
-            raise SettingError(f"seed {seed!r}: give whole numbers from 0 to 2**63 - 1, or a torch.Generator")
-        if len(given) != images:
-            raise SettingError(f"{len(given)} seeds for {images} images: give one number, or one per image")
-        seeds = tuple(int(one) for one in given)
-        return ImageRng(seeds, self.model.device), seeds
+    def _planned(self, request: Request) -> int:
+        """Bytes that the request is known to need for keys, values and text."""
+        return reserved_bytes(self.model, request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
+
+    def _executor(self, request: Request, warmup: bool, nested: bool, planned: Callable[[], int]) -> Executor:
+        """Captured graphs where there are some, or where capturing pays; they have the memory that they need."""
+        if self.engine == "graphs" and not nested:
+            replay = self.captures.replay(request, at_once=warmup)
+            if replay is not None:
+                return replay
+        require_room(self.model.device, planned(), request, self.captures.bytes)
+        return Eager(self.model, self.tokenizer, self._tables.of(request.schedule))
+
+    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool) -> Output:
+        device, clock, done_stages = self.model.device, request.clock, list[StageDone]()
+        planned = cache(partial(self._planned, request))
+
+        def stage_done(done: StageDone) -> None:
+            clock.stop("stage", done.stage.index)
+            done_stages.append(done.without_logits())
+            if on_stage is not None:
+                on_stage(Preview(done, done.canvas.latent.clone(), self.tokenizer))
+            clock.start("stage", done.stage.index + 1)
+
+        with memory_errors(device, planned, request):
+            executor = self._executor(request, warmup, nested, planned)
+            reset_peak(device)
+            with torch.inference_mode():
+                with clock.time("condition"):
+                    inputs = self.model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
+                    executor.condition(inputs)
+                clock.start("stage")
+                latent, finite = executor.run(request, stage_done)
+                with clock.time("decode"):
+                    pixels = executor.decode()
+            # What needs no result comes before the host waits for the device. Copies are ordinary tensors, not inference tensors.
+            copies = pixels.clone(), latent.clone(), tuple(done.codes.clone() for done in done_stages if done.codes is not None)
+            masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None
+            costs = costs_of(self.model, request, inputs, done_stages)
+            peak, need = peak_memory(device), planned()
+            failed, padding = read_back(finite, latent, done_stages)
+        require_finite(failed, len(request.schedule))
+        report = Report(
+            model=self.name,
+            engine=executor.engine,
+            captured_batch=executor.captured_batch,
+            method=request.method.label,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            size=(pixels.shape[2], pixels.shape[3]),
+            seeds=request.seeds,
+            stages=stage_reports(done_stages, padding, costs, request),
+            cost_share=costs.share,
+            condition_seconds=clock.seconds("condition") or 0.0,
+            decode_seconds=clock.seconds("decode") or 0.0,
+            peak_memory=peak,
+            planned_memory=need,
+        )
+        return Output(*copies, report, masks)
 
 
 def checked_engine(engine: Engine | None) -> Engine | None:
@@ -413,31 +292,7 @@ def checked_engine(engine: Engine | None) -> Engine | None:
     return engine
 
 
-def longest_text(prompts: Prompts, negative: Prompts | None) -> int:
-    """Tokens of the longest text of a request; 0 where there is none."""
-    return max(prompts.longest, negative.longest if negative is not None else 0)
-
-
-def memory_advice(device: torch.device, planned: int, request: Request) -> str:
-    return (
-        f"{request.batch} image(s) of {request.schedule} on {device} need {planned / 2**30:.2f} GiB for keys and values"
-        " besides weights and activations: draw fewer images at a time, a smaller size, or in a smaller dtype"
-    )
-
-
-def require_room(device: torch.device, planned: int, request: Request, recorded: int) -> None:
-    """Refuses a request whose known need is larger than what is free. `recorded`: bytes that recordings keep for themselves."""
-    free = free_memory(device, recorded)
-    if free is not None and planned > free:
-        raise OutOfMemory(f"{free / 2**30:.2f} GiB are free. {memory_advice(device, planned, request)}")
-
-
-@contextmanager
-def memory_errors(device: torch.device, planned: Callable[[], int], request: Request) -> Iterator[None]:
-    """Explains running out of memory on the way."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            raise OutOfMemory(f"memory ran out. {memory_advice(device, planned(), request)}") from error
-        raise
+def checked_memory(graph_memory: int | None) -> int | None:
+    if graph_memory is not None and (isinstance(graph_memory, bool) or not isinstance(graph_memory, int) or graph_memory <= 0):
+        raise SettingError(f"graph_memory {graph_memory!r}: give a whole number of bytes; engine='eager' captures nothing")
+    return graph_memory

@@ -20,19 +20,20 @@ class StageReport:
     skipped: bool
     tokens: int  # that enter the first block, per row, with HART's text; 0 when skipped
     computed: float  # tokens per row, without text, that the parts of the blocks ran, mean of all; the cells when dense, 0 when skipped
-    padding: float  # share of the tokens that no image needed: run because another of the batch, or the recording, has more
+    padding: float  # share of the tokens that no image needed: run because another of the batch, or the captured graph, has more
     rows: int  # images times guidance branches
     cfg_branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # MACs against those of the same stage in dense generation
     seconds: float
-    sampling_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: a replay cannot tell
+    sampling_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: not run, or inside a replay
     residual_seconds: float | None  # of these: HART's residual diffusion; None likewise
 
 
 @dataclass(frozen=True)
 class Report:
     model: str
-    engine: str  # "eager", or "graphs" where a recording was replayed
+    engine: str  # "eager", or "graphs" where captured graphs were replayed
+    captured_batch: int | None  # images that these have, of which the request may need fewer; None: eager
     method: str  # readable: the methods and those settings that are not the default
     device: str
     dtype: str
@@ -61,7 +62,7 @@ class Report:
 
 
 class Stopwatch:
-    """Times stretches of work by name and stage. On a GPU it uses events, so that measuring does not make the host wait."""
+    """Times segments of a request by name and stage. On a GPU it uses events, so that measuring does not make the host wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -80,10 +81,10 @@ class Stopwatch:
         yield
         self.stop(what, stage)
 
-    def seconds(self, what: str, stage: int = 0) -> float:
-        """Length of a stretch; 0 if there was none."""
+    def seconds(self, what: str, stage: int = 0) -> float | None:
+        """Length of a segment; None where it was not measured."""
         if (what, stage) not in self._stops:
-            return 0.0
+            return None
         start, stop = self._starts[what, stage], self._stops[what, stage]
         if self._device.type != "cuda":
             return stop - start
@@ -110,7 +111,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device, captured: int = 0) -> int | None:
-    """Bytes that can still be allocated, or None where the system does not tell. `recorded`: held by recordings, for nobody else."""
+    """Bytes that can still be allocated, or None where the system does not tell. `captured`: kept by captured graphs, for nobody else."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - captured
         return torch.cuda.mem_get_info(device)[0] + max(unused, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nextscale.engine import graphs
+from nextscale import pipeline
+from nextscale.engine import captures
 
 HOST_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::equal"}
 
@@ -77,7 +79,7 @@ class Event:
 
 
 @contextmanager
-def captured(tape: Tape, pool: Any = None, stream: Any = None) -> Iterator[None]:
+def captured(tape: Tape, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     with tape:
         yield
     assert tape.ops, "nothing was captured: torch warns of empty graphs"
@@ -99,6 +101,9 @@ def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
         "graph_pool_handle": lambda: (0, 0),
         "synchronize": lambda *_: None,
         "memory_reserved": lambda *_: 0,
+        "memory_allocated": lambda *_: 0,
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=2**40),
     }.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(graphs, "require_capturable", lambda *_: None)
+    for module in (captures, pipeline):
+        patch.setattr(module, "graphs_run_on", lambda device: True)

@@ -138,7 +138,7 @@ def test_several_names_are_one_combined_method() -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: str) -> None:
     pipeline = tiny.shared_pipeline(family)
-    output = pipeline(tiny.prompts(family, 2), seed=1, method=name, masks=True)
+    output = pipeline(tiny.prompts(family, 2), seed=1, method=name, compute_mask=True)
     assert output.pixels.isfinite().all()
     assert len(output.compute_mask) == len(tiny.schedule_of(family))
     for stage, share in zip(tiny.schedule_of(family), output.compute_mask, strict=True):
@@ -321,7 +321,7 @@ def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> N
         forced[stage.index] = torch.arange(codes.numel()).view(codes.shape) % 2
         return forced[stage.index]
 
-    output = pipeline(tiny.prompts(family, 2), seed=4, method=method, revise=revise, masks=True)
+    output = pipeline(tiny.prompts(family, 2), seed=4, method=method, revise=revise, compute_mask=True)
     stage = tiny.schedule_of(family)[last]
     assert seen[last].shape[:2] == (2, stage.cells)
     run = output.compute_mask[last].flatten(1) > 0

@@ -304,7 +304,7 @@ def test_the_products_of_published_methods_are_counted(family: str, name: str) -
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in LIKE_OTHERS])
 def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> None:
     """Which multiplies the logits that are expected at all cells with those at the anchors, in reduced stages of every image."""
-    counted = count_tiny(family, method=SPARSEVAR, masks=True)
+    counted = count_tiny(family, method=SPARSEVAR, compute_mask=True)
     assert counted.kept is not None
     reduced = [bool((kept < 1).any()) for kept in counted.kept]  # also where one image keeps every cell
     logits = tiny.shared_pipeline(family).model.head.out_features
@@ -319,7 +319,7 @@ def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> 
 @pytest.mark.parametrize("family", ["var", "infinity", "hart"])  # without text, with text as a part of blocks, with text before cells
 @pytest.mark.parametrize("name", ["dense", "fastvar", "stagevar", "tome", "tome for attention alone", "skip the last"])
 def test_computed_tokens_are_those_of_the_masks(family: str, name: str) -> None:
-    counted = count_tiny(family, method=(METHODS | SPANS)[name], masks=True)
+    counted = count_tiny(family, method=(METHODS | SPANS)[name], compute_mask=True)
     assert counted.kept is not None
     shares = [kept.sum(dim=(1, 2)).tolist() for kept in counted.kept]
     assert shares == [pytest.approx([stage.computed] * 2) for stage in counted.report.stages]

@@ -620,7 +620,7 @@ def test_a_stage_to_keep_that_another_method_skips_is_named() -> None:
 def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
     """Three blocks of two branches, of which blocks 1 and 2 are thinned: 2 branches for all cells, up to 6 for some."""
     method = FastVAR({2: 0.7, 3: 0.8}, layers=(1, 3))
-    output = drawn("var", method=method, masks=True)
+    output = drawn("var", method=method, compute_mask=True)
     tiny.assert_same_bits(output, drawn("var", method=method))
     assert [tuple(share.shape) for share in output.compute_mask] == [(2, side, side) for side in tiny.VAR_SIDES]
     assert all((share == 1).all() for share in output.compute_mask[:2])
@@ -634,7 +634,7 @@ def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
 
 
 def test_skipped_stages_ran_nowhere() -> None:
-    output = drawn("var", method=FastVAR({3: 1.0}), masks=True)
+    output = drawn("var", method=FastVAR({3: 1.0}), compute_mask=True)
     assert (output.compute_mask[3] == 0).all()
     assert (output.compute_mask[2] == 1).all()
 

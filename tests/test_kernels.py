@@ -257,7 +257,7 @@ def test_blocks_in_a_row_are_one_block_after_another(
     pipe, schedule = random_pipeline(spec, device=DEVICE, dtype=dtype), tiny.schedule_of(family)
     prompts = Labels(torch.tensor([1, 2])) if family == "var" else tiny.text_features(family, (3, 5)).to(DEVICE)
     conditions = [pipe.model.condition(prompts, False, schedule) for _ in ("one by one", "in order")]
-    envs = [new_env(pipe.model, condition, schedule, 2, Method(), Method()) for condition in conditions]
+    envs = [new_env(condition, 2, Method(), pipe.model.cache_spec(schedule, 2)) for condition in conditions]
     norms, sums = counted("norm_modulate", monkeypatch), counted("residual_norm_modulate", monkeypatch)
     for stage in schedule.stages[:2]:
         start = Maker(DEVICE, dtype).normal(2, stage.cells, tiny.WIDTH) if stage.index else pipe.model.embed(None, stage, envs[0])

@@ -201,7 +201,7 @@ def test_the_share_of_cells_is_that_of_the_compute_masks_of_all_batches() -> Non
         shares = []
         for numbers in ([0, 2], [1, 3]):
             texts, seeds = [PROMPTS[number].text for number in numbers], [3 + number for number in numbers]
-            masks = pipeline()(texts, seed=seeds, method=methods[row["method"]], masks=True).compute_mask
+            masks = pipeline()(texts, seed=seeds, method=methods[row["method"]], compute_mask=True).compute_mask
             assert masks is not None
             shares.append(sum(float(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks))
         assert row["kept"] == pytest.approx(sum(shares) / 2, abs=1e-4), row["method"]

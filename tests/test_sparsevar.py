@@ -636,14 +636,14 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
 def test_zero_strength_is_dense_bit_for_bit(family: str, method: SparseVAR) -> None:
     if method.alpha == 1 and family == "flexvar":
         method = replace(method, tau=0.0)  # no anchors there
-    ours = drawn(family, method=method, masks=True)
+    ours = drawn(family, method=method, compute_mask=True)
     assert_same_bits(ours, drawn(family))
     assert all((share == 1).all() for share in ours.compute_mask)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> None:
-    output, seen = watched(family, masks=True)
+    output, seen = watched(family, compute_mask=True)
     dense = drawn(family, **WHOLE_CODES.get(family, {}))
     reduced = [stage for stage in seen if stage.done.plan.num_tokens is not None]
     assert [stage.done.stage.index for stage in reduced] == [len(seen) - 2, len(seen) - 1]
@@ -663,7 +663,7 @@ def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> 
 @pytest.mark.parametrize("metric", ["mse", "image"])
 def test_exclusion_never_shrinks_and_anchors_always_run(family: str, metric: Any) -> None:
     method = replace(STRONG[family], metric=metric, tau=0.7 if metric == "image" else STRONG[family].tau)
-    output, seen = watched(family, method, masks=True)
+    output, seen = watched(family, method, compute_mask=True)
     chosen = [stage for stage in seen if stage.excluded is not None]
     assert len(chosen) == 2
     for earlier, later in pairwise(chosen):
@@ -845,7 +845,11 @@ def test_flexvar_keeps_its_previous_estimate() -> None:
     latents: list[Tensor] = []
     pipeline = tiny.shared_pipeline("flexvar")
     output = pipeline(
-        tiny.prompts("flexvar", 3), seed=11, method=STRONG["flexvar"], masks=True, on_stage=lambda preview: latents.append(preview.latent)
+        tiny.prompts("flexvar", 3),
+        seed=11,
+        method=STRONG["flexvar"],
+        compute_mask=True,
+        on_stage=lambda preview: latents.append(preview.latent),
     )
     for stage in (3, 4):
         size = output.compute_mask[stage].shape[1:]

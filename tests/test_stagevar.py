@@ -703,7 +703,7 @@ def test_every_variant_changes_the_low_rank_stage_and_no_other(family: str) -> N
 def test_measured_ranks_differ_between_images_and_a_batch_is_its_images_alone(family: str) -> None:
     last = last_stage(family)
     method = StageVAR(ranks="measured", alphas={last - 1: 0.9, last: 0.96})
-    together = drawn(family, 3, method, masks=True)
+    together = drawn(family, 3, method, compute_mask=True)
     shares = [kept.mean(dim=(1, 2)).tolist() for kept in together.compute_mask[-2:]]
     assert any(len(set(row)) > 1 for row in shares)
     for image in range(3):
@@ -747,7 +747,7 @@ def test_a_seed_fixes_the_image(family: str) -> None:
 
 def test_another_seed_draws_other_representatives() -> None:
     pipe = tiny.shared_pipeline("var")
-    masks = [pipe([3], seed=seed, greedy=True, method=StageVAR(), masks=True).compute_mask[-1] for seed in (1, 2)]
+    masks = [pipe([3], seed=seed, greedy=True, method=StageVAR(), compute_mask=True).compute_mask[-1] for seed in (1, 2)]
     assert not torch.equal(*masks)
 
 
@@ -755,7 +755,7 @@ def test_another_seed_draws_other_representatives() -> None:
 def test_images_that_are_not_square(family: str) -> None:
     schedule = Schedule([(1, 1), (2, 3), (4, 6), (6, 9)])
     method = StageVAR(alphas={2: 0.96, 3: 0.96}, ranks=0.3)
-    together = drawn(family, 2, method, size=schedule, masks=True)
+    together = drawn(family, 2, method, size=schedule, compute_mask=True)
     assert together.compute_mask[-1].shape == (2, *schedule.grid)
     single = alone(family, 1, method, size=schedule)
     assert all(torch.equal(a[1], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
@@ -774,7 +774,7 @@ def test_half_precision(family: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_kept_is_the_share_of_groups_in_which_a_cell_was_a_representative(family: str) -> None:
-    output = drawn(family, method=StageVAR(ranks=0.3), masks=True)
+    output = drawn(family, method=StageVAR(ranks=0.3), compute_mask=True)
     assert all((kept == 1).all() for kept in output.compute_mask[:-1])
     last = output.compute_mask[-1].flatten(1)
     rows = Share(0.3).rows(last.shape[1])
@@ -785,7 +785,7 @@ def test_kept_is_the_share_of_groups_in_which_a_cell_was_a_representative(family
 
 @pytest.mark.parametrize(("variant", "share"), [("vanilla", 1), ("svd_approximation", 1), ("svd_fixed", 3 / 16), ("least_squares", 3 / 16)])
 def test_kept_without_representatives_is_the_share_of_rows(variant: Variant, share: float) -> None:
-    kept = drawn("var", method=StageVAR(variant=variant), masks=True).compute_mask
+    kept = drawn("var", method=StageVAR(variant=variant), compute_mask=True).compute_mask
     assert all(torch.allclose(stage, torch.tensor(expected)) for stage, expected in zip(kept, (1.0, 1.0, 1.0, float(share)), strict=True))
 
 
@@ -846,7 +846,7 @@ def test_the_forecast_is_what_runs(variant: Variant) -> None:
 
 def test_a_measured_rank_is_known_once_it_has_run() -> None:
     plans: list[StagePlan] = []
-    output = drawn("var", 3, StageVAR(variant="svd"), masks=True, on_stage=lambda preview: plans.append(preview.done.plan))
+    output = drawn("var", 3, StageVAR(variant="svd"), compute_mask=True, on_stage=lambda preview: plans.append(preview.done.plan))
     ran = [span.num_tokens(16) for span in plans[-1].spans]
     assert all(1 <= width < 16 for width in ran)
     assert sum(ran) / 48 >= float(output.compute_mask[-1].mean()) - 1e-6  # padding counts
@@ -861,7 +861,7 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
             maps[tokens.stage.index] = out
             return out, tokens
 
-    output = drawn("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3), Looking())), masks=True)
+    output = drawn("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3), Looking())), compute_mask=True)
     small, large = maps[2], maps[3]  # logits [2, 9, V] and [2, 16, V]; STAR's head sees one token at a time
     untouched = output.compute_mask[3].flatten(1) == 0
     corners = torch.tensor([0, 3, 12, 15])  # an area resize from 3 to 4 leaves the corners as they are
@@ -950,7 +950,7 @@ def test_low_rank_inside_a_reduced_stage(family: str, variant: Variant) -> None:
     """Images that keep different numbers of tokens equal those images alone; the rank is a share of what is kept."""
     last = last_stage(family)
     method = StageVAR(variant=variant)
-    together = drawn(family, 2, Combined((KeepAt(last, SHARES), method)), greedy=True, masks=True)
+    together = drawn(family, 2, Combined((KeepAt(last, SHARES), method)), greedy=True, compute_mask=True)
     for image, share in enumerate(SHARES):
         single = alone(family, image, Combined((KeepAt(last, (share,)), method)), greedy=True)
         assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes[:-1], single.codes[:-1], strict=True))
@@ -1005,7 +1005,7 @@ def test_the_draws_of_a_method_can_be_replayed() -> None:
 
     draws = Replayed()
     pipe = tiny.shared_pipeline("infinity")
-    kept = pipe(tiny.prompts("infinity", 2), seed=draws, greedy=True, method=StageVAR(ranks=0.2), masks=True).compute_mask[-1]
+    kept = pipe(tiny.prompts("infinity", 2), seed=draws, greedy=True, method=StageVAR(ranks=0.2), compute_mask=True).compute_mask[-1]
     assert draws.asked == [("exponential", (2, 12)), ("normal", (2, 12, 3))] * 3
     assert (kept.flatten(1)[:, :3] > 0).all()
 

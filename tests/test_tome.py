@@ -459,7 +459,7 @@ def test_plans_are_as_forecast(random: bool) -> None:
 
 def test_the_share_of_the_network_that_ran_for_every_cell() -> None:
     """Three blocks of two branches, one of which merges: three branches for all cells, six for destinations."""
-    output = drawn("var", method=ToMe(0.5, stages=(3,), sublayers=("attention",)), masks=True)
+    output = drawn("var", method=ToMe(0.5, stages=(3,), sublayers=("attention",)), compute_mask=True)
     assert all((share == 1).all() for share in output.compute_mask[:3])
     times = output.compute_mask[3] * 6
     assert torch.equal(times, times.round())

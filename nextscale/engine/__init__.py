@@ -1,5 +1,7 @@
-"""Ways to run the stage loop: at once (eager), or as graphs that were recorded beforehand."""
+"""How requests are run: kernel by kernel (eager), or as CUDA graphs that were captured before."""
 
-from .graphs import Captures
+from .captures import Captures, WarmUp
+from .eager import Eager
+from .executor import Engine, Executor
 
-__all__ = ["Captures"]
+__all__ = ["Captures", "Eager", "Engine", "Executor", "WarmUp"]

@@ -42,6 +42,7 @@ def load(
     dtype: torch.dtype | None = None,
     as_released: bool = False,
     engine: Engine | None = None,
+    graph_memory: int | None = None,
 ) -> Pipeline:
     """A pipeline for one of `nextscale models`. "nano" comes with the package and needs nothing else.
 
@@ -53,7 +54,8 @@ def load(
     offload_text: its weights lie in the host's memory and are on the GPU only while a new prompt is encoded.
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
     as_released: STAR: all images read the first prompt's text, as in the released program.
-    engine: "graphs" replays what `Pipeline.warmup` has recorded, the default on a GPU; "eager" never does.
+    engine: "graphs" captures requests that come again as CUDA graphs, the default on a GPU; "eager" never does.
+    graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has.
     """
     spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
@@ -70,7 +72,7 @@ def load(
     load_module(images, tokenizer_path, device, dtype)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
-    return Pipeline(model, images, reader, spec.settings, name, engine)
+    return Pipeline(model, images, reader, spec.settings, name, engine, graph_memory)
 
 
 def released_spec(spec: ModelSpec) -> ModelSpec:

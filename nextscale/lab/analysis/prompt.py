@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ...accel.method import Method, Plans, StagePlan
-from ...generate import Revise, as_sampled
 from ...guidance import GuidedRows
 from ...models.base import NextScaleModel
 from ...pipeline import Output, Pipeline
+from ...request import Revise, as_sampled
 from ...stage import Schedule
 from ..metrics import Lpips
 from .detail import LEVELS

@@ -46,7 +46,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
         clock.start("work", number)
         work()
         clock.stop("work", number)
-    return statistics.median(clock.seconds("work", number) for number in range(TIMED))
+    return statistics.median(clock.seconds("work", number) or 0.0 for number in range(TIMED))
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,6 @@ def reports_of(runner: Runner) -> list[Report]:
 
 
 def known_percentiles_ms(reports: Sequence[Sequence[float | None]]) -> dict[str, float] | None:
-    """Percentiles of sums over the stages of every report; None where a time is not known, as it is not within a captured graph."""
+    """Percentiles of sums over the measured stages of every report; None where a report has none, as those of captured graphs."""
     known = [[seconds for seconds in stages if seconds is not None] for stages in reports]
-    return None if [*map(len, known)] != [*map(len, reports)] else percentiles_ms([sum(stages) for stages in known])
+    return percentiles_ms([sum(stages) for stages in known]) if all(known) else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...accel.method import Method
-from ...engine.graphs import WarmUp
+from ...engine import WarmUp
 from ...pipeline import Engine, Pipeline
 from ...report import Report
 from ..evals.methods import DENSE
@@ -94,8 +94,10 @@ class Runner:
 
 
 def with_engine(pipe: Pipeline, engine: Engine) -> Pipeline:
-    """The same weights, with captured graphs of its own."""
-    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine)
+    """The same weights, with captured graphs of its own, which may take all of the device's memory."""
+    device = pipe.model.device
+    everything = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine, everything)
 
 
 def rounds(runners: Sequence[Runner]) -> Iterator[list[Runner]]:

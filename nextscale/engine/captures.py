@@ -1,0 +1,329 @@
+"""The captured graphs of a pipeline: which request can use which, when capturing pays, and what they may keep.
+
+A request is captured when it comes for the second time, or at once when the caller says so, and where one that differs from it only in
+having shorter prompts has been captured already. Until then it is replayed in a larger captured batch, where that is faster, or run
+eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..accel.method import Method
+from ..errors import OutOfMemory
+from ..models.base import NextScaleModel
+from ..planning.memory import reserved_bytes
+from ..request import Request, as_sampled
+from ..sampling import ImageRng, Sampling
+from ..stage import Schedule
+from ..tokenizers.base import Tokenizer
+from .allocator import expandable_segments
+from .buffers import text_bucket
+from .graphs import CapturedRequest, GraphPool, Replay
+from .memory import DeviceMemory
+from .tables import ScheduleTables
+from .turns import turn_on
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.4  # of the device's memory, which captures may keep unless the caller says otherwise
+REMEMBERED = 1024  # kinds of requests, whether captured or not
+HOST_SECONDS = 1e-3
+"""What the host takes to launch one block of one stage: 439 ms were measured on an H200 for 32 blocks and 13 stages."""
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """What a capture is made for; a request with the same one can use it."""
+
+    schedule: Schedule
+    batch: int
+    guidance: Hashable
+    sampling: Sampling
+    method: Method
+    text: int  # room for so many tokens
+
+    @classmethod
+    def of(cls, request: Request, reads_text: bool) -> CaptureKey:
+        """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
+        text = text_bucket(request.text_tokens) if reads_text else 0
+        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text)
+
+    def serves(self, other: CaptureKey) -> bool:
+        """Whether a capture for this one can run the other: shorter prompts and fewer images are padded."""
+        return self.text >= other.text and self.batch >= other.batch and replace(self, text=other.text, batch=other.batch) == other
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What a capture cost."""
+
+    seconds: float
+    graphs: int
+    bytes: int  # that it keeps
+
+
+@dataclass(eq=False)
+class Kept:
+    """A capture that can be used."""
+
+    request: CapturedRequest
+    replay_seconds: float
+    held: int  # bytes that are its own, which go back to the pool when it leaves
+
+
+@dataclass(eq=False)
+class History:
+    """What is known of one kind of request."""
+
+    requests: int = 0  # since its capture left, if it had one
+    needed: int = 2  # requests after which it is captured; twice as many each time that its capture had to leave
+    refused: bool = False  # a capture did not fit, or failed
+
+
+class Captures:
+    """All captures of a pipeline, the least recently used first.
+
+    They share one pool of memory, since only one is replayed at a time: `bytes` of the device, of which each capture holds a little for
+    itself and the rest is scratch for whichever is replayed. When the pool outgrows its budget the least recently used captures leave.
+    What they held goes back to the pool, where the next capture takes it; the device gets memory back only when the last one has left
+    and the pool goes with it. Where a capture is too large beside the scratch of others, all of them leave, and it is made again in a
+    pool of its own; if it is too large even then, such requests run eagerly, which is said once.
+
+    Callers take their turns on the device: see `turns`.
+    """
+
+    def __init__(self, model: NextScaleModel, tokenizer: Tokenizer, tables: ScheduleTables, budget: int | None = None) -> None:
+        """`budget`: bytes of the device that captures may keep; None is a share of its memory."""
+        self._model, self._tokenizer, self._tables, self._budget = model, tokenizer, tables, budget
+        self._captures: dict[CaptureKey, Kept] = {}
+        self._history: dict[CaptureKey, History] = {}
+        self._pool: GraphPool | None = None
+        self._made_in_pool = 0
+        self._scratch = 0  # bytes of the pool that no capture holds for itself
+        self._weights: tuple[int, ...] = ()
+        self.bytes = 0  # that the pool and all that captures hold take of the device
+
+    def __len__(self) -> int:
+        return len(self._captures)
+
+    @property
+    def budget(self) -> int:
+        return self._budget if self._budget is not None else int(SHARE * DeviceMemory.total(self._model.device))
+
+    def replay(self, request: Request, at_once: bool = False) -> Replay | None:
+        """What runs this request from captured graphs; None where it has to run eagerly. Captures it if that pays, or is told to."""
+        if obstacle(self._model.device, request) is not None:
+            return None
+        self._forget_if_weights_moved()
+        key = self._key(request)
+        history = self._remembered(key)
+        history.requests += 1
+        used = self._with_room(key)
+        if used is None and not history.refused and (at_once or self._pays(key, history)) and self._try(key, request, history):
+            used = key
+        if used is None:
+            used = self._larger_batch(key, request)
+        if used is None:
+            return None
+        self._captures[used] = self._captures.pop(used)  # the most recently used is the last to leave
+        return Replay(self._captures[used].request, request.batch)
+
+    def capture(self, request: Request) -> WarmUp:
+        """Captures requests like this one, unless that has been done."""
+        self._forget_if_weights_moved()
+        key = self._key(request)
+        if self._with_room(key) is not None:
+            return WarmUp(0.0, 0, 0)
+        return self._capture(key, request)
+
+    def clear(self) -> None:
+        """Forgets all captures and what it knows of requests; the device gets its memory back."""
+        with turn_on(self._model.device).taken():
+            self._captures.clear()
+            self._history.clear()
+            self._drop_pool()
+
+    # --- which capture
+
+    def _key(self, request: Request) -> CaptureKey:
+        return CaptureKey.of(request, self._model.block_config.text is not None)
+
+    def _with_room(self, key: CaptureKey) -> CaptureKey | None:
+        """The capture with the least room for text that is enough."""
+        enough = [known for known in self._captures if known.batch == key.batch and known.serves(key)]
+        return min(enough, key=lambda known: known.text, default=None)
+
+    def _larger_batch(self, key: CaptureKey, request: Request) -> CaptureKey | None:
+        """A capture of more images, where replaying it is faster than running this request eagerly.
+
+        That takes at least what the host needs to launch every block of every stage. The padding repeats the last image, for which
+        every image needs its own random numbers.
+        """
+        if request.seeds is None:
+            return None
+        host = HOST_SECONDS * len(self._model.blocks) * sum(not plan.skip for plan in request.plans)
+        faster = [known for known, kept in self._captures.items() if known.serves(key) and kept.replay_seconds <= host]
+        return min(faster, key=lambda known: (known.batch, known.text), default=None)
+
+    # --- when to capture
+
+    def _remembered(self, key: CaptureKey) -> History:
+        """What is known of this kind of request, which is the last to be forgotten now."""
+        self._history[key] = self._history.pop(key, History())
+        if len(self._history) > REMEMBERED:
+            del self._history[next(iter(self._history))]
+        return self._history[key]
+
+    def _pays(self, key: CaptureKey, history: History) -> bool:
+        return history.requests >= history.needed or bool(self._with_less_room(key))
+
+    def _with_less_room(self, key: CaptureKey) -> list[CaptureKey]:
+        """Captures whose only fault is that a text of this request is longer."""
+        return [known for known in self._captures if known.text < key.text and replace(known, text=key.text) == key]
+
+    def _try(self, key: CaptureKey, request: Request, history: History) -> bool:
+        """Whether it was captured. What fails here may well run eagerly: it is said once, and not tried again."""
+        try:
+            self._capture(key, request)
+        except (OutOfMemory, RuntimeError) as error:
+            history.refused = True
+            log.warning("%s run eagerly from now on: they could not be captured (%s)", described(request), str(error).partition("\n")[0])
+            return False
+        return True
+
+    # --- capturing
+
+    def _capture(self, key: CaptureKey, request: Request) -> WarmUp:
+        """OutOfMemory where it would not fit the budget by itself."""
+        known = reserved_bytes(self._model, request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
+        if known > self.budget:
+            raise self._too_large(request, known)
+        begun = time.perf_counter()
+        cost = self._add(key, request)
+        while self._needed > self.budget and len(self) > 1:
+            self._displace(next(iter(self._captures)))
+        if self._needed > self.budget and self._made_in_pool > 1:
+            self._remove(key)
+            cost = self._add(key, request)
+        if self._needed > self.budget:
+            needed = self._needed
+            self._remove(key)
+            raise self._too_large(request, needed)
+        for smaller in self._with_less_room(key):
+            self._remove(smaller)  # whatever it served is served by this one
+        cost = replace(cost, seconds=time.perf_counter() - begun)
+        log.info("captured %s: %.1f s, %d graphs, %.2f GB", described(request), cost.seconds, cost.graphs, cost.bytes / 1e9)
+        return cost
+
+    def _add(self, key: CaptureKey, request: Request) -> WarmUp:
+        device = self._model.device
+        if self._pool is None:
+            self._pool, self._weights = GraphPool.fresh(device), self._addresses()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # so that what is reserved afterwards is what the capture keeps
+        begun, before = time.perf_counter(), DeviceMemory.now(device)
+        try:
+            with torch.inference_mode(), expandable_segments():
+                inputs = self._model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
+                tables = self._tables.of(request.schedule)
+                captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, self._pool)
+        except BaseException:
+            if not self._captures:  # torch refuses a pool that no graph uses any more while something in it is still held
+                self._drop_pool()
+            raise
+        torch.cuda.synchronize(device)
+        after = DeviceMemory.now(device)
+        grown, held = after.reserved - before.reserved, after.allocated - before.allocated
+        seconds = time.perf_counter() - begun
+        self._captures[key] = Kept(captured, replay_seconds(captured, request, device), held)
+        self._made_in_pool += 1
+        self.bytes += grown
+        if grown > 0:  # nothing in the pool was free, so that what no capture holds is scratch
+            self._scratch = self.bytes - sum(kept.held for kept in self._captures.values())
+        return WarmUp(seconds, captured.graphs, grown)
+
+    @property
+    def _needed(self) -> int:
+        """Bytes that the pool would have without what captures have left in it."""
+        return self._scratch + sum(kept.held for kept in self._captures.values())
+
+    def _displace(self, key: CaptureKey) -> None:
+        self._remove(key)
+        history = self._remembered(key)
+        history.requests, history.needed = 0, 2 * history.needed  # else kinds that displace one another are captured again and again
+
+    def _remove(self, key: CaptureKey) -> None:
+        del self._captures[key]
+        if not self._captures:
+            self._drop_pool()
+
+    def _drop_pool(self) -> None:
+        self._pool, self._made_in_pool, self._scratch, self.bytes = None, 0, 0, 0
+
+    def _too_large(self, request: Request, needed: int) -> OutOfMemory:
+        return OutOfMemory(
+            f"graphs of {described(request)} keep {needed / 2**30:.2f} GiB, and graph_memory allows {self.budget / 2**30:.2f}: give more"
+            " (Pipeline(..., graph_memory=bytes)), or generate fewer or smaller images at a time"
+        )
+
+    # --- weights
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where the weights lie, which captured graphs read there."""
+        modules = (self._model, self._tokenizer)
+        return tuple(tensor.data_ptr() for module in modules for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+
+    def _forget_if_weights_moved(self) -> None:
+        if self._captures and self._addresses() != self._weights:
+            log.warning("the weights have moved, to another device or type: graphs that were captured before are forgotten")
+            self.clear()
+
+
+def graphs_run_on(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def obstacle(device: torch.device, request: Request) -> str | None:
+    """Why such requests cannot be captured; None where they can."""
+    if not graphs_run_on(device):
+        return f"graphs are captured on a GPU; this model is on {device}: use engine='eager' there"
+    if request.compute_mask or request.revise is not as_sampled:
+        return "compute_mask and revise need the host between stages and cannot be captured: leave them out of warmup"
+    if not request.method.capturable:
+        return f"{request.method.label} reads from the device between stages and cannot be captured: calls with it run eagerly"
+    if not hashable(request.method):
+        return f"{request.method.label} has no hash by which its graphs could be found again: make it a frozen dataclass"
+    return None
+
+
+def hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def described(request: Request) -> str:
+    return f"requests for {request.batch} image(s) of {request.schedule} with {request.method.label}"
+
+
+@torch.inference_mode()
+def replay_seconds(captured: CapturedRequest, request: Request, device: torch.device) -> float:
+    """Of the second replay: the first one still moves the graphs to the device."""
+    seconds = 0.0
+    for _ in range(2):
+        numbers = ImageRng(range(request.batch), device)
+        replay, begun = Replay(captured, request.batch), time.perf_counter()
+        captured.condition_graph.replay()
+        replay.run(replace(request, rng=numbers, method_rng=numbers), lambda done: None)
+        replay.decode()
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - begun
+    return seconds

@@ -1,0 +1,74 @@
+"""The captured graphs of one stage: a single one, or one per number of tokens where that depends on the image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..generate import StageDone
+
+# Shares of the cells for which a data-dependent stage is captured: close together where few tokens are kept and each of them tells, so
+# that padding is a few percent of what is run.
+PARTS = 32
+BUCKETS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
+
+
+def bucket_sizes(cells: int) -> tuple[int, ...]:
+    """The numbers of tokens for which a data-dependent stage is captured, from all cells down."""
+    return tuple(dict.fromkeys(max(1, cells * share // PARTS) for share in BUCKETS))
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """A stage with one number of tokens: its graph and what it leaves. Most skipped stages launch nothing and have no graph."""
+
+    graph: torch.cuda.CUDAGraph | None
+    done: StageDone
+
+    def replay(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+
+
+class TokenCounter:
+    """Counts the tokens that a data-dependent stage keeps."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, counts: Tensor) -> None:
+        """`counts` [B], on the device."""
+        self._graph, self._counts = graph, counts
+        self._on_host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._counted = torch.cuda.Event()
+
+    def start(self) -> None:
+        self._graph.replay()
+        self._on_host.copy_(self._counts, non_blocking=True)
+        self._counted.record(torch.cuda.current_stream(self._counts.device))
+
+    def largest(self) -> int:
+        """The most of any image; the host waits for the count, not for what was launched after it."""
+        self._counted.synchronize()
+        return int(self._on_host.max())
+
+
+@dataclass(frozen=True, eq=False)
+class StageVariants:
+    """A captured stage. Where it is data-dependent, `counter` counts the tokens and there is a graph for every bucket size."""
+
+    graphs: Mapping[int, StageGraph]  # by number of tokens, the largest first
+    latent: Tensor  # what the canvas holds afterwards, whichever graph was replayed
+    finite: Tensor | None
+    counter: TokenCounter | None = None
+
+    def smallest_sufficient(self) -> StageGraph:
+        if self.counter is None:
+            return next(iter(self.graphs.values()))
+        needed = self.counter.largest()
+        return self.graphs[min(size for size in self.graphs if size >= needed)]
+
+    @property
+    def count(self) -> int:
+        """How many graphs were captured for it."""
+        return sum(variant.graph is not None for variant in self.graphs.values()) + (self.counter is not None)

@@ -1,0 +1,123 @@
+"""What a call returns and what it shows on the way, made from what its stages have done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .canvas import Canvas
+from .generate import StageDone
+from .io import to_pil
+from .models.base import NextScaleModel, PromptInputs
+from .planning.cost import RequestCost, StageCost, Workload, as_run, request_cost
+from .report import Report, StageReport, Stopwatch
+from .request import Request
+from .tokenizers.base import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """What a call returns."""
+
+    pixels: Tensor  # [B, 3, H, W], the decoder's output, nominally in [-1, 1]
+    latent: Tensor  # what was decoded
+    codes: tuple[Tensor, ...]  # per stage that was run, as put on the canvas
+    report: Report
+    compute_mask: tuple[Tensor, ...] | None = None  # per stage, with compute_mask=True: share of the network run for every cell, [B, h, w]
+
+    @property
+    def images(self) -> list[Image.Image]:
+        return to_pil(self.pixels)
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """Given to `on_stage` after each stage."""
+
+    done: StageDone  # where captured graphs are replayed, without logits, and the next request writes into its tensors
+    latent: Tensor  # a copy of what the canvas held after this stage
+    tokenizer: Tokenizer
+
+    @property
+    def canvas(self) -> Canvas:
+        """Goes on changing while generation does."""
+        return self.done.canvas
+
+    @torch.inference_mode()
+    def images(self) -> list[Image.Image]:
+        """The images as they would be if generation stopped here. FlexVAR's grow with the stage."""
+        return to_pil(self.tokenizer.decode(self.latent))
+
+
+def mask_of(done: StageDone, batch: int) -> Tensor:
+    if done.compute_mask is not None:
+        return done.compute_mask.view(batch, *done.stage.size).float().clone()
+    return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
+
+
+def read_back(finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageDone]) -> tuple[list[int], list[float]]:
+    """The stages whose numbers are not all finite, and of the tokens that each stage ran the share that no image needed.
+
+    The host waits for the device here and, unless a method asks, nowhere else.
+    """
+    checks = torch.stack([*finite.values(), latent.isfinite().all()])
+    needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
+    numbers = torch.cat([checks.double(), *(mean[None] for mean in needed.values())]).tolist()
+    means = dict(zip(needed, numbers[len(checks) :], strict=True))
+    failed = [stage for stage, good in zip([*finite, len(done_stages) - 1], numbers, strict=False) if not good]
+    return failed, [1 - means[done.stage.index] / done.num_tokens if done.stage.index in means else 0.0 for done in done_stages]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """MACs of a request."""
+
+    dense: RequestCost  # the same request in dense generation
+    spent: RequestCost  # what was run
+
+    @property
+    def share(self) -> float:
+        return self.spent.share(self.dense)
+
+
+def costs_of(model: NextScaleModel, request: Request, inputs: PromptInputs, done_stages: Sequence[StageDone]) -> Costs:
+    workload = Workload(
+        request.schedule,
+        request.batch,
+        request.guidance.needs_both,
+        0 if inputs.text is None else inputs.text.length,
+        request.sampling.refine,
+        model.residual_scale(request.guidance, request.schedule[-1]) != 1,
+    )
+    plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in done_stages]
+    return Costs(request_cost(model, workload), request_cost(model, workload, plans))
+
+
+def stage_reports(done_stages: Sequence[StageDone], padding: Sequence[float], costs: Costs, request: Request) -> tuple[StageReport, ...]:
+    """`padding`: of the tokens that each stage ran, the share that no image needed."""
+    stages = zip(done_stages, padding, costs.spent.stages, costs.dense.stages, strict=True)
+    return tuple(
+        stage_report(done, unneeded, spent, spent.share(dense), request.batch, request.clock) for done, unneeded, spent, dense in stages
+    )
+
+
+def stage_report(done: StageDone, padding: float, cost: StageCost, cost_share: float, batch: int, clock: Stopwatch) -> StageReport:
+    index = done.stage.index
+    return StageReport(
+        index,
+        *done.stage.size,
+        skipped=done.skipped,
+        tokens=done.num_tokens,
+        computed=cost.computed,
+        padding=padding,
+        rows=done.rows,
+        cfg_branches=done.rows // batch,
+        cost_share=cost_share,
+        seconds=clock.seconds("stage", index) or 0.0,
+        sampling_seconds=clock.seconds("choice", index),
+        residual_seconds=clock.seconds("residual", index),
+    )

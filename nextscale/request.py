@@ -1,0 +1,125 @@
+"""What one call asks for, and how its arguments become that."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .accel.method import Method, Plans
+from .errors import SettingError
+from .guidance import GuidedRows
+from .report import Stopwatch
+from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
+from .stage import Schedule, Stage
+from .text.prompts import PromptReader, Prompts
+
+SeedLike = int | Sequence[int] | torch.Generator | Rng | None
+Revise = Callable[[Stage, Tensor], Tensor]
+"""Sees a stage's codes [B, cells, ...] before they are put on the canvas and returns those to put there instead: forced beginnings,
+in-painting.
+
+Where a method leaves out cells their codes are zeros, and what is returned for them is ignored.
+"""
+
+
+def as_sampled(stage: Stage, codes: Tensor) -> Tensor:
+    return codes
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What one call asks for, with everything resolved."""
+
+    prompts: Prompts
+    negative: Prompts | None  # what the second guidance branch reads; None where it does not run or the model has its own "no prompt"
+    schedule: Schedule
+    guidance: GuidedRows
+    sampling: Sampling
+    method: Method
+    plans: Plans  # the method's forecast, made once
+    rng: Rng
+    method_rng: Rng
+    clock: Stopwatch
+    seeds: tuple[int, ...] | None = None  # None: the caller's own generator
+    compute_mask: bool = False
+    revise: Revise = as_sampled
+    captured: bool = False  # launches cost the host nothing
+
+    @property
+    def batch(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def rows(self) -> int:
+        """Rows with which it begins: one per image, or two with guidance."""
+        return self.batch * (2 if self.guidance.needs_both else 1)
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of the longest prompt, negative ones included; 0 where there is no text."""
+        return max(self.prompts.longest, 0 if self.negative is None else self.negative.longest)
+
+    @property
+    def all_cells(self) -> bool:
+        """Whether caches need room for every cell: a captured graph serves images of which nothing is left out."""
+        return self.captured and self.method.data_dependent
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Where a request's random numbers come from."""
+
+    rng: Rng
+    method_rng: Rng
+    seeds: tuple[int, ...] | None
+
+
+def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomness:
+    """One generator per image for whole numbers, and for None; the caller's own otherwise."""
+    if isinstance(seed, torch.Generator):
+        seed = SharedRng(seed)
+    if isinstance(seed, Rng):
+        return Randomness(seed, seed, None)
+    seeds = image_seeds(secrets.randbits(32) if seed is None else seed, images)
+    return Randomness(ImageRng(seeds, device), method_rng(seeds, device), seeds)
+
+
+def image_seeds(seed: Any, images: int) -> tuple[int, ...]:
+    """One whole number per image: those given, or counted on from one."""
+    given: Any = list(range(int(seed), int(seed) + images)) if isinstance(seed, Integral) else seed
+    if isinstance(given, str) or not isinstance(given, Sequence) or not all(map(is_seed, given)):
+        raise SettingError(f"seed {seed!r}: give whole numbers from 0 to 2**63 - 1, or a torch.Generator")
+    if len(given) != images:
+        raise SettingError(f"{len(given)} seeds for {images} images: give one number, or one per image")
+    return tuple(int(one) for one in given)
+
+
+def is_seed(value: object) -> bool:
+    return isinstance(value, Integral) and 0 <= int(value) < 2**63
+
+
+def read_prompts(reader: PromptReader, prompt: Any, seed: SeedLike) -> Prompts:
+    """One prompt per image; a single one is repeated for several seeds."""
+    prompts = reader.read(prompt)
+    return prompts.repeat(len(seed)) if len(prompts) == 1 and isinstance(seed, Sequence) and seed else prompts
+
+
+def read_negative(reader: PromptReader, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
+    """What the second branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""
+    if negative is None:
+        empty = reader.empty() if guidance.needs_both else None
+        return None if empty is None else empty.repeat(images)
+    if not guidance.needs_both:
+        raise SettingError("a negative prompt needs guidance: without it the second branch does not run")
+    prompts = reader.read(negative)
+    if len(prompts) == 1:
+        return prompts.repeat(images)
+    if len(prompts) != images:
+        raise SettingError(f"{len(prompts)} negative prompts for {images} images: give one, or one per image")
+    return prompts
