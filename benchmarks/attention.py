@@ -2,8 +2,8 @@
 
     python -m benchmarks.attention [--out FILE]
 
-Shapes are those of infinity-2b at 1024 x 1024, guided: two rows an image, 16 heads of 128 channels, bfloat16. Calls are recorded in a CUDA
-graph and replayed, so that the host's part is not in the times: recorded requests do not pay it. "eager_ms" is what the host needs to
+Shapes are those of infinity-2b at 1024 x 1024, guided: two rows an image, 16 heads of 128 channels, bfloat16. Calls are captured in a CUDA
+graph and replayed, so that the host's part is not in the times: captured requests do not pay it. "eager_ms" is what the host needs to
 launch a call and the device to run it, whichever is longer.
 """
 

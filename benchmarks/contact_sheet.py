@@ -1,4 +1,4 @@
-"""Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` draws 48 captions of a held-out shard, evenly spread.
+"""Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` generates 48 captions of a held-out shard.
 
 Caption i of the sheet has seed i; * marks subjects that no training picture shows. What is shown depends on the shard alone, so that
 nothing can be picked.

@@ -38,6 +38,7 @@ from nextscale.lab.bench.tables import (
     pictured_row,
     speed_tables,
     stages_svg,
+    summary_table,
     throughput_table,
     waterfall_table,
 )
@@ -363,8 +364,8 @@ def made(method: str = "dense", milliseconds: float = 100, **changes: Any) -> Ro
         "cost_share": 0.5,
         "tokens": [1, 4],
         "stage_median_ms": [10, milliseconds - 10],
-        "limit_ms": milliseconds / 2,
-        "times_limit": 2.0,
+        "roofline_ms": milliseconds / 2,
+        "times_roofline": 2.0,
         "peak_gb": 8.8,
         "joules_per_image": 50.0,
     }
@@ -386,13 +387,19 @@ def old(**changes: Any) -> Row:
         "step",
         "end_to_end",
         "speedup",
-        "limit_ms",
-        "times_limit",
+        "roofline_ms",
+        "times_roofline",
         "matmul_tflops",
         "images_per_second",
     ):
         del row[name]
     return row
+
+
+def theirs(**changes: Any) -> Row:
+    """A row of the reference implementation."""
+    known = {"benchmark": "reference", "model": "infinity-2b", "size": [1024, 1024], "batch": 1, "hardware": "NVIDIA H200"}
+    return {**known, "median_ms": 790, "decode": {"median_ms": 99}, "peak_gb": 13.0, "remark": "it needs tea", **changes}
 
 
 def lines_of(table: str) -> list[str]:
@@ -401,12 +408,12 @@ def lines_of(table: str) -> list[str]:
 
 def test_the_dense_table_shows_the_last_row_of_graphs() -> None:
     rows = [old(milliseconds=400), made(milliseconds=300, **EAGER), made(milliseconds=200), made(milliseconds=250, **EAGER)]
-    [line] = lines_of(dense_table(rows))
-    assert "| graphs | **200** (200–200) | 790 ms |" in line and "| 280 | 100 (2.0 times that) |" in line
+    [line] = lines_of(dense_table([*rows, theirs()]))
+    assert "| graphs | **200** (200–200) | 790 |" in line and "| 280 | 100 | 2.0x |" in line
     [line] = lines_of(dense_table(rows[:2]))
     assert "| eager | **300**" in line
-    [line] = lines_of(dense_table(rows[:1]))
-    assert "| eager | **400** (400–400) | 790 ms |  | 80 (authors 99) |  |  | 8.8 GB | 13.0 GB |" in line
+    [line] = lines_of(dense_table([*rows[:1], theirs()]))
+    assert "| eager | **400** (400–400) | 790 |  | 80 (reference 99) |  |  |  | 8.8 GB | 13.0 GB |" in line
     note = dense_table(rows).splitlines()[-1]
     assert "788 TFLOP/s" in note and "4.30 TB/s" in note and "Median of 10 runs" in note
     assert "TFLOP" not in dense_table(rows[:1])
@@ -423,11 +430,11 @@ def test_tables_leave_out_other_machines_and_suites_with_tables_of_their_own() -
 def test_the_methods_table_compares_what_was_measured_together() -> None:
     before = [made(name, 80, benchmark="methods", **EAGER) for name in ("dense", "SparseVAR", "ToMe")]
     assert [row["method"] for row in method_rows(before)] == ["dense", SPARSE, "ToMe"]
-    rows = [*before, made(), made(SPARSE, 50, engine="eager", not_recorded="SettingError: no")]
+    rows = [*before, made(), made(SPARSE, 50, engine="eager", not_captured="SettingError: no")]
     first, second = lines_of(methods_table(rows))
     assert "| dense | graphs | 100 | **1.00** (1.00–1.00) |" in first
-    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 (2.0 times that) | 8.8 GB |" in second
-    assert f"Not recorded, so drawn eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
+    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 | 2.0x | 8.8 GB |" in second
+    assert f"Not captured, so run eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
 
 
 def test_eager_rows_give_way_to_graphs_in_a_table_of_their_own() -> None:
@@ -472,11 +479,24 @@ def test_rows_of_another_machine_dtype_or_checkpoint_replace_nothing(other: Row)
     assert "OutOfMemory" in dense_table([*rows, failed])
 
 
-def test_the_authors_numbers_are_those_of_their_machine() -> None:
-    assert "790 ms" in dense_table([made()]) and "recompile" in dense_table([made()])
-    elsewhere = [made(hardware="NVIDIA L4"), made(hardware="NVIDIA L4", step="tea")]
-    assert "790" not in dense_table(elsewhere) and "recompile" not in dense_table(elsewhere)
-    assert "authors" not in waterfall_table(elsewhere)
+def test_the_reference_implementation_is_that_of_the_same_machine() -> None:
+    here = [made(), theirs()]
+    assert "| 790 |" in dense_table(here) and "at batch 1 it needs tea." in dense_table(here)
+    elsewhere = [made(hardware="NVIDIA L4"), made(hardware="NVIDIA L4", step="tea"), theirs()]
+    assert "790" not in dense_table(elsewhere) and "tea." not in dense_table(elsewhere)
+    assert "790" not in waterfall_table(elsewhere)
+
+
+def test_the_summary_has_a_row_for_the_reference_implementation_and_for_each_published_method() -> None:
+    rows = [made(), made("FastVAR", 50), made("ToMe", 80), made("StageVAR", error="OutOfMemory: no"), made("FastVAR", 20, batch=4)]
+    assert lines_of(summary_table([*rows, theirs()])) == [
+        "| reference implementation | 790 |  | 1.00 |  | 13.0 GB |",
+        "| dense | 100 | **1.00** | 7.90 | 50% | 8.8 GB |",
+        "| FastVAR | 50 | **2.00** | 15.80 | 50% | 8.8 GB |",
+        "| StageVAR | OutOfMemory: no |  |  |  |  |",
+    ]
+    assert lines_of(summary_table(rows))[0] == "| dense | 100 | **1.00** |  | 50% | 8.8 GB |"
+    assert summary_table([made(batch=4), theirs()]) == ""
 
 
 def test_failures_are_lines() -> None:
@@ -502,18 +522,19 @@ def test_the_waterfall_says_what_each_step_brought() -> None:
         made(milliseconds=400, **EAGER | {"step": "eager, plain torch"} | plain),
         made(milliseconds=250, **EAGER),
         made("StageVAR", 60, run="b"),
-        made(milliseconds=50, run="c", engine="eager"),  # could not be recorded
+        made(milliseconds=50, run="c", engine="eager"),  # could not be captured
+        theirs(),
     ]
     start = "| infinity-2b | 1024x1024 | 1 |"
     chain = [
-        f"{start} authors' program | 790 |  |  |  |",
-        f"{start} eager, plain torch | 400 | 1.98 | **1.98** | 200 (2.0 times that) |",
-        f"{start} graphs, plain torch | 300 | 1.33 | **2.63** | 150 (2.0 times that) |",
-        f"{start} graphs | 200 | 1.50 | **3.95** | 100 (2.0 times that) |",
+        f"{start} reference implementation | 790 |  |  |  |  |",
+        f"{start} eager, plain torch | 400 | 1.98 | **1.98** | 200 | 2.0x |",
+        f"{start} graphs, plain torch | 300 | 1.33 | **2.63** | 150 | 2.0x |",
+        f"{start} graphs | 200 | 1.50 | **3.95** | 100 | 2.0x |",
     ]
-    assert lines_of(waterfall_table(rows)) == [*chain, f"{start} graphs, StageVAR | 60 | 1.67 | **13.17** | 30 (2.0 times that) |"]
+    assert lines_of(waterfall_table(rows)) == [*chain, f"{start} graphs, StageVAR | 60 | 1.67 | **13.17** | 30 | 2.0x |"]
     note = waterfall_table(rows).splitlines()[-1]
-    assert "one after another on machines of this kind" in note and "authors' program ran on the same kind of GPU" in note
+    assert "one after another on machines of this kind" in note and "reference implementation ran on the same kind of GPU" in note
     named = [
         made(milliseconds=100, step="tea"),
         made("StageVAR", 25, step="tea"),
@@ -521,9 +542,9 @@ def test_the_waterfall_says_what_each_step_brought() -> None:
     ]
     assert lines_of(waterfall_table([*named, *rows])) == [
         *chain,
-        f"{start} tea | 100 | 2.00 | **7.90** | 50 (2.0 times that) |",
-        f"{start} tea, StageVAR | 25 | 4.00 | **31.60** | 12 (2.0 times that) |",
-        f"{start} tea, {SPARSE} (eager) | 50 | 2.00 | **15.80** | 25 (2.0 times that) |",
+        f"{start} tea | 100 | 2.00 | **7.90** | 50 | 2.0x |",
+        f"{start} tea, StageVAR | 25 | 4.00 | **31.60** | 12 | 2.0x |",
+        f"{start} tea, {SPARSE} (eager) | 50 | 2.00 | **15.80** | 25 | 2.0x |",
     ]
 
 
@@ -614,15 +635,17 @@ def test_tables_are_written_into_a_page(tmp_path: Path) -> None:
     assert "| FastVAR | graphs |" in run(["--table", "--out", str(results)])
 
 
-def test_the_tables_of_a_checkout_go_into_its_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, readme, picture = tmp_path / "benchmarks" / "results.jsonl", tmp_path / "README.md", tmp_path / "docs" / "stages.svg"
+def test_the_tables_of_a_checkout_go_into_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, docs = tmp_path / "benchmarks" / "results.jsonl", tmp_path / "docs"
+    page, picture = docs / "benchmarks.md", docs / "stages.svg"
     results.parent.mkdir()
+    docs.mkdir()
     results.write_text(json.dumps(made()) + "\n")
-    readme.write_text("<!-- dense:begin -->\n<!-- dense:end -->\n")
+    page.write_text("<!-- dense:begin -->\n<!-- dense:end -->\n")
     monkeypatch.setattr(bench_command, "OWN_RESULTS", results)
     monkeypatch.setattr(bench_command, "CHECKOUT", tmp_path)
     run(["--table"])
-    assert "| infinity-2b | 1024x1024 | 1 | graphs | **100**" in readme.read_text()
+    assert "| infinity-2b | 1024x1024 | 1 | graphs | **100**" in page.read_text()
     assert "90 ms" in picture.read_text()
 
 

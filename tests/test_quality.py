@@ -424,7 +424,7 @@ def test_frontier_shows_every_method_that_ran() -> None:
     assert all(row["method"] in drawn for row in evaluation().rows[:4])
     assert "odd" not in drawn and "MACs against dense" in drawn
     on_gpu = [row | {"hardware": "some GPU"} for row in evaluation().rows]
-    assert "times faster than dense" in frontier_svg(on_gpu)
+    assert "speedup over dense" in frontier_svg(on_gpu)
     assert "MACs against dense" in frontier_svg([row | {"speedup": None} for row in on_gpu])
     with pytest.raises(SettingError, match="nothing to draw"):
         frontier_svg(evaluation().rows[-1:])

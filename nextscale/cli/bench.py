@@ -101,7 +101,7 @@ def bench(
         typer.Option(
             metavar="FILE",
             rich_help_panel=OUTPUT,
-            show_default="README.md for the results of a checkout, else standard output",
+            show_default="docs/benchmarks.md for the results of a checkout, else standard output",
             help="With --table: where they go, between <!-- NAME:begin --> and <!-- NAME:end -->.",
         ),
     ] = None,
@@ -131,7 +131,7 @@ def bench(
         measure(cases, plan, partial(open_pipeline, device=place, dtype=kind, weights=weights, tokenizer=tokenizer), results)
     if table:
         own = results.resolve() == OWN_RESULTS.resolve() and page is None
-        write_tables(results, CHECKOUT / "README.md" if own else page, pictured=own)
+        write_tables(results, CHECKOUT / "docs" / "benchmarks.md" if own else page, pictured=own)
 
 
 def suite_cases(names: Iterable[str]) -> list[Case]:
@@ -220,7 +220,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def write_tables(results: Path, page: Path | None, pictured: bool) -> None:
-    """pictured: the README's picture as well."""
+    """pictured: the picture of that page as well."""
     rows = read_rows(results)
     tables = speed_tables(rows)
     if not tables:
