@@ -106,11 +106,11 @@ def generate(
 def begin(
     model: NextScaleModel, cond: Conditioning, request: Request, method: Method, plans: Plans, all_cells: bool = False
 ) -> tuple[MethodRun, Env]:
-    """A run of the method and what the stages share; what cannot run is refused.
+    """A run of the method and what the stages share; the method refuses what it cannot run.
 
-    plans: the method's forecast for this request. all_cells: reserve memory for every cell where the plans assume fewer.
+    plans: the method's forecast for this request, which fits it (`check_plans`). all_cells: reserve memory for every cell where the plans
+    assume fewer.
     """
-    check_plans(plans, len(model.blocks), request.guidance)
     rows = cond.start.shape[0]
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, guided=rows > request.batch))
     if method.own_cache:  # which knows its own need

@@ -19,7 +19,7 @@ from .accel.registry import MethodLike, resolve_method
 from .canvas import Canvas
 from .engine.graphs import Captures, WarmUp
 from .errors import OutOfMemory, SettingError
-from .generate import Request, Revise, StageDone, as_sampled, generate, require_finite
+from .generate import Request, Revise, StageDone, as_sampled, check_plans, generate, require_finite
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
 from .io import to_pil
 from .models.base import NextScaleModel, PromptInputs
@@ -249,7 +249,10 @@ class Pipeline:
         return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
 
     def _forecast(self, method: Method, request: Request) -> Plans:
-        return method.forecast(self.model, request.schedule, request.guidance.needs_both, ASSUMED_KEPT)
+        """The plans of all stages; those that do not fit the request are refused before memory is reserved for them."""
+        plans = method.forecast(self.model, request.schedule, request.guidance.needs_both, ASSUMED_KEPT)
+        check_plans(plans, len(self.model.blocks), request.guidance)
+        return plans
 
     def _run(
         self,
