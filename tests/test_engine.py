@@ -66,7 +66,7 @@ def test_fixed_draws_and_prompts_give_the_images_of_the_request_that_is_loaded(f
         own.rewind()
         canvas = pipe.tokenizer.canvas(request.schedule, 2)
         cond = pipe.model.condition_from(fixed.value, pipe.model.schedule_tables(request.schedule))
-        generate(pipe.model, cond, canvas, request, Method(), lambda done: None)
+        generate(pipe.model, cond, canvas, request, Method(), Method().forecast(pipe.model, request.schedule), lambda done: None)
         return canvas.latent
 
     before = drawn()

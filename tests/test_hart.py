@@ -252,7 +252,7 @@ def test_the_residual_is_added_once_and_not_blended() -> None:
 
 def test_tokens_whose_logits_alone_are_restored_get_no_residual() -> None:
     previews = []
-    output = drawn(method=first_token(propagate=True, first_stage=LAST.index), greedy=True, on_stage=previews.append)
+    output = drawn(method=first_token(propagate=True, from_stage=LAST.index), greedy=True, on_stage=previews.append)
     residual = previews[-1].done.residual
     assert residual.shape == (2, 1, tiny.LATENT_CHANNELS)
     canvas = tiny.shared_pipeline("hart").tokenizer.canvas(SCHEDULE, 2)

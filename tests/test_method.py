@@ -433,7 +433,7 @@ class KeepShare(Method):
     """Keeps a share of each image's tokens from some stage on, chosen by a score that is the same for all images."""
 
     shares: tuple[float, ...]
-    first_stage: int = 1
+    from_stage: int = 1
     counts: list[tuple[int, ...]] = field(default_factory=list, compare=False)  # of every stage that a run has reduced
 
     reduces_stages = True
@@ -448,7 +448,7 @@ class KeepShareRun(MethodRun):
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         cells = tokens.stage.cells
-        if tokens.stage.index < self.settings.first_stage:
+        if tokens.stage.index < self.settings.from_stage:
             return x, tokens
         score = torch.rand(cells, generator=torch.Generator().manual_seed(cells))
         keep = torch.tensor([max(1, round(share * cells)) for share in self.settings.shares])
@@ -541,10 +541,10 @@ def test_dense_rows_do_not_depend_on_what_memory_held_before(family: str, monkey
 class FirstToken(MethodRun):
     """Computes the first token only, from some stage on."""
 
-    first_stage: int
+    from_stage: int
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if tokens.stage.index < self.first_stage:
+        if tokens.stage.index < self.from_stage:
             return x, tokens
         first = Tokens(tokens.stage, torch.zeros(x.shape[0], 1, dtype=torch.long))
         return first.gather(x), first
@@ -560,8 +560,8 @@ class FirstTokenForAll(FirstToken):
         return out.expand(-1, tokens.stage.cells, *out.shape[2:]), Tokens(tokens.stage)
 
 
-def first_token(propagate: bool, first_stage: int = 0) -> Method:
-    return Running(lambda setup: (FirstTokenForAll if propagate else FirstToken)(first_stage))
+def first_token(propagate: bool, from_stage: int = 0) -> Method:
+    return Running(lambda setup: (FirstTokenForAll if propagate else FirstToken)(from_stage))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
