@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel import METHODS, Combined, resolve_method
-from nextscale.accel.method import Plans, Span, StagePlan
+from nextscale.accel.combine import CombinedRun
+from nextscale.accel.method import MethodRun, Plans, Span, StagePlan
 from nextscale.accel.registry import parse_method, parse_value, split_settings
 from nextscale.errors import SettingError
+from nextscale.generate import settle_counts
 from nextscale.guidance import ConstantGuidance, StageGuidance
 from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.schedules import infinity_schedule
-from nextscale.stage import Schedule, Stage
+from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
 
@@ -273,6 +275,57 @@ def test_a_need_that_nothing_meets_is_refused() -> None:
 
     with pytest.raises(SettingError, match=r"at stage 3 the span range\(0, 1\) \(reading\) needs what no stage before it stores"):
         Combined((Reader(), GUIDANCE_OFF)).forecast(tiny.shared_pipeline("infinity").model, tiny.schedule_of("infinity"))
+
+
+def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
+    calls: list[tuple[str, str]] = []
+
+    @dataclass
+    class Named(MethodRun):
+        name: str
+        counts: torch.Tensor | None = None
+
+        def count_tokens(self, stage: Stage, canvas: Any) -> torch.Tensor | None:
+            calls.append((self.name, "count_tokens"))
+            return self.counts
+
+        def set_counts(self, fewest: int, num_tokens: int) -> None:
+            calls.append((self.name, f"set_counts {fewest} {num_tokens}"))
+
+        def plan(self, planned: StagePlan, stage: Stage, canvas: Any) -> StagePlan:
+            return replace(planned, taps=(*planned.taps, len(planned.taps)))
+
+        def state_tensors(self) -> list[torch.Tensor]:
+            return [] if self.counts is None else [self.counts]
+
+        def reduce(self, x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "reduce"))
+            return x, tokens
+
+        def restore(self, out: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "restore"))
+            return out, tokens
+
+        def restore_residual(self, residual: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "restore_residual"))
+            return residual, tokens
+
+    counts, stage = torch.tensor([3, 2]), tiny.schedule_of("infinity")[1]
+    run = CombinedRun((Method(), Method()), (Named("first", counts), Named("second")))
+    settle_counts(run, stage, None)
+    assert run.plan(StagePlan(skip=True), stage, None) == StagePlan(skip=True, taps=(0, 1))
+    run.reduce(counts, Tokens(stage))
+    run.restore(counts, Tokens(stage))
+    run.restore_residual(counts, Tokens(stage))
+    assert calls == [
+        ("first", "count_tokens"), ("second", "count_tokens"), ("first", "set_counts 2 3"), ("second", "set_counts 2 3"),
+        ("first", "reduce"), ("second", "reduce"), ("second", "restore"), ("first", "restore"),
+        ("second", "restore_residual"), ("first", "restore_residual"),
+    ]  # fmt: skip
+    fork = run.fork()
+    assert fork.runs[0] is not run.runs[0] and fork.runs[1] is not run.runs[1]
+    (state,) = fork.state_tensors()
+    assert state is counts
 
 
 def test_zero_strength_of_all_at_once_is_dense_bit_for_bit() -> None:
