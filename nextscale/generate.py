@@ -72,9 +72,8 @@ def generate(
 
 
 def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:
-    """A run of the request's method and what the stages share; what cannot run is refused."""
+    """A run of the request's method and what the stages share; the method refuses what it cannot run."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
-    check_plans(plans, len(model.blocks), request.guidance)
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, guided=rows > request.batch))
     if method.own_cache:  # which knows its own need
         spec = model.cache_spec(request.schedule, rows)

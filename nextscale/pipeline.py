@@ -18,7 +18,7 @@ from .engine.memory import memory_errors, require_room
 from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
 from .errors import SettingError
-from .generate import StageDone, require_finite
+from .generate import StageDone, check_plans, require_finite
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
 from .models.base import NextScaleModel
 from .output import Output, Preview, costs_of, mask_of, read_back, stage_reports
@@ -199,6 +199,8 @@ class Pipeline:
         guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
         prompts = read_prompts(self.reader, prompt, seed)
         numbers = resolve_seed(seed, len(prompts), self.model.device)
+        plans = chosen.forecast(self.model, schedule, guided.needs_both, ASSUMED_KEPT)
+        check_plans(plans, len(self.model.blocks), guided)  # before memory is reserved for them
         return Request(
             prompts,
             read_negative(self.reader, negative, len(prompts), guided),
@@ -206,7 +208,7 @@ class Pipeline:
             guided,
             choice,
             chosen,
-            chosen.forecast(self.model, schedule, guided.needs_both, ASSUMED_KEPT),
+            plans,
             numbers.rng,
             numbers.method_rng,
             Stopwatch(self.model.device),

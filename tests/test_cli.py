@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
-from nextscale.accel import Method
+from nextscale.accel import Method, MethodRun, RunSetup
 from nextscale.accel.registry import METHODS
 from nextscale.checkpoints import published_slots
 from nextscale.cli import app
@@ -32,7 +32,7 @@ from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading import presets
 from nextscale.loading.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
 from nextscale.loading.random_weights import fill_random
-from nextscale.stage import Stage, Tokens
+from nextscale.stage import Tokens
 
 from . import tiny
 
@@ -429,19 +429,21 @@ def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
 
 @dataclass(frozen=True)
 class LeftHalf(Method):
-    """Runs the left half of the last stage only, and tells so."""
+    """Computes the left half of the last stage only."""
 
-    own_hooks = frozenset({"enter"})
+    reduces_stages = True
 
+    def start(self, setup: RunSetup) -> MethodRun:
+        return LeftHalfRun()
+
+
+class LeftHalfRun(MethodRun):
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if not tokens.stage.last:
             return x, tokens
         cells = torch.arange(tokens.stage.cells).view(tokens.stage.size)[:, : tokens.stage.width // 2].flatten()
         left = tokens.take(cells.expand(x.shape[0], -1))
         return left.gather(x), left
-
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        return (torch.arange(stage.cells) % stage.width < stage.width // 2).float().expand(2, -1) if stage.last else None
 
 
 @pytest.fixture

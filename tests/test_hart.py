@@ -28,7 +28,7 @@ from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig, VarTokenize
 
 from . import tiny
 from .test_canvas import nearest_by_search, with_codes
-from .test_method import SpeakForAll, keeping
+from .test_method import first_token, keeping
 
 CPU = torch.device("cpu")
 SCHEDULE = Schedule(tiny.HART_SIDES)
@@ -250,9 +250,9 @@ def test_the_residual_is_added_once_and_not_blended() -> None:
     assert torch.equal(previews[-1].latent, output.latent)
 
 
-def test_tokens_that_are_spoken_for_get_no_residual() -> None:
+def test_tokens_whose_logits_alone_are_restored_get_no_residual() -> None:
     previews = []
-    output = drawn(method=SpeakForAll(first_stage=LAST.index), greedy=True, on_stage=previews.append)
+    output = drawn(method=first_token(propagate=True, from_stage=LAST.index), greedy=True, on_stage=previews.append)
     residual = previews[-1].done.residual
     assert residual.shape == (2, 1, tiny.LATENT_CHANNELS)
     canvas = tiny.shared_pipeline("hart").tokenizer.canvas(SCHEDULE, 2)

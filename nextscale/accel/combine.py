@@ -1,4 +1,4 @@
-"""Several methods at once: plans are merged, and every method sees what the ones before it have left."""
+"""Several methods at once: their plans are merged, and every method sees the tokens that the ones before it have kept."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
+    """Returns the plans of several methods for a stage in one; conflicts raise SettingError."""
     try:
         return reduce(StagePlan.merge, plans)
     except ValueError as error:
@@ -27,12 +28,12 @@ def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
 
 
 def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None:
-    """The stage whose spans have stored `name` last when `stage` runs; None if none has."""
+    """Returns the last stage before `stage` whose spans store `name`; None if there is none."""
     return next((earlier for earlier in reversed(range(stage)) if name in plans[earlier].stores), None)
 
 
 def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -> None:
-    """SettingError unless the spans of a method, planned `alone`, read the same stages when all methods run together."""
+    """Raises SettingError unless the spans of a method, planned `alone`, read the same stages when all methods run together."""
     for stage, plan in enumerate(alone):
         for span in () if together[stage].skip else plan.spans:
             for name in span.needs:
@@ -53,9 +54,12 @@ def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -
 
 @dataclass(frozen=True)
 class Combined(Method):
-    """What can be combined is: leaving out stages or a guidance branch with anything, one method that reduces whole stages with spans
-    of another inside. Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs, and so
-    is one that skips a stage whose outputs another needs."""
+    """Several methods at once.
+
+    Skipping stages or dropping a cfg branch combines with everything, and one method may reduce whole stages in which another has spans.
+    Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs, and so is one that skips a
+    stage whose outputs another needs.
+    """
 
     methods: tuple[Method, ...]
     reduces_stages: bool = field(init=False, repr=False)
@@ -97,7 +101,7 @@ class Combined(Method):
 
 @dataclass(frozen=True)
 class CombinedRun(MethodRun):
-    """Runs of several methods; each sees what the ones before it have left."""
+    """One run of each method. Each sees the tokens that the ones before it have kept, and restores them in the reverse order."""
 
     methods: tuple[Method, ...]
     runs: tuple[MethodRun, ...]
@@ -106,8 +110,9 @@ class CombinedRun(MethodRun):
         return CombinedRun(self.methods, tuple(run.fork() for run in self.runs))
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Of the one that reduces stages; every run looks, since it may prepare the stage there."""
-        return next(iter([counts for run in self.runs if (counts := run.count_tokens(stage, canvas)) is not None]), None)
+        """Returns the counts of the one that reduces stages. All are called, since a run may prepare the stage here."""
+        counts = [run.count_tokens(stage, canvas) for run in self.runs]
+        return next((count for count in counts if count is not None), None)
 
     def set_counts(self, fewest: int, num_tokens: int) -> None:
         for run in self.runs:

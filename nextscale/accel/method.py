@@ -1,4 +1,4 @@
-"""The one interface between generation and whatever makes it cheaper: settings (`Method`) and one request of them (`MethodRun`)."""
+"""The interface between generation and what accelerates it: a method's settings (`Method`) and its work on one request (`MethodRun`)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Span(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What a stage will do, as a hashable value that fixes all shapes."""
+    """What a stage will do. A hashable value that fixes all shapes."""
 
     skip: bool = False
     cfg_branches: CfgBranches = "both"
@@ -112,9 +112,9 @@ class StagePlan:
         return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in span.stores)
 
     def check(self, depth: int, guided_layers: Collection[int]) -> None:
-        """ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
+        """Raises ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
 
-        Where one branch runs alone there is nothing to guide.
+        Where one cfg branch runs alone there is nothing to guide.
         """
         guided_layers = guided_layers if self.cfg_branches == "both" else ()
         for span in self.spans:
@@ -128,12 +128,12 @@ class StagePlan:
             raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
 
     def check_num_tokens(self, tokens: Tokens) -> None:
-        """ValueError if the method kept another number of tokens than it had said."""
+        """Raises ValueError if the method kept another number of tokens than it had planned."""
         if self.num_tokens is not None and tokens.num_tokens != self.num_tokens:
             raise ValueError(f"stage {tokens.stage.index} was planned with {self.num_tokens} tokens, and {tokens.num_tokens} entered")
 
     def merge(self, other: StagePlan) -> StagePlan:
-        """Both plans at once; ValueError names the conflict."""
+        """Returns both plans in one; a conflict raises ValueError."""
         if None not in (self.num_tokens, other.num_tokens) and self.num_tokens != other.num_tokens:
             raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
         dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
@@ -161,7 +161,7 @@ class Method:
     own_cache: bool = False  # True: its runs change `layer_cache`
 
     def __eq__(self, other: object) -> bool:
-        """Dense generation is always the same; subclasses are dataclasses and compare their settings."""
+        """All objects of this class are equal; subclasses are dataclasses and compare their settings."""
         return type(other) is Method if type(self) is Method else self is other
 
     def __hash__(self) -> int:
@@ -169,7 +169,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """A readable name: "dense", or the class with those settings that differ from its defaults."""
+        """A readable name: "dense", or the name of the class with the settings that differ from its defaults."""
         settings: dict[str, object] = {field.name: field.default for field in fields(self)} if is_dataclass(self) else {}
         chosen = [f"{name}={getattr(self, name)}" for name, default in settings.items() if getattr(self, name) != default]
         name = "dense" if type(self) is Method else type(self).__name__
@@ -186,9 +186,10 @@ class Method:
         return True
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        """The plans of all stages, as far as they are known before a request; what does not fit raises SettingError.
+        """Returns the plans of all stages as far as they are known before a request; what does not fit raises SettingError.
 
-        kept: the share of cells that is assumed to be computed where that is data-dependent.
+        guided: unconditional rows run beside the conditional ones. kept: the share of cells that is assumed to be computed where that is
+        data-dependent.
         """
         return (DENSE,) * len(schedule)
 
@@ -205,39 +206,39 @@ class MethodRun:
     """
 
     def fork(self) -> MethodRun:
-        """Another run that goes on from here, with the same tensors."""
+        """Returns another run that goes on from here, with the same tensors."""
         return copy.copy(self)
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """How many tokens the stage runs of each image, [B], on the device; None where that is known without looking."""
+        """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""
         return None
 
     def set_counts(self, fewest: int, num_tokens: int) -> None:
-        """What the host has read of `count_tokens`: the smallest count, and the largest or a bucket size above it."""
+        """Takes what the host has read of `count_tokens`: the smallest count, and the largest or a bucket size above it."""
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        """What the stage will do: its forecast, or that with what is known by now."""
+        """Returns what the stage will do: its forecast `planned`, or that completed by what is known now."""
         return planned
 
     def state_tensors(self) -> list[Tensor]:
-        """What is remembered of the stages so far and depends on how many tokens they ran; the shapes do not."""
+        """Returns the tensors that a run carries from stage to stage. Their shapes do not depend on how many tokens were computed."""
         return []
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Before the first block: keeps all tokens or some of them."""
+        """Keeps all tokens or some of them, before the first block."""
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         """Sees the input and the output of a tapped block."""
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """After guidance: may add logits for tokens that were left out."""
+        """May add logits for tokens that were left out, after guidance."""
         return out, tokens
 
     def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """At the last stage of HART: may add continuous values for tokens that were left out."""
+        """May add continuous values for tokens that were left out, at the last stage of HART."""
         return residual, tokens
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        """The keys and values of one layer."""
+        """Returns the cache of one layer's keys and values."""
         return DenseLayerCache(spec, workspace)

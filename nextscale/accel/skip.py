@@ -1,4 +1,4 @@
-"""Leaving out the last stages: the simplest way to be faster, and the baseline that every other method has to beat."""
+"""Skipping the last stages: the simplest acceleration, and the baseline that every other method has to beat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SkipStages(Method):
-    """Skips the last `last` stages; the image is decoded from what the earlier ones generated, at full size."""
+    """Skips the last `last` stages. The image is decoded at full size from what the earlier stages generated."""
 
     last: int = 0
 

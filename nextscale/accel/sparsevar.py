@@ -46,7 +46,7 @@ class SparseVAR(Method):
 
     Where one block changes its input little, the image is smooth. From stage P on, tokens at such cells do not enter the network, except
     for anchors on a coarse grid. A token that was left out takes the logits of the anchor that it resembled most one stage earlier, and
-    draws from them on its own; if it resembled none, nothing is added at its cell (FlexVAR: the previous estimate stays). What is left
+    is sampled from them on its own; if it resembled none, nothing is added at its cell (FlexVAR: the previous estimate stays). What is left
     out once stays out. Every image of a batch keeps its own cells.
 
     The knobs that matter:
@@ -59,22 +59,23 @@ class SparseVAR(Method):
 
     To tinker with:
     beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
-    block: the paper's s, counted from 1: whose change is looked at. None is the published one, 3 for Infinity-2B and 16 for HART-0.7B,
-        scaled to other depths; other families take Infinity's share of the depth (ours). Depth does not tell which block is good: of
-        nano's eight, 1 is careful, 2 to 4 choose wrong cells, 5 to 8 are usable (docs/methods.md; `nextscale observe` measures it).
+    block: the paper's s, counted from 1: the block whose change is measured. None is the published one, 3 for Infinity-2B and 16 for
+        HART-0.7B, scaled to other depths; other families take Infinity's share of the depth (ours). Depth does not determine which block is
+        good: of nano's eight, 1 is careful, 2 to 4 choose wrong cells, 5 to 8 are usable (docs/methods.md, `nextscale observe`).
     metric: "mse" is that change. "logits" leaves out cells whose logits of the stage before resemble their neighbours': more than tau times
         the largest similarity, so here 0 leaves out the most and 1 nothing. "image" compares the images decoded after the two stages
         before, which costs a decoding per stage; the paper takes tau from 0.04 to 0.3 for it. On nano "logits" stays nearest to dense
         images of all that keep as many tokens, and no block has to be known for it: 0.9 is mild, 0.7 bold.
-    rows: which rows of a guided pair are scored. "cond": the conditional one, so that leaving out the other branch changes nothing;
+    rows: which rows of a guided pair are scored. "cond": the conditional one, so that dropping the other cfg branch changes nothing;
         "both": their mean, which on nano keeps as many cells and comes equally near. Both rows keep the same cells in any case.
 
     Where the paper is silent or says two things, we decide. What is left out stays out, as its text says; its algorithm decides anew at
     every stage. So the largest change is that of the cells which are still there: what was left out keeps the map of the stage before,
-    in which changes were larger, and would soon leave nothing else. Anchors inside such a region record their change; cells that nobody
-    spoke for carry on their logits. The mask of what was left out is enlarged to the nearest cell, all else bilinearly.
-    Every anchor of the image may speak, of equally similar ones the nearest. "The 3x3 neighbours" are the up to eight cells around.
-    Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last stage's.
+    in which changes were larger, and would soon leave nothing else. Anchors inside such a region update their change; cells to which no
+    anchor propagates keep their logits. The mask of what was left out is resized to the nearest cell, all else bilinearly.
+    Every anchor of the image may propagate to a cell, of equally similar ones the nearest does. "The 3x3 neighbours" are the up to eight
+    cells around. Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last
+    stage's.
     """
 
     tau: float = 0.6
@@ -99,7 +100,7 @@ class SparseVAR(Method):
         if self.rows not in get_args(ScoredRows):
             raise SettingError(f"rows is one of {', '.join(get_args(ScoredRows))}; got {self.rows!r}")
         if self.from_stage is not None and not is_whole(self.from_stage, self._earliest):
-            why = f"with metric {self.metric} at least {self._earliest}, since the stages before it are looked at"
+            why = f"with metric {self.metric} at least {self._earliest}, since the stages before it are compared"
             raise SettingError(f"from_stage is a stage number, counted from 1, {why}; got {self.from_stage!r}")
         if self.block is not None and not is_whole(self.block, 1):
             raise SettingError(f"block is a block number, counted from 1, or None for the published one; got {self.block!r}")
@@ -110,6 +111,7 @@ class SparseVAR(Method):
 
     @property
     def _earliest(self) -> int:
+        """The smallest `from_stage`: as many stages as the metric compares come before it."""
         return 3 if self.metric == "image" else 2
 
     def first_reduced(self, schedule: Schedule) -> int:
@@ -124,7 +126,7 @@ class SparseVAR(Method):
         return start - 1
 
     def tapped_layer(self, model: NextScaleModel) -> int:
-        """Index of the block whose change is looked at."""
+        """Index of the block whose change is measured."""
         depth = len(model.blocks)
         if self.block is None:
             return max(1, round(PUBLISHED_BLOCK.get(model.family, OTHER_BLOCK) * depth)) - 1
@@ -152,7 +154,7 @@ class SparseVAR(Method):
 
 
 def _forecast_tokens(stage: Stage, alpha: int | None, kept: float) -> int:
-    """Tokens of a stage with this share of its cells kept, and of the anchors those in the rest: about (kept + (1 - kept) / alpha²)."""
+    """Tokens of a stage of which the share `kept` is computed, and the anchors in the rest: about (kept + (1 - kept) / alpha²) cells."""
     anchors = math.ceil(stage.height / alpha) * math.ceil(stage.width / alpha) if alpha else 0
     return max(1, math.ceil(kept * stage.cells + (1 - kept) * anchors))
 
@@ -163,47 +165,49 @@ class _Choice:
 
     excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
     kept: Tensor  # [B, cells]
-    counts: Tensor  # [B]
-    fewest: int = 0  # as the host has read it
+    counts: Tensor  # [B], of kept cells
+    fewest: int = 0  # the smallest count
     num_tokens: int = 0  # the largest count, or a bucket size above it
 
     @property
     def reduces(self) -> bool:
+        """Whether any image leaves out a cell."""
         return self.fewest < self.kept.shape[1]
 
     def tokens(self, stage: Stage) -> Tokens:
         """The kept tokens of every image, in raster order."""
-        ragged = self.fewest < self.num_tokens
-        # Bucket sizes that are too small are captured too, from images that need more, and never run.
-        return Tokens(stage).top(self.kept.float(), self.counts.clamp(max=self.num_tokens) if ragged else self.num_tokens, self.num_tokens)[
-            1
-        ]
+        keep: int | Tensor = self.num_tokens
+        if self.fewest < self.num_tokens:  # images keep different numbers of tokens
+            # Bucket sizes that are too small are captured too, from images that need more, and never replayed.
+            keep = self.counts.clamp(max=self.num_tokens)
+        _, tokens = Tokens(stage).top(self.kept.float(), keep, self.num_tokens)
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorMap:
-    """Which computed token every token takes its output from after a stage."""
+    """The computed token from which each token of a stage takes its output."""
 
     tokens: Tokens  # those that were computed and those that an anchor propagates to
-    source: Tensor  # [B, cells], the position of each one's source among those that were computed
+    source: Tensor  # [B, cells], the position of each token's source among the computed ones
 
     def propagate(self, values: Tensor) -> Tensor:
-        """Values [B, N, ...] of the computed tokens, for all that have a source."""
+        """Values [B, N, ...] of the computed tokens at all tokens that have a source, [B, cells, ...]."""
         return pick(values.flatten(2), self.source).unflatten(2, values.shape[2:])
 
 
 @dataclass(eq=False)
 class SparseRun(MethodRun):
-    """One request of SparseVAR: change map, exclusion map and logits of the last stage, from which the next one is chosen."""
+    """One request of SparseVAR. Its changes, exclusion mask and logits of the last stage choose the cells of the next one."""
 
     settings: SparseVAR
     setup: RunSetup
     change: GridMap | None = None  # of the tapped block, [B, cells, 1]
-    excluded: GridMap | None = None
+    excluded: GridMap | None = None  # 1 where cells were excluded at the last stage that ran, [B, cells, 1]
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
-    choice: _Choice | None = None  # of the stage that runs
-    anchor_map: AnchorMap | None = None
+    choice: _Choice | None = None  # of the stage that runs; None: all cells
+    anchor_map: AnchorMap | None = None  # of the stage that runs, once its logits are restored
     first: int = field(init=False)
     layer: int = field(init=False)
     alpha: int | None = field(init=False)
@@ -231,6 +235,7 @@ class SparseRun(MethodRun):
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
     def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+        """Which cells the stage computes; None as long as nothing is known about them."""
         left_out = None if self.excluded is None else self.excluded.at(stage.size, "nearest-exact")[..., 0] > 0.5
         score = self._score(stage, canvas, left_out) if stage.index >= self.first - 1 else None
         if score is None:
@@ -246,7 +251,7 @@ class SparseRun(MethodRun):
         return _Choice(excluded, kept, kept.sum(dim=1))
 
     def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """How much detail every cell has, and which cells have little, [B, cells] each; None as long as nothing is known."""
+        """How much detail every cell has, and which cells have little of it, [B, cells] each; None as long as nothing is known."""
         tau, metric = self.settings.tau, self.settings.metric
         if metric == "image":
             before, self.image = self.image, canvas.decode()
@@ -284,11 +289,11 @@ class SparseRun(MethodRun):
         self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), stage.size)
 
     def _of_images(self, rows: Tensor) -> Tensor:
-        """[R, N], where one guidance branch may have left, to [B, N]."""
+        """Scores [R, N] of the rows that run, of both cfg branches or one, as scores [B, N] of the images."""
         batch = self.setup.batch
         return rows[:batch] if self.settings.rows == "cond" else rows.unflatten(0, (-1, batch)).mean(dim=0)
 
-    # --- what the others take
+    # --- what the tokens that were left out take
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         stage = tokens.stage
@@ -308,7 +313,7 @@ class SparseRun(MethodRun):
         return out, tokens
 
     def _anchor_map(self, expected: Tensor, alpha: int, stage: Stage) -> AnchorMap:
-        """Matches every cell that was left out with an anchor, by the logits expected at both."""
+        """Matches every cell that was left out with the anchor most similar to it, by the logits expected at both."""
         assert self.choice is not None
         kept = self.choice.kept
         similarity, anchor = best_anchor(expected, anchor_cells(stage.size, alpha, kept.device), stage.size)
