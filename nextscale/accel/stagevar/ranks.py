@@ -23,7 +23,7 @@ Table = dict[float, dict[int, tuple[float, ...]]]
 
 @cache
 def rank_tables() -> dict[str, Table]:
-    """The published ratios: table, alpha, side of the stage, one per group."""
+    """The published ratios by table, alpha and side of the stage, one per group."""
     text = files(__package__).joinpath("ranks.json").read_text()
     return {
         name: {float(alpha): {int(side): tuple(ratios) for side, ratios in sides.items()} for alpha, sides in table.items()}
@@ -44,7 +44,7 @@ def table_for(model: NextScaleModel, groups: int) -> Table | None:
 
 
 def table_ratios(table: Table, alpha: float, stage: Stage) -> tuple[float, ...]:
-    """Of the side whose square has nearly as many cells as the stage."""
+    """The ratios at the side whose square has the number of cells nearest to the stage's."""
     if alpha not in table:
         raise SettingError(
             f"alpha {alpha} at stage {stage.index} has no published ranks; there are {', '.join(str(known) for known in sorted(table))}."
