@@ -263,6 +263,12 @@ def test_the_products_of_published_methods_are_counted(family: str, name: str) -
     assert all(stage.computed < stage.height * stage.width for stage in counted.report.stages[2:4])
 
 
+@pytest.mark.parametrize("family", ["var", "infinity"])
+def test_an_approximation_of_low_rank_is_put_together_from_all_directions(family: str) -> None:
+    """Whatever rank a forecast assumes: those beyond the rank are zeros."""
+    assert_exact(count_tiny(family, method=StageVAR(guidance_off=2, alphas={2: 0.9, 3: 0.96}, variant="svd_approximation")))
+
+
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in LIKE_OTHERS])
 def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> None:
     """Which multiplies the logits that are expected at all cells with those at the anchors, in reduced stages of every image."""

@@ -142,6 +142,40 @@ def test_a_request_without_guidance_reserves_its_rows(family: str) -> None:
         assert seen.nbytes == {stage.stage: spec.bytes_at(stage.stage) for stage in spec.stages}
 
 
+@every_method
+@pytest.mark.parametrize("guided", [True, False])
+def test_a_request_reserves_by_its_forecast(method: Method, guided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes that the tests above take for granted are those with which generation makes its caches."""
+    made: list[CacheSpec] = []
+
+    def seen(*arguments: Any) -> CacheSpec:
+        made.append(planned_cache(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("nextscale.generate.planned_cache", seen)
+    guidance = None if guided else tiny.NO_GUIDANCE["var"]
+    tiny.shared_pipeline("var")(tiny.prompts("var", IMAGES), seed=5, method=method, guidance=guidance)
+    assert made == [reserved("var", method, IMAGES * (2 if guided else 1))]
+
+
+def test_a_method_with_its_own_caches_is_told_the_sizes_of_dense_generation() -> None:
+    told: list[CacheSpec] = []
+
+    class OwnCache(Method):
+        own_cache = True
+
+        def start(self, setup: RunSetup) -> MethodRun:
+            return OwnCacheRun()
+
+    class OwnCacheRun(MethodRun):
+        def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:
+            told.append(spec)
+            return DenseLayerCache(spec, workspace)
+
+    tiny.shared_pipeline("var")(tiny.prompts("var", IMAGES), seed=5, method=[SkipStages(last=1), OwnCache()])
+    assert told == [dense_spec("var").layer(number) for number in range(tiny.DEPTH)]
+
+
 def test_what_each_saving_saves() -> None:
     """Stages of 1, 4, 9 and 16 tokens, 3 layers, 2 images with two rows each; 2 x 64 channels x 4 bytes = 512 bytes a token."""
     keys = {name: reserved("var", method) for name, method in FIXED.items()}

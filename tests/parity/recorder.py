@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import RunSetup, Span
+from nextscale.accel.method import MethodRun, Plans, RunSetup, Span
 from nextscale.cache import CacheSpec, Env, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
@@ -39,7 +39,7 @@ class Recorder(Method):
         self.generator = torch.Generator().manual_seed(noise_seed)
         self.taps = tuple(sorted(set(taps)))
         self.stages = stages
-        self.method = self.run = Method() if method is None else method
+        self.method = Method() if method is None else method
         self.first_inputs: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers, and of the first ones of groups
         self.outputs: dict[tuple[int, int], Tensor] = {}  # likewise, and of the last ones of groups
@@ -47,39 +47,48 @@ class Recorder(Method):
         self.memory = StageMemory()
         self.caches: list[CountingCache] = []
 
-    def start(self, setup: RunSetup) -> Method:
-        self.run = self.method.start(setup)
-        return self
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return self.method.forecast(model, schedule, guided, kept)
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return self.method.forecast(model, schedule, kept)
+    def start(self, setup: RunSetup) -> MethodRun:
+        return RecorderRun(self, self.method.start(setup))
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        plan = self.run.plan(stage, canvas)
-        self.groups[stage.index] = [span.layers for span in plan.spans]
-        grouped = {layer for layers in self.groups[stage.index] for layer in layers}
+
+@dataclass(frozen=True)
+class RecorderRun(MethodRun):
+    """Runs what the recorder's method would, and notes it."""
+
+    recorder: Recorder
+    run: MethodRun
+
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        recorder = self.recorder
+        plan = self.run.plan(planned, stage, canvas)
+        recorder.groups[stage.index] = [span.layers for span in plan.spans]
+        grouped = {layer for layers in recorder.groups[stage.index] for layer in layers}
         return replace(
             plan,
-            skip=plan.skip or (self.stages is not None and stage.index >= self.stages),
-            spans=tuple(ObservedSpan(span, self) for span in plan.spans),
-            taps=tuple(layer for layer in self.taps if layer not in grouped),
+            skip=plan.skip or (recorder.stages is not None and stage.index >= recorder.stages),
+            spans=tuple(ObservedSpan(span, recorder) for span in plan.spans),
+            taps=tuple(layer for layer in recorder.taps if layer not in grouped),
         )
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        self.first_inputs.append(x)
+        self.recorder.first_inputs.append(x)
         return self.run.reduce(x, tokens)
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if self.noise:
-            out = out + self.noise * (2 * torch.rand(out.shape, generator=self.generator) - 1)
+        if self.recorder.noise:
+            out = out + self.recorder.noise * (2 * torch.rand(out.shape, generator=self.recorder.generator) - 1)
         return self.run.restore(out, tokens)
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        self.inputs[tokens.stage.index, layer], self.outputs[tokens.stage.index, layer] = before, after
+        stage = tokens.stage.index
+        self.recorder.inputs[stage, layer], self.recorder.outputs[stage, layer] = before, after
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        self.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
-        return self.caches[-1]
+        self.recorder.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
+        return self.recorder.caches[-1]
 
 
 class ObservedSpan:
