@@ -27,7 +27,7 @@ def released_alphas(model: NextScaleModel, schedule: Schedule) -> dict[int, floa
 
 
 def require_released(method: StageVAR, model: NextScaleModel, schedule: Schedule) -> None:
-    """SettingError if the reference implementation cannot run this request, or would not do in it what it is for."""
+    """Raises SettingError if the reference implementation cannot run this request, or would not do in it what it is for."""
     published = published_for(model)
     if published is None:
         known = ", ".join(PUBLISHED)
