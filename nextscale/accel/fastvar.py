@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Ratios = tuple[tuple[int, float], ...]
 
-OTHER_RATIOS = (0.4, 0.5)  # of the last two stages
+OTHER_RATIOS = (0.4, 0.5)  # of the last two stages; ours
 
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper and its program do for one family."""
+    """What the paper and its reference implementation do for one family."""
 
     ratios: Mapping[int, Mapping[int, float]]  # by number of stages, then by stage index
     layers: range | None = None  # None: all blocks
-    sides: Mapping[int, float] | None = None  # ratios by the stage's side, as the released program has them; None: there is none
-    cached_side: int = 0
+    sides: Mapping[int, float] | None = None  # ratios by the stage's side, as in the reference implementation; None: there is none
+    cached_side: int = 0  # side of the stage whose outputs it keeps
 
 
 def up_to(stages: int, ratios: Mapping[int, float]) -> dict[int, float]:
+    """The ratios of the stages that a schedule of `stages` stages has."""
     return {stage: ratio for stage, ratio in ratios.items() if stage < stages}
 
 
@@ -55,28 +56,29 @@ PUBLISHED: Mapping[str, Published] = {
     "hart": Published({14: HART}, sides={48: 0.5, 64: 0.75}, cached_side=36),
     "star": Published({14: HART}),  # ours
 }
-"""Published for Infinity as trained (10 to 13 stages) and for HART. Ours are those of STAR and of Infinity past its training."""
+"""The settings of Infinity as trained (10 to 13 stages) and of HART are published; those of STAR and of larger Infinity are ours."""
 
 
 @dataclass(frozen=True)
 class FastVAR(Method):
-    """Late stages run each sublayer only on the tokens that differ most from the mean of their row (eq. 4 and 5); what the sublayer
-    would have added to the others is taken from an earlier stage, area-resized (eq. 6). Tokens that are not run leave no keys and
-    values behind. Every sublayer of every block, and every row, chooses anew. The head still sees all tokens.
+    """Late stages run each sublayer on the salient tokens only, those that differ most from the mean of their row (eq. 4 and 5).
+
+    What the sublayer would have added to the others is taken from an earlier stage, area-resized (eq. 6). Tokens that are not run leave no
+    keys and values in the cache. Every sublayer of every block, and every row, chooses anew. The head still sees all tokens.
 
     The knobs that matter:
     ratios: {stage index: share of its tokens that is not run}; 1.0 skips the stage. Late stages bear more: the paper found 0.4 to 0.75
         a good range. None is the published choice: for Infinity {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}, as far as the schedule goes; for
-        HART {12: 0.5, 13: 0.75}. Ours, and not the paper's, are the same for STAR, for Infinity past its training (14 and 15 stages)
-        shares that grow from 0.4 to 0.9 with no stage skipped, and for every other model or number of stages 0.4 and 0.5 in the last two.
+        HART {12: 0.5, 13: 0.75}. The following are ours: STAR has the ratios of HART, Infinity with 14 and 15 stages has ratios that grow
+        from 0.4 to 0.9 and skips no stage, and every other model or number of stages has 0.4 and 0.5 in the last two stages.
 
     To tinker with:
     cache_stage: the stage whose sublayer outputs are kept. None is the last one that runs before the first thinned one, which the paper
         found best (table A.4).
-    layers: (first, last + 1), the blocks that are thinned; the others always run all tokens. None is all, for Infinity (3, 28) as in
-        the released code, or all where a model is not that deep.
-    as_released: what the reference implementation does, which finds stages by their side: on square images of Infinity and HART
-        only. Nothing else can be set then.
+    layers: (first, last + 1), the blocks that are thinned; the others always run all tokens. None is all blocks, but for Infinity
+        (3, 28) as in the reference implementation, if the model has more than three.
+    as_released: does what the reference implementation does, which finds stages by their side, on square images of Infinity and HART.
+        Nothing else can be set then.
     """
 
     ratios: Mapping[int, float] | Ratios | None = None
@@ -107,7 +109,7 @@ class FastVAR(Method):
         return tuple(plans)
 
     def _stages(self, model: NextScaleModel, schedule: Schedule) -> tuple[Mapping[int, float], int | None]:
-        """Ratios by stage index, all of them in the schedule, and the stage to keep the outputs of, where it is given."""
+        """Returns ratios by stage index, and the stage whose outputs to keep if that is settled; raises SettingError for absent stages."""
         if self.as_released:
             return released_stages(model, schedule)
         if self.ratios is None:
@@ -119,6 +121,7 @@ class FastVAR(Method):
         return ratios, self.cache_stage
 
     def _layers(self, model: NextScaleModel) -> range:
+        """Returns the blocks that are thinned, none where the reference implementation has none."""
         depth = len(model.blocks)
         if self.layers is not None:
             if self.layers[1] > depth:
@@ -131,7 +134,7 @@ class FastVAR(Method):
 
 
 def cache_stage(given: int | None, first: int, ratios: Mapping[int, float]) -> int:
-    """The stage whose outputs are kept for those from `first` on, the first that is thinned."""
+    """Returns the stage whose outputs are kept for the thinned stages, the first of which is `first`."""
     run = [stage for stage in range(first) if ratios.get(stage) != 1]
     if given is not None and given not in run:
         raise SettingError(f"FastVAR: cache_stage {given} must be run before stage {first}, the first that is thinned: choose one of {run}")
@@ -139,7 +142,7 @@ def cache_stage(given: int | None, first: int, ratios: Mapping[int, float]) -> i
 
 
 def normalised(ratios: Mapping[int, float] | Iterable[Sequence[float]]) -> Ratios:
-    """Pairs of stage index and share, by stage."""
+    """Returns checked pairs of stage index and share, ordered by stage."""
     expected = "ratios are {stage index: share}, with indices from 1 and shares from 0 to 1 (1: the stage is skipped)"
     try:
         pairs = [(stage, share) for stage, share in (ratios.items() if isinstance(ratios, Mapping) else ratios)]
@@ -156,6 +159,7 @@ def normalised(ratios: Mapping[int, float] | Iterable[Sequence[float]]) -> Ratio
 
 
 def block_range(layers: Sequence[int]) -> tuple[int, int]:
+    """Returns a checked pair of the first block and the one after the last."""
     pair = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
     if len(pair) != 2 or not all(is_whole(layer) for layer in pair) or pair[0] >= pair[1]:
         raise SettingError(f"layers is (first block, last block + 1), such as (3, 28); got {layers!r}")
@@ -163,6 +167,7 @@ def block_range(layers: Sequence[int]) -> tuple[int, int]:
 
 
 def default_ratios(model: NextScaleModel, stages: int) -> Mapping[int, float]:
+    """Returns ratios by stage index for schedules of `stages` stages."""
     published = PUBLISHED.get(model.family)
     if published is not None and stages in published.ratios:
         return published.ratios[stages]
@@ -174,7 +179,10 @@ def default_ratios(model: NextScaleModel, stages: int) -> Mapping[int, float]:
 
 
 def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int, float], int | None]:
-    """Ratios by stage index and the stage to keep the outputs of. SettingError where the program fails, or does not do what it is for."""
+    """Returns ratios by stage index and the stage whose outputs are kept.
+
+    Raises SettingError where the reference implementation fails, or would not do what it is for.
+    """
     published = PUBLISHED.get(model.family)
     if published is None or published.sides is None:
         raise SettingError(
@@ -203,17 +211,21 @@ def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int
 
 
 def memory_key(block: Block, sublayer: int) -> Hashable:
+    """The key in `env.memory` of what a sublayer has added."""
     return "fastvar", block.layer, sublayer
 
 
 def memory_names(layers: range) -> frozenset[Hashable]:
-    """Names of what is kept of these blocks, one for all sublayers of a block."""
+    """The names by which plans know what is kept of these blocks, one for all sublayers of a block."""
     return frozenset(("fastvar", layer) for layer in layers)
 
 
 @dataclass(frozen=True)
 class RememberedBlocks(Span):
-    """Runs all tokens and keeps what every sublayer added: before its gain where kernels restore it, with it where torch does."""
+    """Runs all tokens and keeps what every sublayer has added.
+
+    Where the kernels run it is kept before the sublayer's gain, which they apply as they restore tokens; in torch it includes the gain.
+    """
 
     whole_stage = True
     layers: range
@@ -248,12 +260,12 @@ class RememberedBlocks(Span):
 
 
 def fused_sublayers(block: Block, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
-    """The block's sublayers for the kernels, where these can be used."""
+    """Returns the block's sublayers in the form that the kernels take; none where they cannot run."""
     return block.fused_sublayers(x, env) if isinstance(block, ModulatedBlock) else ()
 
 
 def remembering(block: Block, number: int, fused: FusedSublayer) -> FusedSublayer:
-    """The sublayer, which keeps what it computes, without its gain."""
+    """Returns the sublayer, changed so that it keeps what it computes before the gain."""
 
     def run(y: Tensor, tokens: Tokens, env: Env) -> Tensor:
         update = fused.run(y, tokens, env)
@@ -265,7 +277,7 @@ def remembering(block: Block, number: int, fused: FusedSublayer) -> FusedSublaye
 
 @dataclass(frozen=True)
 class ThinnedBlocks(Span):
-    """Runs every sublayer on the most salient tokens, and adds to the others what was kept of an earlier stage."""
+    """Runs every sublayer on the salient tokens, and adds to the others what an earlier stage has kept."""
 
     layers: range
     key: Hashable
@@ -298,14 +310,14 @@ class ThinnedBlocks(Span):
 def run_and_restore(
     fused: FusedSublayer, block: Block, number: int, x: Tensor, tokens: Tokens, selection: Tensor, kept: Tokens, env: Env
 ) -> Tensor:
-    """A sublayer on the selected tokens with the kernels: normalised as they are gathered, restored as they are written back."""
+    """Runs a sublayer on the selected tokens with the kernels, which normalise as they gather and restore as they write back."""
     memory, size = remembered(env.memory.stored, block, number, tokens)
     update = fused.run(kernels.norm_modulate(x, fused.scale, fused.shift, selection), kept, env)
     return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=fused.gain, cells=tokens.index)
 
 
 def remembered(read: Callable[[Hashable], T], block: Block, sublayer: int, tokens: Tokens) -> T:
-    """What the sublayer added when it was kept."""
+    """Returns what `read` finds of a sublayer; raises SettingError if no stage has kept it."""
     try:
         return read(memory_key(block, sublayer))
     except KeyError:

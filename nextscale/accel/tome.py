@@ -27,17 +27,19 @@ LAST_STAGES = 3
 
 @dataclass(frozen=True)
 class ToMe(Method):
-    """Merges tokens for the time of a sublayer, as published for diffusion models. One token of every 2x2 block of the grid is a
-    destination; of the others, those most similar to a destination (by the cosine of their residual streams at the start of the block)
-    are averaged into it. Keys and values of the merged tokens enter the cache. Every block and every row merges anew.
+    """Merges tokens before a sublayer and gives all of them its output, as published for diffusion models.
+
+    One token of every 2x2 block of the grid is a destination. Of the others, those most similar to a destination, by the cosine of their
+    residual streams at the start of the transformer block, are averaged into it. Keys and values of the merged tokens enter the cache.
+    Every transformer block and every row merges anew.
 
     The knobs that matter:
-    ratio: share of the tokens that is merged away. Destinations stay, so that more than 0.75 merges no more.
+    ratio: share of the tokens that is merged into others. Destinations stay, so that more than 0.75 merges no more.
     stages: indices of the stages where tokens are merged; None is the last three.
 
     To tinker with:
-    sublayers: those that run on merged tokens, of "attention", "cross_attention" (only models that have it) and "feed_forward".
-    random: the destination of every 2x2 block is random for every image and stage, rather than the token at the top left.
+    sublayers: which sublayers run on merged tokens: "attention", "cross_attention" (for models that have it), "feed_forward".
+    random: takes a random token of every 2x2 block as its destination, for every image and stage, rather than the one at the top left.
     """
 
     ratio: float = 0.5
@@ -70,13 +72,14 @@ class ToMe(Method):
 
 
 def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
+    """Returns checked stage indices in order, each once."""
     if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(is_whole(stage) for stage in stages):
         raise SettingError(f"stages is a tuple of stage indices, 0 or more; got {stages!r}")
     return tuple(sorted({int(stage) for stage in stages}))
 
 
 def sublayer_names(sublayers: Sequence[str] | str) -> tuple[str, ...]:
-    """In the order in which a block runs them."""
+    """Returns checked names of sublayers, in the order in which a block runs them."""
     names = (sublayers,) if isinstance(sublayers, str) else sublayers
     if not isinstance(names, Sequence) or any(name not in get_args(SublayerName) for name in names):
         raise SettingError(f"sublayers is a tuple of {', '.join(get_args(SublayerName))}; got {sublayers!r}")
@@ -84,7 +87,7 @@ def sublayer_names(sublayers: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def sublayers_of(block: Block) -> tuple[str, ...]:
-    """The names of a block's sublayers, in order."""
+    """Returns the names of a block's sublayers, in order."""
     return tuple(name for name in get_args(SublayerName) if name != "cross_attention" or block.has_text)
 
 
@@ -96,7 +99,7 @@ class MergedBlocks(Span):
     key: Hashable
     ratio: float
     sublayers: tuple[SublayerName, ...]
-    destinations: int  # of the whole stage
+    destinations: int  # in the whole stage
     random: bool = False
 
     def num_tokens(self, tokens: int) -> int:
@@ -107,7 +110,7 @@ class MergedBlocks(Span):
         return SublayerTokens(attention, text, feed_forward)
 
     def own_macs(self, tokens: int, dim: int) -> int:
-        """One product to compare tokens with destinations, and one for the means of every sublayer."""
+        """MACs of one row: one product compares tokens with destinations, and one for every sublayer makes the means."""
         return len(self.layers) * (1 + len(self.sublayers)) * tokens * min(tokens, self.destinations) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -123,7 +126,10 @@ class MergedBlocks(Span):
         return x
 
     def _priority(self, rows: int, stage: Stage, device: torch.device, env: Env) -> Tensor:
-        """A different number for every cell, the lowest comes first, [R, cells]; both rows of a guided pair have the same."""
+        """Returns an order of the cells [R, cells], by which the first of every 2x2 block is its destination.
+
+        Both rows of a guided pair have the same.
+        """
         if not self.random:
             return torch.arange(stage.cells, device=device).expand(rows, -1)
         noise = env.method_rng.uniform((env.batch, stage.cells), device)

@@ -302,7 +302,7 @@ def compare_unit(expected: Expected, name: str) -> None:
     memory.store(memory_key(block, 0), cache, Tokens(square(cache.shape[1])))
     span = ThinnedBlocks(range(1), "unit", (x.shape[1] - keep.shape[1] + 0.5) / x.shape[1])
     nothing: Any = None
-    result = span([block], x, tokens, Env(x.shape[0], nothing, (), memory, "cond"))
+    result = span([block], x, tokens, Env(x.shape[0], nothing, (), memory, "cond", nothing))
     expected.equal(f"{name}.keep", in_order_of(keep, sublayer.index))
     order = keep.argsort(dim=1).argsort(dim=1)  # from raster order to the stored one
     expected.close(f"{name}.merged", sublayer.asked.gather(1, order[..., None].expand_as(sublayer.asked)), RESTORED)

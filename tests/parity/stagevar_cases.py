@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule
-from nextscale.accel.stagevar import method as stagevar
-from nextscale.accel.stagevar.method import StageVAR
+from nextscale.accel.stagevar import StageVAR, variants
 
 from . import infinity_cases
 from .accelerated import SAMPLING, SettledBits, stated_tolerance
@@ -33,7 +32,7 @@ def replay_stagevar(folder: Path, case: dict[str, Any], expected: Expected) -> N
     trace = Trace(taps=(last,), method=method_of(case, schedule))
     with (
         SettledBits(pipe.tokenizer, expected, case["noise_max_abs_2_threads"]["logits"]) as revise,
-        calls_to(stagevar, "representatives") as chosen,
+        calls_to(variants, "representatives") as chosen,
         calls_of({str(layer): block for layer, block in enumerate(pipe.model.blocks)}) as blocks,
     ):
         read, _ = infinity_cases.generation(pipe, case, expected, trace, seed=stored_rng(expected, schedule), revise=revise, greedy=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import RunSetup, Span
+from nextscale.accel.method import MethodRun, Plans, RunSetup, Span
 from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
@@ -41,7 +41,7 @@ class Trace(Method):
         self.generator = torch.Generator().manual_seed(noise_seed)
         self.taps = tuple(sorted(set(taps)))
         self.stages = stages
-        self.method = self.run = Method() if method is None else method
+        self.method = Method() if method is None else method
         self.first_inputs: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers, and of the first ones of groups
         self.outputs: dict[tuple[int, int], Tensor] = {}  # likewise, and of the last ones of groups
@@ -49,39 +49,48 @@ class Trace(Method):
         self.memory = StageMemory()
         self.caches: list[CountingCache] = []
 
-    def start(self, setup: RunSetup) -> Method:
-        self.run = self.method.start(setup)
-        return self
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return self.method.forecast(model, schedule, guided, kept)
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return self.method.forecast(model, schedule, kept)
+    def start(self, setup: RunSetup) -> MethodRun:
+        return TraceRun(self, self.method.start(setup))
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        plan = self.run.plan(stage, canvas)
-        self.groups[stage.index] = [span.layers for span in plan.spans]
-        grouped = {layer for layers in self.groups[stage.index] for layer in layers}
+
+@dataclass(frozen=True)
+class TraceRun(MethodRun):
+    """Runs what the trace's method would, and notes it."""
+
+    trace: Trace
+    run: MethodRun
+
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        trace = self.trace
+        plan = self.run.plan(planned, stage, canvas)
+        trace.groups[stage.index] = [span.layers for span in plan.spans]
+        grouped = {layer for layers in trace.groups[stage.index] for layer in layers}
         return replace(
             plan,
-            skip=plan.skip or (self.stages is not None and stage.index >= self.stages),
-            spans=tuple(TracedSpan(span, self) for span in plan.spans),
-            taps=tuple(layer for layer in self.taps if layer not in grouped),
+            skip=plan.skip or (trace.stages is not None and stage.index >= trace.stages),
+            spans=tuple(TracedSpan(span, trace) for span in plan.spans),
+            taps=tuple(layer for layer in trace.taps if layer not in grouped),
         )
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        self.first_inputs.append(x)
+        self.trace.first_inputs.append(x)
         return self.run.reduce(x, tokens)
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if self.noise:
-            out = out + self.noise * (2 * torch.rand(out.shape, generator=self.generator) - 1)
+        if self.trace.noise:
+            out = out + self.trace.noise * (2 * torch.rand(out.shape, generator=self.trace.generator) - 1)
         return self.run.restore(out, tokens)
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        self.inputs[tokens.stage.index, layer], self.outputs[tokens.stage.index, layer] = before, after
+        stage = tokens.stage.index
+        self.trace.inputs[stage, layer], self.trace.outputs[stage, layer] = before, after
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        self.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
-        return self.caches[-1]
+        self.trace.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
+        return self.trace.caches[-1]
 
 
 class TracedSpan:

@@ -1,4 +1,4 @@
-"""A group of blocks on few rows in place of all tokens: what the variants of StageVAR have in common."""
+"""How a stage runs its groups of blocks: in full for the next stage to be restored from, or on few rows that stand for all tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SettingError
+from ...models.blocks import run_in_order
 from ...models.env import Env
 from ...sampling import Noise, cell_noise
 from ...stage import Tokens, repeat_tail
@@ -26,7 +27,7 @@ def race_noise(x: Tensor, tokens: Tokens, env: Env) -> Tensor:
 
 
 def normal_noise(x: Tensor, tokens: Tokens, env: Env, columns: int) -> Tensor:
-    """Standard normal numbers [R, N, columns], likewise."""
+    """Standard normal numbers [R, N, columns] for all tokens of x, the same for both rows of a guided pair."""
     return _noise(env.method_rng.normal, x, tokens, env, columns)
 
 
@@ -39,9 +40,39 @@ def sublayers_in(blocks: Sequence[Block]) -> int:
     return sum(len(block.sublayers) for block in blocks)
 
 
+def memory_name(group: int) -> Hashable:
+    return "stagevar", group
+
+
+@dataclass(frozen=True)
+class Remember(Span):
+    """Runs a group of blocks in full and keeps its output for the next stage."""
+
+    whole_stage = True
+
+    layers: range
+    group: int
+
+    @property
+    def key(self) -> Hashable:  # type: ignore[override]
+        return f"stagevar memory of group {self.group}"
+
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        return frozenset({memory_name(self.group)})
+
+    def num_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        x = run_in_order(blocks, x, tokens, env)
+        env.memory.store(memory_name(self.group), x, tokens)
+        return x
+
+
 @dataclass(frozen=True)
 class LowRank(Span):
-    """Runs a group of blocks on few rows that stand for all tokens."""
+    """Runs a group of blocks on few rows that stand for all tokens. Subclasses say which rows, and how the tokens are restored."""
 
     restores_from_memory: ClassVar[bool] = True
 
@@ -81,13 +112,13 @@ class LowRank(Span):
         return out
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        """The group's output [R, N, C] for its input; what lies beyond the count of a row does not matter."""
+        """The group's output [R, N, C] for its input x. Entries beyond the count of a row may be anything."""
         raise NotImplementedError
 
     def ranks(self, x: Tensor, tokens: Tokens, env: Env) -> tuple[int, Tensor | None]:
-        """Rows for x [R, N, C]: the padded number, and where rows of the batch differ, those of each [R]."""
+        """The rank of x [R, N, C]: the largest of the batch, and where they differ, that of each row [R]."""
         rows, ranks = self.rank.of(x, tokens)
-        if isinstance(self.rank, Energy):  # which the forecast could only assume
+        if isinstance(self.rank, Energy):  # the forecast could only assume it
             env.measured[self.layers] = replace(self, rank=Share(1.0, most=rows))
         return rows, ranks
 
@@ -110,11 +141,7 @@ class LowRank(Span):
         env.computed.add(tokens, x, sublayers_in(blocks), share)
 
 
-def memory_name(group: int) -> Hashable:
-    return "stagevar", group
-
-
 def first_tokens(tokens: Tokens, rows: Tensor, count: Tensor | None) -> Tokens:
-    """The first of these tokens, as places of `rows` [R, r, C] that stand for no token in particular."""
+    """The first of these tokens, as positions for `rows` [R, r, C] that stand for no token in particular."""
     place = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[0], -1)
     return tokens.take(repeat_tail(place, count), count)

@@ -18,7 +18,7 @@ Table = dict[float, dict[int, tuple[float, ...]]]
 
 @cache
 def rank_tables() -> dict[str, Table]:
-    """The published ratios: table, alpha, side of the stage, one per group."""
+    """The published ratios by table, alpha and side of the stage, one per group."""
     text = files(__package__).joinpath("ranks.json").read_text()
     return {
         name: {float(alpha): {int(side): tuple(ratios) for side, ratios in sides.items()} for alpha, sides in table.items()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ...checks import is_share, is_whole
 from ...errors import SettingError
 from ...models.base import NextScaleModel
 
+Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
 Alphas = tuple[tuple[int, float], ...]
 StageRatios = tuple[tuple[int, tuple[float, ...]], ...]
 
@@ -21,14 +22,14 @@ PUBLISHED_ALPHA = 0.96
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper and its program do for one family."""
+    """What the paper and its reference implementation do for one family."""
 
     table: str  # in ranks.json
     stages: int
     guidance_off: int
     alphas: Alphas
     blocks_per_group: int | None = None  # None: an eighth of the depth
-    sides: Mapping[int, float] | None = None  # alphas by the stage's side, where the released program goes by that
+    sides: Mapping[int, float] | None = None  # alphas by the stage's side, where the reference implementation finds stages by it
     counts_all_tokens: bool = False  # a ratio is a share of all tokens; False: of at most as many as the network has channels
     first_ratios: bool = False  # with fewer groups than its table the program takes the first ratios
 
@@ -52,14 +53,8 @@ def published_for(model: NextScaleModel) -> Published | None:
     return PUBLISHED.get(model.family)
 
 
-def released_sides(model: NextScaleModel) -> Mapping[int, float]:
-    """Alphas by the stage's side, where the released program goes by that; else empty."""
-    published = published_for(model)
-    return {} if published is None or published.sides is None else published.sides
-
-
 def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[range, ...]:
-    """Consecutive blocks; the last group may have fewer."""
+    """Groups of consecutive blocks, of which the last may have fewer. None is the published number of blocks per group, or an eighth."""
     depth = len(model.blocks)
     published = published_for(model)
     size = blocks_per_group or (published and published.blocks_per_group) or max(1, depth // 8)
