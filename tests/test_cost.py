@@ -3,7 +3,7 @@
 The counter sees mm, addmm and bmm; attention is run by torch's plain kernel, whose two products are bmm, because the counter does not
 know the fused kernel of the CPU. Left out of the comparison: convolutions (the canvas blends with them; decoding and the prompt are not
 inside what is counted), and mixtures of codes, which the canvas multiplies with its codebook (so codes are drawn one by one here).
-SparseVAR multiplies once more than is counted, and by how much is told here.
+SparseVAR multiplies once more than is counted; the tests say by how much.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Planned(Method):
         return self.of_stage(stage)
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        width = self.of_stage(tokens.stage).num_tokens
-        return (x, tokens) if width is None else first_tokens(x, tokens, width)
+        num_tokens = self.of_stage(tokens.stage).num_tokens
+        return (x, tokens) if num_tokens is None else first_tokens(x, tokens, num_tokens)
 
 
-def first_tokens(x: Tensor, tokens: Tokens, width: int) -> tuple[Tensor, Tokens]:
-    selection = torch.arange(width).expand(x.shape[0], -1)
-    return x[:, :width], tokens.take(selection, None if tokens.count is None else tokens.count.clamp(max=width))
+def first_tokens(x: Tensor, tokens: Tokens, num_tokens: int) -> tuple[Tensor, Tokens]:
+    selection = torch.arange(num_tokens).expand(x.shape[0], -1)
+    return x[:, :num_tokens], tokens.take(selection, None if tokens.count is None else tokens.count.clamp(max=num_tokens))
 
 
 @dataclass
@@ -137,8 +137,8 @@ def only(late: int, plan: StagePlan) -> Planned:
     return Planned(lambda stage: plan if stage.index >= late else DENSE)
 
 
-def keeping(branches: CfgBranches) -> Planned:
-    return only(2, StagePlan(cfg_branches=branches))
+def keeping(cfg_branches: CfgBranches) -> Planned:
+    return only(2, StagePlan(cfg_branches=cfg_branches))
 
 
 def half(stage: Stage) -> int:
@@ -259,7 +259,7 @@ def test_every_product_is_counted(family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_one_branch_alone(family: str) -> None:
+def test_one_cfg_branch_alone(family: str) -> None:
     counted = count_tiny(family, guidance=tiny.NO_GUIDANCE[family])
     assert_exact(counted)
     assert counted.report.cost_share == 1
@@ -396,7 +396,7 @@ class NoWork(Span):
 
 
 def test_a_small_sum_by_hand() -> None:
-    """VAR, one image, one branch, stages of 1 and 4 cells. Width 64: qkv, projection and a fourfold feed-forward are 12 * 64 * 64."""
+    """VAR, one image, one cfg branch, stages of 1 and 4 cells. Dim 64: qkv, projection and a fourfold feed-forward are 12 * 64 * 64."""
     spec = tiny.var_spec()
     model = build_model(replace(spec.model, sides=(1, 2)))
     first, second = request_cost(model, Workload(Schedule((1, 2)), guided=False)).stages
@@ -406,7 +406,7 @@ def test_a_small_sum_by_hand() -> None:
     assert (second.linear, second.attention, second.head) == (4 * per_token + embedding, 3 * 2 * 64 * 4 * (1 + 4), 4 * head)
     assert (first.keys, first.held, second.keys, second.held) == (3, 3, 12, 3)
     guided = request_cost(model, Workload(Schedule((1, 2)), images=3)).stages
-    assert guided[1].linear == 6 * 4 * per_token + 3 * embedding  # both branches read the same canvas
+    assert guided[1].linear == 6 * 4 * per_token + 3 * embedding  # both cfg branches read the same canvas
     assert guided[1].attention == 6 * second.attention
     thin = request_cost(model, Workload(Schedule((1, 2)), guided=False), [StagePlan(spans=(NoWork(),)), DENSE]).stages
     assert (thin[0].linear, thin[0].keys) == (2 * per_token // 3, 2)
@@ -439,10 +439,10 @@ def test_a_published_model_without_weights() -> None:
         model = build_model(spec.model)
     schedule = spec.settings.schedules.choose(None, None)
     cost = request_cost(model, Workload(schedule, text_tokens=64))
-    tokens, width, depth = 10521, 2048, 32
-    assert cost.linear == 2 * tokens * depth * (4 + 2 + 8) * width**2 + (tokens - 1) * 32 * width
-    assert cost.attention == 2 * 2 * width * depth * sum(stage.cells * (stage.start + stage.cells + 64) for stage in schedule)
-    assert cost.head == 2 * tokens * width * 64
+    tokens, dim, depth = 10521, 2048, 32
+    assert cost.linear == 2 * tokens * depth * (4 + 2 + 8) * dim**2 + (tokens - 1) * 32 * dim
+    assert cost.attention == 2 * 2 * dim * depth * sum(stage.cells * (stage.start + stage.cells + 64) for stage in schedule)
+    assert cost.head == 2 * tokens * dim * 64
     assert (round(2e-12 * cost.total), round(2e-12 * cost.attention)) == (115, 36)
 
 
@@ -460,7 +460,7 @@ def test_a_forecast_costs_what_the_run_does(family: str) -> None:
     assert counted.cost.share(counted.dense) == counted.report.cost_share
 
 
-def test_the_report_tells_skipped_stages_and_branches() -> None:
+def test_the_report_has_skipped_stages_and_cfg_branches() -> None:
     method = Planned(lambda stage: StagePlan(skip=stage.index == 1, cfg_branches="cond" if stage.index > 1 else "both"))
     stages = tiny.shared_pipeline("var")([3, 7], seed=1, method=method).report.stages
     assert [stage.skipped for stage in stages] == [False, True, False, False]

@@ -157,9 +157,9 @@ def test_every_method_reserves_at_most_what_dense_generation_does(family: str) -
         assert reserved(family, method).bytes <= dense, name
 
 
-# --- methods that decide by the image
+# --- data-dependent methods
 
-BY_IMAGE = {
+DATA_DEPENDENT = {
     "sparsevar": SparseVAR(tau=0.95, from_stage=3),
     "sparsevar, everything": SparseVAR(tau=0.0, from_stage=2),
     "sparsevar, hardly anything": SparseVAR(tau=1.0, from_stage=2, alpha=None),
@@ -181,7 +181,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("method", BY_IMAGE.values(), ids=BY_IMAGE)
+@pytest.mark.parametrize("method", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
 def test_what_runs_more_than_was_assumed_grows(family: str, method: Method, poisoned: None) -> None:
     """At least what ran and what was reserved, at most what dense generation takes; and the same images, bit for bit."""
     spec = reserved(family, method)
@@ -197,13 +197,13 @@ def test_what_runs_more_than_was_assumed_grows(family: str, method: Method, pois
 
 @every_family
 def test_what_runs_less_takes_what_was_reserved(family: str) -> None:
-    method = BY_IMAGE["sparsevar, hardly anything"]
+    method = DATA_DEPENDENT["sparsevar, hardly anything"]
     spec = reserved(family, method)
     assert drawn(family, method, spec).nbytes == {stage.stage: spec.bytes_at(stage.stage) for stage in spec.stages}
 
 
 def test_growing_to_everything_takes_what_dense_generation_takes() -> None:
-    method = BY_IMAGE["sparsevar, everything"]
+    method = DATA_DEPENDENT["sparsevar, everything"]
     spec = reserved("var", method)
     assert spec.bytes < dense_spec("var").bytes
     assert drawn("var", method, spec).nbytes[3] == dense_spec("var").bytes
@@ -217,7 +217,7 @@ def test_the_assumption_is_that_of_the_command() -> None:
 
 
 @every_family
-@pytest.mark.parametrize("method", [*BY_IMAGE.values(), FastVAR(), SkipStages(last=1)])
+@pytest.mark.parametrize("method", [*DATA_DEPENDENT.values(), FastVAR(), SkipStages(last=1)])
 def test_room_for_all_cells_is_that_of_nothing_left_out(family: str, method: Method) -> None:
     """A captured data-dependent request reserves what the plans take that keep every cell; spans and skipped stages still count."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
@@ -322,7 +322,7 @@ def test_rows_may_leave_before_anything_is_kept_or_later_than_planned() -> None:
 
 
 def test_nothing_is_allocated_before_it_is_needed() -> None:
-    """A recording captures what is allocated while it runs, and only that may be freed on the way."""
+    """A graph captures what is allocated while it runs, and only that may be freed on the way."""
     cache = cache_of(stage_keys(1, 4))
     assert cache.nbytes == cache.workspace.nbytes == 0
     append(cache, 0)
