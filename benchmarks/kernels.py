@@ -60,7 +60,6 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         mean_over_tokens,
         mean_over_tokens_reference,
     )
-    from nextscale.kernels.largest import topk_indices_sorted, topk_indices_sorted_reference
     from nextscale.kernels.norm import (
         norm_modulate,
         norm_modulate_reference,
@@ -70,6 +69,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
     from nextscale.kernels.restore import restore_tokens, restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache, rotate_into_cache_reference
     from nextscale.kernels.shapes import warps_for
+    from nextscale.kernels.topk import topk_indices_sorted, topk_indices_sorted_reference
 
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,7 +1,7 @@
 """Classifier-free guidance: how strongly each stage follows the condition.
 
 All published forms are one formula, guided = s * cond + (1 - s) * uncond, with a scale s per stage; they differ in how s follows from
-the stage. A scale of 1 is the conditional branch alone.
+the stage. A scale of 1 is the conditional rows alone.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
 
 
 def mix(rows: Tensor, scale: float, batch: int) -> Tensor:
-    """The two halves of [2B, ...] as one [B, ...]; with only the conditional rows left, or scale 1, that branch as it is."""
+    """The two halves of [2B, ...] as one [B, ...]; with only the conditional rows left, or scale 1, these as they are."""
     if rows.shape[0] == batch or scale == 1:
         return rows[:batch]
     cond, uncond = rows.chunk(2)
@@ -156,5 +156,5 @@ class GuidedRows:
         return mix(x, scale, batch).repeat(2, 1, 1)
 
     def in_full(self, out: Tensor, batch: int) -> Tensor:
-        """Like `on_logits` at the last stage, whatever the stage."""
+        """Logits guided as at the last stage, whatever the stage."""
         return mix(out, self._last, batch) if self._logits else out[:batch]

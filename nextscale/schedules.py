@@ -107,7 +107,7 @@ FLEXVAR_STEPS = {
 FLEXVAR_512 = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 23, 32)
 
 HART_1024 = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
-"""Also STAR's."""
+"""Sides of HART's and STAR's stages."""
 
 BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
 """Infinity's pixel budgets: how many stages of the aspect ratio's list they run."""

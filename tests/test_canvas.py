@@ -383,11 +383,11 @@ def test_codes_of_an_image_replayed_through_a_request_draw_that_image(family: st
     previews: list[Preview] = []
     embed = pipeline.model.embed
 
-    def recording_embed(shown: Tensor | None, *rest: object) -> Tensor:
+    def watched_embed(shown: Tensor | None, *rest: object) -> Tensor:
         seen.append(shown)
         return embed(shown, *rest)
 
-    pipeline.model.embed = recording_embed
+    pipeline.model.embed = watched_embed
     try:
         output = pipeline(tiny.prompts(family, 2), seed=0, revise=lambda stage, drawn: codes[stage.index], on_stage=previews.append)
     finally:

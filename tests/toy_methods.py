@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nextscale.accel.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
-from nextscale.cache import CfgBranches
 from nextscale.canvas import Canvas
 from nextscale.guidance import CfgBranches
 from nextscale.models import NextScaleModel

@@ -11,7 +11,8 @@ import typer
 
 from ..checkpoints import convert as convert_checkpoint
 from ..io import write_text
-from ..loading.hart_config import dump_config, own_config_file
+from ..loading.config_file import own_config_file
+from ..loading.hart_config import dump_config
 from ..loading.load import checkpoint_spec, naming_the_right_model
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models import HartConfig

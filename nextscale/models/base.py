@@ -142,7 +142,7 @@ class NextScaleModel(nn.Module):
         return x if x.shape[0] == rows else x.repeat(rows // x.shape[0], 1, 1)
 
     def with_text(self, x: Tensor, tokens: Tokens, env: Env) -> tuple[Tensor, Tokens]:
-        """At the first stage the text tokens, where the model has any, come before the grid's."""
+        """Puts the text tokens, where the model has any, before the cell of the first stage."""
         if tokens.stage.index > 0 or env.cond.prefix is None:
             return x, tokens
         text = env.cond.prefix + self.positions(tokens.stage)
@@ -166,7 +166,7 @@ class NextScaleModel(nn.Module):
         return choose(logits, tokens, len(request.schedule), request.sampling, request.rng)
 
     def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
-        """Guidance scale of the residual; 1 is the conditional branch alone."""
+        """Guidance scale of the residual; 1 is the conditional rows alone."""
         return 1.0
 
     def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
