@@ -19,10 +19,10 @@ from nextscale.checkpoints import write_weights
 from nextscale.cli import app
 from nextscale.cli import train as commands
 from nextscale.lab.shards import CAPTIONS, Record
-from nextscale.lab.train.model import initialise
 from nextscale.lab.train.model_settings import ModelTraining
+from nextscale.lab.train.model_trainer import initialise
 from nextscale.lab.train.settings import changed
-from nextscale.lab.train.tokenizer import TokenizerTraining
+from nextscale.lab.train.tokenizer_settings import TokenizerTraining
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.models import Infinity
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder

@@ -18,7 +18,8 @@ from ..lab.train.model import train_model
 from ..lab.train.model_settings import ModelTraining, check_parts, check_training
 from ..lab.train.run import Budget
 from ..lab.train.settings import changed
-from ..lab.train.tokenizer import TokenizerTraining, check_sides, train_tokenizer
+from ..lab.train.tokenizer import train_tokenizer
+from ..lab.train.tokenizer_settings import TokenizerTraining, check_sides
 from ..lab.train.words import make_word_encoder
 from ..loading.load import choose_device, load_module
 from ..loading.presets import NANO_MODEL, NANO_TOKENIZER
