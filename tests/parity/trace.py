@@ -49,8 +49,13 @@ class Trace(Method):
         self.caches: list[CountingCache] = []
 
     def start(self, setup: RunSetup) -> Method:
+        self.schedule = setup.schedule
         self.run = self.method.start(setup)
         return self
+
+    @property
+    def data_dependent(self) -> bool:
+        return self.method.data_dependent
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
         return self.method.forecast(model, schedule, kept)
@@ -63,7 +68,7 @@ class Trace(Method):
             plan,
             skip=plan.skip or (self.stages is not None and stage.index >= self.stages),
             spans=tuple(TracedSpan(span, self) for span in plan.spans),
-            taps=tuple(layer for layer in self.taps if layer not in grouped),
+            taps=tuple(sorted({*plan.taps, *(layer for layer in self.taps if layer not in grouped)})),
         )
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
@@ -77,6 +82,7 @@ class Trace(Method):
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         self.inputs[tokens.stage.index, layer], self.outputs[tokens.stage.index, layer] = before, after
+        self.run.observe(layer, before, after, tokens)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         self.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
@@ -105,11 +111,11 @@ class CountingCache:
 
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
-        self.length = 0  # keys that the last stage so far has seen
+        self.lengths: list[int] = []  # keys that each stage has seen, with its own
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         keys, values, mask = self.cache.append(q, k, v, tokens)
-        self.length = keys.shape[1]
+        self.lengths.append(keys.shape[1])
         return keys, values, mask
 
     def keep_rows(self, rows: slice) -> None:
