@@ -156,7 +156,7 @@ def replay_fastvar_infinity(folder: Path, case: dict[str, Any], expected: Expect
     # On other aspect ratios the reference implementation mostly runs as if it were dense, and fails on the rest.
     trace = Trace(taps=(len(pipe.model.blocks) - 1,), method=FastVAR(as_released=True) if square else Method())
     with choices.traced(), SettledBits(pipe.tokenizer, expected, noise["logits"]) as revise:
-        read, _ = infinity_cases.generation(pipe, case, expected, trace, seed=0, revise=revise, greedy=True)
+        read = infinity_cases.generation(pipe, case, expected, trace, seed=0, revise=revise, greedy=True).read
     check_counts(case, schedule, choices, trace)
     read |= choice_readings(expected, schedule, choices, trace) | cache_readings(pipe.model.stack, schedule, trace.memory)
     infinity_cases.compare(expected, read, stated_tolerance(case), {"image_float": IMAGE})

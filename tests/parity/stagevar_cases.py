@@ -35,7 +35,7 @@ def replay_stagevar(folder: Path, case: dict[str, Any], expected: Expected) -> N
         calls_to(variants, "representatives") as chosen,
         calls_of({str(layer): block for layer, block in enumerate(pipe.model.blocks)}) as blocks,
     ):
-        read, _ = infinity_cases.generation(pipe, case, expected, trace, seed=stored_rng(expected, schedule), revise=revise, greedy=True)
+        read = infinity_cases.generation(pipe, case, expected, trace, seed=stored_rng(expected, schedule), revise=revise, greedy=True).read
     assert read["kv_len_per_layer"]().tolist() == case["kv_len_per_layer"], "kv_len_per_layer"
     ranks = {(stage.index, group): rank for stage in schedule for group, rank in enumerate(case["ranks"].get(f"s{stage.index}", ()))}
     assert [call.output.shape[1] for call in chosen] == list(ranks.values()), "ranks"

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale import Guidance, Schedule, StageGuidance, TextFeatures
+from nextscale import Guidance, Schedule, Stage, StageGuidance, TextFeatures
+from nextscale.canvas import BitCanvas, to_rows
+from nextscale.tokenizers import InfinityTokenizer
 from nextscale.tokenizers.base import Tokenizer
 
 
@@ -67,3 +70,15 @@ def images_with_features(tokenizer: Tokenizer, features: Tensor, schedule: Sched
 def without_decoder(tokenizer: Tokenizer) -> None:
     """Images become black dots: spares the largest part of a replay whose decoder is left out."""
     tokenizer.decode = lambda latent: torch.zeros(latent.shape[0], 3, 1, 1)
+
+
+class AreaCanvas(BitCanvas):
+    """Shrinks the sum of codes to the next stage by averaging."""
+
+    def input(self, stage: Stage) -> Tensor | None:
+        return None if stage.index == 0 else to_rows(F.interpolate(self.latent, size=stage.size, mode="area"))
+
+
+def with_area_inputs(tokenizer: InfinityTokenizer) -> None:
+    """Makes a tokenizer's stages begin as in the public SparseVAR program, which averages where Infinity interpolates."""
+    tokenizer.canvas = lambda schedule, batch: AreaCanvas(tokenizer, schedule, batch)

@@ -49,11 +49,17 @@ class Trace(Method):
         self.memory = StageMemory()
         self.caches: list[CountingCache] = []
 
+    @property
+    def data_dependent(self) -> bool:
+        return self.method.data_dependent
+
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         return self.method.forecast(model, schedule, guided, kept)
 
     def start(self, setup: RunSetup) -> MethodRun:
-        return TraceRun(self, self.method.start(setup))
+        self.schedule = setup.schedule
+        self.run = self.method.start(setup)
+        return TraceRun(self, self.run)
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,14 @@ class TraceRun(MethodRun):
             plan,
             skip=plan.skip or (trace.stages is not None and stage.index >= trace.stages),
             spans=tuple(TracedSpan(span, trace) for span in plan.spans),
-            taps=tuple(layer for layer in trace.taps if layer not in grouped),
+            taps=tuple(sorted({*plan.taps, *(layer for layer in trace.taps if layer not in grouped)})),
         )
+
+    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        return self.run.count_tokens(stage, canvas)
+
+    def set_counts(self, fewest: int, num_tokens: int) -> None:
+        self.run.set_counts(fewest, num_tokens)
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         self.trace.first_inputs.append(x)
@@ -87,6 +99,7 @@ class TraceRun(MethodRun):
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         stage = tokens.stage.index
         self.trace.inputs[stage, layer], self.trace.outputs[stage, layer] = before, after
+        self.run.observe(layer, before, after, tokens)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         self.trace.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
@@ -115,11 +128,11 @@ class CountingCache:
 
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
-        self.length = 0  # keys that the last stage so far has seen
+        self.lengths: list[int] = []  # keys that each stage has seen, with its own
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         keys, values, mask = self.cache.append(q, k, v, tokens)
-        self.length = keys.shape[1]
+        self.lengths.append(keys.shape[1])
         return keys, values, mask
 
     def keep_rows(self, rows: slice) -> None:
