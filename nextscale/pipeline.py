@@ -55,7 +55,7 @@ class Output:
     latent: Tensor  # what was decoded
     codes: tuple[Tensor, ...]  # per stage that was run, as drawn on the canvas
     report: Report
-    compute_mask: tuple[Tensor, ...] | None = None  # per stage, with masks=True: share of the network that ran for every cell, [B, h, w]
+    compute_mask: tuple[Tensor, ...] | None = None  # per stage, if asked for: share of the network that ran for every cell, [B, h, w]
 
     @property
     def images(self) -> list[Image.Image]:
@@ -146,7 +146,7 @@ class Pipeline:
         guidance: GuidanceLike = None,
         negative: Any = None,
         method: MethodLike = None,
-        masks: bool = False,
+        compute_mask: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
         revise: Revise = as_sampled,
         **sampling: Any,
@@ -159,12 +159,12 @@ class Pipeline:
         size, aspect: (height, width) in pixels, a pixel budget such as "0.25M", or a Schedule; "16:9" or height / width.
         guidance: a number keeps the model's published form; a list is one scale per stage; or a Guidance.
         negative: like prompt, what to steer away from.
-        method: an acceleration method, its name, or several; None is the one set by `accelerate`. masks: keep which cells were run.
+        method: an acceleration method, its name, or several; None is the one set by `accelerate`. compute_mask: keep which cells were run.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
         chosen = self.method if method is None else resolve_method(method)
-        request, prompts, against, seeds = self._request(prompt, seed, size, aspect, guidance, negative, masks, revise, sampling)
+        request, prompts, against, seeds = self._request(prompt, seed, size, aspect, guidance, negative, compute_mask, revise, sampling)
         return self._run(request, prompts, against, seeds, chosen, on_stage)
 
     def warmup(
@@ -205,7 +205,7 @@ class Pipeline:
         aspect: AspectLike,
         guidance: GuidanceLike,
         negative: Any,
-        masks: bool,
+        compute_mask: bool,
         revise: Revise,
         sampling: dict[str, Any],
     ) -> tuple[Request, Prompts, Prompts | None, tuple[int, ...] | None]:
@@ -220,7 +220,7 @@ class Pipeline:
         own_draws = draws if seeds is None else method_rng(seeds, self.model.device)
         against = self._against(negative, len(prompts), guided)
         clock = Stopwatch(self.model.device)
-        return Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, masks), prompts, against, seeds
+        return Request(len(prompts), schedule, guided, chosen, draws, revise, clock, own_draws, compute_mask), prompts, against, seeds
 
     @property
     def engine(self) -> Engine:

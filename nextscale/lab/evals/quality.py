@@ -115,7 +115,7 @@ def evaluate(
             torch.cuda.synchronize(device)  # what is still running of the last measurement is not this method's
         try:
             seeds = [seed + number for number in numbers]
-            output = pipeline(texts(numbers), seed=seeds, size=schedule, method=methods[name], masks=result.kept is None)
+            output = pipeline(texts(numbers), seed=seeds, size=schedule, method=methods[name], compute_mask=result.kept is None)
             if not output.pixels.isfinite().all():
                 raise NextscaleError("the decoded images have values that are not finite")
         except Exception as error:
