@@ -45,6 +45,23 @@ from .results import Call, darkened, report_json, show_results
 
 
 @dataclass(frozen=True)
+class PictureOptions(PromptOptions):
+    """Which images to generate."""
+
+    seed: SeedOrRandom = None
+    positive_prompt: Annotated[
+        bool, typer.Option("--positive-prompt", help="Infinity: add words for good faces to prompts that seem to mention a person.")
+    ] = False
+
+    def pictures(self, spec: ModelSpec, out: Path) -> list[Picture]:
+        if self.positive_prompt and spec.text_encoder is None:
+            raise SettingError(f"--positive-prompt adds words to prompts; {spec.name} takes class numbers: leave it out")
+        texts = [with_positive_prompt(text) if self.positive_prompt else text for text in self.read()]
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        return plan_pictures([parse_prompt(text, spec) for text in texts], self.images, seed, out)
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """How codes are sampled from the model's logits."""
 
@@ -86,6 +103,15 @@ class SamplingOptions:
     ] = None
     no_refine: Annotated[
         bool, typer.Option("--no-refine", rich_help_panel=SAMPLING, help="STAR's sampler: sample late stages at once, not in rounds.")
+    ] = False
+
+    as_released: Annotated[
+        bool,
+        typer.Option(
+            "--as-released",
+            rich_help_panel=SAMPLING,
+            help="STAR: all images of a batch read the first prompt, as in the reference implementation.",
+        ),
     ] = False
 
     def call_arguments(self, spec: ModelSpec, schedule: Schedule) -> dict[str, Any]:
@@ -151,22 +177,10 @@ def generate(
     context: typer.Context,
     *,
     model: ModelOptions,
-    prompts: PromptOptions,
-    positive_prompt: Annotated[
-        bool, typer.Option("--positive-prompt", help="Infinity: add words for good faces to prompts that seem to mention a person.")
-    ] = False,
-    seed: SeedOrRandom = None,
+    prompts: PictureOptions,
     size: SizeOptions,
     method: CombinedMethods = None,
     sampling: SamplingOptions,
-    as_released: Annotated[
-        bool,
-        typer.Option(
-            "--as-released",
-            rich_help_panel=SAMPLING,
-            help="STAR: all images of a batch read the first prompt, as in the reference implementation.",
-        ),
-    ] = False,
     batch: Batch = 4,
     warmup: Annotated[
         bool,
@@ -180,29 +194,19 @@ def generate(
     settings = sampling.call_arguments(spec, schedule)
     acceleration = parse_methods(*method or ())
     require_fitting(acceleration, spec, schedule)
-    texts = prompts.read()
-    if positive_prompt:
-        texts = with_good_faces(texts, spec)
-    first_seed = secrets.randbits(32) if seed is None else seed
-    pictures = plan_pictures([parse_prompt(text, spec) for text in texts], prompts.images, first_seed, output.out)
+    pictures = prompts.pictures(spec, output.out)
     output.require_writable(pictures, schedule)
     if model.torch_device.type != "cuda" and warmup:
         raise SettingError(f"--warmup captures CUDA graphs, and this runs on {model.torch_device}: leave it out, or choose a GPU")
 
     settings |= {"size": schedule, "method": acceleration, "compute_mask": output.compute_mask}
     settings |= {"warmup": True} if warmup else {}
-    calls = generate_pictures(partial(model.load, as_released=as_released), pictures, batch, settings, output.previews)
+    calls = generate_pictures(partial(model.load, as_released=sampling.as_released), pictures, batch, settings, output.previews)
     if output.grid:
         write_image(side_by_side([Image.open(picture.file) for picture in pictures]), output.grid)
     if output.report:
         write_text(report_json(context.params, calls), output.report)
     show_results(calls)
-
-
-def with_good_faces(prompts: Sequence[str], spec: ModelSpec) -> list[str]:
-    if spec.text_encoder is None:
-        raise SettingError(f"--positive-prompt adds words to prompts; {spec.name} takes class numbers: leave it out")
-    return [with_positive_prompt(prompt) for prompt in prompts]
 
 
 def generate_pictures(
