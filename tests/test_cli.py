@@ -56,7 +56,7 @@ def spec_for_long_prompts() -> ModelSpec:
     return replace(spec, model=replace(spec.model, longest_text=128))
 
 
-def spec_for_texts(spec: ModelSpec, **model: int) -> ModelSpec:
+def spec_for_prompts(spec: ModelSpec, **model: int) -> ModelSpec:
     """As wide as the tiny encoders that the tests of those make."""
     return replace(spec, model=replace(spec.model, text_channels=ENCODER_CHANNELS, **model))
 
@@ -68,9 +68,9 @@ SPECS = {
         tiny.var_spec(),
         tiny.flexvar_spec(),
         spec_for_long_prompts(),
-        spec_for_texts(tiny.hart_spec(), text_tokens=20),
-        spec_for_texts(tiny.star_spec()),
-        spec_for_texts(tiny.star_spec(refined=True)),
+        spec_for_prompts(tiny.hart_spec(), text_tokens=20),
+        spec_for_prompts(tiny.star_spec()),
+        spec_for_prompts(tiny.star_spec(refined=True)),
     )
 }
 
@@ -199,7 +199,7 @@ def test_same_seed_same_bytes_other_seed_other_image() -> None:
     assert Path("a.png").read_bytes() == Path("b.png").read_bytes() != Path("c.png").read_bytes()
 
 
-def test_without_a_seed_the_name_tells_the_one_that_was_drawn() -> None:
+def test_without_a_seed_the_file_name_gives_the_random_one() -> None:
     succeed("generate", "-m", "tiny-var", 3, "--out", "first")
     (name,) = names("first")
     seed = re.fullmatch(r"0000-seed(\d+)\.png", name)[1]
@@ -259,7 +259,7 @@ def test_grid_holds_all_images() -> None:
         assert sheet.crop((0, VAR_PIXELS, VAR_PIXELS, 2 * VAR_PIXELS)).tobytes() == third.tobytes()
 
 
-def test_report_tells_settings_and_every_call() -> None:
+def test_report_has_settings_and_every_call() -> None:
     succeed("generate", "-m", "tiny-var", 3, 7, 1, "--report", "report.json", "--seed", 0, "--batch", 2, "--top-k", 5, "--dtype", "float32")
     report = json.loads(Path("report.json").read_text())
     assert report["settings"]["model"] == "tiny-var"
@@ -506,7 +506,7 @@ def test_several_methods_at_once(left_half: None) -> None:
     assert [stage["tokens"] for stage in call["stages"]] == [1, 4, 9, 0]
 
 
-def test_the_table_tells_the_padding_where_images_of_a_batch_run_different_numbers_of_tokens() -> None:
+def test_the_table_shows_the_padding_where_images_of_a_batch_run_different_numbers_of_tokens() -> None:
     options = ("--method", "sparsevar:tau=0.97,from_stage=3", "--report", "report.json")
     result = succeed("generate", "-m", "tiny-var", 3, 7, 5, "--seed", 0, *options)
     (call,) = json.loads(Path("report.json").read_text())["calls"]
@@ -671,14 +671,14 @@ def test_prompt_file_without_prompts() -> None:
     assert "cannot be read" in fail("generate", "-m", "tiny-var", "--prompts", "prompts.txt")
 
 
-def test_missing_weights_are_told_with_their_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_weights_are_reported_with_their_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
     message = fail("generate", "-m", "tiny-var", 3)
     assert f"https://huggingface.co/{REPOSITORY}/resolve/main/tiny-var.pth" in message
     assert str(tmp_path / "tiny-var.pth") in message
 
 
-def test_absent_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "finds 0 GPU(s) here" in fail("generate", "-m", "tiny-var", 3, "--device", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -706,7 +706,7 @@ def test_interrupt_leaves_no_half_written_file(monkeypatch: pytest.MonkeyPatch) 
     assert (result.exit_code, result.stderr, names()) == (130, "", [])
 
 
-def test_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "save", breaking_save(OSError(28, "No space left on device")))
     assert "No space left on device" in fail("generate", "-m", "tiny-var", 3)
     assert names() == []
@@ -729,7 +729,7 @@ def test_progress_is_shown_on_terminals_only() -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny-var", "tiny-flexvar"])
-def test_converted_files_draw_the_same_image(model: str, published_files: Path) -> None:
+def test_converted_files_generate_the_same_image(model: str, published_files: Path) -> None:
     spec = SPECS[model]
     assert "tensors" in succeed("convert", "-m", model, published_files / spec.weights.file, "model.safetensors").stdout
     succeed("convert", "-m", model, published_files / spec.tokenizer_weights.file, "tokenizer.safetensors", "--part", "tokenizer")

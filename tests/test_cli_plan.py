@@ -130,7 +130,7 @@ def test_several_methods(half: None) -> None:
     assert [stage["tokens"] for stage in planned["stages"][-3:]] == [50, 84, 0]
 
 
-def test_images_rows_and_texts() -> None:
+def test_batch_rows_and_text_tokens() -> None:
     one, three, alone = facts("star-256"), facts("star-256", "--batch", 3), facts("star-256", "--unguided")
     assert three["planned"]["total"] == 3 * one["planned"]["total"]
     assert {stage["rows"] for stage in three["stages"]} == {6}
