@@ -587,16 +587,31 @@ def test_the_command_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
     out = tmp_path / "new" / "rows.jsonl"
     shown = run(
-        ["tiny", "--methods", "skip:last=1", "--batch", "1", "--batch", "2", "--repeats", "1", "--device", "cpu", "--out", str(out)]
+        [
+            "-m",
+            "tiny",
+            "--method",
+            "tome+skip:last=1",
+            "--batch",
+            "1",
+            "--batch",
+            "2",
+            "--repeats",
+            "1",
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+        ]
     )
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["case"], row["batch"], row["method"]) for row in rows] == [
-        (name, batch, method) for name, batch in (("tiny", 1), ("tiny-batch2", 2)) for method in ("dense", "skip:last=1")
+        (name, batch, method) for name, batch in (("tiny", 1), ("tiny-batch2", 2)) for method in ("dense", "tome + skip:last=1")
     ]
-    assert "tiny, 32x32, batch 2" in shown and "skip:last=1" in shown
-    run(["tiny", "--step", "with tea", "--repeats", "1", "--device", "cpu", "--out", str(out)])
+    assert "tiny, 32x32, batch 2" in shown and "tome + skip:last=1" in shown
+    run(["-m", "tiny", "--step", "with tea", "--repeats", "1", "--device", "cpu", "--out", str(out)])
     assert json.loads(out.read_text().splitlines()[-1])["step"] == "with tea"
-    assert "no row of speed on a GPU" in run(["--table", "--out", str(out)], 2)
+    assert "no row measured on a GPU" in run(["--table", "--out", str(out)], 2)
 
 
 def test_a_suite_is_run_model_by_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,13 +669,14 @@ def test_the_tables_of_a_checkout_go_into_its_page(tmp_path: Path, monkeypatch: 
     [
         ([], "nothing to measure"),
         (["--suite", "al"], "choose one of required"),
-        (["--suite", "dense", "--batch", "2"], "already says"),
-        (["nano", "--size", "100"], "no schedule generates 100x100"),
-        (["nano", "--methods", "fasvar"], "did you mean fastvar"),
-        (["nano", "--engine", "fast", "--device", "cpu"], "choose one of graphs, eager, both"),
-        (["nano", "--page", "x.md"], "add --table"),
+        (["--suite", "dense", "--batch", "2"], "already fixes"),
+        (["-m", "nano", "--size", "100"], "no schedule generates 100x100"),
+        (["--size", "100"], "no schedule generates 100x100"),  # of nano
+        (["-m", "nano", "--method", "fasvar"], "did you mean fastvar"),
+        (["-m", "nano", "--engine", "fast", "--device", "cpu"], "choose one of graphs, eager, both"),
+        (["-m", "nano", "--page", "x.md"], "add --table"),
         (["--suite", "dense", "--weights", "x"], "of one model"),
-        (["nanp"], "did you mean nano"),
+        (["-m", "nanp"], "did you mean nano"),
     ],
 )
 def test_refusals(arguments: list[str], told: str) -> None:

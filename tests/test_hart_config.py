@@ -589,8 +589,8 @@ def run(*arguments: object) -> Result:
 
 def test_converted_files_draw_the_same_image(release: Path) -> None:
     model, tokenizer = release / "hart.safetensors", release / "hart-tokenizer.safetensors"
-    assert run("convert", NAME, release / "llm", model).exit_code == 0
-    assert run("convert", NAME, release / "tokenizer", tokenizer, "--part", "tokenizer").exit_code == 0
+    assert run("convert", "-m", NAME, release / "llm", model).exit_code == 0
+    assert run("convert", "-m", NAME, release / "tokenizer", tokenizer, "--part", "tokenizer").exit_code == 0
     assert json.loads(own_config_file(model).read_text()) == MODEL_JSON | {"num_sampling_steps": 6}
     converted, published = load(model, tokenizer), load(release / "llm", release / "tokenizer")
     assert converted.model.config == MODEL_CONFIG
@@ -611,12 +611,12 @@ def test_written_configurations_are_read_back(config: HartConfig, tmp_path: Path
 def test_conversion_overwrites_nothing_and_refuses_contradictions(release: Path) -> None:
     target = release / "hart.safetensors"
     own_config_file(target).write_text("mine")
-    refused = run("convert", NAME, release / "llm", target)
+    refused = run("convert", "-m", NAME, release / "llm", target)
     assert "hart.config.json" in refused.stderr
     assert "--force" in refused.stderr
     assert not target.exists()
     write_model(release / "llm", MODEL_JSON | {"depth": 24})
-    refused = run("convert", NAME, release / "llm", target, "--force")
+    refused = run("convert", "-m", NAME, release / "llm", target, "--force")
     assert "config.json says depth 24, the weights have 2 blocks" in refused.stderr
     assert own_config_file(target).read_text() == "mine"
 

@@ -21,8 +21,7 @@ from benchmarks.table import with_tables
 from nextscale.accel.method import Method, StagePlan
 from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.canvas import Canvas
-from nextscale.cli import app
-from nextscale.cli import observe as command
+from nextscale.cli import app, options
 from nextscale.errors import MissingExtra, SettingError
 from nextscale.generate import as_sampled
 from nextscale.lab.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
@@ -407,7 +406,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         assert name == spec.name
         return tiny.shared_pipeline("var")
 
-    monkeypatch.setattr(command, "load", load)
+    monkeypatch.setattr(options, "load", load)
     monkeypatch.delenv("NEXTSCALE_METRICS", raising=False)
     monkeypatch.setenv("NEXTSCALE_HOME", "nowhere")
     return lambda *arguments: CliRunner().invoke(app, ["observe", *map(str, arguments)])
@@ -415,7 +414,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = run("tiny-var", 1, 2, "--images", 3, "--batch", 2, "--switches", 2, "--device", "cpu", "--out", tmp_path)
+    result = run("-m", "tiny-var", 1, 2, 3, "--batch", 2, "--switches", 2, "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     written = {file.name for file in tmp_path.iterdir()}
     assert written == {"observations.json", "stages.png", "blocks.png", "prompts.png", *(f"{name}.svg" for name in FIGURES)}
@@ -431,14 +430,14 @@ def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp
     assert run("--plot", tmp_path / "observations.json", "--out", again).exit_code == 0
     for name in FIGURES:
         assert (again / f"{name}.svg").read_text() == (tmp_path / f"{name}.svg").read_text()
-    refused = run("tiny-var", 1, 2, "--device", "cpu", "--out", tmp_path)
+    refused = run("-m", "tiny-var", 1, 2, "--device", "cpu", "--out", tmp_path)
     assert refused.exit_code == 2
     assert "--force" in refused.output
 
 
 def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run("tiny-var", 1, 2, "--switches", 1, "--device", "cpu", "--out", tmp_path)
+    result = run("-m", "tiny-var", 1, 2, "--switches", 1, "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".png"}
     assert "nextscale[plots]" in result.output
@@ -447,12 +446,12 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny-var"], "no prompt"),
-        (["tiny-var", "cat"], "class 'cat'"),
-        (["tiny-var", "1", "--size", "99"], "no schedule generates 99x99"),
-        (["tiny-var", "1", "--lpips", "absent"], "absent"),
+        (["-m", "tiny-var"], "no prompt"),
+        (["-m", "tiny-var", "cat"], "class 'cat'"),
+        (["-m", "tiny-var", "1", "--size", "99"], "no schedule draws 99x99"),
+        (["-m", "tiny-var", "1", "--metrics", "absent"], "absent"),
         (["--plot", "absent.json"], "absent.json cannot be read"),
-        (["--plot", "absent.json", "--seed", "3"], "leave out seed"),
+        (["--plot", "absent.json", "--seed", "3"], "leave out --seed"),
     ],
 )
 def test_refusals(run: Callable[..., Result], arguments: list[str], message: str, tmp_path: Path) -> None:

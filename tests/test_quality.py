@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from benchmarks.table import quality_table
 from nextscale.accel import Method
 from nextscale.checkpoints import Layout, write_weights
-from nextscale.cli import app
+from nextscale.cli import app, options
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
 from nextscale.lab.evals import summary
@@ -450,7 +450,11 @@ def test_frontier_command(tmp_path: Path) -> None:
     assert command("frontier", results, "--out", picture) == (0, "")
     assert picture.read_text() == frontier_svg(evaluation().rows)
     assert "--force" in command("frontier", results, "--out", picture)[1]
-    assert "tiny-infinity at 32, tiny-infinity at 64" in command("frontier", results, "--size", "128", "--out", tmp_path / "b.svg")[1]
+    for size in ("64", "64x64"):
+        assert command("frontier", results, "--size", size, "--out", tmp_path / f"{size}.svg") == (0, "")
+    assert (tmp_path / "64.svg").read_text() == (tmp_path / "64x64.svg").read_text() == frontier_svg(other)
+    assert "--size '0.25M': give HEIGHTxWIDTH" in command("frontier", results, "--size", "0.25M", "--out", tmp_path / "b.svg")[1]
+    assert "tiny-infinity at 32x32, tiny-infinity at 64x64" in command("frontier", results, "--size", "128", "--out", tmp_path / "b.svg")[1]
 
 
 def test_frontier_does_not_mix_runs(tmp_path: Path) -> None:
@@ -478,11 +482,13 @@ def test_command_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a bee\n")
     assert "pass --prompts" in command("quality")[1]
-    assert "unknown method 'nothing'" in command("quality", "--prompts", prompts, "--methods", "nothing")[1]
-    assert "cannot skip 10 of 10 stages" in command("quality", "--prompts", prompts, "--methods", "skip:last=10")[1]
+    assert "unknown method 'nothing'" in command("quality", "--prompts", prompts, "--method", "nothing")[1]
+    assert "cannot skip 10 of 10 stages" in command("quality", "--prompts", prompts, "--method", "skip:last=10")[1]
+    assert "cannot skip 12 of 10" in command("quality", "--prompts", prompts, "--method", "tome+skip:last=12")[1]
+    assert "var-d16 takes class numbers: choose a text model" in command("quality", "-m", "var-d16", "--prompts", prompts)[1]
     captions = tmp_path / "captions.jsonl"
     captions.write_text('{"caption": "a bee"}\n')
-    assert "holds other things than results" in command("quality", "--prompts", captions, "--methods", "skip:last=1", "--out", captions)[1]
+    assert "holds other things than results" in command("quality", "--prompts", captions, "--method", "skip:last=1", "--out", captions)[1]
     assert captions.read_text() == '{"caption": "a bee"}\n'
     assert "lpips_alex_fp16.safetensors" in command("quality", "--prompts", prompts, "--metrics", tmp_path)[1]
 
@@ -493,12 +499,12 @@ def test_command_judges_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_weights(EfficientNetLite0(), tmp_path / EFFICIENTNET, Layout())
     entries = [{"file": f"{number}.webp", "caption": f"a {number}", "style": "ab"[number % 2], "label": str(number)} for number in range(3)]
     held, training = (shard(tmp_path / name, entries, ["0.webp", "1.webp", "2.webp"]) for name in ("val.tar", "train.tar"))
-    monkeypatch.setattr(quality_command, "load", lambda *_, **__: pipeline())
-    monkeypatch.setattr(quality_command, "choose_schedule", lambda *_: SCHEDULE)
+    monkeypatch.setattr(options, "load", lambda *_, **__: pipeline())
+    monkeypatch.setattr(options, "choose_schedule", lambda *_: SCHEDULE)
     out, sheet, probe = tmp_path / "results.jsonl", tmp_path / "sheet.png", tmp_path / "probe.safetensors"
-    fixed = ("quality", "--prompts", held, "--metrics", tmp_path, "--methods", "skip:last=1", "--out", out, "--batch", "2")
+    fixed = ("quality", "--prompts", held, "--metrics", tmp_path, "--method", "skip:last=1", "--out", out, "--batch", "2")
     status, shown = command(*fixed, "--sheet", sheet, "--data", training, "--probe", probe, "--device", "cpu")
-    assert status == 0 and "skip:last=1" in shown and "right about held-out real images so often" in shown
+    assert status == 0 and "skip:last=1" in shown and "accuracy on held-out real images" in shown
     dense, skip = (json.loads(line) for line in out.read_text().splitlines())
     assert dense["style"]["images"] == 3
     assert "frechet_real" not in skip and "Fréchet" not in shown, "three images say nothing about a set"
