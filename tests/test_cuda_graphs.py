@@ -1,4 +1,4 @@
-"""Recorded requests on a GPU: the images of eager generation, again and again. Skipped where there is no GPU."""
+"""Captured requests on a GPU: the images of eager generation, again and again. Skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(), SPARSE)
 
 def equal(ours: Output, theirs: Output) -> None:
     for mine, other in zip(ours.codes, theirs.codes, strict=True):
-        if mine.shape != other.shape:  # on a ladder tokens are padded to other widths
+        if mine.shape != other.shape:  # buckets pad tokens to other numbers
             continue
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-2)  # mixtures of codes; numbers must be equal
     torch.testing.assert_close(ours.pixels, theirs.pixels, rtol=1e-2, atol=1e-2)
@@ -41,7 +41,7 @@ def eager(pipe: Pipeline) -> Pipeline:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
-def test_replays_draw_what_eager_generation_draws(family: str, method: Method) -> None:
+def test_replays_generate_what_eager_generation_does(family: str, method: Method) -> None:
     pipe = random_pipeline(SPECS[family], device="cuda")
     first, second = prompts(family, 2), other_prompts(family)
     made = pipe.warmup(first, method=method)
@@ -114,4 +114,4 @@ def test_gelu_inside_the_product(dtype: torch.dtype, tokens: int) -> None:
         fused, plain = linear_gelu(x, linear), F.gelu(linear(x), approximate="tanh")
     assert (fused - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-5
     if dtype == torch.float32:
-        assert (exact - F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()))).abs().max() > 1e-4  # can be told apart
+        assert (exact - F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()))).abs().max() > 1e-4  # they differ
