@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from nextscale import pipeline
 from nextscale.engine import captures
 
-HOST_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::equal"}
+HOST_READS = {f"aten::{name}" for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "lift_fresh", "equal")}
 
 
 class Tape(TorchDispatchMode):

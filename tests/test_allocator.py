@@ -1,4 +1,4 @@
-"""Segments that grow, around a recording alone. No GPU is needed to ask for them."""
+"""Segments that grow, around a capture alone. No GPU is needed to ask for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nextscale.engine import allocator as module
 from nextscale.engine.allocator import VARIABLES, allocator_setter, expandable_segments
 
 from .tape import play_graphs_on_the_cpu
-from .test_engine import recorded
+from .test_engine import with_graphs
 from .tiny import prompts
 
 
 class Allocator:
-    """Remembers what it is told, in place of torch's."""
+    """Remembers what it is given, in place of torch's."""
 
     def __init__(self, patch: pytest.MonkeyPatch, settings: str = "") -> None:
         self.heard = [settings]
@@ -37,7 +37,7 @@ def asked_anew() -> Iterator[None]:
 @pytest.mark.parametrize("before", ["", "max_split_size_mb:100,roundup_power2_divisions:[256:1,512:2]"])
 def test_segments_grow_inside_and_not_after(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch, before)
-    for _ in range(2):  # what was there before does not grow with every recording
+    for _ in range(2):  # what was there before does not grow with every capture
         with pytest.raises(KeyError), expandable_segments():
             assert allocator.heard[-1] == (f"{before},expandable_segments:True" if before else "expandable_segments:True")
             raise KeyError
@@ -90,15 +90,15 @@ def test_where_segments_cannot_grow_that_is_said_once(
     assert "no expandable segments" in caplog.text
 
 
-def test_recordings_are_made_with_them_and_replays_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_are_made_with_them_and_replays_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     play_graphs_on_the_cpu(monkeypatch)
     settings: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: settings.append(allocator.heard[-1]))
-    pipe = recorded("infinity")
+    pipe = with_graphs("infinity")
     pipe.warmup(prompts("infinity", 1))
-    assert settings == ["", "expandable_segments:True"]  # before it all, and between the warm-up runs and the recording
+    assert settings == ["", "expandable_segments:True"]  # before it all, and between the warm-up runs and the capture
     assert allocator.heard[-1] == ""
-    told = len(allocator.heard)
+    before = len(allocator.heard)
     pipe(prompts("infinity", 1), seed=0)
-    assert len(allocator.heard) == told
+    assert len(allocator.heard) == before

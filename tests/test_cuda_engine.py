@@ -1,4 +1,4 @@
-"""What a GPU alone can show of recordings, attention by lengths and products with gelu. Skipped where there is none."""
+"""What a GPU alone can show of captures, attention by lengths and products with gelu. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_texts_are_attended_by_their_lengths_without_a_copy(rows: int, width: in
         torch.testing.assert_close(found[one].float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_recorded_attention_follows_the_lengths() -> None:
+def test_a_captured_attention_follows_the_lengths() -> None:
     q = torch.randn(2, 64, 4, 64, device="cuda", dtype=torch.bfloat16)
     keys, values = strided_text(2, 32, 4, 64, torch.bfloat16)
     lengths = torch.tensor([32, 32], dtype=torch.int32, device="cuda")
@@ -135,15 +135,15 @@ def test_pieces_of_a_feed_forward_are_the_whole(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(feed_forward(x), whole, rtol=2e-2, atol=2e-2)
 
 
-# --- recordings
+# --- captures
 
 
 METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(random=True), SparseVAR(tau=0.95, from_stage=3))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recordings_in_half_precision_repeat_themselves_whatever_runs_between(family: str) -> None:
-    """Texts by their lengths, ladders, keys freed while the last stage is recorded; all recordings share a pool."""
+def test_captures_in_half_precision_repeat_themselves_whatever_runs_between(family: str) -> None:
+    """Texts by their lengths, bucket sizes, keys freed while the last stage is captured; all captures share a pool."""
     pipe = random_pipeline(SPECS[family], device="cuda", dtype=torch.bfloat16)
     prompt = prompts(family, 2)
     for method in METHODS:
@@ -167,10 +167,10 @@ def test_recordings_in_half_precision_repeat_themselves_whatever_runs_between(fa
         ("var", Method(), {"forbidden": (1, 3)}),
         ("infinity", Combined((FastVAR({2: 1.0}), ToMe(random=True, stages=(2, 3)))), {}),
         ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", from_stage=2), ToMe(random=True))), {}),
-        ("star_refined", SparseVAR(tau=0.3, from_stage=3), {}),  # the runs before the recording leave out nothing
+        ("star_refined", SparseVAR(tau=0.3, from_stage=3), {}),  # the runs before the capture leave out nothing
     ],
 )
-def test_requests_that_draw_in_odd_places_can_be_recorded(family: str, method: Method, settings: dict[str, object]) -> None:
+def test_requests_that_draw_in_odd_places_can_be_captured(family: str, method: Method, settings: dict[str, object]) -> None:
     pipe = random_pipeline(SPECS[family], device="cuda")
     pipe.warmup(prompts(family, 2), method=method, **settings)
     for seeds in ([3, 4], [5, 6]):
@@ -181,8 +181,8 @@ def test_requests_that_draw_in_odd_places_can_be_recorded(family: str, method: M
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
-def test_a_recording_makes_the_condition_of_other_prompts(family: str) -> None:
-    """Longer and shorter ones, with and without negative prompts, between requests of another recording that shares its memory."""
+def test_a_capture_makes_the_condition_of_other_prompts(family: str) -> None:
+    """Longer and shorter ones, with and without negative prompts, between requests of another capture that shares its memory."""
     pipe = random_pipeline(SPECS[family], device="cuda")
     pipe.warmup(prompts(family, 2))
     pipe.warmup(prompts(family, 2), method=StageVAR())
@@ -199,7 +199,7 @@ def test_a_recording_makes_the_condition_of_other_prompts(family: str) -> None:
         assert pipe(**request, method=StageVAR()).report.engine == "graphs"
 
 
-def test_recordings_can_be_made_again_after_they_were_cleared_and_after_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_can_be_made_again_after_they_were_cleared_and_after_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     prompt = prompts("infinity", 2)
     held = []
@@ -226,7 +226,7 @@ def test_recordings_can_be_made_again_after_they_were_cleared_and_after_one_fail
     del kept
 
 
-def test_recordings_lie_in_segments_that_grow_and_nothing_else_does() -> None:
+def test_captures_lie_in_segments_that_grow_and_nothing_else_does() -> None:
     if allocator.allocator_setter() is None or allocator.OPTION in allocator.allocator_settings():
         pytest.skip("chosen otherwise")
     before = allocator.allocator_settings()
@@ -242,7 +242,7 @@ def test_recordings_lie_in_segments_that_grow_and_nothing_else_does() -> None:
     assert not own["is_expandable"]
 
 
-def test_recordings_share_their_memory() -> None:
+def test_captures_share_their_memory() -> None:
     """What one needs besides its results, another can use: they are never replayed at once."""
     prompt = text_features("infinity", (5,) * 32, seed=1)
     alone = random_pipeline(SPECS["infinity"], device="cuda").warmup(prompt, guidance=2.0).bytes
@@ -254,7 +254,7 @@ def test_recordings_share_their_memory() -> None:
     assert pipe.captures.bytes == first + second
 
 
-def test_weights_that_move_take_their_recordings_along() -> None:
+def test_weights_that_move_take_their_captures_along() -> None:
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     prompt = prompts("infinity", 2)
     pipe.warmup(prompt)

@@ -1,19 +1,22 @@
-"""Recorded requests on a GPU: the images of eager generation, again and again. Skipped where there is no GPU."""
+"""Captured requests on a GPU: the images of eager generation, again and again. Skipped where there is no GPU."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale.accel import StagePlan
+from nextscale.canvas import Canvas
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.feed_forward import linear_gelu
-from nextscale.pipeline import Output
-from nextscale.stage import Schedule
+from nextscale.output import Output
+from nextscale.stage import Schedule, Stage
 
 from .test_engine import other_prompts
 from .tiny import FAMILIES, SPECS, one_prompt, prompts
@@ -29,7 +32,7 @@ METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(), SPARSE)
 
 def equal(ours: Output, theirs: Output) -> None:
     for mine, other in zip(ours.codes, theirs.codes, strict=True):
-        if mine.shape != other.shape:  # on a ladder tokens are padded to other widths
+        if mine.shape != other.shape:  # buckets pad tokens to other numbers
             continue
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-2)  # mixtures of codes; numbers must be equal
     torch.testing.assert_close(ours.pixels, theirs.pixels, rtol=1e-2, atol=1e-2)
@@ -41,7 +44,7 @@ def eager(pipe: Pipeline) -> Pipeline:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
-def test_replays_draw_what_eager_generation_draws(family: str, method: Method) -> None:
+def test_replays_generate_what_eager_generation_does(family: str, method: Method) -> None:
     pipe = random_pipeline(SPECS[family], device="cuda")
     first, second = prompts(family, 2), other_prompts(family)
     made = pipe.warmup(first, method=method)
@@ -52,13 +55,93 @@ def test_replays_draw_what_eager_generation_draws(family: str, method: Method) -
         equal(replayed, eager(pipe)(texts, seed=seeds, method=method))
 
 
-def test_requests_of_another_kind_run_eagerly_and_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_second_request_of_a_kind_is_captured(caplog: pytest.LogCaptureFixture) -> None:
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
-    pipe.warmup(prompts("infinity", 2))
-    with caplog.at_level(logging.WARNING, logger="nextscale.engine.graphs"):
-        for _ in range(2):
-            assert pipe(one_prompt("infinity", 0), seed=0).report.engine == "eager"
+    with caplog.at_level(logging.INFO, logger="nextscale.engine.captures"):
+        found = [pipe(one_prompt("infinity", 0), seed=0) for _ in range(3)]
+    assert [output.report.engine for output in found] == ["eager", "graphs", "graphs"]
     assert len(caplog.records) == 1
+    equal(found[1], found[0])
+    assert torch.equal(found[2].pixels, found[1].pixels)
+    assert pipe(one_prompt("infinity", 0), seed=0, method=FastVAR(), warmup=True).report.engine == "graphs"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fewer_images_run_in_a_padded_batch(family: str) -> None:
+    pipe = random_pipeline(SPECS[family], device="cuda")
+    for method in (Method(), SPARSE, ToMe(random=True)):
+        pipe.warmup(prompts(family, 3), method=method)
+        for image in range(2):
+            ours = pipe(one_prompt(family, image), seed=image, method=method)
+            assert (ours.report.engine, ours.report.captured_batch) == ("graphs", 3 if image == 0 else 1)
+            equal(ours, eager(pipe)(one_prompt(family, image), seed=image, method=method))
+
+
+class ReadsTheDevice(Method):
+    """Says that it can be captured, and cannot."""
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        return StagePlan(skip=bool(canvas.latent.sum().item() == 1.5))
+
+
+def test_a_capture_that_fails_leaves_the_device_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    pipe, method = random_pipeline(SPECS["infinity"], device="cuda"), ReadsTheDevice()
+    prompt = prompts("infinity", 2)
+    pipe.warmup(prompt)
+    expected = pipe(prompt, seed=1)
+    found = [pipe(prompt, seed=1, method=method) for _ in range(3)]
+    assert [output.report.engine for output in found] == ["eager"] * 3
+    assert len(caplog.records) == 1
+    equal(found[-1], expected)
+    assert torch.equal(pipe(prompt, seed=1).pixels, expected.pixels)
+    assert pipe(prompt, seed=1, method=FastVAR(), warmup=True).report.engine == "graphs"
+
+
+def test_captures_that_leave_make_room_for_others() -> None:
+    """More kinds than the budget has room for: memory stays near it, and what is replayed stays right."""
+    prompt = prompts("infinity", 3)
+    probe = random_pipeline(SPECS["infinity"], device="cuda")
+    first = probe.warmup(prompt, guidance=2.0).bytes
+    pipe = Pipeline(probe.model, probe.tokenizer, probe.reader, probe.settings, probe.name, graph_memory=2 * first)
+    del probe
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    scales = [1.5 + number / 8 for number in range(24)]
+    for scale in scales:
+        ours = pipe(prompt, seed=1, guidance=scale, warmup=True)
+        assert ours.report.engine == "graphs"
+        equal(ours, eager(pipe)(prompt, seed=1, guidance=scale))
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before <= 3 * first
+    pipe.captures.clear()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + first // 2
+
+
+def test_threads_generate_what_one_thread_does() -> None:
+    """4 threads with requests of several sizes, batches and methods, whose graphs were captured before; then with none."""
+    pipe = random_pipeline(SPECS["infinity"], device="cuda")
+    wide = Schedule(((1, 1), (2, 2), (3, 5), (4, 7)))
+    kinds = [(1, None, Method()), (2, None, FastVAR()), (3, wide, Method()), (1, wide, StageVAR()), (2, None, SPARSE), (1, None, ToMe())]
+
+    def call(number: int) -> Output:
+        images, size, method = kinds[number % len(kinds)]
+        return pipe(prompts("infinity", images), seed=number % 12, size=size, method=method)
+
+    for images, size, method in kinds:
+        pipe.warmup(prompts("infinity", images), size=size, method=method)
+    expected = [call(number) for number in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(call, range(96)))
+    for number, output in enumerate(found):
+        assert output.report.engine == "graphs"
+        assert torch.equal(output.pixels, expected[number % 12].pixels)
+    pipe.captures.clear()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(call, range(48)))
+    for number, output in enumerate(found):
+        equal(output, expected[number % 12])
+    assert found[-1].report.engine == "graphs"
 
 
 def test_mixed_requests_neither_grow_memory_nor_change_results() -> None:
@@ -114,4 +197,4 @@ def test_gelu_inside_the_product(dtype: torch.dtype, tokens: int) -> None:
         fused, plain = linear_gelu(x, linear), F.gelu(linear(x), approximate="tanh")
     assert (fused - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-5
     if dtype == torch.float32:
-        assert (exact - F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()))).abs().max() > 1e-4  # can be told apart
+        assert (exact - F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()))).abs().max() > 1e-4  # they differ

@@ -1,4 +1,4 @@
-"""The parts of recordings that need no GPU."""
+"""The parts of captures that need no GPU."""
 
 from __future__ import annotations
 
@@ -55,57 +55,57 @@ def given(pipe: Pipeline, family: str, prompt: object) -> PromptInputs:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fixed_draws_and_prompts_give_the_images_of_the_request_that_is_loaded(family: str) -> None:
+def test_static_noise_and_prompts_give_the_images_of_the_request_that_is_loaded(family: str) -> None:
     """The first request fixes the buffers; the second one's numbers and prompts take their place."""
     pipe = shared_pipeline(family)
     first, second = prompts(family, 2), other_prompts(family)
     expected = pipe(second, seed=[5, 6], method=Method())
-    draws, own = StaticRng(), StaticRng()
+    rng, own = StaticRng(), StaticRng()
     fixed = StaticInputs(given(pipe, family, first), 2, text_bucket(1))
-    request = request_of(pipe, family, draws, own)
+    request = request_of(pipe, family, rng, own)
 
     @torch.inference_mode()
-    def drawn() -> torch.Tensor:
-        draws.rewind()
+    def latent() -> torch.Tensor:
+        rng.rewind()
         own.rewind()
         canvas = pipe.tokenizer.canvas(request.schedule, 2)
         cond = pipe.model.condition_from(fixed.value, pipe.model.schedule_tables(request.schedule))
         generate(pipe.model, cond, canvas, request, lambda done: None)
         return canvas.latent
 
-    before = drawn()
-    draws.refill(ImageRng([5, 6], CPU))
+    before = latent()
+    rng.refill(ImageRng([5, 6], CPU))
     fixed.load(given(pipe, family, second))
-    after = drawn()
+    after = latent()
     torch.testing.assert_close(after, expected.latent, rtol=1e-4, atol=1e-3)
     assert not torch.allclose(before, after)
 
 
-def test_a_request_that_draws_otherwise_the_second_time_is_told() -> None:
-    draws = StaticRng()
-    draws.exponential((2, 3), CPU)
-    draws.rewind()
+def test_a_request_that_asks_for_other_noise_the_second_time_is_refused() -> None:
+    rng = StaticRng()
+    rng.exponential((2, 3), CPU)
+    rng.rewind()
     with pytest.raises(RuntimeError, match=r"asked for exponential \[2, 3\] at first and for uniform \[2, 3\]"):
-        draws.uniform((2, 3), CPU)
+        rng.uniform((2, 3), CPU)
 
 
 def test_stages_share_the_memory_of_their_numbers() -> None:
-    draws = StaticRng()
+    rng = StaticRng()
     for stage in range(3):
         for _ in range(stage):
-            draws.exponential((2, 10**stage), CPU)
-        draws.uniform((2, 2), CPU)
-        draws.end_stage()
-    draws.share_memory()
-    draws.rewind()
+            rng.exponential((2, 10**stage), CPU)
+        rng.uniform((2, 2), CPU)
+        rng.end_stage()
+    rng.share_memory()
+    rng.rewind()
     expected, bytes_held = ImageRng([5, 6], CPU), set()
     given = ImageRng([5, 6], CPU)
     for stage in range(3):
-        draws.refill(given, stage)
-        found = [draws.exponential((2, 10**stage), CPU) for _ in range(stage)]
+        rng.refill(given, stage)
+        found = [rng.exponential((2, 10**stage), CPU) for _ in range(stage)]
         for numbers in found:
             assert torch.equal(numbers, expected.exponential((2, 10**stage), CPU))
-        found.append(draws.uniform((2, 2), CPU))
+        found.append(rng.uniform((2, 2), CPU))
         assert torch.equal(found[-1], expected.uniform((2, 2), CPU))
         bytes_held |= {numbers.untyped_storage().data_ptr() for numbers in found}
         assert {numbers.untyped_storage().nbytes() for numbers in found} == {4 * (2 * 200 + 4)}
@@ -117,7 +117,7 @@ def test_texts_are_padded_to_few_widths() -> None:
     assert list(TEXT_BUCKETS) == sorted(TEXT_BUCKETS)
 
 
-def test_equal_methods_have_one_recording() -> None:
+def test_equal_methods_have_one_capture() -> None:
     pairs = [(Method(), Method()), (FastVAR({9: 0.4}), FastVAR({9: 0.4})), (Combined((StageVAR(),)), Combined((StageVAR(),)))]
     for one, other in pairs:
         assert one == other
@@ -127,35 +127,35 @@ def test_equal_methods_have_one_recording() -> None:
     assert FastVAR({9: 0.4}) != FastVAR({9: 0.5})
 
 
-def test_methods_tell_whether_the_image_decides() -> None:
+def test_methods_tell_whether_they_are_data_dependent() -> None:
     assert not any(method.data_dependent for method in (Method(), FastVAR(), StageVAR()))
     assert SparseVAR().data_dependent
     assert Combined((SparseVAR(), StageVAR(alphas=()))).data_dependent
 
 
-def test_a_ladder_has_few_rungs_and_reaches_all_cells() -> None:
+def test_bucket_sizes_are_few_and_reach_all_cells() -> None:
     assert bucket_sizes(4096)[0] == 4096
     assert len(bucket_sizes(4096)) == 24
     for kept in range(1024, 4097):
-        assert min(rung for rung in bucket_sizes(4096) if rung >= kept) / kept < 1.13
+        assert min(size for size in bucket_sizes(4096) if size >= kept) / kept < 1.13
     assert list(bucket_sizes(4096)) == sorted(bucket_sizes(4096), reverse=True)
     assert bucket_sizes(4) == (4, 3, 2, 1)
 
 
-def test_recording_without_a_gpu_is_refused() -> None:
+def test_capturing_without_a_gpu_is_refused() -> None:
     pipe = shared_pipeline("var")
     assert pipe.engine == "eager"
     with pytest.raises(SettingError, match="engine 'eager' replays nothing"):
         pipe.warmup(1)
     with pytest.raises(SettingError, match="captured on a GPU; this model is on cpu"):
-        recorded("var").warmup(1)
+        with_graphs("var").warmup(1)
     with pytest.raises(SettingError, match="engine 'fast': choose one of graphs, eager"):
         Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, engine="fast")  # type: ignore[arg-type]
 
 
-# --- recordings, played on the CPU
+# --- captures, played on the CPU
 
-RECORDED = (
+CAPTURED_METHODS = (
     Method(),
     SkipStages(last=1),
     FastVAR(),
@@ -168,16 +168,16 @@ RECORDED = (
 )
 
 
-def recorded(family: str) -> Pipeline:
+def with_graphs(family: str) -> Pipeline:
     pipe = shared_pipeline(family)
     return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine="graphs")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", RECORDED, ids=lambda method: method.label)
-def test_replays_draw_what_eager_generation_draws(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", CAPTURED_METHODS, ids=lambda method: method.label)
+def test_replays_generate_what_eager_generation_does(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
-    pipe, eager = recorded(family), shared_pipeline(family)
+    pipe, eager = with_graphs(family), shared_pipeline(family)
     first, second = prompts(family, 2), other_prompts(family)
     pipe.warmup(first, method=method)
     for prompt, seeds in ((second, [5, 6]), (first, [3, 4])):
@@ -186,7 +186,7 @@ def test_replays_draw_what_eager_generation_draws(family: str, method: Method, m
             theirs = eager(prompt, seed=seeds, method=method)
         assert (ours.report.engine, theirs.report.engine) == ("graphs", "eager")
         for mine, other in zip(ours.codes, theirs.codes, strict=True):
-            if mine.shape == other.shape:  # on a ladder tokens are padded to other widths
+            if mine.shape == other.shape:  # buckets pad tokens to other numbers
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if family == "hart" else 1e-3)
 
@@ -196,7 +196,7 @@ def texts(family: str, lengths: tuple[int, ...], seed: int) -> Any:
 
 
 def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, seed: Any, **request: Any) -> None:
-    """The request is drawn by a recording, and as without one. `seed` makes one for each of both."""
+    """The request is replayed, with the images of eager generation. `seed` makes one for each of both."""
     ours = pipe(prompt, seed=seed(), **request)
     with Dispatched():
         theirs = eager(prompt, seed=seed(), **request)
@@ -209,10 +209,10 @@ def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, seed: Any, **r
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("images", [1, 3])
-def test_a_recording_serves_other_prompts_and_negative_prompts(family: str, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_serves_other_prompts_and_negative_prompts(family: str, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other lengths, longer and shorter ones than it was made from; the same ones again at the end."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe, eager = recorded(family), shared_pipeline(family)
+    pipe, eager = with_graphs(family), shared_pipeline(family)
     pipe.warmup(prompts(family, images))
     requests: list[dict[str, Any]] = [
         {"prompt": texts(family, (12, 2, 7)[:images], 8)},
@@ -229,7 +229,7 @@ def test_a_recording_serves_other_prompts_and_negative_prompts(family: str, imag
     ("family", "changes"), [("star_refined", {"as_released": True}), ("infinity", {"chunks": 3, "level_every_chunk": True})]
 )
 @pytest.mark.parametrize("guided", [True, False])
-def test_recordings_of_odd_models(
+def test_captures_of_odd_models(
     family: str, changes: dict[str, Any], guided: bool, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play_graphs_on_the_cpu(monkeypatch)
@@ -243,9 +243,9 @@ def test_recordings_of_odd_models(
 
 
 @pytest.mark.parametrize("method", [StageVAR(), ToMe(random=True), FastVAR()], ids=lambda method: method.label)
-def test_one_stream_of_numbers_for_images_and_method_is_drawn_in_eager_order(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stream_of_numbers_for_images_and_method_is_used_in_eager_order(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
-    pipe = recorded("infinity")
+    pipe = with_graphs("infinity")
     pipe.warmup(prompts("infinity", 2), method=method)
     assert_replayed(pipe, shared_pipeline("infinity"), prompts("infinity", 2), lambda: torch.Generator().manual_seed(4), method=method)
 
@@ -285,16 +285,16 @@ def test_a_replay_launches_nothing_for_single_layers(family: str, monkeypatch: p
     assert launched[0] < 45 + 15 * len(schedule_of(family))
 
 
-@pytest.mark.parametrize("method", RECORDED, ids=lambda method: method.label)
-def test_a_recording_does_not_hold_the_condition(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graphs write and read it; the decoder and other recordings use the memory as well."""
+@pytest.mark.parametrize("method", CAPTURED_METHODS, ids=lambda method: method.label)
+def test_a_capture_does_not_hold_the_condition(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graphs write and read it; the decoder and other captures use the memory as well."""
     play_graphs_on_the_cpu(monkeypatch)
 
     def conditions() -> int:
         gc.collect()
         return sum(type(known) is Conditioning for known in gc.get_objects())
 
-    pipe, before = recorded("infinity"), conditions()
+    pipe, before = with_graphs("infinity"), conditions()
     pipe.warmup(prompts("infinity", 2), method=method)
     assert conditions() == before
     pipe(prompts("infinity", 2), seed=1, method=method)
@@ -342,13 +342,13 @@ def test_skipped_stages_have_a_graph_only_where_they_change_the_canvas(
 ) -> None:
     """FlexVAR's canvas grows with the stage. Besides the stages that run there are the graphs of the condition and of the decoder."""
     play_graphs_on_the_cpu(monkeypatch)
-    made = recorded(family).warmup(prompts(family, 1), method=SkipStages(last=2))
+    made = with_graphs(family).warmup(prompts(family, 1), method=SkipStages(last=2))
     assert made.graphs == len(schedule_of(family)) - 2 + skipped_graphs + 2
 
 
-def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captures_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
-    pipe = recorded("infinity")
+    pipe = with_graphs("infinity")
     kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.95, from_stage=3)), (1, FastVAR()), (2, StageVAR())]
     for images, method in kinds:
         pipe.warmup(prompts("infinity", images), method=method)
@@ -361,11 +361,11 @@ def test_recordings_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("family", ["var", "infinity"])
-def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager generation of one image runs what it needs; a replay runs the next rung, and says how much of it was too much."""
+def test_the_report_tells_the_padding_of_a_bucket(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager generation of one image runs what it needs; a replay runs the next bucket size, and says how much of it was too much."""
     play_graphs_on_the_cpu(monkeypatch)
-    monkeypatch.setattr("nextscale.engine.stage_graphs.BUCKETS", (32, 16))  # else stages this small have a rung for nearly every number
-    pipe, method = recorded(family), SparseVAR(tau=0.97, from_stage=3)
+    monkeypatch.setattr("nextscale.engine.stage_graphs.BUCKETS", (32, 16))  # else stages this small have a size for nearly every number
+    pipe, method = with_graphs(family), SparseVAR(tau=0.97, from_stage=3)
     prompt = prompts(family, 1)
     pipe.warmup(prompt, method=method)
     with Dispatched():
@@ -374,18 +374,18 @@ def test_the_report_tells_the_padding_of_the_ladder(family: str, monkeypatch: py
     assert [stage.padding for stage in needed.stages] == [0] * len(needed.stages)
     assert needed.padding == 0
     for ours, theirs in zip(replayed.stages, needed.stages, strict=True):
-        rungs = bucket_sizes(ours.height * ours.width)
-        assert ours.tokens == min(rung for rung in rungs if rung >= theirs.tokens)
+        sizes = bucket_sizes(ours.height * ours.width)
+        assert ours.tokens == min(size for size in sizes if size >= theirs.tokens)
         assert ours.padding == pytest.approx(1 - theirs.tokens / ours.tokens)
     assert 0 < replayed.padding < 1
     assert replayed.to_dict()["padding"] == replayed.padding
 
 
 @pytest.mark.parametrize("tau", [0.8, 0.9])
-def test_what_is_spoken_for_draws_the_same_on_every_rung_and_in_every_batch(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """STAR's sampler draws for tokens that were left out; some stages of these images leave out none."""
+def test_what_anchors_propagate_to_is_the_same_in_every_bucket_and_batch(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """STAR samples for tokens that were left out; some stages of these images leave out none."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe, eager, method = recorded("star_refined"), shared_pipeline("star_refined"), SparseVAR(tau=tau, from_stage=2)
+    pipe, eager, method = with_graphs("star_refined"), shared_pipeline("star_refined"), SparseVAR(tau=tau, from_stage=2)
     prompt = prompts("star_refined", 2)
     pipe.warmup(prompt, method=method)
     for seed in range(6):
@@ -399,16 +399,16 @@ def test_what_is_spoken_for_draws_the_same_on_every_rung_and_in_every_batch(tau:
 
 
 @pytest.mark.parametrize("scales", [RampGuidance(False, (1,), 3.0), StageGuidance(False, (1,), (1.0, 2.0, 3.0, 4.0, 5.0))])
-def test_guidance_of_another_kind_needs_another_recording(scales: Guidance, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guidance_of_another_kind_needs_another_capture(scales: Guidance, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here of hidden states alone, with the same scales, the first of which is 1."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe, prompt = recorded("infinity"), prompts("infinity", 2)
+    pipe, prompt = with_graphs("infinity"), prompts("infinity", 2)
     pipe.warmup(prompt, guidance=replace(scales, logits=True))
     assert pipe(prompt, seed=1, guidance=replace(scales, logits=True)).report.engine == "graphs"
     assert pipe(prompt, seed=1, guidance=scales).report.engine == "eager"
 
 
-def test_recordings_are_forgotten_when_weights_move(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_captures_are_forgotten_when_weights_move(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     plain = random_pipeline(SPECS["var"])
     pipe = Pipeline(plain.model, plain.tokenizer, plain.reader, plain.settings, plain.name, engine="graphs")
@@ -422,9 +422,9 @@ def test_recordings_are_forgotten_when_weights_move(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings share their memory. The same holds for other threads."""
+    """Captures share their memory."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe = recorded("var")
+    pipe = with_graphs("var")
     pipe.warmup(1)
     alone, inner = pipe(1, seed=1), []
     outer = pipe(1, seed=1, on_stage=lambda preview: inner.append(pipe(2, seed=2).report.engine))
@@ -437,26 +437,26 @@ def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("method", [StageVAR(ranks="measured"), StageVAR(variant="least_squares"), StageVAR(variant="svd")])
-def test_what_reads_from_the_device_is_not_recorded(
+def test_what_reads_from_the_device_is_not_captured(
     method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     play_graphs_on_the_cpu(monkeypatch)
-    pipe, prompt = recorded("infinity"), prompts("infinity", 1)
+    pipe, prompt = with_graphs("infinity"), prompts("infinity", 1)
     pipe.warmup(prompt)
     for asked in (method, Combined((SkipStages(), method))):
         assert not asked.capturable
         assert pipe(prompt, seed=1, method=method).report.engine == "eager"
-    assert not caplog.text  # nothing that warmup could mend
+    assert not caplog.text
     monkeypatch.undo()
     reason = obstacle(torch.device("cuda"), request_of(pipe, "infinity", method=method))
     assert "reads from the device between stages and cannot be captured" in str(reason)
 
 
 @pytest.mark.parametrize("family", ["hart", "star"])
-def test_rungs_share_the_memory_of_their_codes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixtures of codes are large, and there are two dozen rungs."""
+def test_bucket_sizes_share_the_memory_of_their_codes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures of codes are large, and there are two dozen bucket sizes."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe = recorded(family)
+    pipe = with_graphs(family)
     pipe.warmup(prompts(family, 2), method=SparseVAR(tau=0.95, from_stage=3))
     (kept,) = pipe.captures._captures.values()
     by_size = [stage.graphs.values() for stage in kept.request.stages if stage.counter is not None]
@@ -468,7 +468,7 @@ def test_rungs_share_the_memory_of_their_codes(family: str, monkeypatch: pytest.
 
 def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
-    pipe, prompt = recorded("infinity"), prompts("infinity", 2)
+    pipe, prompt = with_graphs("infinity"), prompts("infinity", 2)
     pipe.warmup(prompt)
     shown: list[torch.Tensor] = []
     known: list[torch.Tensor] = []
@@ -491,12 +491,12 @@ def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) 
         ("star_refined", SparseVAR(tau=0.3, from_stage=3), {}),
     ],
 )
-def test_recordings_read_all_that_a_method_draws(
+def test_captures_read_all_that_a_method_asks_for(
     family: str, method: Method, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every way of the stage that draws it; and nothing but a refill writes there."""
+    """In every variant of the stage that asks for it; and nothing but a refill writes there."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe = recorded(family)
+    pipe = with_graphs(family)
     pipe.warmup(prompts(family, 2), method=method, **settings)
     (kept,) = pipe.captures._captures.values()
     tapes = [[variant.graph for variant in stage.graphs.values() if isinstance(variant.graph, Tape)] for stage in kept.request.stages]

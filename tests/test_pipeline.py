@@ -109,7 +109,7 @@ def test_one_prompt_and_several_seeds_are_several_images(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_fresh_seed_is_told_in_the_report(family: str) -> None:
+def test_a_fresh_seed_is_reported_in_the_report(family: str) -> None:
     first, second = drawn(family, images=2, seed=None), drawn(family, images=2, seed=None)
     assert first.report.seeds != second.report.seeds
     tiny.assert_same_bits(drawn(family, images=2, seed=first.report.seeds), first)
@@ -133,7 +133,7 @@ def test_a_generator_is_one_stream_for_the_whole_batch(family: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_codes_do_not_depend_on_the_seed(family: str) -> None:
-    """HART's residual does, and so do the cells that STAR's refiner settles first, unless it is told to go by certainty alone."""
+    """HART's residual does, and so do the cells that STAR's refiner settles first, unless it goes by certainty alone."""
     settings = {"refine": replace(tiny.REFINEMENT, random=0)} if family == "star_refined" else {}
     first, second = (drawn(family, seed=seed, greedy=True, **settings) for seed in (1, 2))
     if family != "hart":
@@ -453,7 +453,7 @@ def test_smoothing_draws_mixtures_of_codes(family: str) -> None:
     tiny.assert_close_pixels(family, smooth.pixels[1], alone.pixels[0])
 
 
-def test_hart_is_smooth_unless_told_otherwise() -> None:
+def test_hart_is_smooth_by_default() -> None:
     tiny.assert_same_bits(drawn("hart"), drawn("hart", smooth=True))
     assert not any(codes.is_floating_point() for codes in drawn("hart", smooth=False).codes)
 

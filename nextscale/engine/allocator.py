@@ -1,7 +1,7 @@
-"""Memory that grows in place, for recordings.
+"""Memory that grows in place, for captures.
 
-A segment of torch's allocator has a fixed size by default, and what the pool of a recording has taken for the stages does not fit the
-decoder. Segments that grow are cut anew for whatever comes next. What the pool of a recording reserves for infinity-2b, 1024 x 1024
+A segment of torch's allocator has a fixed size by default, and what the pool of a capture has taken for the stages does not fit the
+decoder. Segments that grow are cut anew for whatever comes next. What the pool of a capture reserves for infinity-2b, 1024 x 1024
 pixels, one guided image, in bfloat16 on an H200 with torch 2.11:
     dense     6.2 GB with fixed segments, 4.06 with growing ones
     StageVAR  3.6                         1.53
@@ -54,6 +54,6 @@ def allocator_setter() -> Callable[[str], None] | None:
     # torch.cuda.memory's own is deprecated where the first one exists.
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if setter is None or sys.platform != "linux" or torch.version.hip is not None:
-        log.warning("recordings take more memory here: torch %s has no expandable segments on %s", torch.__version__, sys.platform)
+        log.warning("captures take more memory here: torch %s has no expandable segments on %s", torch.__version__, sys.platform)
         return None
     return setter

@@ -117,7 +117,7 @@ class Captures:
         return self._budget if self._budget is not None else int(SHARE * DeviceMemory.total(self._model.device))
 
     def replay(self, request: Request, at_once: bool = False) -> Replay | None:
-        """What runs this request from captured graphs; None where it has to run eagerly. Captures it if that pays, or is told to."""
+        """What runs this request from captured graphs; None where it has to run eagerly. Captures it if that pays, or at once."""
         if obstacle(self._model.device, request) is not None:
             return None
         self._forget_if_weights_moved()
