@@ -67,6 +67,8 @@ class Dispatched(TorchDispatchMode):
 
 
 class Stream:
+    device_index = 0
+
     def __init__(self, *_: Any) -> None: ...
 
     def wait_stream(self, other: Stream) -> None: ...

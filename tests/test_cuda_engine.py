@@ -15,7 +15,7 @@ from nextscale.accel.combine import Combined
 from nextscale.cache import real_entries
 from nextscale.engine import allocator
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models import blocks
+from nextscale.models import feed_forward as feed_forward_module
 from nextscale.models.attention import attend, reads_lengths
 from nextscale.models.feed_forward import FeedForward, linear_gelu
 
@@ -131,7 +131,7 @@ def test_pieces_of_a_feed_forward_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(2, 700, 256, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
         whole = feed_forward(x)
-        monkeypatch.setattr(blocks, "PIECE", 300)  # the last piece is shorter
+        monkeypatch.setattr(feed_forward_module, "PIECE", 300)  # the last piece is shorter
         torch.testing.assert_close(feed_forward(x), whole, rtol=2e-2, atol=2e-2)
 
 
@@ -235,7 +235,7 @@ def test_captures_lie_in_segments_that_grow_and_nothing_else_does() -> None:
     pipe.warmup(prompts("infinity", 2))
     assert allocator.allocator_settings() == before
     pool = pipe.captures._pool
-    of_pool = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool)]
+    of_pool = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool.handle)]
     assert of_pool and all(segment["is_expandable"] for segment in of_pool)
     fresh = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     (own,) = [s for s in torch.cuda.memory_snapshot() if s["address"] <= fresh.data_ptr() < s["address"] + s["total_size"]]

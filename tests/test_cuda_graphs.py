@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel import StagePlan
+from nextscale.accel import MethodRun, RunSetup, StagePlan
 from nextscale.canvas import Canvas
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.feed_forward import linear_gelu
@@ -80,8 +81,13 @@ def test_fewer_images_run_in_a_padded_batch(family: str) -> None:
 class ReadsTheDevice(Method):
     """Says that it can be captured, and cannot."""
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(skip=bool(canvas.latent.sum().item() == 1.5))
+    def start(self, setup: RunSetup) -> MethodRun:
+        return ReadsTheDeviceRun()
+
+
+class ReadsTheDeviceRun(MethodRun):
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        return replace(planned, skip=bool(canvas.latent.sum().item() == 1.5))
 
 
 def test_a_capture_that_fails_leaves_the_device_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,17 +111,20 @@ def test_captures_that_leave_make_room_for_others() -> None:
     pipe = Pipeline(probe.model, probe.tokenizer, probe.reader, probe.settings, probe.name, graph_memory=2 * first)
     del probe
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
     scales = [1.5 + number / 8 for number in range(24)]
-    for scale in scales:
-        ours = pipe(prompt, seed=1, guidance=scale, warmup=True)
-        assert ours.report.engine == "graphs"
-        equal(ours, eager(pipe)(prompt, seed=1, guidance=scale))
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() - before <= 3 * first
-    pipe.captures.clear()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + first // 2
+    cleared = []
+    for _ in range(2):
+        before = torch.cuda.memory_reserved()
+        for scale in scales:
+            ours = pipe(prompt, seed=1, guidance=scale, warmup=True)
+            assert ours.report.engine == "graphs"
+            equal(ours, eager(pipe)(prompt, seed=1, guidance=scale))
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() - before <= 3 * first
+        pipe.captures.clear()
+        torch.cuda.empty_cache()
+        cleared.append(torch.cuda.memory_reserved())
+    assert cleared[1] <= cleared[0] + first // 2  # the first round may leave the workspaces of libraries behind
 
 
 def test_threads_generate_what_one_thread_does() -> None:

@@ -234,8 +234,9 @@ class Captures:
                 tables = self._tables.of(request.schedule)
                 captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, self._pool)
         except BaseException:
-            if not self._captures:  # torch refuses a pool that no graph uses any more while something in it is still held
-                self._drop_pool()
+            # Nothing can be captured into this pool and stream any more: what lies there leaves too, and is captured anew when it comes.
+            self._captures.clear()
+            self._drop_pool()
             raise
         torch.cuda.synchronize(device)
         after = DeviceMemory.now(device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -87,8 +87,19 @@ class GraphPool:
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """What is launched inside becomes the graph. Other threads may allocate meanwhile: theirs is no part of it."""
-        with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
-            yield
+        try:
+            with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        """Torch leaves the pool of a capture that failed open, and as long as one is open it gives no cached memory back to the device."""
+        close = getattr(torch._C, "_cuda_endAllocateToPool", None)  # which has no public name
+        if close is not None:
+            with suppress(RuntimeError):  # it was closed
+                close(self.stream.device_index, self.handle)
 
 
 class CapturedRequest:
