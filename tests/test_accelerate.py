@@ -224,6 +224,14 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tupl
         pipeline(tiny.prompts("infinity", 1), seed=0, method=methods[::order], on_stage=never)
 
 
+def test_a_stage_of_two_cells_counts_as_reduced_before_anything_runs() -> None:
+    """Half of them and half of one anchor, rounded up, would be both; a run may leave out one."""
+    pipeline, schedule = tiny.shared_pipeline("infinity"), Schedule(((1, 1), (1, 2), (2, 4), (4, 8)))
+    methods = [SparseVAR(metric="logits", tau=0.0, from_stage=2), FastVAR({2: 0.5})]
+    with pytest.raises(SettingError, match="at stage 1 .* needs every cell of the stage, of which only 1 are kept"):
+        pipeline(tiny.prompts("infinity", 1), seed=0, size=schedule, method=methods, on_stage=lambda preview: pytest.fail("a stage ran"))
+
+
 @pytest.mark.parametrize(
     ("methods", "reason"),
     [

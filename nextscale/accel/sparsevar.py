@@ -154,9 +154,13 @@ class SparseVAR(Method):
 
 
 def _forecast_tokens(stage: Stage, alpha: int | None, kept: float) -> int:
-    """Tokens of a stage of which the share `kept` is computed, and the anchors in the rest: about (kept + (1 - kept) / alpha²) cells."""
+    """Tokens of a stage of which the share `kept` is computed, and the anchors in the rest: about (kept + (1 - kept) / alpha²) cells.
+
+    A stage that may be reduced is forecast so however few its cells are, since a method that needs all of them conflicts with it.
+    """
     anchors = math.ceil(stage.height / alpha) * math.ceil(stage.width / alpha) if alpha else 0
-    return max(1, math.ceil(kept * stage.cells + (1 - kept) * anchors))
+    computed = math.ceil(kept * stage.cells + (1 - kept) * anchors)
+    return max(1, min(computed, stage.cells - 1) if kept < 1 and anchors < stage.cells else computed)
 
 
 @dataclass(frozen=True, slots=True)
