@@ -2,8 +2,8 @@
 
     python -m benchmarks.attention [--out FILE]
 
-Shapes are those of infinity-2b at 1024 x 1024, guided: two rows an image, 16 heads of 128 channels, bfloat16. Calls are recorded in a CUDA
-graph and replayed, so that the host's part is not in the times: recorded requests do not pay it. "eager_ms" is what the host needs to
+Shapes are those of infinity-2b at 1024 x 1024, guided: two rows an image, 16 heads of 128 channels, bfloat16. Calls are captured in a CUDA
+graph and replayed, so that the host's part is not in the times: captured requests do not pay it. "eager_ms" is what the host needs to
 launch a call and the device to run it, whichever is longer.
 """
 
@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nextscale import kernels
 from nextscale.cache import real_entries
-from nextscale.models.blocks import attend
+from nextscale.models.attention import attend
 
 from .results import RESULTS, append, measure
 

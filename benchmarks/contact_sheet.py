@@ -1,4 +1,4 @@
-"""Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` draws 48 captions of a held-out shard, evenly spread.
+"""Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` generates 48 captions of a held-out shard.
 
 Caption i of the sheet has seed i; * marks subjects that no training picture shows. What is shown depends on the shard alone, so that
 nothing can be picked.
@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 import nextscale
 from nextscale.cli.sheet import wrapped
 from nextscale.io import write_image
-from nextscale.lab.train.data import Record, read_shard
+from nextscale.lab.shards import Record, read_shard
 
 COLUMNS, ROWS = 8, 6
 SIDE, LETTERS, LINES = 192, 12, 3  # pixels of an image and of a letter; lines of caption

@@ -26,7 +26,7 @@ from torch import Tensor
 from .results import RESULTS, append, measure
 
 COPY_TB_S = 4.3  # on an H200, read and written
-WIDTH, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
+DIM, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
 SIDES = (16, 32, 40, 64)  # of stages
 MEMORY = (24, 24)
 KEPT = 0.5
@@ -60,7 +60,6 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         mean_over_tokens,
         mean_over_tokens_reference,
     )
-    from nextscale.kernels.largest import topk_indices_sorted, topk_indices_sorted_reference
     from nextscale.kernels.norm import (
         norm_modulate,
         norm_modulate_reference,
@@ -70,17 +69,18 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
     from nextscale.kernels.restore import restore_tokens, restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache, rotate_into_cache_reference
     from nextscale.kernels.shapes import warps_for
+    from nextscale.kernels.topk import topk_indices_sorted, topk_indices_sorted_reference
 
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    warps = warps_for(WIDTH)
+    warps = warps_for(DIM)
     for side in SIDES:
         tokens = side * side
-        x, update = normal(rows, tokens, WIDTH), normal(rows, tokens, WIDTH)
-        gain, scale, shift = normal(rows, 6, WIDTH)[:, :3, None].unbind(1)
+        x, update = normal(rows, tokens, DIM), normal(rows, tokens, DIM)
+        gain, scale, shift = normal(rows, 6, DIM)[:, :3, None].unbind(1)
         kept = int(tokens * KEPT)
         index = torch.rand(rows, tokens, generator=generator, device=device).argsort(dim=1)[:, :kept].sort(dim=1).values
         whole = size(x)
@@ -92,9 +92,9 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
             chosen = warps if "warps" in signature(kernel).parameters else None
             return Case(kernel.__name__, shape, moved, partial(kernel, *inputs, **settings), plain, chosen)
 
-        shape = (rows, tokens, WIDTH)
+        shape = (rows, tokens, DIM)
         yield case(norm_modulate, norm_modulate_reference, shape, 2 * whole, x, scale, shift)
-        yield case(norm_modulate, norm_modulate_reference, (rows, kept, WIDTH), 2 * (whole * kept // tokens), x, scale, shift, index)
+        yield case(norm_modulate, norm_modulate_reference, (rows, kept, DIM), 2 * (whole * kept // tokens), x, scale, shift, index)
         yield case(residual_norm_modulate, residual_norm_modulate_reference, shape, 4 * whole, x, gain, update, scale, shift)
         qkv, angles = normal(rows, tokens, 3, HEADS, HEAD_DIM), normal(tokens, HEAD_DIM // 2, dtype=torch.float32)
         keys, values = (torch.empty(rows, tokens + 697, HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
@@ -102,7 +102,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         inputs = qkv, temperature, rotation, None, keys, values, 697
         yield case(rotate_into_cache, rotate_into_cache_reference, tuple(qkv.shape), 2 * size(qkv), *inputs)
         if side > MEMORY[0]:
-            memory, fresh = normal(rows, MEMORY[0] * MEMORY[1], WIDTH), normal(rows, kept, WIDTH)
+            memory, fresh = normal(rows, MEMORY[0] * MEMORY[1], DIM), normal(rows, kept, DIM)
             inputs = memory, MEMORY, (side, side), fresh, index
             moved = 2 * whole + size(memory, fresh)
             yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gain=gain)

@@ -1,7 +1,7 @@
 """Writes what the pages show: `python -m benchmarks.table`.
 
-The README's tables and picture come from the results file, those of speed as `nextscale bench --table` writes them; the table of planned
-work in docs/methods.md is computed.
+The tables of README.md, docs/benchmarks.md and docs/quality.md come from the results file, those of speed as `nextscale bench --table`
+writes them; the table of planned MACs in docs/methods.md is computed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from nextscale.accel import resolve_method
-from nextscale.lab.bench.tables import pictured_row, speed_tables, stages_svg, with_tables
+from nextscale.lab.bench.tables import faster, pictured_row, speed_tables, stages_svg, summary_table, with_tables
 from nextscale.lab.evals.frontier import frontier_svg
-from nextscale.lab.evals.methods import sparsevar_decisions
+from nextscale.lab.evals.methods import DENSE, sparsevar_decisions
 from nextscale.lab.results import Row, comparable, judged, read_rows, real_agreement
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.planning.cost import RequestCost, Workload, request_cost
@@ -23,12 +23,15 @@ from .results import RESULTS
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
+SPEED_PAGE = PROJECT / "docs" / "benchmarks.md"
+QUALITY_PAGE = PROJECT / "docs" / "quality.md"
 METHODS_PAGE = PROJECT / "docs" / "methods.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
 FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the last model by name, at the largest size that was judged
 
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows both"  # a choice that no other list of methods tries
+IN_SHORT = (DENSE, "skip the last two stages", "SparseVAR 0.6", "FastVAR", "StageVAR")  # of the README; published settings
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
@@ -47,9 +50,8 @@ def quality_table(rows: list[Row]) -> str:
     if not runs:
         return ""
     lines = [
-        "| image | method | times faster than dense | MACs | tokens | LPIPS to dense | PSNR | style right |"
-        " label among first five |"
-        " change of the last | Fréchet distance to real |",
+        "| image | method | speedup | MACs | tokens | LPIPS to dense | PSNR | style correct | label in top 5 | change of the last"
+        " | Fréchet distance to real |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in (row for run in runs for row in run):
@@ -58,7 +60,7 @@ def quality_table(rows: list[Row]) -> str:
             lines.append(f"{start} {row['error']} | | | | | | | | |")
             continue
         cells = (
-            f"**{row['speedup']['median']:.2f}** ({row['speedup']['p20']:.2f}–{row['speedup']['p80']:.2f})" if row["speedup"] else "",
+            faster(row, "speedup"),
             f"{row['cost_share']:.0%}",
             f"{row['kept']:.0%}",
             bounded(row.get("lpips"), "{:.3f}"),
@@ -75,15 +77,45 @@ def quality_table(rows: list[Row]) -> str:
     along = f" The Fréchet distance is that of EfficientNet-lite0 features along {directions} directions; it is not FID."
     lines.append("")
     lines.append(
-        f"`{first['model']}`, {first['images']} held-out prompts, the same seeds with every method; {first['hardware']}, torch"
-        f" {first['torch']}, {first['dtype']}, batches of {first['batch']}, {first['engine']}, decoding included; in brackets after the"
-        " ratio its 20th–80th percentile, else 95 % bootstrap intervals."
-        " Style and label are named by probes on EfficientNet-lite0 features; about real held-out images these are right so often:"
-        f" {real or 'not measured'}.{judged_labels(first)}{along if directions else ''}"
-        " SparseVAR keeps another number of tokens in every image, and all images of a batch pay for the one that keeps"
-        " most: so many together is where it saves least."
+        f"{conditions(first)} In brackets after the speedup its 20th–80th percentile, else 95 % bootstrap intervals. Style and label are"
+        f" named by probes on EfficientNet-lite0 features; accuracy of the probes on real held-out images: {real or 'not measured'}."
+        f"{judged_labels(first)}{along if directions else ''} SparseVAR keeps another number of tokens in every image, and all images of"
+        f" a batch pay for the one that keeps most: batches of {first['batch']} are where it saves least."
     )
     return "\n".join(lines)
+
+
+def conditions(row: Row) -> str:
+    """Under which a method was judged, as a sentence."""
+    return (
+        f"`{row['model']}`, {row['images']} held-out prompts, the same seeds with every method; {row['hardware']}, torch {row['torch']},"
+        f" {row['dtype']}, batches of {row['batch']}, {row['engine']}, decoding included."
+    )
+
+
+def quality_summary(rows: list[Row]) -> str:
+    """The published methods beside plain skipping, at the largest size that was judged."""
+    runs = judged_runs(rows)
+    found = {row["method"]: row for row in runs[-1] if "error" not in row} if runs else {}
+    shown = [found[name] for name in IN_SHORT if name in found]
+    if not shown:
+        return ""
+    first = shown[0]
+    lines = [
+        f"| `{first['model']}`, {first['size'][0]}x{first['size'][1]} px | speedup | MACs | LPIPS to dense | label in top 5"
+        " | Fréchet distance to real |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in shown:
+        cells = (
+            f"{row['speedup']['median']:.2f}" if row["speedup"] else "",
+            f"{row['cost_share']:.0%}",
+            f"{row['lpips']['value']:.3f}" if row.get("lpips") else "",
+            f"{row['label_top5']['value']:.0%}" if row.get("label_top5") else "",
+            f"{row['frechet_real']['value']:.1f}" if row.get("frechet_real") else "",
+        )
+        lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", conditions(first)])
 
 
 def judged_labels(row: Row) -> str:
@@ -92,13 +124,13 @@ def judged_labels(row: Row) -> str:
 
 
 def decisions_table(rows: list[Row]) -> str:
-    """What SparseVAR's open choices do, from the last run of `nextscale quality --methods sparsevar-decisions` on a GPU."""
+    """What SparseVAR's open choices do, from the last run of `nextscale quality --method sparsevar-decisions` on a GPU."""
     names = list(sparsevar_decisions(DECIDED_STAGES, DECIDED_BLOCKS))
     tried = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
     last = next(row for row in reversed(tried) if row["method"] == ONLY_DECIDED)
     found = {row["method"]: row for row in comparable(tried, last)}
     lines = [
-        "| choice | tokens | LPIPS to dense | Fréchet distance to dense | to real | label among first five |",
+        "| choice | tokens | LPIPS to dense | Fréchet distance to dense | to real | label in top 5 |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name in ("dense", *names):
@@ -136,13 +168,6 @@ PLANNED = {
     "StageVAR, guidance off only": "stagevar:alphas=[]",
     "ToMe": "tome",
 }
-IN_SHORT = {
-    "skip the last two stages": "SkipStages: the baseline to beat",
-    "SparseVAR, 30 % of the cells kept": "SparseVAR: smooth cells leave the sequence, anchors speak for them (30 % of the cells kept)",
-    "FastVAR": "FastVAR: only tokens that stand out run, the rest is restored from an earlier stage",
-    "StageVAR": "StageVAR: late stages unguided, at low rank, or skipped",
-    "ToMe": "ToMe: alike tokens merged around each branch",
-}
 PLANNED_MODELS = ("infinity-2b", "hart-0.7b", "star-1024", "var-d30")
 
 
@@ -158,14 +183,6 @@ def planned_costs(name: str, method: str) -> tuple[RequestCost, RequestCost]:
     return request_cost(model, workload, plans), request_cost(model, workload)
 
 
-def shares_table() -> str:
-    lines = ["| method | MACs of `infinity-2b` at 1024 px, against dense |", "|---|---:|"]
-    for title, short in IN_SHORT.items():
-        planned, dense = planned_costs("infinity-2b", PLANNED[title])
-        lines.append(f"| {short} | {planned.share(dense):.0%} |")
-    return "\n".join(lines)
-
-
 def plans_table() -> str:
     """Shares of dense generation's MACs at the published settings, guided, one image: all, linear layers, attention, keys."""
     lines = [f"| | {' | '.join(PLANNED_MODELS)} |", f"|---|{'---|' * len(PLANNED_MODELS)}"]
@@ -178,23 +195,26 @@ def plans_table() -> str:
         lines.append(f"| {title} | {' | '.join(cells)} |")
     lines.append("")
     lines.append(
-        "MACs against dense generation, guided, one image of the model's own size: in all (linear layers, attention, keys kept"
+        "MACs against dense generation, guided, one image of the model's own size: total (linear layers, attention, keys kept"
         " for later stages). Attention falls faster than the rest, since both queries and keys are fewer."
     )
     return "\n".join(lines)
 
 
-def with_readme_tables(readme: str, rows: list[Row]) -> str:
-    tables = {"shares": shares_table(), **speed_tables(rows)}
-    if judged := quality_table(rows):
-        tables["quality"] = judged
-    return with_tables(readme, tables)
+def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
+    """What goes where, under the names of the places on each page."""
+    return {
+        README: {"speed": summary_table(rows), "quality": quality_summary(rows)},
+        SPEED_PAGE: speed_tables(rows),
+        QUALITY_PAGE: {"quality": quality_table(rows)},
+        METHODS_PAGE: {"plans": plans_table(), "decisions": decisions_table(rows)},
+    }
 
 
 def main() -> None:
     rows = read_rows(RESULTS)
-    README.write_text(with_readme_tables(README.read_text(), rows))
-    METHODS_PAGE.write_text(with_tables(METHODS_PAGE.read_text(), {"plans": plans_table(), "decisions": decisions_table(rows)}))
+    for page, tables in page_tables(rows).items():
+        page.write_text(with_tables(page.read_text(), tables))
     if (row := pictured_row(rows)) is not None:
         PICTURE.write_text(stages_svg(row))
     if runs := judged_runs(rows):

@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from .accel import FastVAR, Method, MethodRun, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
@@ -16,6 +16,7 @@ __all__ = [
     "FastVAR",
     "Guidance",
     "Method",
+    "MethodRun",
     "ModelSpec",
     "NextscaleError",
     "Output",

@@ -1,22 +1,17 @@
-"""What a request remembers: keys and values per layer, outputs of earlier stages, and the rows that are still running."""
+"""What a request remembers: keys and values per layer, and outputs of earlier stages."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .stage import Schedule, Stage, Tokens
-
-if TYPE_CHECKING:
-    from .models.base import Conditioning
-
-CfgBranches = Literal["both", "cond", "uncond"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,7 @@ class StageKeys:
 
     stage: int
     rows: int
-    tokens: tuple[int, ...]  # of a row, per layer; those before the first stage's included
+    tokens: tuple[int, ...]  # of a row, per layer; a text prefix included
 
 
 @dataclass(frozen=True)
@@ -61,27 +56,24 @@ class CacheSpec:
 
     @property
     def tokens(self) -> int:
-        """Of a row, in the layer with most of them."""
+        """Tokens of a row over all stages, in the layer with most of them."""
         return max(per_layer(self.stages), default=0)
 
     def room(self, rows: int, after: int = -1) -> int:
-        """Tokens of a row that are kept while so many rows run, in the layer with most of them: of the stages that run before rows leave.
-
-        `after`: only those of stages after this one.
-        """
+        """Tokens of a row that are kept while at least `rows` run, in the layer with most of them; `after`: of later stages than this."""
         return max(per_layer(self._kept_while(rows, after)), default=0)
 
     def _kept_while(self, rows: int, after: int = -1) -> list[StageKeys]:
         return [stage for stage in self.stages[:-1] if stage.rows >= rows and stage.stage > after]
 
     def layer(self, number: int) -> CacheSpec:
-        """Of one layer alone."""
+        """The sizes of one layer alone."""
         planned = None if self.planned is None else tuple(replace(stage, tokens=(stage.tokens[number],)) for stage in self.planned)
         return replace(self, layers=1, planned=planned)
 
     @property
     def bytes(self) -> int:
-        """Most that is allocated at a time: the kept tokens of every layer, and at the last stage a workspace that the layers share.
+        """The most bytes allocated at a time: the kept tokens of every layer, and at the last stage a workspace that the layers share.
 
         From the first layer of that stage on it is less: see `freed_bytes`.
         """
@@ -89,16 +81,16 @@ class CacheSpec:
 
     @property
     def kept_bytes(self) -> int:
-        """Of these, what is kept for later stages."""
+        """The most bytes kept for later stages at a time."""
         return max((self.bytes_at(stage.stage, workspace=False) for stage in self.stages), default=0)
 
     def bytes_at(self, stage: int, workspace: bool = True) -> int:
-        """While a stage runs, by its index."""
+        """Bytes allocated while the stage with this index runs."""
         rows = self._rows_at(stage)
         return self._pair_bytes(rows, sum(per_layer(self._kept_while(rows))) + (self.tokens if workspace and stage == self.final else 0))
 
     def freed_bytes(self, layers: int) -> int:
-        """Of what is allocated when the last stage begins, what is free once so many layers have read what they had kept."""
+        """Bytes that are free again once this number of layers of the last stage have read what they had kept."""
         rows = self._rows_at(self.final)
         return self._pair_bytes(rows, sum(per_layer(self._kept_while(rows))[:layers]))
 
@@ -115,7 +107,7 @@ class CacheSpec:
 
 
 def per_layer(stages: Sequence[StageKeys]) -> list[int]:
-    """Tokens of a row over all these stages."""
+    """Tokens of a row over all these stages, for every layer."""
     return [sum(tokens) for tokens in zip(*(stage.tokens for stage in stages), strict=True)]
 
 
@@ -126,7 +118,7 @@ def pair_bytes(pair: tuple[Tensor, Tensor] | None) -> int:
 class Workspace:
     """Keys and values of all stages for the last one. Nothing reads them after their layer, so all layers share one pair.
 
-    Allocated when it is needed: until then there may be more rows, whose caches need the memory.
+    It is allocated when it is needed: until then there may be more rows, whose caches need the memory.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -134,7 +126,7 @@ class Workspace:
         self._pair: tuple[Tensor, Tensor] | None = None
 
     def pair(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Room for so many tokens of so many rows."""
+        """Keys and values [rows, T, H, D] with room for `tokens`."""
         if self._pair is None or self._pair[0].shape[0] < rows or self._pair[0].shape[1] < tokens:
             self._pair = None  # before the next one is made
             self._pair = replace(self.spec, rows=rows).allocate(max(tokens, self.spec.tokens))
@@ -143,7 +135,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Allocated now."""
+        """Bytes that are allocated now."""
         return pair_bytes(self._pair)
 
 
@@ -157,9 +149,9 @@ class LayerCache(Protocol):
     def keep_rows(self, rows: slice) -> None: ...
 
 
-def real_entries(lengths: Tensor, width: int) -> Tensor:
-    """Which of `width` entries a row of each length [R] has: [R, 1, 1, width]."""
-    return (torch.arange(width, device=lengths.device) < lengths[:, None])[:, None, None]
+def real_entries(lengths: Tensor, entries: int) -> Tensor:
+    """A mask of the entries that rows of these lengths [R] have: [R, 1, 1, entries]."""
+    return (torch.arange(entries, device=lengths.device) < lengths[:, None])[:, None, None]
 
 
 class Slot(NamedTuple):
@@ -178,11 +170,11 @@ class Slot(NamedTuple):
         return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
 
 
-WIDEST = torch.complex128  # 16 bytes, the most that a GPU's thread reads or writes at a time
+WIDEST = torch.complex128  # 16 bytes, the most that a thread of a GPU reads or writes at a time
 
 
 def copy_wide(target: Tensor, source: Tensor) -> None:
-    """target.copy_(source), of the same type, in elements of 16 bytes where both consist of such.
+    """Copies source to target, of the same dtype, in elements of 16 bytes where both consist of such.
 
     Rows that are not side by side torch copies element by element, and those of half precision have 2 bytes.
     """
@@ -192,7 +184,7 @@ def copy_wide(target: Tensor, source: Tensor) -> None:
 
 
 def in_widest(x: Tensor) -> bool:
-    """Torch's own memory begins at such a place."""
+    """Whether a tensor can be viewed in elements of 16 bytes; memory that torch allocates begins at a multiple of that."""
     *outer, last = x.stride()
     together = WIDEST.itemsize // x.element_size()
     return last == 1 and not any(number % together for number in (x.shape[-1], x.storage_offset(), *outer))
@@ -201,7 +193,7 @@ def in_widest(x: Tensor) -> bool:
 class DenseLayerCache:
     """Every token of every stage, written in place into memory that is allocated when the first stage comes.
 
-    What was planned is allocated at once; a method that runs more than it had said makes it grow. When rows leave, what the others
+    What was planned is allocated at once; it grows where a method runs more than its forecast said. When rows leave, what the others
     have is copied to memory of their own size. The last stage reads everything from the workspace, and the layer's own memory is freed.
     """
 
@@ -210,14 +202,14 @@ class DenseLayerCache:
         self.workspace = workspace
         self.length = 0  # entries written so far, padding included: a bound that the host knows
         self.lengths: Tensor | None = None  # [R] real entries, once rows differ
-        self._finite_tails = False  # what lies beyond them is
+        self._finite_tails = False  # whether what lies beyond them is finite
         self._rows = spec.rows
         self._pair: tuple[Tensor, Tensor] | None = None
         self._spent = False  # the last stage has run
 
     @property
     def nbytes(self) -> int:
-        """Allocated now."""
+        """Bytes that are allocated now."""
         return pair_bytes(self._pair)
 
     @property
@@ -240,7 +232,7 @@ class DenseLayerCache:
         return slot.filled
 
     def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
-        """Room for `new` entries per row, which the caller writes.
+        """Makes room for `new` entries per row, which the caller writes.
 
         finite_tails: what lies beyond a row's end is finite, as a mask needs it: zero times NaN is NaN. Attention that reads a row up
         to its length does without, then at all stages that follow.
@@ -295,7 +287,7 @@ class DenseLayerCache:
         return self._pair
 
     def _make_room(self, end: int, stage: Stage) -> None:
-        """For `end` tokens, and where that is more than was planned, for those planned after `stage` as well."""
+        """Grows to `end` tokens where that is more than was planned, and then to those planned after `stage` as well."""
         if stage.index > self.spec.final:
             raise ValueError(
                 f"stage {stage.index} was not planned to run, so that stage {self.spec.final} has left no keys for it: a method's forecast"
@@ -305,7 +297,7 @@ class DenseLayerCache:
             self._move(end + self.spec.room(self._rows, after=stage.index), slice(None))
 
     def _move(self, tokens: int, rows: slice) -> None:
-        """To memory for so many tokens of some of the rows."""
+        """Copies some of the rows to memory with room for `tokens`."""
         old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
         for target, source in zip(fresh, old, strict=True):
             copy_wide(target.narrow(1, 0, self.length), source[rows].narrow(1, 0, self.length))
@@ -319,7 +311,7 @@ class DenseLayerCache:
 
 
 class NoCache:
-    """Every stage for itself: blocks that read nothing of earlier stages (STAR's refiner)."""
+    """The cache of blocks that read nothing of earlier stages (STAR's refiner)."""
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         mask = None
@@ -354,37 +346,34 @@ class StageMemory:
         return tokens.gather(resized.flatten(2).transpose(1, 2))
 
     def copy(self) -> StageMemory:
-        """With the same tensors."""
+        """Another memory with the same tensors."""
         memory = StageMemory()
         memory._maps = dict(self._maps)
         return memory
 
     def keep_rows(self, rows: slice) -> None:
-        """Copies: a view would keep the others alive."""
+        """Keeps copies of these rows: views would keep the others alive."""
         self._maps = {key: (y[rows].clone(), size) for key, (y, size) in self._maps.items()}
 
 
-@dataclass(slots=True)
-class Env:
-    """Everything that has one entry per running row: the guided half first, then the unconditional half while it runs."""
+class ComputedCells:
+    """How many sublayers of the stage that runs were computed for every cell of every image."""
 
-    batch: int
-    cond: Conditioning
-    cache: Sequence[LayerCache]
-    memory: StageMemory
-    cfg_branches: CfgBranches
-    captured: bool = False  # launches cost the host nothing
-    data_dependent: bool = False  # the method may leave out tokens of one image and not of another
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.reported = False  # something was added since this was last set to False
+        self._counts: Tensor | None = None  # [B, cells]
 
-    def keep(self, branches: CfgBranches) -> None:
-        """Drops the other branch's rows. Rows leave and never return; "both" means those that still run."""
-        if branches in ("both", self.cfg_branches):
-            return
-        if self.cfg_branches != "both":
-            raise ValueError(f"the {branches} rows do not run any more: only {self.cfg_branches} rows are left")
-        rows = slice(0, self.batch) if branches == "cond" else slice(self.batch, None)
-        self.cond.keep_rows(rows)
-        for cache in self.cache:
-            cache.keep_rows(rows)
-        self.memory.keep_rows(rows)
-        self.cfg_branches = branches
+    def add(self, tokens: Tokens, rows: Tensor, sublayers: int, share: Tensor | None = None) -> None:
+        """`sublayers` sublayers computed `rows` [R, N, C] for these tokens, in full or in a share [R]; the mean of both rows counts."""
+        whole = torch.ones(*rows.shape[:2], 1, device=rows.device)
+        values, tokens = tokens.on_grid(whole if share is None else whole * share[:, None, None])
+        grid = tokens.scatter(values, values.new_zeros(rows.shape[0], tokens.stage.cells, 1))
+        counts = sublayers * grid.view(-1, self.batch, tokens.stage.cells).mean(dim=0)
+        self._counts = counts if self._counts is None else self._counts + counts
+        self.reported = True
+
+    def take(self, sublayers: int) -> Tensor | None:
+        """The share of `sublayers` that was computed for every cell of the stage, [B, cells]; the next stage starts at zero."""
+        counts, self._counts = self._counts, None
+        return None if counts is None else counts / sublayers

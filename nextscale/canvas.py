@@ -1,4 +1,4 @@
-"""The image while it is drawn: how a stage's codes change the latent, and what the next stage sees of it.
+"""The image while it is generated: how a stage's codes change the latent, and what the next stage sees of it.
 
 Residual canvases (VAR, STAR, HART, Infinity) keep a sum at the final size to which every stage adds; the replaced canvas (FlexVAR)
 keeps the latest map only.
@@ -6,7 +6,7 @@ keeps the latest map only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,56 @@ from torch import Tensor
 
 from .stage import Schedule, Stage, Tokens
 
-if TYPE_CHECKING:
-    from .tokenizers.base import Tokenizer
-    from .tokenizers.flexvar import FlexVarTokenizer
-    from .tokenizers.infinity import InfinityTokenizer
-    from .tokenizers.var import VarTokenizer
+# --- what canvases ask of their tokenizers
+
+
+class LatentDecoder(Protocol):
+    def decode(self, latent: Tensor) -> Tensor:
+        """Latent [B, Z, h, w] to images [B, 3, H, W], float32."""
+        ...
+
+
+class CodebookTokenizer(LatentDecoder, Protocol):
+    @property
+    def codebook(self) -> Tensor:
+        """The vectors of all codes, [V, Z]."""
+        ...
+
+
+class BlendingTokenizer(CodebookTokenizer, Protocol):
+    def blend(self, grid: Tensor, stage: int, stages: int) -> Tensor:
+        """What a stage's upsampled map [B, Z, H, W] adds to the latent."""
+        ...
+
+
+class BitTokenizer(LatentDecoder, Protocol):
+    @property
+    def bits(self) -> int:
+        """Bits per latent cell."""
+        ...
+
+    @property
+    def cells(self) -> int:
+        """Latent cells along one side of a token."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def signs(self, bits: Tensor) -> Tensor:
+        """Bits 0 and 1 to vectors of unit length per latent cell."""
+        ...
+
+    def spread_cells(self, tokens: Tensor) -> Tensor:
+        """Maps of tokens [B, bits per token, h, w] to maps of latent cells [B, bits, cells * h, cells * w]."""
+        ...
+
+    def gather_cells(self, latent: Tensor) -> Tensor:
+        """The inverse of `spread_cells`."""
+        ...
+
+
+# --- canvases
 
 
 class Canvas(Protocol):
@@ -33,19 +78,19 @@ class Canvas(Protocol):
         ...
 
     def add(self, codes: Tensor, tokens: Tokens) -> None:
-        """Draws a stage's codes; tokens that are absent contribute nothing."""
+        """Puts a stage's codes on the canvas; tokens that are absent contribute nothing."""
         ...
 
     def add_residual(self, values: Tensor, tokens: Tokens) -> None:
-        """Adds continuous values [B, N, Z] to what the last stage's codes drew; only where the model has any (HART)."""
+        """Adds continuous values [B, N, Z] to the last stage's codes; only where the model has any (HART)."""
         ...
 
     def skip(self, stage: Stage) -> None:
-        """The stage is not drawn."""
+        """Goes on without the codes of this stage."""
         ...
 
     def decode(self) -> Tensor:
-        """The images [B, 3, H, W] of what is drawn so far; FlexVAR's grow with the stage."""
+        """The images [B, 3, H, W] as generated so far; FlexVAR's grow with the stage."""
         ...
 
 
@@ -67,11 +112,11 @@ def on_grid(rows: Tensor, tokens: Tokens) -> Tensor:
 class DiscreteCanvas:
     """Base of the canvases whose stages consist of codes alone."""
 
-    tokenizer: Tokenizer
+    tokenizer: LatentDecoder
     latent: Tensor
 
     def add_residual(self, values: Tensor, tokens: Tokens) -> None:
-        raise TypeError(f"{type(self).__name__} is drawn with codes alone")
+        raise TypeError(f"{type(self).__name__} takes codes alone, no continuous values")
 
     def decode(self) -> Tensor:
         return self.tokenizer.decode(self.latent)
@@ -80,9 +125,9 @@ class DiscreteCanvas:
 class ResidualCanvas(DiscreteCanvas):
     """VAR, STAR: each stage's code vectors are upsampled, convolved and added."""
 
-    tokenizer: VarTokenizer
+    tokenizer: BlendingTokenizer
 
-    def __init__(self, tokenizer: VarTokenizer, schedule: Schedule, batch: int) -> None:
+    def __init__(self, tokenizer: BlendingTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
         self.schedule = schedule
         codebook = tokenizer.codebook
@@ -105,7 +150,7 @@ class ResidualCanvas(DiscreteCanvas):
         return self.tokenizer.blend(grid, stage.index, len(self.schedule))
 
     def skip(self, stage: Stage) -> None:
-        """What earlier stages drew stays as it is."""
+        """What earlier stages have added stays as it is."""
 
 
 class HybridCanvas(ResidualCanvas):
@@ -121,12 +166,12 @@ class HybridCanvas(ResidualCanvas):
 class BitCanvas(DiscreteCanvas):
     """Infinity: each stage's bits are signs of equal size, upsampled and added; no codebook."""
 
-    tokenizer: InfinityTokenizer
+    tokenizer: BitTokenizer
 
-    def __init__(self, tokenizer: InfinityTokenizer, schedule: Schedule, batch: int) -> None:
+    def __init__(self, tokenizer: BitTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
         height, width = schedule.grid
-        self.latent = torch.zeros(batch, tokenizer.config.bits, tokenizer.cells * height, tokenizer.cells * width, device=tokenizer.device)
+        self.latent = torch.zeros(batch, tokenizer.bits, tokenizer.cells * height, tokenizer.cells * width, device=tokenizer.device)
 
     def input(self, stage: Stage) -> Tensor | None:
         if stage.index == 0:
@@ -145,13 +190,13 @@ class BitCanvas(DiscreteCanvas):
         self.latent = self.latent + signs
 
     def skip(self, stage: Stage) -> None:
-        """What earlier stages drew stays as it is."""
+        """What earlier stages have added stays as it is."""
 
 
 class ReplacedCanvas(DiscreteCanvas):
-    """FlexVAR: each stage draws the whole image anew, so only the latest map counts."""
+    """FlexVAR: each stage generates the whole image anew, so only the latest map counts."""
 
-    def __init__(self, tokenizer: FlexVarTokenizer, schedule: Schedule, batch: int) -> None:
+    def __init__(self, tokenizer: CodebookTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
         self.codebook = F.normalize(tokenizer.codebook, dim=-1)
         self.latent = torch.zeros(batch, self.codebook.shape[1], *schedule[0].size, device=self.codebook.device)

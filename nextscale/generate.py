@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from .accel.method import DENSE, Method, RunSetup, StagePlan
-from .cache import CacheSpec, Env, StageMemory, Workspace
+from .accel.method import DENSE, MethodRun, RunSetup, StagePlan
+from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import GuidedRows
-from .models.base import Conditioning, Hidden, NextScaleModel
-from .models.blocks import Block, attention_backend, run_in_order
+from .models.attention import attention_backend
+from .models.base import Hidden, NextScaleModel
+from .models.blocks import Block, run_in_order
+from .models.env import Conditioning, Env
 from .planning.memory import reserved_cache
 from .request import Request, Revise, as_sampled
 from .stage import Stage, Tokens
@@ -59,7 +62,8 @@ def generate(
     run, env = begin(model, cond, request)
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
-        plan = run.plan(stage, canvas)
+        settle_counts(run, stage, canvas)
+        plan = run.plan(request.plans[stage.index], stage, canvas)
         done, good = run_stage(model, canvas, request, run, plan, env, stage)
         if good is not None:
             finite[stage.index] = good
@@ -67,21 +71,41 @@ def generate(
     return finite
 
 
-def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[Method, Env]:
-    """A run of the method and what the stages share; what cannot run is refused."""
-    method, batch, rows = request.method, request.batch, cond.start.shape[0]
-    run = method.start(RunSetup(model, request.schedule, batch, request.method_rng, request.compute_mask, guided=rows > batch))
-    check_plans(request.plans, len(model.blocks), request.guidance)
-    spec = reserved_cache(model, request.schedule, method, request.plans, batch, rows, request.all_cells)
-    env = new_env(cond, batch, run, spec)
-    env.captured, env.data_dependent = request.captured, method.data_dependent
+def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:
+    """A run of the request's method and what the stages share; the method refuses what it cannot run."""
+    method, plans, rows = request.method, request.plans, cond.start.shape[0]
+    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, guided=rows > request.batch))
+    if method.own_cache:  # which knows its own need
+        spec = model.cache_spec(request.schedule, rows)
+    else:
+        spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
+    workspace = Workspace(spec)
+    env = Env(
+        request.batch,
+        cond,
+        [run.layer_cache(spec.layer(number), workspace) for number in range(len(model.blocks))],
+        StageMemory(),
+        "both" if rows > request.batch else "cond",
+        request.method_rng,
+        computed=ComputedCells(request.batch) if request.compute_mask else None,
+        captured=request.captured,
+        data_dependent=method.data_dependent,
+    )
     return run, env
 
 
+def settle_counts(run: MethodRun, stage: Stage, canvas: Canvas) -> None:
+    """Reads how many tokens the stage runs where that is data-dependent: the only thing that the host reads in a stage."""
+    counts = run.count_tokens(stage, canvas)
+    if counts is not None:
+        numbers = counts.tolist()
+        run.set_counts(min(numbers), max(numbers))
+
+
 def run_stage(
-    model: NextScaleModel, canvas: Canvas, request: Request, run: Method, plan: StagePlan, env: Env, stage: Stage
+    model: NextScaleModel, canvas: Canvas, request: Request, run: MethodRun, plan: StagePlan, env: Env, stage: Stage
 ) -> tuple[StageDone, Tensor | None]:
-    """What was drawn, and whether all of it is finite; None where the stage is skipped."""
+    """What was sampled, and whether all that was computed is finite; None where the stage is skipped."""
     batch, guidance = request.batch, request.guidance
     plan.check(len(model.blocks), guidance.layers)
     if plan.skip:
@@ -90,15 +114,15 @@ def run_stage(
     env.keep(plan.cfg_branches)
     x, tokens = run.reduce(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_num_tokens(tokens)
-    needed = None if tokens.count is None else tokens.count[:batch]
+    counts = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
-    rows, width = x.shape[:2]
-    with attention_backend(rows * width, x.device, env.captured):
+    rows, num_tokens = x.shape[:2]
+    with attention_backend(rows * num_tokens, x.device, env.captured):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
     hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
     out = guidance.on_logits(model.logits(x, env), stage, batch)
     out, tokens = run.restore(request.sampling.prepare(out, stage), hidden.tokens)
-    with request.clock.time("choice", stage.index):
+    with request.clock.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
     if request.revise is not as_sampled:
         codes = revised(request.revise, codes, tokens)
@@ -110,8 +134,14 @@ def run_stage(
             residual = model.residual(hidden, settled)
         canvas.add_residual(*run.restore_residual(residual, hidden.tokens))
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
-    kept = run.compute_mask(stage) if request.compute_mask else None
-    return StageDone(stage, canvas, rows, width, needed, tokens, out, ids, codes, residual, plan, kept), finite
+    mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
+    return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, as_measured(plan, env), mask), finite
+
+
+def as_measured(plan: StagePlan, env: Env) -> StagePlan:
+    """The plan with the numbers of tokens that its spans have found while they ran."""
+    measured, env.measured = env.measured, {}
+    return replace(plan, spans=tuple(measured.get(span.layers, span) for span in plan.spans)) if measured else plan
 
 
 def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) -> None:
@@ -134,34 +164,40 @@ def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
     return whole.move(given.to(codes.device), tokens)
 
 
-def new_env(cond: Conditioning, batch: int, run: Method, spec: CacheSpec) -> Env:
-    """What the stages of a request share; `spec` tells how much memory its caches need."""
-    workspace = Workspace(spec)
-    caches = [run.layer_cache(spec.layer(number), workspace) for number in range(spec.layers)]
-    return Env(batch, cond, caches, StageMemory(), "both" if cond.start.shape[0] > batch else "cond")
-
-
-def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: Method) -> Tensor:
+def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: MethodRun) -> Tensor:
     """All blocks in order; a plan's spans run groups of them their own way."""
     blocks = model.stack
     spans = {span.layers.start: span for span in plan.spans}
     for start, stop in pairwise(boundaries(len(blocks), plan, guidance)):
-        stretch = blocks[start:stop]
-        if start in spans:
-            x = spans[start](stretch, x, tokens, env)
-        elif start in plan.taps:
-            x = observed(blocks[start], x, tokens, env, run)
-        else:
-            x = run_in_order(stretch, x, tokens, env)
+        segment = blocks[start:stop]
+        with reporting(segment, x, tokens, env):
+            if start in spans:
+                x = spans[start](segment, x, tokens, env)
+            elif start in plan.taps:
+                x = observed(blocks[start], x, tokens, env, run)
+            else:
+                x = run_in_order(segment, x, tokens, env)
         if stop - 1 in guidance.layers:
             x = guidance.on_hidden(x, tokens.stage, env.batch)
     return x
 
 
+@contextmanager
+def reporting(segment: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Iterator[None]:
+    """Counts the sublayers of a segment as computed for all tokens that enter, unless a span has reported what it computed."""
+    if env.computed is None:
+        yield
+        return
+    env.computed.reported = False
+    yield
+    if not env.computed.reported:
+        env.computed.add(tokens, x, sum(len(block.sublayers) for block in segment))
+
+
 def boundaries(depth: int, plan: StagePlan, guidance: GuidedRows) -> list[int]:
     """Numbers of blocks after which hidden states are asked for: around spans and observed blocks, and after guided ones.
 
-    Where one branch runs alone, a span may hide blocks after which both would be guided.
+    Where one guidance branch runs alone, a span may hide blocks after which both would be guided.
     """
     spans = {edge for span in plan.spans for edge in (span.layers.start, span.layers.stop)}
     taps = {edge for layer in plan.taps for edge in (layer, layer + 1)}
@@ -169,7 +205,7 @@ def boundaries(depth: int, plan: StagePlan, guidance: GuidedRows) -> list[int]:
     return sorted({0, depth} | spans | taps | guided)
 
 
-def observed(block: Block, x: Tensor, tokens: Tokens, env: Env, run: Method) -> Tensor:
+def observed(block: Block, x: Tensor, tokens: Tokens, env: Env, run: MethodRun) -> Tensor:
     """The block's output, which the method sees beside its input."""
     out = block(x, tokens, env)
     run.observe(block.layer, x, out, tokens)

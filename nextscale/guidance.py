@@ -1,7 +1,7 @@
 """Classifier-free guidance: how strongly each stage follows the condition.
 
 All published forms are one formula, guided = s * cond + (1 - s) * uncond, with a scale s per stage; they differ in how s follows from
-the stage. A scale of 1 is the conditional branch alone.
+the stage. A scale of 1 is the conditional rows alone.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from numbers import Real
+from typing import Literal
 
 from torch import Tensor
 
+from .checks import is_number
 from .errors import SettingError
 from .stage import Schedule, Stage
+
+CfgBranches = Literal["both", "cond", "uncond"]
+"""Which rows of a guided request run: conditional and unconditional ones, or only those of one cfg branch."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Guidance:
     layers: tuple[int, ...] = ()
 
     def scales(self, schedule: Schedule) -> tuple[float, ...]:
-        """One scale per stage; a longer tuple is allowed, its tail only decides whether the second branch runs at all."""
+        """One scale per stage; a longer tuple is allowed, its tail only decides whether the second cfg branch runs at all."""
         raise NotImplementedError
 
     def above_one(self, schedule: Schedule) -> tuple[float, ...]:
@@ -99,16 +103,16 @@ def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
         return default
     if isinstance(value, Guidance):
         return value
-    numbers = [value] if isinstance(value, Real) else value
-    if isinstance(value, str) or not isinstance(numbers, Sequence) or not all(isinstance(n, Real) and isfinite(n) for n in numbers):
+    numbers = value if isinstance(value, Sequence) else [value]
+    if isinstance(value, str) or not all(is_number(number) and isfinite(number) for number in numbers):
         raise SettingError(f"guidance {value!r}: give a number, a list of one number per stage, or a Guidance")
-    if isinstance(value, Real):
+    if not isinstance(value, Sequence):
         return default.with_strength(float(value))
-    return StageGuidance(default.logits, default.layers, tuple(float(scale) for scale in numbers))
+    return StageGuidance(default.logits, default.layers, tuple(float(scale) for scale in value))
 
 
 def mix(rows: Tensor, scale: float, batch: int) -> Tensor:
-    """The two halves of [2B, ...] as one [B, ...]; with only the conditional rows left, or scale 1, that branch as it is."""
+    """The two halves of [2B, ...] as one [B, ...]; with only the conditional rows left, or scale 1, these as they are."""
     if rows.shape[0] == batch or scale == 1:
         return rows[:batch]
     cond, uncond = rows.chunk(2)
@@ -116,14 +120,14 @@ def mix(rows: Tensor, scale: float, batch: int) -> Tensor:
 
 
 class GuidedRows:
-    """Guidance fixed for one schedule: which rows run, and how the two branches become one."""
+    """Guidance fixed for one schedule: which rows run, and how the two cfg branches become one."""
 
     def __init__(self, guidance: Guidance, schedule: Schedule, depth: int) -> None:
         for layer in guidance.layers:
             if not isinstance(layer, int) or not -depth < layer < depth:
                 raise SettingError(f"guidance after block {layer}: this model has blocks 0 to {depth - 1} (negative counts from the end)")
         self.scales = guidance.scales(schedule)
-        if not all(isinstance(scale, Real) and isfinite(scale) for scale in self.scales):
+        if not all(is_number(scale) and isfinite(scale) for scale in self.scales):
             raise SettingError(f"guidance scales are finite numbers; got {self.scales!r}")
         self.above_one = guidance.above_one(schedule)
         self.needs_both = any(scale != 1 for scale in self.scales)
@@ -137,20 +141,20 @@ class GuidedRows:
         return self.scales, self.above_one, self.layers, self._logits
 
     def output_scale(self, stage: Stage) -> float:
-        """Of what a stage puts out; 1 where only hidden states are guided."""
+        """Scale for the output of a stage; 1 where only hidden states are guided."""
         return self.scales[stage.index] if self._logits else 1.0
 
     def on_logits(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
-        """[R, ...] to [B, ...]."""
+        """Logits of all rows [R, ...] to guided ones [B, ...]."""
         return mix(out, self.output_scale(stage), batch)
 
     def on_hidden(self, x: Tensor, stage: Stage, batch: int) -> Tensor:
-        """Both halves replaced by the mixture."""
+        """Hidden states [R, N, C] with both halves replaced by their mixture."""
         scale = self.scales[stage.index]
         if x.shape[0] == batch or scale == 1:
             return x
         return mix(x, scale, batch).repeat(2, 1, 1)
 
     def in_full(self, out: Tensor, batch: int) -> Tensor:
-        """Like `on_logits` at the last stage, whatever the stage."""
+        """Logits guided as at the last stage, whatever the stage."""
         return mix(out, self._last, batch) if self._logits else out[:batch]

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, where they lie, and images between tensors and PIL."""
+"""Files that are written whole or not at all, where they are kept, and images between tensors and PIL."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def replacing(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise NextscaleError(f"{target} cannot be written ({error}). Check the free space and the permissions there") from error
     finally:
-        with suppress(OSError):  # say of a parent that is a file, which has been told already
+        with suppress(OSError):  # for example a parent that is a file, which the error above has named
             temporary.unlink(missing_ok=True)
 
 
@@ -54,7 +54,7 @@ def write_text(text: str, target: Path) -> None:
 
 
 def to_pil(pixels: Tensor) -> list[Image.Image]:
-    """[B, 3, H, W] in [-1, 1] to images; clamped and truncated to 8 bits as the authors' programs do."""
+    """Pixels [B, 3, H, W] in [-1, 1] to images; clamped and truncated to 8 bits as the reference implementations do."""
     levels = (pixels.clamp(-1, 1) + 1) / 2 * 255
     arrays = levels.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
     return [Image.fromarray(np.ascontiguousarray(array)) for array in arrays]

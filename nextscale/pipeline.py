@@ -18,7 +18,7 @@ from .engine.memory import memory_errors, require_room
 from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
 from .errors import SettingError
-from .generate import StageDone, require_finite
+from .generate import StageDone, check_plans, require_finite
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
 from .models.base import NextScaleModel
 from .output import Output, Preview, costs_of, mask_of, read_back, stage_reports
@@ -171,7 +171,7 @@ class Pipeline:
         """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
         schedule = self.settings.schedules.choose(size, aspect)
         plans = self.method.forecast(self.model, schedule, kept=ASSUMED_KEPT)
-        return reserved_bytes(self.model, schedule, self.method, plans, images, 2 * images, text_tokens)
+        return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
 
     # --- the story of a call
 
@@ -199,6 +199,8 @@ class Pipeline:
         guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
         prompts = read_prompts(self.reader, prompt, seed)
         numbers = resolve_seed(seed, len(prompts), self.model.device)
+        plans = chosen.forecast(self.model, schedule, guided.needs_both, ASSUMED_KEPT)
+        check_plans(plans, len(self.model.blocks), guided)  # before memory is reserved for them
         return Request(
             prompts,
             read_negative(self.reader, negative, len(prompts), guided),
@@ -206,7 +208,7 @@ class Pipeline:
             guided,
             choice,
             chosen,
-            chosen.forecast(self.model, schedule, kept=ASSUMED_KEPT),
+            plans,
             numbers.rng,
             numbers.method_rng,
             Stopwatch(self.model.device),
@@ -227,7 +229,7 @@ class Pipeline:
 
     def _planned(self, request: Request) -> int:
         """Bytes that the request is known to need for keys, values and text."""
-        return reserved_bytes(self.model, request.schedule, request.method, request.plans, request.batch, request.rows, request.text_tokens)
+        return reserved_bytes(self.model, request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
 
     def _executor(self, request: Request, warmup: bool, nested: bool, planned: Callable[[], int]) -> Executor:
         """Captured graphs where there are some, or where capturing pays; they have the memory that they need."""

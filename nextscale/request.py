@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .accel.method import Method, StagePlan
+from .accel.method import Method, Plans
 from .errors import SettingError
 from .guidance import GuidedRows
 from .report import Stopwatch
@@ -42,7 +42,7 @@ class Request:
     guidance: GuidedRows
     sampling: Sampling
     method: Method
-    plans: tuple[StagePlan, ...]  # the method's forecast, made once
+    plans: Plans  # the method's forecast, made once
     rng: Rng
     method_rng: Rng
     clock: Stopwatch

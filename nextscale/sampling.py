@@ -1,16 +1,16 @@
-"""From logits to codes: filters, draws, smoothing, and where the random numbers come from."""
+"""From logits to codes: filters, samples, smoothing, and where the random numbers come from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from . import kernels
+from .checks import is_number, is_share, is_whole
 from .errors import SettingError
 from .stage import Schedule, Stage, Tokens
 
@@ -22,11 +22,11 @@ class Sampling:
     top_k: keep the k most likely codes (0: all); a number, or one per stage.
     top_p: keep the most likely codes that make up this probability (0: all).
     temperature: a number, or one per stage. greedy: always the most likely code; no random numbers are used.
-    smooth: VAR's "more smooth": a mixture of codes drawn with Gumbel noise instead of a single one.
-    sampled_sides, widest_sampled: FlexVAR's rule that only stages of these sides, up to this width, are drawn; the others are greedy.
+    smooth: VAR's "more smooth": a mixture of codes, weighted with Gumbel noise, instead of a single one.
+    sampled_sides, widest_sampled: FlexVAR's rule that only stages of these sides, up to this width, are sampled; the others are greedy.
     forbidden: code numbers that are made very unlikely (logit -100).
     last_repeats: the last stage is smoothed like the one before it (HART).
-    refine: how the late stages are drawn in several rounds by a model that has a refiner (STAR); None: every stage at once.
+    refine: how a model that has a refiner samples the late stages in several rounds (STAR); None: every stage at once.
     """
 
     top_k: int | tuple[int, ...] = 0
@@ -42,28 +42,28 @@ class Sampling:
 
     def __post_init__(self) -> None:
         counts = self.top_k if isinstance(self.top_k, tuple) else (self.top_k,)
-        if not all(isinstance(count, Integral) and not isinstance(count, bool) and count >= 0 for count in counts):
+        if not all(is_whole(count) for count in counts):
             raise SettingError(f"top_k is 0 (off) or a whole number of codes, or a tuple of one per stage; got {self.top_k!r}")
-        if not isinstance(self.top_p, Real) or not 0 <= self.top_p <= 1:
+        if not is_share(self.top_p):
             raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
         for name in ("greedy", "smooth", "last_repeats"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
         if self.sampled_sides is not None:
             sides = self.sampled_sides if isinstance(self.sampled_sides, Iterable) and not isinstance(self.sampled_sides, str) else (None,)
-            if not all(isinstance(side, Integral) for side in sides):
+            if not all(is_whole(side) for side in sides):
                 raise SettingError(f"sampled_sides is a set of whole numbers; got {self.sampled_sides!r}")
             object.__setattr__(self, "sampled_sides", frozenset(sides))
-        if self.widest_sampled is not None and not isinstance(self.widest_sampled, Integral):
+        if self.widest_sampled is not None and not is_whole(self.widest_sampled):
             raise SettingError(f"widest_sampled is a whole number, or None; got {self.widest_sampled!r}")
         if self.refine is not None and not isinstance(self.refine, Refinement):
             raise SettingError(f"refine is a Refinement, or None (off); got {self.refine!r}")
         if self.greedy and self.smooth:
             raise SettingError("greedy takes the most likely code and smooth a random mixture of codes: choose one of them")
         temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        if not all(isinstance(temperature, Real) and 0 < temperature < float("inf") for temperature in temperatures):
+        if not all(is_number(temperature) and 0 < temperature < float("inf") for temperature in temperatures):
             raise SettingError(f"temperature is a number above 0, or a tuple of one per stage; got {self.temperature!r}")
-        if not isinstance(self.forbidden, tuple) or not all(isinstance(code, Integral) and code >= 0 for code in self.forbidden):
+        if not isinstance(self.forbidden, tuple) or not all(is_whole(code) for code in self.forbidden):
             raise SettingError(f"forbidden is a tuple of code numbers; got {self.forbidden!r}")
 
     def changed(self, **settings: object) -> Sampling:
@@ -90,7 +90,7 @@ class Sampling:
             logits = logits / temperature
         if self.forbidden:
             logits = logits.clone()
-            for code in self.forbidden:  # one by one: a recording cannot take a list of them from the host
+            for code in self.forbidden:  # one by one: a captured graph cannot take a list of them from the host
                 logits.select(-1, code).fill_(-100.0)
         return logits
 
@@ -110,11 +110,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Refinement:
-    """STAR's refinement of late stages: a stage is drawn in rounds, and every round sees what earlier rounds have settled.
+    """STAR's refinement of late stages: a stage is sampled in rounds, and every round sees what earlier rounds have settled.
 
-    first_stage: the first that is refined. rounds: per refined stage, the last entry also for all later ones. drafted: in so many of
-    the first rounds of each, the main model's logits are drawn from instead of the refiner's. random: in so many of the first rounds
-    the cells to settle are picked at random, later those whose code is most certain.
+    first_stage: the first that is refined. rounds: per refined stage, the last entry also for all later ones. drafted: number of first
+    rounds of each that sample from the main model's logits instead of the refiner's. random: number of first rounds in which the cells
+    to settle are picked at random; later ones settle those whose code is most certain.
     """
 
     first_stage: int = 9
@@ -125,10 +125,9 @@ class Refinement:
     def __post_init__(self) -> None:
         if not isinstance(self.rounds, tuple) or not isinstance(self.drafted, tuple):
             raise SettingError(f"rounds and drafted are tuples with one number per refined stage; got {self.rounds!r} and {self.drafted!r}")
-        numbers = (*self.rounds, *self.drafted, self.first_stage, self.random)
-        if not all(isinstance(number, Integral) for number in numbers):
-            raise SettingError(f"a refinement is made of whole numbers; got {self}")
-        if not self.rounds or len(self.rounds) != len(self.drafted) or min(numbers) < 0 or 0 in self.rounds:
+        if not all(is_whole(number) for number in (*self.rounds, *self.drafted, self.first_stage, self.random)):
+            raise SettingError(f"a refinement is made of whole numbers from 0; got {self}")
+        if not self.rounds or len(self.rounds) != len(self.drafted) or 0 in self.rounds:
             raise SettingError(f"a refinement has as many numbers of rounds (at least 1) as of drafted rounds (at least 0); got {self}")
 
     def at(self, stage: Stage) -> tuple[int, int]:
@@ -176,7 +175,7 @@ class ImageRng:
         return noise
 
 
-METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for what a method draws
+METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for the noise of a method
 
 
 def method_rng(seeds: Sequence[int], device: torch.device) -> ImageRng:
@@ -185,7 +184,7 @@ def method_rng(seeds: Sequence[int], device: torch.device) -> ImageRng:
 
 
 class SharedRng:
-    """One generator for the whole batch, as in the authors' programs."""
+    """One generator for the whole batch, as in the reference implementations."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -217,19 +216,19 @@ Noise = Callable[[Sequence[int], torch.device], Tensor]
 
 
 def cell_noise(noise: Noise, tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Random numbers [B, N, ...] for some tokens: drawn for all cells of the stage, then taken where the tokens are.
+    """Random numbers [B, N, ...] for some tokens: made for all cells of the stage, then taken where the tokens are.
 
-    So what a token draws does not depend on which others are run, and padding draws what the token that it repeats draws.
+    So the noise of a token does not depend on which others are run, and padding has that of the token that it repeats.
     """
-    drawn = noise((shape[0], tokens.stage.cells, *shape[2:]), device)
-    return tokens.gather(drawn.flatten(2) if drawn.ndim > 2 else drawn[..., None]).view(*shape)
+    of_cells = noise((shape[0], tokens.stage.cells, *shape[2:]), device)
+    return tokens.gather(of_cells.flatten(2) if of_cells.ndim > 2 else of_cells[..., None]).view(*shape)
 
 
 def sample(logits: Tensor, noise: Tensor) -> Tensor:
     """One code per position from filtered logits [..., V] and unit exponential noise of the same shape.
 
     The largest ratio of probability to noise is distributed like the softmax; torch.multinomial with one sample computes the same from
-    the same generator state, so seeds give the codes of the authors' programs.
+    the same generator state, so seeds give the codes of the reference implementations.
     """
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
 
@@ -241,7 +240,7 @@ def soften(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
 
 
 def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
-    """Code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits that they were drawn from."""
+    """Code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits that they were sampled from."""
     kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
     if sampling.greedy:
         return kept.argmax(dim=-1), kept
@@ -249,13 +248,13 @@ def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -
 
 
 def kernel_samples(logits: Tensor, sampling: Sampling, stage: Stage) -> bool:
-    """Whether the kernel draws what `sample_codes` would: one of two codes, with a top p that never decides between equals."""
+    """Whether the kernel samples what `sample_codes` would: one of two codes, with a top p that never decides between equals."""
     two = logits.shape[-1] == 2 and logits.dtype == torch.float32 and sampling.top_k_at(stage) != 1 and not sampling.smooth
     return two and (sampling.top_p == 0 or sampling.top_p > 0.5) and kernels.available(logits)
 
 
 def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
-    """Codes for prepared logits [B, N, ..., V]: the drawn numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
+    """Codes for prepared logits [B, N, ..., V]: the sampled numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
     if sampling.greedy:
         ids = logits.argmax(dim=-1)
         return ids, ids

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from .checks import is_whole
 from .errors import SizeError
 from .stage import Schedule
 
@@ -47,7 +48,7 @@ def parse_aspect(aspect: float | str) -> float:
 
 def parse_size(size: tuple[int, int] | int) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, Sequence) else (size, size)
-    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
+    if len(pair) != 2 or not all(is_whole(side, least=1) for side in pair):
         raise SizeError(f"size {size!r}: give (height, width) in pixels, both positive whole numbers")
     return pair[0], pair[1]
 
@@ -61,7 +62,7 @@ def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:
 def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeError:
     nearest = sorted(offers, key=lambda offer: math.dist(map(math.log, offer), map(math.log, size)))[:4]
     named = ", ".join(f"{height}x{width}" for height, width in nearest)
-    return SizeError(f"no schedule draws {size[0]}x{size[1]} (height x width); nearest: {named}")
+    return SizeError(f"no schedule generates {size[0]}x{size[1]} (height x width); nearest: {named}")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ FLEXVAR_STEPS = {
 FLEXVAR_512 = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 23, 32)
 
 HART_1024 = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
-"""Also STAR's."""
+"""Sides of HART's and STAR's stages."""
 
 BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
 """Infinity's pixel budgets: how many stages of the aspect ratio's list they run."""
@@ -158,7 +159,7 @@ def infinity_stages(template: float, stages: int) -> Schedule:
 
 
 def infinity_schedule(template: float, budget: str) -> Schedule:
-    """Of a published model."""
+    """The schedule of a published model."""
     return infinity_stages(template, BUDGETS_BY_STRIDE[PIXELS_PER_TOKEN][budget])
 
 
@@ -171,7 +172,7 @@ class InfinityBook:
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Name, which tells the pixels of the image, to number of stages."""
+        """Name, which gives the pixels of the image, to number of stages."""
         return BUDGETS_BY_STRIDE[self.pixels_per_token]
 
     def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule:

@@ -32,7 +32,7 @@ class Stage:
 
 
 def listed(sizes: Sequence[int | tuple[int, int]]) -> list[int | tuple[int, int]]:
-    """What is no list of numbers and pairs becomes something that no schedule accepts."""
+    """The sizes as a list, in which whatever is no number and no pair becomes something that no schedule accepts."""
     try:
         return [size if isinstance(size, int | tuple | list) else () for size in sizes]  # type: ignore[misc]
     except TypeError:
@@ -90,10 +90,18 @@ class Schedule:
 
 
 def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
-    """Of every row of score [R, N] the places of its `keep` largest, in order: [R, keep]. Of equals the first is taken."""
+    """Positions of the `keep` largest entries of every row of score [R, N], ascending: [R, keep]. Of equals the first is taken."""
     if score.dtype == torch.float32 and kernels.available(score):
         return kernels.topk_indices_sorted(score, keep)
     return score.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
+
+
+def repeat_tail(x: Tensor, count: Tensor | None) -> Tensor:
+    """x [R, N, ...] with every entry beyond a row's `count` [R] replaced by its last real one, as `Tokens` promises. None: all are real."""
+    if count is None:
+        return x
+    place = torch.minimum(torch.arange(x.shape[1], device=x.device), count[:, None] - 1)  # [R, N]
+    return x.gather(1, place.view(*place.shape, *[1] * (x.ndim - 2)).expand_as(x))
 
 
 @dataclass(slots=True)
@@ -125,7 +133,7 @@ class Tokens:
         return Tokens(self.stage, selection if self.index is None else self.index.gather(1, selection), count)
 
     def top(self, score: Tensor, keep: int | Tensor, num_tokens: int | None = None) -> tuple[Tensor, Tokens]:
-        """The best of each row by `score` [R, N], in raster order: `keep` of every row, or keep[r] of row r, padded to `width`.
+        """The best of each row by `score` [R, N], in raster order: `keep` of every row, or keep[r] of row r, padded to `num_tokens`.
 
         Returns their positions within this set and the tokens. Nothing is read back from the device.
         """
@@ -138,7 +146,7 @@ class Tokens:
             return selection, self.take(selection)
         order = score.argsort(dim=1, descending=True, stable=True)  # of equals the first, so that padding changes nothing
         if num_tokens is None:
-            raise ValueError("rows that keep different numbers of tokens need a common width")
+            raise ValueError("rows that keep different numbers of tokens need a common num_tokens")
         best = order[:, :num_tokens]
         slot = torch.arange(num_tokens, device=score.device)
         # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
@@ -178,11 +186,11 @@ class Tokens:
 
     @property
     def whole(self) -> bool:
-        """Every cell of the stage is among these, in whatever order."""
+        """Whether every cell of the stage is among these, in whatever order."""
         return self.count is None and self.num_tokens == self.prefix + self.stage.cells
 
     def aligned(self, other: Tokens) -> bool:
-        """Known without looking at the cells: a tensor of these tokens is one of the others too."""
+        """Whether a tensor of these tokens is one of the others too, as far as that is known without looking at the cells."""
         return other is self or (other.index is None and self.index is None)
 
     def move(self, values: Tensor, target: Tokens) -> Tensor:

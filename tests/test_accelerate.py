@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -11,14 +11,16 @@ import torch
 
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel import METHODS, Combined, resolve_method
-from nextscale.accel.method import Span, StagePlan
+from nextscale.accel.combine import CombinedRun
+from nextscale.accel.method import MethodRun, Plans, Span, StagePlan
 from nextscale.accel.registry import parse_method, parse_value, split_settings
 from nextscale.errors import SettingError
+from nextscale.generate import settle_counts
 from nextscale.guidance import ConstantGuidance, StageGuidance
 from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.schedules import infinity_schedule
-from nextscale.stage import Schedule, Stage
+from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
 
@@ -32,7 +34,7 @@ def pipeline() -> Pipeline:
     return tiny.fresh_pipeline("infinity")
 
 
-def drawn(pipeline: Pipeline, **settings: Any) -> Output:
+def generated(pipeline: Pipeline, **settings: Any) -> Output:
     return pipeline(tiny.prompts("infinity", 2), seed=5, **settings)
 
 
@@ -40,25 +42,25 @@ def drawn(pipeline: Pipeline, **settings: Any) -> Output:
 
 
 def test_accelerate_holds_until_dense(pipeline: Pipeline) -> None:
-    dense, skipped = drawn(pipeline), drawn(pipeline, method=SkipStages(1))
+    dense, skipped = generated(pipeline), generated(pipeline, method=SkipStages(1))
     pipeline.accelerate(SkipStages(1))
-    tiny.assert_same_bits(drawn(pipeline), skipped)
-    assert drawn(pipeline).report.method == "SkipStages(last=1)"
+    tiny.assert_same_bits(generated(pipeline), skipped)
+    assert generated(pipeline).report.method == "SkipStages(last=1)"
     pipeline.dense()
-    tiny.assert_same_bits(drawn(pipeline), dense)
-    assert drawn(pipeline).report.method == "dense"
+    tiny.assert_same_bits(generated(pipeline), dense)
+    assert generated(pipeline).report.method == "dense"
 
 
 def test_a_with_block_ends_what_it_began(pipeline: Pipeline) -> None:
-    dense = drawn(pipeline)
+    dense = generated(pipeline)
     with pipeline.accelerate("skip:last=1") as same:
         assert same is pipeline
-        skipped = drawn(pipeline)
+        skipped = generated(pipeline)
         with pipeline.dense():
-            tiny.assert_same_bits(drawn(pipeline), dense)
-        tiny.assert_same_bits(drawn(pipeline), skipped)
+            tiny.assert_same_bits(generated(pipeline), dense)
+        tiny.assert_same_bits(generated(pipeline), skipped)
     assert len(skipped.codes) == len(dense.codes) - 1
-    tiny.assert_same_bits(drawn(pipeline), dense)
+    tiny.assert_same_bits(generated(pipeline), dense)
 
 
 def test_an_error_inside_a_block_ends_it_too(pipeline: Pipeline) -> None:
@@ -68,11 +70,11 @@ def test_an_error_inside_a_block_ends_it_too(pipeline: Pipeline) -> None:
 
 
 def test_a_call_may_choose_another_method(pipeline: Pipeline) -> None:
-    dense = drawn(pipeline)
+    dense = generated(pipeline)
     pipeline.accelerate(SkipStages(1))
-    tiny.assert_same_bits(drawn(pipeline, method="dense"), dense)
-    tiny.assert_same_bits(drawn(pipeline, method=[]), dense)
-    assert len(drawn(pipeline, method=SkipStages(2)).codes) == 2
+    tiny.assert_same_bits(generated(pipeline, method="dense"), dense)
+    tiny.assert_same_bits(generated(pipeline, method=[]), dense)
+    assert len(generated(pipeline, method=SkipStages(2)).codes) == 2
 
 
 @pytest.mark.parametrize(
@@ -141,9 +143,9 @@ def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: 
     output = pipeline(tiny.prompts(family, 2), seed=1, method=name, compute_mask=True)
     assert output.pixels.isfinite().all()
     assert len(output.compute_mask) == len(tiny.schedule_of(family))
-    for stage, share in zip(tiny.schedule_of(family), output.compute_mask, strict=True):
-        assert share.shape == (2, *stage.size)
-        assert 0 <= share.min() <= share.max() <= 1
+    for stage, mask in zip(tiny.schedule_of(family), output.compute_mask, strict=True):
+        assert mask.shape == (2, *stage.size)
+        assert 0 <= mask.min() <= mask.max() <= 1
     assert 0 < output.report.cost_share <= 1
     assert (output.report.cost_share < 1) == (name not in ("dense", "skip", "sparsevar")) or name == "sparsevar"
 
@@ -186,7 +188,7 @@ def test_both_methods_act(family: str, methods: tuple[Method, Method]) -> None:
 
 
 def test_spans_run_inside_stages_that_another_method_reduces() -> None:
-    """SparseVAR looks at a block before those that FastVAR thins."""
+    """SparseVAR taps a block before those whose tokens FastVAR reduces."""
     pipeline = tiny.shared_pipeline("infinity")
     methods = [SparseVAR(tau=0.95, from_stage=4, block=1), FastVAR({3: 0.5}, layers=(1, 3))]
     settings = {"size": Schedule(((1, 1), (2, 2), (4, 3), (8, 6)))}
@@ -243,7 +245,7 @@ def test_outputs_that_others_skip_or_replace_are_refused_before_anything_runs(me
     with pytest.raises(SettingError, match=message):
         pipeline.accelerate(methods[::order])
     with pytest.raises(SettingError, match=message):
-        drawn(pipeline, method=methods[::order], on_stage=lambda preview: pytest.fail("a stage ran"))
+        generated(pipeline, method=methods[::order], on_stage=lambda preview: pytest.fail("a stage ran"))
 
 
 def test_methods_that_read_their_own_stages_go_together() -> None:
@@ -254,7 +256,7 @@ def test_methods_that_read_their_own_stages_go_together() -> None:
         (FastVAR({2: 0.5}, cache_stage=0), StageVAR(alphas={1: 0})),
         (FastVAR({3: 0.5}), StageVAR(alphas={3: 0})),  # what is skipped needs nothing
     ):
-        assert drawn(pipeline, method=methods).pixels.isfinite().all()
+        assert generated(pipeline, method=methods).pixels.isfinite().all()
 
 
 def test_a_need_that_nothing_meets_is_refused() -> None:
@@ -268,11 +270,62 @@ def test_a_need_that_nothing_meets_is_refused() -> None:
             return tokens
 
     class Reader(Method):
-        def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+        def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
             return tuple(StagePlan(spans=(Reading(range(1)),)) if stage.last else StagePlan() for stage in schedule)
 
     with pytest.raises(SettingError, match=r"at stage 3 the span range\(0, 1\) \(reading\) needs what no stage before it stores"):
         Combined((Reader(), GUIDANCE_OFF)).forecast(tiny.shared_pipeline("infinity").model, tiny.schedule_of("infinity"))
+
+
+def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
+    calls: list[tuple[str, str]] = []
+
+    @dataclass
+    class Named(MethodRun):
+        name: str
+        counts: torch.Tensor | None = None
+
+        def count_tokens(self, stage: Stage, canvas: Any) -> torch.Tensor | None:
+            calls.append((self.name, "count_tokens"))
+            return self.counts
+
+        def set_counts(self, fewest: int, num_tokens: int) -> None:
+            calls.append((self.name, f"set_counts {fewest} {num_tokens}"))
+
+        def plan(self, planned: StagePlan, stage: Stage, canvas: Any) -> StagePlan:
+            return replace(planned, taps=(*planned.taps, len(planned.taps)))
+
+        def state_tensors(self) -> list[torch.Tensor]:
+            return [] if self.counts is None else [self.counts]
+
+        def reduce(self, x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "reduce"))
+            return x, tokens
+
+        def restore(self, out: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "restore"))
+            return out, tokens
+
+        def restore_residual(self, residual: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "restore_residual"))
+            return residual, tokens
+
+    counts, stage = torch.tensor([3, 2]), tiny.schedule_of("infinity")[1]
+    run = CombinedRun((Method(), Method()), (Named("first", counts), Named("second")))
+    settle_counts(run, stage, None)
+    assert run.plan(StagePlan(skip=True), stage, None) == StagePlan(skip=True, taps=(0, 1))
+    run.reduce(counts, Tokens(stage))
+    run.restore(counts, Tokens(stage))
+    run.restore_residual(counts, Tokens(stage))
+    assert calls == [
+        ("first", "count_tokens"), ("second", "count_tokens"), ("first", "set_counts 2 3"), ("second", "set_counts 2 3"),
+        ("first", "reduce"), ("second", "reduce"), ("second", "restore"), ("first", "restore"),
+        ("second", "restore_residual"), ("first", "restore_residual"),
+    ]  # fmt: skip
+    fork = run.fork()
+    assert fork.runs[0] is not run.runs[0] and fork.runs[1] is not run.runs[1]
+    (state,) = fork.state_tensors()
+    assert state is counts
 
 
 def test_zero_strength_of_all_at_once_is_dense_bit_for_bit() -> None:
@@ -284,8 +337,8 @@ def test_zero_strength_of_all_at_once_is_dense_bit_for_bit() -> None:
             tiny.assert_same_bits(pipeline(prompt, seed=6, method=list(pair)), dense)
 
 
-def test_dropping_branches_at_guidance_one_changes_nothing() -> None:
-    """The unconditional rows are those that stay, so with the prompt itself as the negative one they draw the same."""
+def test_dropping_a_cfg_branch_at_guidance_one_changes_nothing() -> None:
+    """The unconditional rows are those that stay, so with the prompt itself as the negative one they generate the same."""
     for family in ("var", "infinity", "star"):
         pipeline, prompt = tiny.shared_pipeline(family), tiny.prompts(family, 2)
         guidance = StageGuidance(values=(1.0,) * len(tiny.schedule_of(family)) + (2.0,))
@@ -298,7 +351,7 @@ def test_dropping_branches_at_guidance_one_changes_nothing() -> None:
 
 
 def test_images_past_the_trained_size_with_fastvar() -> None:
-    """1344 px: a stage of 84x84 tokens after the trained ones, nothing skipped, late stages thinned."""
+    """1344 px: a stage of 84x84 tokens after the trained ones, nothing skipped, late stages reduced."""
     pipeline = tiny.shared_pipeline("infinity")
     output = pipeline(tiny.prompts("infinity", 1), seed=1, size=infinity_schedule(1.0, "1.8M"), method=FastVAR())
     assert [stage.height for stage in output.report.stages][-2:] == [64, 84]
@@ -312,7 +365,7 @@ def test_images_past_the_trained_size_with_fastvar() -> None:
 
 @pytest.mark.parametrize("family", ["var", "flexvar", "infinity", "star"])
 def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> None:
-    """Codes of a whole grid are given; those of cells that were left out are not drawn."""
+    """Codes of a whole grid are given; those of cells that were left out are not put on the canvas."""
     pipeline, last = tiny.shared_pipeline(family), len(tiny.schedule_of(family)) - 1
     method, forced, seen = SparseVAR(tau=1.0, from_stage=last + 1, alpha=None), {}, {}
 
@@ -324,12 +377,11 @@ def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> N
     output = pipeline(tiny.prompts(family, 2), seed=4, method=method, revise=revise, compute_mask=True)
     stage = tiny.schedule_of(family)[last]
     assert seen[last].shape[:2] == (2, stage.cells)
-    run = output.compute_mask[last].flatten(1) > 0
-    assert 0 < run.sum() < run.numel()
-    drawn_codes = output.codes[last]
+    computed = output.compute_mask[last].flatten(1) > 0
+    assert 0 < computed.sum() < computed.numel()
     for image in range(2):
-        expected = forced[last][image][run[image]]
-        assert torch.equal(drawn_codes[image][: len(expected)], expected)
+        expected = forced[last][image][computed[image]]
+        assert torch.equal(output.codes[last][image][: len(expected)], expected)
 
 
 @pytest.mark.parametrize("given", [None, torch.zeros(2, 1, dtype=torch.long)], ids=["nothing", "too few"])

@@ -12,9 +12,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from nextscale.accel import METHODS, Method
+from nextscale.accel import METHODS, Method, MethodRun, RunSetup
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
+from nextscale.sampling import ImageRng
+from nextscale.stage import Schedule, Tokens
 
 from . import tiny
 from .test_method import keeping
@@ -39,8 +41,14 @@ def registered() -> Iterator[None]:
     METHODS.pop("keepdetail")
 
 
-def test_it_is_complete_in_less_than_sixty_lines() -> None:
-    assert len(example()[0].splitlines()) < 60
+def test_it_is_complete_in_less_than_fifty_lines() -> None:
+    assert len(example()[0].splitlines()) < 50
+
+
+def test_the_page_names_every_hook() -> None:
+    hooks = {name for name in vars(MethodRun) if not name.startswith("_")}
+    settings = {name for name in vars(Method) if not name.startswith("_")} - {"label"}
+    assert {name for name in hooks | settings if f"`{name}" not in PAGE.read_text()} == set()
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -61,7 +69,7 @@ def test_a_batch_equals_its_images_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_dropping_a_branch_at_guidance_one_changes_nothing(family: str) -> None:
+def test_dropping_a_cfg_branch_at_guidance_one_changes_nothing(family: str) -> None:
     pipeline, stages = tiny.shared_pipeline(family), len(tiny.schedule_of(family))
     guidance = StageGuidance(values=(1.0,) * stages + (2.0,))
     method = example()[1](share=0.4)
@@ -81,15 +89,23 @@ def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
         example()[1](**settings)
 
 
+@pytest.mark.parametrize("last", [-1, 4])
+def test_stages_that_do_not_exist_are_refused_before_anything_runs(last: int) -> None:
+    with pytest.raises(SettingError, match=f"last={last}: this schedule has 4 stages"):
+        tiny.fresh_pipeline("var").accelerate(example()[1](last=last))
+
+
+def test_two_methods_that_reduce_stages_are_refused() -> None:
+    with pytest.raises(SettingError, match="each of KeepDetail and SparseVAR reduces whole stages"):
+        tiny.fresh_pipeline("var").accelerate([example()[1](), "sparsevar"])
+
+
 def test_a_stage_by_hand() -> None:
     """Of the cells 1, 2, 9, 4 the mean is 4: 9 is farthest, then 1."""
-    from nextscale.accel import RunSetup
-    from nextscale.sampling import ImageRng
-    from nextscale.stage import Schedule, Tokens
-
-    schedule = Schedule([1, 2])
-    setup = RunSetup(tiny.shared_pipeline("var").model, schedule, 1, ImageRng([0], torch.device("cpu")))
-    run = example()[1](share=0.5, last=1).start(setup)
+    schedule, model, method = Schedule([1, 2]), tiny.shared_pipeline("var").model, example()[1](share=0.5, last=1)
+    plans = method.forecast(model, schedule)
+    assert [plan.num_tokens for plan in plans] == [None, 2]
+    run = method.start(RunSetup(model, schedule, 1, ImageRng([0], torch.device("cpu")), plans))
     x = torch.tensor([[[1.0], [2.0], [9.0], [4.0]], [[5.0], [6.0], [7.0], [8.0]]])
     kept, tokens = run.reduce(x, Tokens(schedule[1]))
     assert tokens.index.tolist() == [[0, 2], [0, 2]]

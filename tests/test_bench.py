@@ -19,23 +19,16 @@ from nextscale.accel import Method, resolve_method
 from nextscale.cli import app
 from nextscale.cli import bench as bench_command
 from nextscale.errors import OutOfMemory, SettingError
-from nextscale.lab.bench import bench
-from nextscale.lab.bench.bench import (
-    Plan,
-    Runner,
-    Timed,
-    bench_case,
-    chosen_engines,
-    failed_rows,
-    prompts,
-    row_of,
-    spread_known_ms,
-    workload,
-)
+from nextscale.lab.bench import runner as runners
+from nextscale.lab.bench.bench import bench_case
 from nextscale.lab.bench.energy import EnergyMeter
+from nextscale.lab.bench.plan import Plan, chosen_engines
+from nextscale.lab.bench.requests import request_prompts, request_workload
 from nextscale.lab.bench.roofline import Rates, request_roofline
+from nextscale.lab.bench.rows import failed_rows, known_percentiles_ms, row_of
+from nextscale.lab.bench.runner import Runner, Timed
 from nextscale.lab.bench.sparse_share import SparseVARShare
-from nextscale.lab.bench.suites import METHODS, SPARSE, SUITES, Case, timed_methods
+from nextscale.lab.bench.suites import SPARSE, SUITES, TIMED_METHODS, Case, timed_methods
 from nextscale.lab.bench.tables import (
     TABLES,
     dense_table,
@@ -45,6 +38,7 @@ from nextscale.lab.bench.tables import (
     pictured_row,
     speed_tables,
     stages_svg,
+    summary_table,
     throughput_table,
     waterfall_table,
 )
@@ -95,9 +89,9 @@ def test_rows_tell_time_work_and_memory() -> None:
             assert 0 < times["p20_ms"] <= times["median_ms"] <= times["p80_ms"]
         assert row["median_ms"] < row["end_to_end"]["median_ms"]
         assert row["images_per_second"] == pytest.approx(2000 / row["end_to_end"]["median_ms"], rel=1e-3)
-        assert row["times_limit"] == pytest.approx(row["median_ms"] / row["limit_ms"], rel=0.1)
-        assert row["limit_ms"] >= row["limit_arithmetic_ms"] > 0
-        assert row["joules_per_image"] is None and row["recording"] is None and "not_recorded" not in row
+        assert row["times_roofline"] == pytest.approx(row["median_ms"] / row["roofline_ms"], rel=0.1)
+        assert row["roofline_ms"] >= row["roofline_arithmetic_ms"] > 0
+        assert row["joules_per_image"] is None and row["capture"] is None and "not_captured" not in row
         assert row["matmul_tflops"] == 1 and row["copy_tb_per_s"] == 0.1
     assert odd["error"] == "RuntimeError: does not work here" and "median_ms" not in odd
     assert dense["run"] == skip["run"] == odd["run"] and dense["run"].endswith(" tiny")
@@ -116,38 +110,38 @@ def test_steps_are_named_after_the_engine_and_the_kernels(monkeypatch: pytest.Mo
 
 
 def test_what_a_replay_cannot_tell_is_no_number() -> None:
-    assert spread_known_ms([[0.1, 0.2], [0.3, 0.4]]) == {"median_ms": 500, "p20_ms": 380, "p80_ms": 620}
-    assert spread_known_ms([[0.1, 0.2], [None, 0.4]]) == {"median_ms": 350, "p20_ms": 320, "p80_ms": 380}  # skipped stages
-    assert spread_known_ms([[0.1, 0.2], [None, None]]) is None
+    assert known_percentiles_ms([[0.1, 0.2], [0.3, 0.4]]) == {"median_ms": 500, "p20_ms": 380, "p80_ms": 620}
+    assert known_percentiles_ms([[0.1, 0.2], [None, 0.4]]) == {"median_ms": 350, "p20_ms": 320, "p80_ms": 380}  # skipped stages
+    assert known_percentiles_ms([[0.1, 0.2], [None, None]]) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_measured(family: str) -> None:
     [row] = bench_case(shared_pipeline(family), Case(family, family), timed_methods([]), replace(PLAN, repeats=1))
-    assert row.get("error") is None and row["median_ms"] > 0 and row["limit_ms"] > 0
+    assert row.get("error") is None and row["median_ms"] > 0 and row["roofline_ms"] > 0
 
 
-def test_what_cannot_be_recorded_is_drawn_eagerly_and_says_so() -> None:
+def test_what_cannot_be_captured_runs_eagerly_and_says_so() -> None:
     rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), timed_methods([]), replace(PLAN, engines=("eager", "graphs"), repeats=1))
     assert [(row["engine"], row["engine_asked"], row["step"]) for row in rows] == [
         ("eager", "eager", "eager, plain torch"),
         ("eager", "graphs", "graphs, plain torch"),
     ]
-    assert "captured on a GPU" in rows[1]["not_recorded"] and rows[1]["recording"] is None
+    assert "captured on a GPU" in rows[1]["not_captured"] and rows[1]["capture"] is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_recordings_are_measured_on_a_gpu() -> None:
+def test_captured_graphs_are_measured_on_a_gpu() -> None:
     cuda = torch.device("cuda")
     pipe = random_pipeline(SPEC, device=cuda, dtype=torch.bfloat16)
     plan = Plan(cuda, ("eager", "graphs"), 2, Rates.measured(cuda, torch.bfloat16), meter=EnergyMeter.of(cuda))
-    rows = bench_case(pipe, Case("tiny", "tiny-infinity"), timed_methods(["stagevar:alphas=[]", SPARSE]), plan)
+    rows = bench_case(pipe, Case("tiny", "tiny-infinity"), timed_methods([SPARSE, "stagevar:ranks=measured"]), plan)
     engines = [(row["engine_asked"], row["engine"]) for row in rows]
     assert engines == [("eager", "eager")] * 3 + [("graphs", "graphs")] * 2 + [("graphs", "eager")]
     for row in rows:
-        assert row.get("error") is None and row["peak_gb"] >= row["weights_gb"] and row["times_limit"] > 1
-        assert (row["recording"] is not None) == (row["engine"] == "graphs")
-    assert rows[3]["recording"]["gb"] >= 0 and "not_recorded" in rows[5]
+        assert row.get("error") is None and row["peak_gb"] >= row["weights_gb"] and row["times_roofline"] > 1
+        assert (row["capture"] is not None) == (row["engine"] == "graphs")
+    assert rows[3]["capture"]["gb"] >= 0 and "not_captured" in rows[5]
 
 
 def test_without_dense_there_are_times_but_no_ratio() -> None:
@@ -157,8 +151,8 @@ def test_without_dense_there_are_times_but_no_ratio() -> None:
     assert skip["speedup"] is None and skip["median_ms"] > 0
 
 
-def drawn(stage_seconds: float, decode: float, whole: float, memory: int = 0) -> Timed:
-    report = pipeline()(prompts(pipeline(), 1, 0), seed=0).report
+def timed(stage_seconds: float, decode: float, whole: float, memory: int = 0) -> Timed:
+    report = pipeline()(request_prompts(pipeline(), 1, 0), seed=0).report
     stages = tuple(replace(stage, seconds=stage_seconds) for stage in report.stages)
     return Timed(replace(report, stages=stages, condition_seconds=0, decode_seconds=decode), whole, memory)
 
@@ -167,8 +161,8 @@ def test_ratios_are_those_of_each_round() -> None:
     """Dense 1, 2 and 3 seconds, the method 0.5, 0.5 and 1 beside them: 2, 4 and 3 times faster, decoding left out."""
     case = Case("tiny", "tiny-infinity")
     dense, fast = (Runner(name, Method(), pipeline(), case, "eager") for name in ("dense", "fast"))
-    dense.drawn = [drawn(seconds / 5, 1.0, seconds + 1) for seconds in (1, 2, 3)]
-    fast.drawn = [drawn(seconds / 5, 1.0, seconds + 1, memory=10**9) for seconds in (0.5, 0.5, 1)]
+    dense.timed = [timed(seconds / 5, 1.0, seconds + 1) for seconds in (1, 2, 3)]
+    fast.timed = [timed(seconds / 5, 1.0, seconds + 1, memory=10**9) for seconds in (0.5, 0.5, 1)]
     row = row_of(fast, dense, PLAN)
     assert (row["speedup"]["median"], row["median_ms"], row["decode"]["median_ms"]) == (3, 500, 1000)
     assert row["speedup_end_to_end"]["median"] == 2 and row["end_to_end"]["median_ms"] == 1500
@@ -188,17 +182,17 @@ def test_methods_take_turns() -> None:
             return self
 
     bench_case(pipeline(), Case("tiny", "tiny-infinity"), {"dense": Noted("dense"), "b": Noted("b")}, PLAN)
-    assert order == ["dense", "b"] * (2 + bench.WARM_ROUNDS)
+    assert order == ["dense", "b"] * (2 + runners.WARM_ROUNDS)
 
 
-def test_recordings_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[str] = []
-    monkeypatch.setattr(bench, "has_room", lambda runners: len(runners) < 3)
-    monkeypatch.setattr(Runner, "capture", lambda runner: recorded.append(runner.name))
+def test_graphs_that_do_not_fit_together_are_measured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+    monkeypatch.setattr(runners, "has_room", lambda several: len(several) < 3)
+    monkeypatch.setattr(Runner, "capture", lambda runner: captured.append(runner.name))
     methods = {"dense": Method(), **{name: resolve_method("skip:last=1") for name in "abc"}}
     rows = bench_case(pipeline(), Case("tiny", "tiny-infinity"), methods, replace(PLAN, repeats=1))
     assert [row["method"] for row in rows] == ["dense", "a", "b", "c"]
-    assert recorded == ["dense", "a", "b", "dense", "c"]
+    assert captured == ["dense", "a", "b", "dense", "c"]
     assert all(row["speedup"] is not None for row in rows)
 
 
@@ -218,14 +212,14 @@ class Library:
 
 
 class FailingLater(Method):
-    """Draws its timed requests and no other."""
+    """Runs its timed requests and no other."""
 
     def __init__(self) -> None:
-        self.drawn = 0
+        self.runs = 0
 
     def start(self, setup: object) -> Method:
-        self.drawn += 1
-        if self.drawn > bench.WARM_ROUNDS + PLAN.repeats:
+        self.runs += 1
+        if self.runs > runners.WARM_ROUNDS + PLAN.repeats:
             raise RuntimeError("worn out")
         return self
 
@@ -235,7 +229,7 @@ def meter(broken: bool = False) -> EnergyMeter:
 
 
 def test_energy_is_shared_among_the_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "METERED_SECONDS", 0)  # so two requests
+    monkeypatch.setattr(runners, "METERED_SECONDS", 0)  # so two requests
     case = Case("tiny", "tiny-infinity", batch=2)
     [row] = bench_case(pipeline(), case, timed_methods([]), replace(PLAN, repeats=1, meter=meter()))
     assert row["joules_per_image"] == 0.2  # 1 J for 4 images, rounded
@@ -250,11 +244,11 @@ def test_a_failure_while_energy_is_metered_leaves_the_times() -> None:
     assert row["joules_per_image"] is None and row["not_metered"] == "RuntimeError: worn out"
 
 
-# --- limits
+# --- rooflines
 
 
-def test_a_limit_is_arithmetic_or_reading_whichever_takes_longer() -> None:
-    model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
+def test_the_roofline_is_arithmetic_or_reading_whichever_takes_longer() -> None:
+    model, work = pipeline().model, request_workload(pipeline(), Case("tiny", "tiny-infinity"))
     total = request_cost(model, work).total
     slow = request_roofline(model, work, [1.0] * 5, Rates(flops=1.0, bytes=1e30))
     assert slow.both == slow.arithmetic == pytest.approx(2 * total)
@@ -271,9 +265,9 @@ def linears(module: torch.nn.Module) -> list[torch.nn.Linear]:
 
 
 def test_reading_counts_each_stage_alone() -> None:
-    model, work = pipeline().model, workload(pipeline(), Case("tiny", "tiny-infinity"))
-    limit = request_roofline(model, work, [1.0] * 5, Rates(flops=1e9, bytes=1e8))
-    assert max(limit.arithmetic, limit.reading) < limit.both < limit.arithmetic + limit.reading
+    model, work = pipeline().model, request_workload(pipeline(), Case("tiny", "tiny-infinity"))
+    roofline = request_roofline(model, work, [1.0] * 5, Rates(flops=1e9, bytes=1e8))
+    assert max(roofline.arithmetic, roofline.reading) < roofline.both < roofline.arithmetic + roofline.reading
 
 
 def test_rates_are_measured() -> None:
@@ -282,9 +276,9 @@ def test_rates_are_measured() -> None:
 
 
 def test_text_counts_in_the_work() -> None:
-    assert workload(shared_pipeline("var"), Case("", "")).text_tokens == 0
-    assert workload(shared_pipeline("star"), Case("", "", batch=3)).text_tokens == 77
-    assert workload(pipeline(), Case("", "")) == Workload(Schedule(SIDES), text_tokens=24)  # this model reads no more
+    assert request_workload(shared_pipeline("var"), Case("", "")).text_tokens == 0
+    assert request_workload(shared_pipeline("star"), Case("", "", batch=3)).text_tokens == 77
+    assert request_workload(pipeline(), Case("", "")) == Workload(Schedule(SIDES), text_tokens=24)  # this model reads no more
 
 
 # --- SparseVAR with a share
@@ -292,19 +286,19 @@ def test_text_counts_in_the_work() -> None:
 
 def test_a_share_of_the_cells_is_kept_whatever_the_image() -> None:
     method = SparseVARShare(from_stage=4)
-    report = pipeline()(prompts(pipeline(), 1, 0), seed=0, method=method).report
+    report = pipeline()(request_prompts(pipeline(), 1, 0), seed=0, method=method).report
     assert [stage.tokens for stage in report.stages][:3] == [1, 4, 16]
     for stage, cells in zip(report.stages[3:], (64, 256), strict=True):
         anchors = cells // 16
         assert cells / 4 <= stage.tokens <= cells / 4 + anchors
     assert method.data_dependent
-    assert report.method == method.label == "SparseVAR, the liveliest 25% and anchors"
+    assert report.method == method.label == "SparseVAR, top 25% by change and anchors"
 
 
 # --- suites
 
 
-def test_suites_can_be_drawn() -> None:
+def test_suites_can_be_run() -> None:
     for cases in SUITES.values():
         for case in cases:
             model_spec(case.model).settings.schedules.choose(case.size, None)
@@ -317,7 +311,7 @@ def test_suites_can_be_drawn() -> None:
 
 
 def test_methods_by_name() -> None:
-    assert list(timed_methods(["all"])) == ["dense", *METHODS]
+    assert list(timed_methods(["all"])) == ["dense", *TIMED_METHODS]
     assert timed_methods(["fastvar + skip:last=1"])["fastvar + skip:last=1"].label == "FastVAR + SkipStages(last=1)"
     with pytest.raises(SettingError, match="unknown method 'fastvra'; did you mean fastvar"):
         timed_methods(["fastvra"])
@@ -371,8 +365,8 @@ def made(method: str = "dense", milliseconds: float = 100, **changes: Any) -> Ro
         "cost_share": 0.5,
         "tokens": [1, 4],
         "stage_median_ms": [10, milliseconds - 10],
-        "limit_ms": milliseconds / 2,
-        "times_limit": 2.0,
+        "roofline_ms": milliseconds / 2,
+        "times_roofline": 2.0,
         "peak_gb": 8.8,
         "joules_per_image": 50.0,
     }
@@ -394,13 +388,19 @@ def old(**changes: Any) -> Row:
         "step",
         "end_to_end",
         "speedup",
-        "limit_ms",
-        "times_limit",
+        "roofline_ms",
+        "times_roofline",
         "matmul_tflops",
         "images_per_second",
     ):
         del row[name]
     return row
+
+
+def theirs(**changes: Any) -> Row:
+    """A row of the reference implementation."""
+    known = {"benchmark": "reference", "model": "infinity-2b", "size": [1024, 1024], "batch": 1, "hardware": "NVIDIA H200"}
+    return {**known, "median_ms": 790, "decode": {"median_ms": 99}, "peak_gb": 13.0, "remark": "it needs tea", **changes}
 
 
 def lines_of(table: str) -> list[str]:
@@ -409,12 +409,12 @@ def lines_of(table: str) -> list[str]:
 
 def test_the_dense_table_shows_the_last_row_of_graphs() -> None:
     rows = [old(milliseconds=400), made(milliseconds=300, **EAGER), made(milliseconds=200), made(milliseconds=250, **EAGER)]
-    [line] = lines_of(dense_table(rows))
-    assert "| graphs | **200** (200–200) | 790 ms |" in line and "| 280 | 100 (2.0 times that) |" in line
+    [line] = lines_of(dense_table([*rows, theirs()]))
+    assert "| graphs | **200** (200–200) | 790 |" in line and "| 280 | 100 | 2.0x |" in line
     [line] = lines_of(dense_table(rows[:2]))
     assert "| eager | **300**" in line
-    [line] = lines_of(dense_table(rows[:1]))
-    assert "| eager | **400** (400–400) | 790 ms |  | 80 (authors 99) |  |  | 8.8 GB | 13.0 GB |" in line
+    [line] = lines_of(dense_table([*rows[:1], theirs()]))
+    assert "| eager | **400** (400–400) | 790 |  | 80 (reference 99) |  |  |  | 8.8 GB | 13.0 GB |" in line
     note = dense_table(rows).splitlines()[-1]
     assert "788 TFLOP/s" in note and "4.30 TB/s" in note and "Median of 10 runs" in note
     assert "TFLOP" not in dense_table(rows[:1])
@@ -431,11 +431,11 @@ def test_tables_leave_out_other_machines_and_suites_with_tables_of_their_own() -
 def test_the_methods_table_compares_what_was_measured_together() -> None:
     before = [made(name, 80, benchmark="methods", **EAGER) for name in ("dense", "SparseVAR", "ToMe")]
     assert [row["method"] for row in method_rows(before)] == ["dense", SPARSE, "ToMe"]
-    rows = [*before, made(), made(SPARSE, 50, engine="eager", not_recorded="SettingError: no")]
+    rows = [*before, made(), made(SPARSE, 50, engine="eager", not_captured="SettingError: no")]
     first, second = lines_of(methods_table(rows))
     assert "| dense | graphs | 100 | **1.00** (1.00–1.00) |" in first
-    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 (2.0 times that) | 8.8 GB |" in second
-    assert f"Not recorded, so drawn eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
+    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 | 2.0x | 8.8 GB |" in second
+    assert f"Not captured, so run eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
 
 
 def test_eager_rows_give_way_to_graphs_in_a_table_of_their_own() -> None:
@@ -480,11 +480,24 @@ def test_rows_of_another_machine_dtype_or_checkpoint_replace_nothing(other: Row)
     assert "OutOfMemory" in dense_table([*rows, failed])
 
 
-def test_the_authors_numbers_are_those_of_their_machine() -> None:
-    assert "790 ms" in dense_table([made()]) and "recompile" in dense_table([made()])
-    elsewhere = [made(hardware="NVIDIA L4"), made(hardware="NVIDIA L4", step="tea")]
-    assert "790" not in dense_table(elsewhere) and "recompile" not in dense_table(elsewhere)
-    assert "authors" not in waterfall_table(elsewhere)
+def test_the_reference_implementation_is_that_of_the_same_machine() -> None:
+    here = [made(), theirs()]
+    assert "| 790 |" in dense_table(here) and "at batch 1 it needs tea." in dense_table(here)
+    elsewhere = [made(hardware="NVIDIA L4"), made(hardware="NVIDIA L4", step="tea"), theirs()]
+    assert "790" not in dense_table(elsewhere) and "tea." not in dense_table(elsewhere)
+    assert "790" not in waterfall_table(elsewhere)
+
+
+def test_the_summary_has_a_row_for_the_reference_implementation_and_for_each_published_method() -> None:
+    rows = [made(), made("FastVAR", 50), made("ToMe", 80), made("StageVAR", error="OutOfMemory: no"), made("FastVAR", 20, batch=4)]
+    assert lines_of(summary_table([*rows, theirs()])) == [
+        "| reference implementation | 790 |  | 1.00 |  | 13.0 GB |",
+        "| dense | 100 | **1.00** | 7.90 | 50% | 8.8 GB |",
+        "| FastVAR | 50 | **2.00** | 15.80 | 50% | 8.8 GB |",
+        "| StageVAR | OutOfMemory: no |  |  |  |  |",
+    ]
+    assert lines_of(summary_table(rows))[0] == "| dense | 100 | **1.00** |  | 50% | 8.8 GB |"
+    assert summary_table([made(batch=4), theirs()]) == ""
 
 
 def test_failures_are_lines() -> None:
@@ -510,18 +523,19 @@ def test_the_waterfall_says_what_each_step_brought() -> None:
         made(milliseconds=400, **EAGER | {"step": "eager, plain torch"} | plain),
         made(milliseconds=250, **EAGER),
         made("StageVAR", 60, run="b"),
-        made(milliseconds=50, run="c", engine="eager"),  # could not be recorded
+        made(milliseconds=50, run="c", engine="eager"),  # could not be captured
+        theirs(),
     ]
     start = "| infinity-2b | 1024x1024 | 1 |"
     chain = [
-        f"{start} authors' program | 790 |  |  |  |",
-        f"{start} eager, plain torch | 400 | 1.98 | **1.98** | 200 (2.0 times that) |",
-        f"{start} graphs, plain torch | 300 | 1.33 | **2.63** | 150 (2.0 times that) |",
-        f"{start} graphs | 200 | 1.50 | **3.95** | 100 (2.0 times that) |",
+        f"{start} reference implementation | 790 |  |  |  |  |",
+        f"{start} eager, plain torch | 400 | 1.98 | **1.98** | 200 | 2.0x |",
+        f"{start} graphs, plain torch | 300 | 1.33 | **2.63** | 150 | 2.0x |",
+        f"{start} graphs | 200 | 1.50 | **3.95** | 100 | 2.0x |",
     ]
-    assert lines_of(waterfall_table(rows)) == [*chain, f"{start} graphs, StageVAR | 60 | 1.67 | **13.17** | 30 (2.0 times that) |"]
+    assert lines_of(waterfall_table(rows)) == [*chain, f"{start} graphs, StageVAR | 60 | 1.67 | **13.17** | 30 | 2.0x |"]
     note = waterfall_table(rows).splitlines()[-1]
-    assert "one after another on machines of this kind" in note and "authors' program ran on the same kind of GPU" in note
+    assert "one after another on machines of this kind" in note and "reference implementation ran on the same kind of GPU" in note
     named = [
         made(milliseconds=100, step="tea"),
         made("StageVAR", 25, step="tea"),
@@ -529,9 +543,9 @@ def test_the_waterfall_says_what_each_step_brought() -> None:
     ]
     assert lines_of(waterfall_table([*named, *rows])) == [
         *chain,
-        f"{start} tea | 100 | 2.00 | **7.90** | 50 (2.0 times that) |",
-        f"{start} tea, StageVAR | 25 | 4.00 | **31.60** | 12 (2.0 times that) |",
-        f"{start} tea, {SPARSE} (eager) | 50 | 2.00 | **15.80** | 25 (2.0 times that) |",
+        f"{start} tea | 100 | 2.00 | **7.90** | 50 | 2.0x |",
+        f"{start} tea, StageVAR | 25 | 4.00 | **31.60** | 12 | 2.0x |",
+        f"{start} tea, {SPARSE} (eager) | 50 | 2.00 | **15.80** | 25 | 2.0x |",
     ]
 
 
@@ -574,16 +588,31 @@ def test_the_command_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
     out = tmp_path / "new" / "rows.jsonl"
     shown = run(
-        ["tiny", "--methods", "skip:last=1", "--batch", "1", "--batch", "2", "--repeats", "1", "--device", "cpu", "--out", str(out)]
+        [
+            "-m",
+            "tiny",
+            "--method",
+            "tome+skip:last=1",
+            "--batch",
+            "1",
+            "--batch",
+            "2",
+            "--repeats",
+            "1",
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+        ]
     )
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["case"], row["batch"], row["method"]) for row in rows] == [
-        (name, batch, method) for name, batch in (("tiny", 1), ("tiny-batch2", 2)) for method in ("dense", "skip:last=1")
+        (name, batch, method) for name, batch in (("tiny", 1), ("tiny-batch2", 2)) for method in ("dense", "tome + skip:last=1")
     ]
-    assert "tiny, 32x32, batch 2" in shown and "skip:last=1" in shown
-    run(["tiny", "--step", "with tea", "--repeats", "1", "--device", "cpu", "--out", str(out)])
+    assert "tiny, 32x32, batch 2" in shown and "tome + skip:last=1" in shown
+    run(["-m", "tiny", "--step", "with tea", "--repeats", "1", "--device", "cpu", "--out", str(out)])
     assert json.loads(out.read_text().splitlines()[-1])["step"] == "with tea"
-    assert "no row of speed on a GPU" in run(["--table", "--out", str(out)], 2)
+    assert "no row measured on a GPU" in run(["--table", "--out", str(out)], 2)
 
 
 def test_a_suite_is_run_model_by_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,15 +651,17 @@ def test_tables_are_written_into_a_page(tmp_path: Path) -> None:
     assert "| FastVAR | graphs |" in run(["--table", "--out", str(results)])
 
 
-def test_the_tables_of_a_checkout_go_into_its_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results, readme, picture = tmp_path / "benchmarks" / "results.jsonl", tmp_path / "README.md", tmp_path / "docs" / "stages.svg"
+def test_the_tables_of_a_checkout_go_into_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, docs = tmp_path / "benchmarks" / "results.jsonl", tmp_path / "docs"
+    page, picture = docs / "benchmarks.md", docs / "stages.svg"
     results.parent.mkdir()
+    docs.mkdir()
     results.write_text(json.dumps(made()) + "\n")
-    readme.write_text("<!-- dense:begin -->\n<!-- dense:end -->\n")
+    page.write_text("<!-- dense:begin -->\n<!-- dense:end -->\n")
     monkeypatch.setattr(bench_command, "OWN_RESULTS", results)
     monkeypatch.setattr(bench_command, "CHECKOUT", tmp_path)
     run(["--table"])
-    assert "| infinity-2b | 1024x1024 | 1 | graphs | **100**" in readme.read_text()
+    assert "| infinity-2b | 1024x1024 | 1 | graphs | **100**" in page.read_text()
     assert "90 ms" in picture.read_text()
 
 
@@ -639,13 +670,14 @@ def test_the_tables_of_a_checkout_go_into_its_readme(tmp_path: Path, monkeypatch
     [
         ([], "nothing to measure"),
         (["--suite", "al"], "choose one of required"),
-        (["--suite", "dense", "--batch", "2"], "already says"),
-        (["nano", "--size", "100"], "no schedule draws 100x100"),
-        (["nano", "--methods", "fasvar"], "did you mean fastvar"),
-        (["nano", "--engine", "fast", "--device", "cpu"], "choose one of graphs, eager, both"),
-        (["nano", "--page", "x.md"], "add --table"),
+        (["--suite", "dense", "--batch", "2"], "already fixes"),
+        (["-m", "nano", "--size", "100"], "no schedule generates 100x100"),
+        (["--size", "100"], "no schedule generates 100x100"),  # of nano
+        (["-m", "nano", "--method", "fasvar"], "did you mean fastvar"),
+        (["-m", "nano", "--engine", "fast", "--device", "cpu"], "choose one of graphs, eager, both"),
+        (["-m", "nano", "--page", "x.md"], "add --table"),
         (["--suite", "dense", "--weights", "x"], "of one model"),
-        (["nanp"], "did you mean nano"),
+        (["-m", "nanp"], "did you mean nano"),
     ],
 )
 def test_refusals(arguments: list[str], told: str) -> None:

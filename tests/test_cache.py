@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nextscale.accel import Method
-from nextscale.cache import CacheSpec, DenseLayerCache, Env, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
+from nextscale.accel import DENSE, Method
+from nextscale.cache import CacheSpec, DenseLayerCache, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.generate import new_env
-from nextscale.models.base import Conditioning
-from nextscale.models.blocks import attend
+from nextscale.models.attention import attend
+from nextscale.models.env import Conditioning, Env
 from nextscale.models.rope import HalvesRope
-from nextscale.planning.memory import reserved_bytes, reserved_cache
+from nextscale.planning.memory import reserved_bytes
 from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text.prompts import Labels, Prompts
 
@@ -93,14 +93,14 @@ def test_rows_of_different_length_continue_at_their_own_end(
     values = list(keys)
     ragged_yet = False
     for stage in schedule:
-        width = data.draw(st.integers(1, stage.cells), label="width")
-        counts = [data.draw(st.integers(1, width), label="count") for _ in range(rows)]
+        num_tokens = data.draw(st.integers(1, stage.cells), label="num_tokens")
+        counts = [data.draw(st.integers(1, num_tokens), label="count") for _ in range(rows)]
         ragged = data.draw(st.booleans(), label="ragged")
         ragged_yet |= ragged
-        counts = counts if ragged else [width] * rows
+        counts = counts if ragged else [num_tokens] * rows
         before = prefix if stage.index == 0 else 0
-        k, v = numbers(rows, before + width)
-        index = torch.arange(width).expand(rows, -1)
+        k, v = numbers(rows, before + num_tokens)
+        index = torch.arange(num_tokens).expand(rows, -1)
         all_keys, all_values, mask = cache.append(k, k, v, Tokens(stage, index, torch.tensor(counts) if ragged else None, before))
         keys = [torch.cat([old, new[: before + count]]) for old, new, count in zip(keys, k, counts, strict=True)]
         values = [torch.cat([old, new[: before + count]]) for old, new, count in zip(values, v, counts, strict=True)]
@@ -265,7 +265,7 @@ def test_the_last_stage_is_stored_once_for_all_layers() -> None:
 
 
 def two_prompts(family: str, lengths: tuple[int, int], seed: int = 0) -> Prompts:
-    """As the model's condition takes them: classes, or texts of these lengths."""
+    """As the model's condition takes them: classes, or prompts of these lengths."""
     if family in tiny.CLASS_FAMILIES:
         return Labels(torch.tensor([1, 2]) + 2 * seed)
     return tiny.text_features(family, lengths, seed)
@@ -280,14 +280,13 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
     empty = pipeline.reader.empty()
     for guided in (False, True):
         cond = pipeline.model.condition(prompts, guided, schedule, empty.repeat(2) if guided and empty else None)
-        plans = Method().forecast(pipeline.model, schedule)
-        rows = 4 if guided else 2
-        env = new_env(cond, 2, Method(), reserved_cache(pipeline.model, schedule, Method(), plans, 2, rows))
+        env = new_env(pipeline.model, cond, schedule, 2, Method(), Method())
         tensors = [tensor for cache in env.cache for tensor in (cache.keys, cache.values)]
         tensors += env.cache[0].workspace.pair(cond.start.shape[0], 0)
         if cond.text is not None:
             tensors += [tensor for pair in cond.text.keys_values for tensor in pair]
-        assert reserved_bytes(pipeline.model, schedule, Method(), plans, 2, rows, prompts.longest) == storage_bytes(tensors)
+        plans = (DENSE,) * len(schedule)
+        assert reserved_bytes(pipeline.model, schedule, plans, len(prompts), cond.start.shape[0], prompts.longest) == storage_bytes(tensors)
         assert env.cfg_branches == ("both" if guided else "cond")
 
 
@@ -337,10 +336,10 @@ def test_memory_takes_whole_grids_only() -> None:
 
 
 def running_env(family: str) -> tuple[Env, Schedule]:
-    """Two images with both branches, after the first stage; every row's number can be read off its memory."""
+    """Two images with both cfg branches, after the first stage; every row's number can be read off its memory."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
     prompts, negative = two_prompts(family, (3, 5)), two_prompts(family, (7, 2), seed=1)  # no two rows have the same text mask
-    env = new_env(model.condition(prompts, True, schedule, negative), 2, Method(), model.cache_spec(schedule, 4))
+    env = new_env(model, model.condition(prompts, True, schedule, negative), schedule, 2, Method(), Method())
     x, tokens = model.with_text(model.embed(None, schedule[0], env), Tokens(schedule[0]), env)
     for block in model.blocks:
         x = block(x, tokens, env)
@@ -368,21 +367,21 @@ def row_tensors(env: Env) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize(("branches", "rows"), [("cond", [0, 1]), ("uncond", [2, 3])])
-def test_keeping_one_branch_keeps_its_rows_of_everything(family: str, branches: str, rows: list[int]) -> None:
+@pytest.mark.parametrize(("cfg_branches", "rows"), [("cond", [0, 1]), ("uncond", [2, 3])])
+def test_keeping_one_cfg_branch_keeps_its_rows_of_everything(family: str, cfg_branches: str, rows: list[int]) -> None:
     env, schedule = running_env(family)
     before = row_tensors(env)
     assert all(len(tensor) == 4 and len(tensor.flatten(1).unique(dim=0)) == 4 for tensor in before)
     env.keep("both")
     assert env.cfg_branches == "both"
-    env.keep(branches)
-    assert env.cfg_branches == branches
+    env.keep(cfg_branches)
+    assert env.cfg_branches == cfg_branches
     for old, new in zip(before, row_tensors(env), strict=True):
         assert torch.equal(new, old[rows])
     assert env.memory.fill("row", Tokens(schedule[0])).flatten().tolist() == rows
     env.keep("both")  # means those that still run
-    env.keep(branches)
-    assert env.cfg_branches == branches
+    env.keep(cfg_branches)
+    assert env.cfg_branches == cfg_branches
     assert env.cond.start.shape[0] == 2
 
 
@@ -398,10 +397,10 @@ def test_rows_never_return(left: str, wanted: str) -> None:
 def test_blocks_go_on_after_rows_have_left(family: str) -> None:
     """The rows that stay compute what they would have computed in company."""
     outcomes = []
-    for branches in ("both", "cond", "uncond"):
+    for cfg_branches in ("both", "cond", "uncond"):
         env, schedule = running_env(family)
-        env.keep(branches)
-        rows = {"both": slice(0, 4), "cond": slice(0, 2), "uncond": slice(2, 4)}[branches]
+        env.keep(cfg_branches)
+        rows = {"both": slice(0, 4), "cond": slice(0, 2), "uncond": slice(2, 4)}[cfg_branches]
         x = F.normalize(torch.arange(4 * 4 * tiny.WIDTH).float().sin().view(4, 4, tiny.WIDTH), dim=-1)[rows]
         for block in tiny.shared_pipeline(family).model.blocks:
             x = block(x, Tokens(schedule[1]), env)

@@ -317,7 +317,7 @@ def test_images_of_a_batch_stay_apart(family: str) -> None:
 def test_a_canvas_of_codes_takes_no_residual(family: str) -> None:
     schedule = tiny.schedule_of(family)
     canvas = tiny.shared_pipeline(family).tokenizer.canvas(schedule, 1)
-    with pytest.raises(TypeError, match=f"{type(canvas).__name__} is drawn with codes alone"):
+    with pytest.raises(TypeError, match=f"{type(canvas).__name__} takes codes alone"):
         canvas.add_residual(torch.zeros(1, schedule[-1].cells, canvas.latent.shape[1]), Tokens(schedule[-1]))
 
 
@@ -383,11 +383,11 @@ def test_codes_of_an_image_replayed_through_a_request_draw_that_image(family: st
     previews: list[Preview] = []
     embed = pipeline.model.embed
 
-    def recording_embed(shown: Tensor | None, *rest: object) -> Tensor:
+    def watched_embed(shown: Tensor | None, *rest: object) -> Tensor:
         seen.append(shown)
         return embed(shown, *rest)
 
-    pipeline.model.embed = recording_embed
+    pipeline.model.embed = watched_embed
     try:
         output = pipeline(tiny.prompts(family, 2), seed=0, revise=lambda stage, drawn: codes[stage.index], on_stage=previews.append)
     finally:

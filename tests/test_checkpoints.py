@@ -22,18 +22,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from nextscale import checkpoints, errors
-from nextscale.checkpoints import Layout, Rule, Slot, check, convert, fits, load_weights, open_checkpoint, published_slots
+from nextscale import errors
+from nextscale.checkpoints import Layout, Rule, Slot, check, convert, files, fits, load_weights, open_checkpoint, published_slots
+from nextscale.checkpoints import weights as weights_module
 from nextscale.errors import CheckpointError
 
-WIDTH, HEADS, LEVELS, BLOCKS = 4, 2, 3, 2
+DIM, HEADS, LEVELS, BLOCKS = 4, 2, 3, 2
 Writer = Callable[[dict[str, object], Path], None]
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.qkv = nn.Linear(DIM, 3 * DIM)
         self.log_temperature = nn.Parameter(torch.zeros(HEADS))
 
 
@@ -41,15 +42,15 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = Attention()
-        self.ada_table = nn.Parameter(torch.zeros(6, WIDTH))
+        self.ada_table = nn.Parameter(torch.zeros(6, DIM))
 
 
 class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.levels = nn.Embedding(LEVELS, WIDTH)
-        self.head = nn.Linear(WIDTH, 5)
+        self.levels = nn.Embedding(LEVELS, DIM)
+        self.head = nn.Linear(DIM, 5)
         self.gain = nn.Parameter(torch.zeros(()))
 
 
@@ -76,12 +77,12 @@ TOY_LAYOUT = Layout(
 
 def published_weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
-    shapes: dict[str, tuple[int, ...]] = {"lvl_embed.weight": (LEVELS, WIDTH), "head.weight": (5, WIDTH), "head.bias": (5,), "gain_1": (1,)}
+    shapes: dict[str, tuple[int, ...]] = {"lvl_embed.weight": (LEVELS, DIM), "head.weight": (5, DIM), "head.bias": (5,), "gain_1": (1,)}
     for block in range(BLOCKS):
-        shapes |= {f"blocks.{block}.attn.{bias}": (WIDTH,) for bias in ("q_bias", "zero_k_bias", "v_bias")}
-        shapes[f"blocks.{block}.attn.mat_qkv.weight"] = (3 * WIDTH, WIDTH)
+        shapes |= {f"blocks.{block}.attn.{bias}": (DIM,) for bias in ("q_bias", "zero_k_bias", "v_bias")}
+        shapes[f"blocks.{block}.attn.mat_qkv.weight"] = (3 * DIM, DIM)
         shapes[f"blocks.{block}.attn.scale_mul_1H11"] = (1, HEADS, 1, 1)
-        shapes[f"blocks.{block}.ada_gss"] = (1, 1, 6, WIDTH)
+        shapes[f"blocks.{block}.ada_gss"] = (1, 1, 6, DIM)
     return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
 
 
@@ -145,11 +146,11 @@ def checkpoint_file(weights: dict[str, Tensor], tmp_path: Path) -> Path:
 def test_slots_say_where_each_published_tensor_goes() -> None:
     slots = published_slots(meta_toy(), TOY_LAYOUT)
     assert slots.keys() == published_weights().keys()
-    assert slots["blocks.1.attn.q_bias"] == Slot("blocks.1.attention.qkv.bias", slice(0, WIDTH), (WIDTH,))
-    assert slots["blocks.1.attn.v_bias"] == Slot("blocks.1.attention.qkv.bias", slice(2 * WIDTH, 3 * WIDTH), (WIDTH,))
+    assert slots["blocks.1.attn.q_bias"] == Slot("blocks.1.attention.qkv.bias", slice(0, DIM), (DIM,))
+    assert slots["blocks.1.attn.v_bias"] == Slot("blocks.1.attention.qkv.bias", slice(2 * DIM, 3 * DIM), (DIM,))
     assert slots["blocks.0.attn.scale_mul_1H11"] == Slot("blocks.0.attention.log_temperature", slice(0, HEADS), (1, HEADS, 1, 1))
-    assert slots["blocks.0.ada_gss"] == Slot("blocks.0.ada_table", slice(0, 6), (1, 1, 6, WIDTH))
-    assert slots["head.weight"] == Slot("head.weight", slice(0, 5), (5, WIDTH))
+    assert slots["blocks.0.ada_gss"] == Slot("blocks.0.ada_table", slice(0, 6), (1, 1, 6, DIM))
+    assert slots["head.weight"] == Slot("head.weight", slice(0, 5), (5, DIM))
     assert slots["gain_1"] == Slot("gain", slice(0, 1), (1,))
 
 
@@ -173,23 +174,23 @@ def test_check_names_every_kind_of_mismatch(weights: dict[str, Tensor]) -> None:
     assert fits(slots, shapes, TOY_LAYOUT)
     assert not check(slots, shapes, TOY_LAYOUT)
     del shapes["head.bias"]
-    shapes |= {"tail.bias": (5,), "head.weight": (WIDTH, 5), "ema_rate": (3,)}
+    shapes |= {"tail.bias": (5,), "head.weight": (DIM, 5), "ema_rate": (3,)}
     mismatch = check(slots, shapes, TOY_LAYOUT)
     assert mismatch.missing == ("head.bias",)
     assert mismatch.unexpected == ("tail.bias",)
-    assert mismatch.misshaped == {"head.weight": ((WIDTH, 5), (5, WIDTH))}
+    assert mismatch.misshaped == {"head.weight": ((DIM, 5), (5, DIM))}
     assert mismatch and not fits(slots, shapes, TOY_LAYOUT)
 
 
 @pytest.mark.parametrize(
     ("key", "shape", "does_fit"),
     [
-        ("lvl_embed.weight", (LEVELS + 2, WIDTH), True),
-        ("lvl_embed.weight", (LEVELS - 1, WIDTH), False),
-        ("lvl_embed.weight", (LEVELS + 2, WIDTH + 1), False),
+        ("lvl_embed.weight", (LEVELS + 2, DIM), True),
+        ("lvl_embed.weight", (LEVELS - 1, DIM), False),
+        ("lvl_embed.weight", (LEVELS + 2, DIM + 1), False),
         ("lvl_embed.weight", (), False),
-        ("head.weight", (6, WIDTH), False),
-        ("blocks.0.ada_gss", (6, WIDTH), False),
+        ("head.weight", (6, DIM), False),
+        ("blocks.0.ada_gss", (6, DIM), False),
     ],
 )
 def test_only_cut_rows_may_be_longer(weights: dict[str, Tensor], key: str, shape: tuple[int, ...], does_fit: bool) -> None:
@@ -202,7 +203,7 @@ def test_only_cut_rows_may_be_longer(weights: dict[str, Tensor], key: str, shape
 
 @pytest.mark.parametrize("write", [save_zip, save_legacy, save_file])
 @pytest.mark.parametrize("name", ["toy.pth", "toy.safetensors", "toy.bin"])
-def test_the_format_is_told_by_content(weights: dict[str, Tensor], tmp_path: Path, write: Writer, name: str) -> None:
+def test_content_decides_the_format(weights: dict[str, Tensor], tmp_path: Path, write: Writer, name: str) -> None:
     write(weights, tmp_path / name)
     for source in (tmp_path / name, str(tmp_path / name), tmp_path):
         module = meta_toy()
@@ -263,8 +264,8 @@ def test_tensors_come_shard_by_shard_and_only_when_asked(
 ) -> None:
     write_shards(tmp_path, weights, {"a.safetensors": save_file, "b.safetensors": save_file}, None)
     checkpoint = open_checkpoint(tmp_path, TOY_LAYOUT)
-    read_shard, opened = checkpoints._shard_state, []
-    monkeypatch.setattr(checkpoints, "_shard_state", lambda path, layout: opened.append(path.name) or read_shard(path, layout))
+    read_shard, opened = files._shard_state, []
+    monkeypatch.setattr(files, "_shard_state", lambda path, layout: opened.append(path.name) or read_shard(path, layout))
     in_a, also_in_a = list(load_file(tmp_path / "a.safetensors"))[:2]
     in_b = next(iter(load_file(tmp_path / "b.safetensors")))
     reader = checkpoint.tensors([in_a, in_b, also_in_a])
@@ -333,7 +334,7 @@ def test_a_module_that_is_not_on_meta_loses_its_old_values(weights: dict[str, Te
     module = Toy()
     load_weights(module, checkpoint_file, TOY_LAYOUT, device=torch.device("cpu"))
     assert_loaded(module, our_weights(weights))
-    assert module.head(torch.ones(1, WIDTH)).shape == (1, 5)
+    assert module.head(torch.ones(1, DIM)).shape == (1, 5)
 
 
 def test_absent_zeros_are_zeros_and_present_ones_are_used(weights: dict[str, Tensor], tmp_path: Path) -> None:
@@ -341,12 +342,12 @@ def test_absent_zeros_are_zeros_and_present_ones_are_used(weights: dict[str, Ten
     torch.save(weights, tmp_path / "toy.pth")
     module = meta_toy()
     load_weights(module, tmp_path / "toy.pth", TOY_LAYOUT)
-    assert_loaded(module, our_weights(weights | {"blocks.0.attn.zero_k_bias": torch.zeros(WIDTH)}))
-    assert module.blocks[1].attention.qkv.bias[WIDTH : 2 * WIDTH].abs().min() > 0
+    assert_loaded(module, our_weights(weights | {"blocks.0.attn.zero_k_bias": torch.zeros(DIM)}))
+    assert module.blocks[1].attention.qkv.bias[DIM : 2 * DIM].abs().min() > 0
 
 
 def test_surplus_rows_are_dropped_and_ignored_keys_skipped(weights: dict[str, Tensor], tmp_path: Path) -> None:
-    longer = weights | {"lvl_embed.weight": torch.randn(LEVELS + 4, WIDTH)}
+    longer = weights | {"lvl_embed.weight": torch.randn(LEVELS + 4, DIM)}
     extras = {"lvl_1L": torch.arange(9), "ema_note": "text under an ignored key", "ema_sparse": torch.eye(2).to_sparse()}
     torch.save(longer | extras, tmp_path / "toy.pth")
     module = meta_toy()
@@ -368,7 +369,7 @@ def test_odd_strides_and_gradients_in_the_file_do_not_matter(weights: dict[str, 
 def test_all_problems_are_told_before_anything_is_copied(weights: dict[str, Tensor], tmp_path: Path) -> None:
     del weights["head.bias"]
     wrong = {f"extra.{number:02}": torch.ones(1) for number in range(11)}
-    wrong |= {"head.weight": torch.ones(WIDTH, 5), "gain_1": torch.ones(1, dtype=torch.int64)}
+    wrong |= {"head.weight": torch.ones(DIM, 5), "gain_1": torch.ones(1, dtype=torch.int64)}
     torch.save(weights | wrong, tmp_path / "toy.pth")
     module = Toy()
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()}
@@ -610,7 +611,7 @@ def test_convert_writes_what_was_published(weights: dict[str, Tensor], tmp_path:
         assert file.metadata() == {"format": "pt"}
     module = meta_toy()
     load_weights(module, target, TOY_LAYOUT)
-    assert_loaded(module, our_weights(weights | {"blocks.0.attn.zero_k_bias": torch.zeros(WIDTH)}))
+    assert_loaded(module, our_weights(weights | {"blocks.0.attn.zero_k_bias": torch.zeros(DIM)}))
 
 
 def test_convert_joins_shards_casts_and_replaces(weights: dict[str, Tensor], tmp_path: Path) -> None:
@@ -624,8 +625,8 @@ def test_convert_joins_shards_casts_and_replaces(weights: dict[str, Tensor], tmp
 
 
 def test_convert_copes_with_shared_and_strided_tensors(weights: dict[str, Tensor], tmp_path: Path) -> None:
-    flat = torch.randn(3 * WIDTH)
-    weights |= {"blocks.0.attn.q_bias": flat[:WIDTH], "blocks.0.attn.v_bias": flat[2 : WIDTH + 2]}
+    flat = torch.randn(3 * DIM)
+    weights |= {"blocks.0.attn.q_bias": flat[:DIM], "blocks.0.attn.v_bias": flat[2 : DIM + 2]}
     weights |= {"blocks.1.ada_gss": weights["blocks.0.ada_gss"], "head.weight": weights["head.weight"].T.contiguous().T}
     torch.save(weights, tmp_path / "toy.pth")
     convert(tmp_path / "toy.pth", tmp_path / "toy.safetensors", meta_toy(), TOY_LAYOUT)
@@ -670,9 +671,9 @@ def test_a_failed_conversion_leaves_no_trace(checkpoint_file: Path, tmp_path: Pa
         raise KeyboardInterrupt if failing == "interrupt" else OSError(28, "No space left on device")
 
     if failing in ("save_file", "interrupt"):
-        monkeypatch.setattr(checkpoints, "save_file", fail)
+        monkeypatch.setattr(weights_module, "save_file", fail)
     else:
-        monkeypatch.setattr(checkpoints.os, failing, fail)
+        monkeypatch.setattr(weights_module.os, failing, fail)
     with pytest.raises(KeyboardInterrupt if failing == "interrupt" else CheckpointError) as caught:
         convert(checkpoint_file, target, meta_toy(), TOY_LAYOUT)
     if failing != "interrupt":
@@ -684,8 +685,8 @@ def test_a_failed_conversion_leaves_no_trace(checkpoint_file: Path, tmp_path: Pa
 def test_the_new_file_is_on_disk_before_it_takes_the_name(checkpoint_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(checkpoints.os, "fsync", lambda number: events.append("fsync") or fsync(number))
-    monkeypatch.setattr(checkpoints.os, "replace", lambda old, new: events.append("replace") or replace(old, new))
+    monkeypatch.setattr(weights_module.os, "fsync", lambda number: events.append("fsync") or fsync(number))
+    monkeypatch.setattr(weights_module.os, "replace", lambda old, new: events.append("replace") or replace(old, new))
     convert(checkpoint_file, tmp_path / "toy.safetensors", meta_toy(), TOY_LAYOUT)
     assert events == ["fsync", "replace"]
 

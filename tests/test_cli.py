@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from types import SimpleNamespace
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -21,18 +24,20 @@ from torch import Tensor, nn
 from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
-from nextscale.accel import Method
+from nextscale.accel import Method, MethodRun, RunSetup
 from nextscale.accel.registry import METHODS
 from nextscale.checkpoints import published_slots
-from nextscale.cli import app
+from nextscale.cli import app, options
 from nextscale.cli.files import slug
-from nextscale.cli.generate import darkened
-from nextscale.cli.options import DEFAULT_MODEL, parse_guidance, parse_size, split_model
+from nextscale.cli.groups import grouped
+from nextscale.cli.parse import parse_guidance, parse_size
+from nextscale.cli.results import darkened, engines
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading import presets
 from nextscale.loading.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
 from nextscale.loading.random_weights import fill_random
-from nextscale.stage import Stage, Tokens
+from nextscale.pipeline import Output
+from nextscale.stage import Tokens
 
 from . import tiny
 
@@ -51,7 +56,7 @@ def spec_for_long_prompts() -> ModelSpec:
     return replace(spec, model=replace(spec.model, longest_text=128))
 
 
-def spec_for_texts(spec: ModelSpec, **model: int) -> ModelSpec:
+def spec_for_prompts(spec: ModelSpec, **model: int) -> ModelSpec:
     """As wide as the tiny encoders that the tests of those make."""
     return replace(spec, model=replace(spec.model, text_channels=ENCODER_CHANNELS, **model))
 
@@ -63,9 +68,9 @@ SPECS = {
         tiny.var_spec(),
         tiny.flexvar_spec(),
         spec_for_long_prompts(),
-        spec_for_texts(tiny.hart_spec(), text_tokens=20),
-        spec_for_texts(tiny.star_spec()),
-        spec_for_texts(tiny.star_spec(refined=True)),
+        spec_for_prompts(tiny.hart_spec(), text_tokens=20),
+        spec_for_prompts(tiny.star_spec()),
+        spec_for_prompts(tiny.star_spec(refined=True)),
     )
 }
 
@@ -142,6 +147,23 @@ def fail(*arguments: object) -> str:
     return message
 
 
+class Loading(Exception):
+    """Raised where weights would be loaded."""
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What loading was asked for; it ends there."""
+    calls: list[dict[str, Any]] = []
+
+    def load(name: str, **arguments: Any) -> None:
+        calls.append({"name": name, **arguments})
+        raise Loading
+
+    monkeypatch.setattr(options, "load", load)
+    return calls
+
+
 def names(folder: Path | str = "out") -> list[str]:
     return sorted(file.name for file in Path(folder).iterdir())
 
@@ -154,7 +176,7 @@ def contents(folder: Path | str = "out") -> dict[str, bytes]:
 
 
 def test_one_image_per_prompt_named_by_index_and_seed() -> None:
-    result = succeed("generate", "tiny-var", 3, 7, "--seed", 42)
+    result = succeed("generate", "-m", "tiny-var", 3, 7, "--seed", 42)
     assert names() == ["0000-seed42.png", "0001-seed43.png"]
     with Image.open("out/0000-seed42.png") as image:
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (VAR_PIXELS, VAR_PIXELS))
@@ -164,7 +186,7 @@ def test_one_image_per_prompt_named_by_index_and_seed() -> None:
 
 
 def test_methods_are_given_one_by_one_or_joined() -> None:
-    start = ("generate", "tiny-var", 3, "--seed", 1, "--method")
+    start = ("generate", "-m", "tiny-var", 3, "--seed", 1, "--method")
     succeed(*start, "skip:last=1", "--method", "stagevar:alphas=[]", "--out", "apart.png")
     succeed(*start, "skip:last=1 + stagevar:alphas=[]", "--out", "joined.png")
     succeed(*start, "skip:last=1", "--out", "one.png")
@@ -173,21 +195,21 @@ def test_methods_are_given_one_by_one_or_joined() -> None:
 
 def test_same_seed_same_bytes_other_seed_other_image() -> None:
     for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        succeed("generate", "tiny-var", 3, "--seed", seed, "--out", f"{out}.png")
+        succeed("generate", "-m", "tiny-var", 3, "--seed", seed, "--out", f"{out}.png")
     assert Path("a.png").read_bytes() == Path("b.png").read_bytes() != Path("c.png").read_bytes()
 
 
-def test_without_a_seed_the_name_tells_the_one_that_was_drawn() -> None:
-    succeed("generate", "tiny-var", 3, "--out", "first")
+def test_without_a_seed_the_file_name_gives_the_random_one() -> None:
+    succeed("generate", "-m", "tiny-var", 3, "--out", "first")
     (name,) = names("first")
     seed = re.fullmatch(r"0000-seed(\d+)\.png", name)[1]
-    succeed("generate", "tiny-var", 3, "--seed", seed, "--out", "second")
+    succeed("generate", "-m", "tiny-var", 3, "--seed", seed, "--out", "second")
     assert contents("first") == contents("second")
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_batch_size_does_not_change_the_images(batch: int) -> None:
-    arguments = ("generate", "tiny-var", 3, 7, "--images", 2, "--seed", 5)
+    arguments = ("generate", "-m", "tiny-var", 3, 7, "--images", 2, "--seed", 5)
     succeed(*arguments, "--out", "default")
     succeed(*arguments, "--out", "other", "--batch", batch)
     assert names("other") == [f"{i:04d}-seed{5 + i}.png" for i in range(4)]
@@ -195,42 +217,50 @@ def test_batch_size_does_not_change_the_images(batch: int) -> None:
 
 
 def test_images_of_one_prompt_follow_each_other() -> None:
-    succeed("generate", "tiny-var", 3, 7, "--images", 2, "--seed", 5)
-    succeed("generate", "tiny-var", 7, "--seed", 8, "--out", "alone.png")
+    succeed("generate", "-m", "tiny-var", 3, 7, "--images", 2, "--seed", 5)
+    succeed("generate", "-m", "tiny-var", 7, "--seed", 8, "--out", "alone.png")
     assert Path("alone.png").read_bytes() == Path("out/0003-seed8.png").read_bytes()
 
 
 @pytest.mark.parametrize(("suffix", "kind"), [(".png", "PNG"), (".JPG", "JPEG"), (".webp", "WEBP")])
 def test_single_file_in_the_format_of_its_name(suffix: str, kind: str) -> None:
-    succeed("generate", "tiny-var", 3, "--out", f"new/folder/image{suffix}")
+    succeed("generate", "-m", "tiny-var", 3, "--out", f"new/folder/image{suffix}")
     assert names("new/folder") == [f"image{suffix}"]
     with Image.open(f"new/folder/image{suffix}") as image:
         assert image.format == kind
 
 
 def test_no_class_after_two_dashes() -> None:
-    succeed("generate", "tiny-var", "--seed", 1, "--", 3, -1)
+    succeed("generate", "-m", "tiny-var", "--seed", 1, "--", 3, -1)
     assert len(set(contents().values())) == 2
-    assert "(see nextscale generate --help)" in fail("generate", "tiny-var", -1)
+    assert "(see nextscale generate --help)" in fail("generate", "-m", "tiny-var", -1)
     assert "-- 207 -1" in succeed("generate", "--help").stdout
 
 
 def test_prompt_file_comes_after_the_arguments() -> None:
     Path("prompts.txt").write_text("\ufeff7\n\n# a comment\n  1 \n", encoding="utf-8")
-    succeed("generate", "tiny-var", 3, "--prompts", "prompts.txt", "--seed", 0)
-    succeed("generate", "tiny-var", 3, 7, 1, "--seed", 0, "--out", "written-out")
+    succeed("generate", "-m", "tiny-var", 3, "--prompts", "prompts.txt", "--seed", 0)
+    succeed("generate", "-m", "tiny-var", 3, 7, 1, "--seed", 0, "--out", "written-out")
     assert contents() == contents("written-out")
 
 
+def test_a_prompt_file_is_a_list_of_captions_too_and_can_be_limited() -> None:
+    Path("prompts.jsonl").write_text("".join(json.dumps({"caption": str(number)}) + "\n" for number in range(8)))
+    succeed("generate", "-m", "tiny-var", "--prompts", "prompts.jsonl", "--limit", 2, "--seed", 0)
+    succeed("generate", "-m", "tiny-var", 0, 4, "--seed", 0, "--out", "written-out")
+    assert contents() == contents("written-out")
+    assert "--limit takes prompts from a file: add --prompts" in fail("generate", "-m", "tiny-var", 3, "--limit", 2)
+
+
 def test_grid_holds_all_images() -> None:
-    succeed("generate", "tiny-var", 3, 7, 1, "--grid", "sheet.png", "--seed", 0, "--batch", 2)
+    succeed("generate", "-m", "tiny-var", 3, 7, 1, "--grid", "sheet.png", "--seed", 0, "--batch", 2)
     with Image.open("sheet.png") as sheet, Image.open("out/0002-seed2.png") as third:
         assert sheet.size == (2 * VAR_PIXELS, 2 * VAR_PIXELS)
         assert sheet.crop((0, VAR_PIXELS, VAR_PIXELS, 2 * VAR_PIXELS)).tobytes() == third.tobytes()
 
 
-def test_report_tells_settings_and_every_call() -> None:
-    succeed("generate", "tiny-var", 3, 7, 1, "--report", "report.json", "--seed", 0, "--batch", 2, "--top-k", 5, "--dtype", "float32")
+def test_report_has_settings_and_every_call() -> None:
+    succeed("generate", "-m", "tiny-var", 3, 7, 1, "--report", "report.json", "--seed", 0, "--batch", 2, "--top-k", 5, "--dtype", "float32")
     report = json.loads(Path("report.json").read_text())
     assert report["settings"]["model"] == "tiny-var"
     assert report["settings"]["prompts"] == ["3", "7", "1"]
@@ -244,7 +274,7 @@ def test_report_tells_settings_and_every_call() -> None:
 
 
 def test_previews_of_every_stage() -> None:
-    succeed("generate", "tiny-var", 3, 7, "--previews", "--seed", 0)
+    succeed("generate", "-m", "tiny-var", 3, 7, "--previews", "--seed", 0)
     stages = range(len(tiny.VAR_SIDES))
     assert names() == sorted(
         f"{name}.png" for image in ("0000-seed0", "0001-seed1") for name in (image, *(f"{image}-stage{stage:02d}" for stage in stages))
@@ -256,11 +286,11 @@ def test_previews_of_every_stage() -> None:
 def test_existing_files_are_kept_unless_forced() -> None:
     Path("out").mkdir()
     Path("out/0001-seed1.png").write_text("mine")
-    message = fail("generate", "tiny-var", 3, 7, "--seed", 0)
+    message = fail("generate", "-m", "tiny-var", 3, 7, "--seed", 0)
     assert str(Path("out/0001-seed1.png")) in message
     assert "--force" in message
     assert contents() == {"0001-seed1.png": b"mine"}
-    succeed("generate", "tiny-var", 3, 7, "--seed", 0, "--force")
+    succeed("generate", "-m", "tiny-var", 3, 7, "--seed", 0, "--force")
     assert len(contents()) == 2
     assert contents()["0001-seed1.png"] != b"mine"
 
@@ -268,21 +298,21 @@ def test_existing_files_are_kept_unless_forced() -> None:
 @pytest.mark.parametrize("option", ["--grid", "--report"])
 def test_existing_extra_files_are_kept(option: str) -> None:
     Path("extra.png").write_text("mine")
-    assert "extra.png" in fail("generate", "tiny-var", 3, option, "extra.png")
+    assert "extra.png" in fail("generate", "-m", "tiny-var", 3, option, "extra.png")
     assert not Path("out").exists()
 
 
 def test_existing_previews_are_kept() -> None:
     Path("image-stage02.png").write_text("mine")
-    assert "image-stage02.png" in fail("generate", "tiny-var", 3, "--out", "image.png", "--previews")
-    succeed("generate", "tiny-var", 3, "--out", "image.png")
+    assert "image-stage02.png" in fail("generate", "-m", "tiny-var", 3, "--out", "image.png", "--previews")
+    succeed("generate", "-m", "tiny-var", 3, "--out", "image.png")
 
 
 # --- generate: settings -----------------------------------------------------------------------------------------------------------
 
 
 def test_sides_choose_the_schedule() -> None:
-    succeed("generate", "tiny-flexvar", 3, "--sides", "1,2,4x6", "--out", "image.png", "--report", "report.json")
+    succeed("generate", "-m", "tiny-flexvar", 3, "--sides", "1,2,4x6", "--out", "image.png", "--report", "report.json")
     with Image.open("image.png") as image:
         assert image.size == (6 * tiny.CELL_PIXELS, 4 * tiny.CELL_PIXELS)
     (call,) = json.loads(Path("report.json").read_text())["calls"]
@@ -291,14 +321,14 @@ def test_sides_choose_the_schedule() -> None:
 
 def test_default_settings_can_be_written_out() -> None:
     """The published values, given as options, change nothing; other values do."""
-    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "published.png")
+    succeed("generate", "-m", "tiny-var", 3, "--seed", 0, "--out", "published.png")
     options = ("--guidance", 4, "--temperature", "1,1,1,1", "--top-k", 30, "--top-p", 0.95, "--size", 64, "--aspect", "1:1")
-    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "same.png", *options)
-    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "ramp.png", "--guidance", "ramp:4")
+    succeed("generate", "-m", "tiny-var", 3, "--seed", 0, "--out", "same.png", *options)
+    succeed("generate", "-m", "tiny-var", 3, "--seed", 0, "--out", "ramp.png", "--guidance", "ramp:4")
     assert Path("published.png").read_bytes() == Path("same.png").read_bytes() == Path("ramp.png").read_bytes()
     changes = ("--guidance constant:4", "--guidance 3,3,1,1", "--temperature 3", "--greedy", "--smooth", "--negative 7")
     for i, change in enumerate(changes):
-        succeed("generate", "tiny-var", 3, "--seed", 0, "--out", f"{i}.png", *change.split())
+        succeed("generate", "-m", "tiny-var", 3, "--seed", 0, "--out", f"{i}.png", *change.split())
         assert Path(f"{i}.png").read_bytes() != Path("published.png").read_bytes(), change
 
 
@@ -318,36 +348,37 @@ def test_sizes_as_text() -> None:
         assert parse_size(budget) == budget
 
 
-@pytest.mark.parametrize(
-    ("arguments", "model", "prompts"),
-    [
-        (["var-d16", "207"], "var-d16", ["207"]),
-        (["nano", "a cat"], "nano", ["a cat"]),
-        (["nano", "nano"], "nano", ["nano"]),
-        (["a cat", "var-d16"], DEFAULT_MODEL, ["a cat", "var-d16"]),
-        (["a var-d16"], DEFAULT_MODEL, ["a var-d16"]),
-        (["piano"], DEFAULT_MODEL, ["piano"]),  # near to nano
-        (["star"], DEFAULT_MODEL, ["star"]),
-        (["t-shirt", "8-ball"], DEFAULT_MODEL, ["t-shirt", "8-ball"]),
-        ([""], DEFAULT_MODEL, [""]),
-        ([], DEFAULT_MODEL, []),
-    ],
-)
-def test_the_first_argument_may_name_a_model(published_models: None, arguments: list[str], model: str, prompts: list[str]) -> None:
-    assert split_model(arguments) == (model, prompts)
+@pytest.mark.parametrize("words", [("nosuchmodel", "a fox"), ("infinity",), ("a var-d16",), ("t-shirt", "8-ball")])
+def test_words_are_prompts(published_models: None, words: tuple[str, ...], loaded: list[dict[str, Any]]) -> None:
+    """Reached is what loads the model in the package."""
+    with pytest.raises(Loading):
+        run("generate", *words)
+    assert [arguments["name"] for arguments in loaded] == ["nano"]
 
 
-@pytest.mark.parametrize("name", ["infinty-2b", "infinity2b", "var16", "flexvar_d16", "hart-0.7", "star-2048", "nano-1"])
-def test_a_misspelt_model_is_no_prompt(published_models: None, name: str) -> None:
-    message = fail("generate", name, "a cat")
-    assert f"unknown model {name!r}; did you mean" in message
-    assert f"name the model before it: nano {name}" in message
+@pytest.mark.parametrize("command", ["generate", "observe"])
+@pytest.mark.parametrize("words", [("infinity-2b", "a fox"), ("a fox", "nano")])
+def test_a_model_s_name_alone_is_no_prompt(published_models: None, command: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    message = fail(command, *words)
+    (name,) = set(words) - {"a fox"}
+    assert f"prompt {name!r} is the name of a model: choose the model with -m {name}" in message
+    assert f"in a sentence, such as 'the word {name}'" in message
+    assert names(tmp_path) == []
 
 
-def test_a_family_before_prompts_is_no_prompt(published_models: None) -> None:
-    message = fail("generate", "infinity", "a cat")
-    assert "several models: infinity-2b, " in message and "name the model before it: nano infinity" in message
-    assert split_model(["infinity"]) == ("nano", ["infinity"])  # alone it may well be meant
+@pytest.mark.parametrize("command", ["plan", "demo", "quality", "bench"])
+def test_a_model_s_name_without_its_option_is_refused_with_the_option(published_models: None, command: str) -> None:
+    assert "choose the model with -m infinity-2b (see nextscale" in fail(command, "infinity-2b")
+    assert "choose the model" not in fail(command, "infinity")
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "plan", "quality", "observe", "bench", "convert"])
+@pytest.mark.parametrize("option", ["-m", "--model"])
+def test_unknown_models_are_refused_with_close_names(published_models: None, command: str, option: str, tmp_path: Path) -> None:
+    more = {"convert": ("a.pth", "b.safetensors"), "quality": ("--prompts", "absent.txt")}.get(command, ())
+    assert "unknown model 'infinty-2b'; did you mean infinity-2b" in fail(command, option, "infinty-2b", *more)
+    assert "Known models: nano, " in fail(command, option, "nosuchmodel", *more)
+    assert names(tmp_path) == []
 
 
 def test_slugs_are_short_and_safe() -> None:
@@ -360,7 +391,7 @@ def test_slugs_are_short_and_safe() -> None:
 
 def test_text_model(text_encoder: Path) -> None:
     Path("prompts.txt").write_text("the cat sits\n# not this\n")
-    arguments = ("generate", "tiny-infinity", "a red dog", "--prompts", "prompts.txt", "--seed", 1, "--text-encoder", text_encoder)
+    arguments = ("generate", "-m", "tiny-infinity", "a red dog", "--prompts", "prompts.txt", "--seed", 1, "--text-encoder", text_encoder)
     succeed(*arguments)
     assert names() == ["0000-seed1-a-red-dog.png", "0001-seed2-the-cat-sits.png"]
     with Image.open("out/0000-seed1-a-red-dog.png") as image:
@@ -388,23 +419,23 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_hart(qwen: Path) -> None:
-    arguments = ("generate", "tiny-hart", "a red dog", "a cat", "--seed", 1, "--text-encoder", qwen)
+    arguments = ("generate", "-m", "tiny-hart", "a red dog", "a cat", "--seed", 1, "--text-encoder", qwen)
     succeed(*arguments)
     succeed(*arguments, "--out", "again", "--batch", 1)
     assert names("again") == names()
     succeed(*arguments, "--out", "hard", "--no-smooth")
     assert contents("hard") != contents()
-    assert "81 tokens; expected at most 20" in fail("generate", "tiny-hart", "a red dog" * 9, "--text-encoder", qwen, "--out", "long")
+    assert "81 tokens; expected at most 20" in fail("generate", "-m", "tiny-hart", "a red dog" * 9, "--text-encoder", qwen, "--out", "long")
     assert "leave out as_released" in fail(*arguments, "--out", "released", "--as-released")
 
 
 @pytest.mark.parametrize("model", ["tiny-star", "tiny-star-refined"])
 def test_star(clip: Path, model: str) -> None:
-    arguments = ("generate", model, "a red dog", "a cat", "--seed", 1, "--text-encoder", clip)
+    arguments = ("generate", "-m", model, "a red dog", "a cat", "--seed", 1, "--text-encoder", clip)
     succeed(*arguments)
     assert len(names()) == 2
     if model == "tiny-star":
-        assert "tiny-star draws each at once: leave it out" in fail(*arguments, "--out", "at-once", "--no-refine")
+        assert "tiny-star does not: leave it out" in fail(*arguments, "--out", "at-once", "--no-refine")
     else:
         succeed(*arguments, "--out", "at-once", "--no-refine")
         assert contents("at-once") != contents()
@@ -412,11 +443,11 @@ def test_star(clip: Path, model: str) -> None:
     assert contents("released") != contents()
     succeed(*arguments, "--out", "negative", "--negative", "a mat")
     assert contents("negative") != contents()
-    assert "at most 77" in fail("generate", model, "a red dog " * 40, "--text-encoder", clip, "--out", "long")
+    assert "at most 77" in fail("generate", "-m", model, "a red dog " * 40, "--text-encoder", clip, "--out", "long")
 
 
 def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
-    arguments = ("generate", "tiny-infinity", "the woman", "the cat", "--seed", 1, "--text-encoder", text_encoder)
+    arguments = ("generate", "-m", "tiny-infinity", "the woman", "the cat", "--seed", 1, "--text-encoder", text_encoder)
     succeed(*arguments, "--positive-prompt", "--report", "report.json")
     (call,) = json.loads(Path("report.json").read_text())["calls"]
     woman, cat = call["prompts"]
@@ -429,19 +460,21 @@ def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
 
 @dataclass(frozen=True)
 class LeftHalf(Method):
-    """Runs the left half of the last stage only, and tells so."""
+    """Computes the left half of the last stage only."""
 
-    own_hooks = frozenset({"enter"})
+    reduces_stages = True
 
+    def start(self, setup: RunSetup) -> MethodRun:
+        return LeftHalfRun()
+
+
+class LeftHalfRun(MethodRun):
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if not tokens.stage.last:
             return x, tokens
         cells = torch.arange(tokens.stage.cells).view(tokens.stage.size)[:, : tokens.stage.width // 2].flatten()
         left = tokens.take(cells.expand(x.shape[0], -1))
         return left.gather(x), left
-
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        return (torch.arange(stage.cells) % stage.width < stage.width // 2).float().expand(2, -1) if stage.last else None
 
 
 @pytest.fixture
@@ -450,12 +483,12 @@ def left_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_methods_are_named_with_their_settings() -> None:
-    dense = succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "dense.png")
+    dense = succeed("generate", "-m", "tiny-var", 3, "--seed", 0, "--out", "dense.png")
     assert dense.stdout.splitlines()[1].split()[-2:] == ["dense", "100.0%"]
-    succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "same.png", "--method", "skip:last=0")
+    succeed("generate", "-m", "tiny-var", 3, "--seed", 0, "--out", "same.png", "--method", "skip:last=0")
     assert Path("dense.png").read_bytes() == Path("same.png").read_bytes()
     options = ("--method", "skip:last=2", "--report", "report.json")
-    skipped = succeed("generate", "tiny-var", 3, "--seed", 0, "--out", "skipped.png", *options)
+    skipped = succeed("generate", "-m", "tiny-var", 3, "--seed", 0, "--out", "skipped.png", *options)
     assert Path("skipped.png").read_bytes() != Path("dense.png").read_bytes()
     report = json.loads(Path("report.json").read_text())
     (call,) = report["calls"]
@@ -469,15 +502,15 @@ def test_methods_are_named_with_their_settings() -> None:
 
 def test_several_methods_at_once(left_half: None) -> None:
     options = ("--method", "skip:last=1", "--method", "left", "--report", "report.json")
-    result = succeed("generate", "tiny-var", 3, 7, "--seed", 0, *options)
+    result = succeed("generate", "-m", "tiny-var", 3, 7, "--seed", 0, *options)
     assert "SkipStages(last=1) + LeftHalf" in result.stdout
     (call,) = json.loads(Path("report.json").read_text())["calls"]
     assert [stage["tokens"] for stage in call["stages"]] == [1, 4, 9, 0]
 
 
-def test_the_table_tells_the_padding_where_images_of_a_batch_run_different_numbers_of_tokens() -> None:
+def test_the_table_shows_the_padding_where_images_of_a_batch_run_different_numbers_of_tokens() -> None:
     options = ("--method", "sparsevar:tau=0.97,from_stage=3", "--report", "report.json")
-    result = succeed("generate", "tiny-var", 3, 7, 5, "--seed", 0, *options)
+    result = succeed("generate", "-m", "tiny-var", 3, 7, 5, "--seed", 0, *options)
     (call,) = json.loads(Path("report.json").read_text())["calls"]
     paid = [stage["padding"] * stage["tokens"] for stage in call["stages"]]
     assert 0 < call["padding"] == pytest.approx(sum(paid) / sum(stage["tokens"] for stage in call["stages"]))
@@ -486,10 +519,10 @@ def test_the_table_tells_the_padding_where_images_of_a_batch_run_different_numbe
 
 
 def test_masks_are_the_images_darker_where_less_was_run(left_half: None) -> None:
-    succeed("generate", "tiny-var", 3, 7, "--seed", 0, "--masks", "--method", "left")
-    assert names() == ["0000-seed0-kept.png", "0000-seed0.png", "0001-seed1-kept.png", "0001-seed1.png"]
+    succeed("generate", "-m", "tiny-var", 3, 7, "--seed", 0, "--compute-mask", "--method", "left")
+    assert names() == ["0000-seed0-mask.png", "0000-seed0.png", "0001-seed1-mask.png", "0001-seed1.png"]
     for name in ("0000-seed0", "0001-seed1"):
-        with Image.open(f"out/{name}.png") as image, Image.open(f"out/{name}-kept.png") as kept:
+        with Image.open(f"out/{name}.png") as image, Image.open(f"out/{name}-mask.png") as kept:
             assert (kept.format, kept.mode, kept.size) == ("PNG", "RGB", image.size)
             full, shaded = np.asarray(image).astype(float), np.asarray(kept).astype(float)
         half = VAR_PIXELS // 2
@@ -500,19 +533,19 @@ def test_masks_are_the_images_darker_where_less_was_run(left_half: None) -> None
 
 
 def test_masks_of_dense_generation_are_the_images() -> None:
-    succeed("generate", "tiny-flexvar", 3, "--seed", 0, "--masks", "--sides", "1,2,3x5", "--out", "image.png")
-    assert names(".") == ["image-kept.png", "image.png"]
-    assert Path("image-kept.png").read_bytes() == Path("image.png").read_bytes()
+    succeed("generate", "-m", "tiny-flexvar", 3, "--seed", 0, "--compute-mask", "--sides", "1,2,3x5", "--out", "image.png")
+    assert names(".") == ["image-mask.png", "image.png"]
+    assert Path("image-mask.png").read_bytes() == Path("image.png").read_bytes()
 
 
 def test_existing_masks_are_kept() -> None:
-    Path("image-kept.png").write_text("mine")
-    assert "image-kept.png" in fail("generate", "tiny-var", 3, "--out", "image.png", "--masks")
-    assert names(".") == ["image-kept.png"]
-    succeed("generate", "tiny-var", 3, "--out", "image.png")
-    succeed("generate", "tiny-var", 3, "--out", "image.png", "--masks", "--force")
-    assert Path("image-kept.png").read_bytes() != b"mine"
-    assert "written twice" in fail("generate", "tiny-var", 3, "--out", "a.png", "--grid", "a-kept.png", "--masks")
+    Path("image-mask.png").write_text("mine")
+    assert "image-mask.png" in fail("generate", "-m", "tiny-var", 3, "--out", "image.png", "--compute-mask")
+    assert names(".") == ["image-mask.png"]
+    succeed("generate", "-m", "tiny-var", 3, "--out", "image.png")
+    succeed("generate", "-m", "tiny-var", 3, "--out", "image.png", "--compute-mask", "--force")
+    assert Path("image-mask.png").read_bytes() != b"mine"
+    assert "written twice" in fail("generate", "-m", "tiny-var", 3, "--out", "a.png", "--grid", "a-mask.png", "--compute-mask")
 
 
 def test_a_mask_weighs_stages_by_their_cells() -> None:
@@ -522,6 +555,55 @@ def test_a_mask_weighs_stages_by_their_cells() -> None:
     light = 0.25 + 0.75 * 4 / 5 * some[0].repeat_interleave(2, 0).repeat_interleave(3, 1)
     expected = np.rint(light[..., None].numpy() * np.array([200, 100, 40]))
     assert np.array_equal(np.asarray(shaded), expected)
+
+
+# --- generate: engines ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What calls were asked for, as on a GPU: their reports say that CUDA graphs ran, with warmup from the first call on."""
+    calls: list[dict[str, Any]] = []
+    own_load = options.load
+
+    def load(name: str, **arguments: Any) -> Any:
+        pipeline = own_load(name, **arguments | {"device": "cpu"})
+
+        def call(prompts: list[object], *, warmup: bool = False, **settings: Any) -> Output:
+            calls.append({"warmup": warmup, **settings})
+            output = pipeline(prompts, **settings)
+            engine = "graphs" if warmup or len(calls) > 1 else "eager"
+            return replace(output, report=replace(output.report, engine=engine))
+
+        return call
+
+    monkeypatch.setattr(options, "load", load)
+    return calls
+
+
+def test_the_summary_names_the_engine(replayed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ("generate", "-m", "tiny-var", "--seed", 0, 3)
+    assert " s (eager): prompts " in succeed(*start, "--out", "a.png").stdout
+    replayed.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = succeed(*start, "--out", "b.png", "--warmup", "--report", "report.json")
+    assert " s (CUDA graphs): prompts " in result.stdout
+    assert [call["warmup"] for call in replayed] == [True]
+    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+    report = json.loads(Path("report.json").read_text())
+    assert (report["settings"]["warmup"], report["calls"][0]["engine"]) == (True, "graphs")
+
+
+def test_engines_are_named_in_the_order_in_which_they_ran() -> None:
+    reports = [SimpleNamespace(engine=name) for name in ("eager", "graphs", "graphs")]
+    assert engines(reports) == "eager, then CUDA graphs"  # type: ignore[arg-type]
+    assert engines(reports[1:]) == "CUDA graphs"  # type: ignore[arg-type]
+
+
+def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--warmup captures CUDA graphs, and this runs on cpu: leave it out" in fail("generate", "-m", "tiny-var", 3, "--warmup")
+    assert loaded == []
 
 
 # --- generate: refusals -----------------------------------------------------------------------------------------------------------
@@ -541,7 +623,7 @@ def test_a_mask_weighs_stages_by_their_cells() -> None:
         (("tiny-infinity", "a cat", "--negative", ""), "a prompt is empty"),
         (("tiny-var", 3, "--positive-prompt"), "tiny-var takes class numbers"),
         (("tiny-var", 3, "--prompts", "absent.txt"), "absent.txt"),
-        (("tiny-var", 3, "--size", 256), "no schedule draws 256x256 (height x width); nearest: 64x64"),
+        (("tiny-var", 3, "--size", 256), "no schedule generates 256x256 (height x width); nearest: 64x64"),
         (("tiny-var", 3, "--size", "0.25M"), "0.25M"),
         (("tiny-var", 3, "--aspect", "16:9"), "nearest: 1:1"),
         (("tiny-var", 3, "--sides", "1,2"), "learned positions"),
@@ -580,36 +662,36 @@ def test_a_mask_weighs_stages_by_their_cells() -> None:
     ],
 )
 def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: str, tmp_path: Path) -> None:
-    assert message in fail("generate", *arguments)
+    assert message in fail("generate", "-m", *arguments)
     assert names(tmp_path) == []
 
 
 def test_prompt_file_without_prompts() -> None:
     Path("prompts.txt").write_text("# nothing\n\n")
-    assert "holds no prompt" in fail("generate", "tiny-var", "--prompts", "prompts.txt")
+    assert "holds no prompt" in fail("generate", "-m", "tiny-var", "--prompts", "prompts.txt")
     Path("prompts.txt").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read as text" in fail("generate", "tiny-var", "--prompts", "prompts.txt")
+    assert "cannot be read" in fail("generate", "-m", "tiny-var", "--prompts", "prompts.txt")
 
 
-def test_missing_weights_are_told_with_their_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_weights_are_reported_with_their_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
-    message = fail("generate", "tiny-var", 3)
+    message = fail("generate", "-m", "tiny-var", 3)
     assert f"https://huggingface.co/{REPOSITORY}/resolve/main/tiny-var.pth" in message
     assert str(tmp_path / "tiny-var.pth") in message
 
 
-def test_absent_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "finds 0 GPU(s) here" in fail("generate", "tiny-var", 3, "--device", "cuda")
+    assert "finds 0 GPU(s) here" in fail("generate", "-m", "tiny-var", 3, "--device", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "finds 1 GPU(s) here" in fail("generate", "tiny-var", 3, "--device", "cuda:1")
+    assert "finds 1 GPU(s) here" in fail("generate", "-m", "tiny-var", 3, "--device", "cuda:1")
 
 
 def test_output_folder_that_is_a_file() -> None:
     Path("out").write_text("mine")
-    assert "cannot write into out: it is a file" in fail("generate", "tiny-var", 3)
+    assert "cannot write into out: it is a file" in fail("generate", "-m", "tiny-var", 3)
     Path("image.png").mkdir()
-    assert "folder of that name" in fail("generate", "tiny-var", 3, "--out", "image.png", "--force")
+    assert "folder of that name" in fail("generate", "-m", "tiny-var", 3, "--out", "image.png", "--force")
 
 
 def breaking_save(error: BaseException) -> Callable[..., None]:
@@ -622,25 +704,25 @@ def breaking_save(error: BaseException) -> Callable[..., None]:
 
 def test_interrupt_leaves_no_half_written_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "save", breaking_save(KeyboardInterrupt()))
-    result = run("generate", "tiny-var", 3)
+    result = run("generate", "-m", "tiny-var", 3)
     assert (result.exit_code, result.stderr, names()) == (130, "", [])
 
 
-def test_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "save", breaking_save(OSError(28, "No space left on device")))
-    assert "No space left on device" in fail("generate", "tiny-var", 3)
+    assert "No space left on device" in fail("generate", "-m", "tiny-var", 3)
     assert names() == []
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "save", breaking_save(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
-        run("generate", "tiny-var", 3)
+        run("generate", "-m", "tiny-var", 3)
     assert names() == []
 
 
 def test_progress_is_shown_on_terminals_only() -> None:
-    result = run("generate", "tiny-var", 3, TTY_COMPATIBLE="1")
+    result = run("generate", "-m", "tiny-var", 3, TTY_COMPATIBLE="1")
     tokens = sum(side * side for side in tiny.VAR_SIDES)
     assert f"{tokens}/{tokens} tokens" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", result.stderr)
 
@@ -649,25 +731,25 @@ def test_progress_is_shown_on_terminals_only() -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny-var", "tiny-flexvar"])
-def test_converted_files_draw_the_same_image(model: str, published_files: Path) -> None:
+def test_converted_files_generate_the_same_image(model: str, published_files: Path) -> None:
     spec = SPECS[model]
-    assert "tensors" in succeed("convert", model, published_files / spec.weights.file, "model.safetensors").stdout
-    succeed("convert", model, published_files / spec.tokenizer_weights.file, "tokenizer.safetensors", "--part", "tokenizer")
-    succeed("generate", model, 3, "--seed", 0, "--out", "published.png")
+    assert "tensors" in succeed("convert", "-m", model, published_files / spec.weights.file, "model.safetensors").stdout
+    succeed("convert", "-m", model, published_files / spec.tokenizer_weights.file, "tokenizer.safetensors", "--part", "tokenizer")
+    succeed("generate", "-m", model, 3, "--seed", 0, "--out", "published.png")
     converted = ("--weights", "model.safetensors", "--tokenizer", "tokenizer.safetensors")
-    succeed("generate", model, 3, "--seed", 0, "--out", "converted.png", *converted)
+    succeed("generate", "-m", model, 3, "--seed", 0, "--out", "converted.png", *converted)
     assert Path("converted.png").read_bytes() == Path("published.png").read_bytes()
 
 
 def test_conversion_to_another_dtype(published_files: Path) -> None:
-    succeed("convert", "tiny-var", published_files / "tiny-var.pth", "half.safetensors", "--dtype", "bfloat16")
+    succeed("convert", "-m", "tiny-var", published_files / "tiny-var.pth", "half.safetensors", "--dtype", "bfloat16")
     with safe_open("half.safetensors", framework="pt") as file:
         assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}  # noqa: SIM118 - not a mapping
 
 
 def test_conversion_keeps_an_existing_target_unless_forced(published_files: Path) -> None:
     Path("model.safetensors").write_text("mine")
-    arguments = ("convert", "tiny-var", published_files / "tiny-var.pth", "model.safetensors")
+    arguments = ("convert", "-m", "tiny-var", published_files / "tiny-var.pth", "model.safetensors")
     assert "--force" in fail(*arguments)
     assert Path("model.safetensors").read_text() == "mine"
     succeed(*arguments, "--force")
@@ -683,16 +765,16 @@ def test_conversion_keeps_an_existing_target_unless_forced(published_files: Path
     ],
 )
 def test_conversion_names_the_model_that_a_file_belongs_to(part: str, file: str, guess: str, published_files: Path) -> None:
-    message = fail("convert", "tiny-var", published_files / file, "model.safetensors", "--part", part)
+    message = fail("convert", "-m", "tiny-var", published_files / file, "model.safetensors", "--part", part)
     assert "does not fit " in message
     assert guess in message
     assert not Path("model.safetensors").exists()
 
 
 def test_conversion_of_no_file_or_to_no_folder(published_files: Path) -> None:
-    assert "absent.pth is not an existing file" in fail("convert", "tiny-var", "absent.pth", "model.safetensors")
-    assert "does not exist" in fail("convert", "tiny-var", published_files / "tiny-var.pth", "absent/model.safetensors")
-    assert "did you mean" in fail("convert", "tiny-vax", published_files / "tiny-var.pth", "model.safetensors")
+    assert "absent.pth is not an existing file" in fail("convert", "-m", "tiny-var", "absent.pth", "model.safetensors")
+    assert "does not exist" in fail("convert", "-m", "tiny-var", published_files / "tiny-var.pth", "absent/model.safetensors")
+    assert "did you mean" in fail("convert", "-m", "tiny-vax", published_files / "tiny-var.pth", "model.safetensors")
 
 
 # --- models, help, version --------------------------------------------------------------------------------------------------------
@@ -778,4 +860,70 @@ def test_options_named_like_their_metavar_say_their_name() -> None:
                 if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name:
                     seen.append(name)
                     assert option.default == f"--{name}", f"{command.__name__} --{name}"  # in Annotated, the first name stands here
-    assert {"size", "device", "method"} <= set(seen)
+    assert {"size", "device", "dtype", "method"} <= set(seen)
+
+
+def leaf_commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from leaf_commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+def test_commands_name_the_same_thing_alike() -> None:
+    """An option of several commands takes the same kind of value in each; the model is always -m NAME."""
+    metavars = defaultdict(set)
+    for path, command in leaf_commands(typer.main.get_command(app)):
+        for option in command.params:
+            for name in option.opts:
+                metavars[name].add(option.metavar)
+            assert ("-m" in option.opts) == ("--model" in option.opts), path
+    names_of_results = {"--out": {"FILE", "FOLDER", "PATH"}}
+    files_or_folders = {"--weights": {"FILE", "PATH"}, "--tokenizer": {"FILE", "PATH"}}
+    sizes = {"--size": {"SIZE", "SIDE"}}  # tokenizers are trained on squares
+    expected = names_of_results | files_or_folders | sizes
+    assert {name: kinds for name, kinds in metavars.items() if len(kinds) > 1} == expected
+    assert {"--prompts", "--method", "--limit", "--seed", "--batch", "--force", "--compute-mask", "--warmup"} < set(metavars)
+    assert not {"--methods", "--masks", "--kept", "--lpips"} & set(metavars)
+
+
+def test_commands_take_few_arguments() -> None:
+    """Options that belong together come as one argument; typer sees them one by one."""
+    for path, command in leaf_commands(typer.main.get_command(app)):
+        function = inspect.unwrap(command.callback)
+        assert len(inspect.signature(function).parameters) <= 9, path
+
+
+@dataclass(frozen=True)
+class Group:
+    needed: Annotated[int, typer.Option("--needed")]
+    word: Annotated[str, typer.Option("--word")] = "w"
+
+
+@dataclass(frozen=True)
+class LargerGroup(Group):
+    more: Annotated[bool, typer.Option("--more")] = False
+
+
+def test_groups_of_options_are_flat_for_typer() -> None:
+    seen: list[object] = []
+    program = typer.Typer()
+
+    @program.command()
+    @grouped
+    def command(
+        first: Annotated[int, typer.Argument()] = 1, *, word: LargerGroup, last: Annotated[int, typer.Option("--last")] = 9
+    ) -> None:
+        seen.append((first, word, last))
+
+    assert CliRunner().invoke(program, ["--needed", "2", "5", "--more"]).exit_code == 0
+    assert seen == [(5, LargerGroup(2, "w", True), 9)]
+    assert CliRunner().invoke(program, ["5"]).exit_code == 2
+
+
+def test_help_fits_80_columns() -> None:
+    for path, _ in leaf_commands(typer.main.get_command(app)):
+        shown = run(*path.split(), "--help", COLUMNS="80").stdout
+        assert max(len(line) for line in shown.splitlines()) <= 80
+        assert "…" not in shown, f"{path}: cut short"

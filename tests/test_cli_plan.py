@@ -1,4 +1,4 @@
-"""`nextscale plan`: what a method would run and cost, told without weights. The counting itself is tested in test_cost."""
+"""`nextscale plan`: what a method would compute and cost, known without weights. The counting itself is tested in test_cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*arguments: object, columns: int = 100) -> Result:
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(
-        app, ["plan", *map(str, arguments)], catch_exceptions=False, prog_name="nextscale"
+        app, ["plan", "-m", *map(str, arguments)], catch_exceptions=False, prog_name="nextscale"
     )
 
 
@@ -58,7 +58,7 @@ def refused(*arguments: object) -> str:
 
 @dataclass(frozen=True)
 class Half(Method):
-    """Runs what the image decides in the last three stages, on half of the rows in the last two; thins some blocks in the last."""
+    """Is data-dependent in the last three stages, on half of the rows in the last two; thins some blocks in the last."""
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
         plans = [DENSE] * (len(schedule) - 3)
@@ -74,45 +74,45 @@ def half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dense_is_everything() -> None:
-    told = facts("infinity-2b")
-    assert (told["model"], told["method"], told["images"], told["guided"]) == ("infinity-2b", "dense", 1, True)
-    assert told["share"] == 1
-    assert told["dense"] == told["planned"]
-    assert sum(stage["tokens"] for stage in told["stages"]) == sum(stage["cells"] for stage in told["stages"]) == INFINITY_TOKENS
-    assert [stage["computed"] for stage in told["stages"]] == [stage["cells"] for stage in told["stages"]]
-    assert sum(stage["planned"] for stage in told["stages"]) == told["planned"]["total"]
-    assert [stage["key_share"] for stage in told["stages"]] == [1.0] * 12 + [None]
-    assert {stage["rows"] for stage in told["stages"]} == {2}
-    assert told["kept"] is None
-    assert round(told["dense"]["total"] / 1e12, 1) == 57.7
+    planned = facts("infinity-2b")
+    assert (planned["model"], planned["method"], planned["batch"], planned["guided"]) == ("infinity-2b", "dense", 1, True)
+    assert planned["share"] == 1
+    assert planned["dense"] == planned["planned"]
+    assert sum(stage["tokens"] for stage in planned["stages"]) == sum(stage["cells"] for stage in planned["stages"]) == INFINITY_TOKENS
+    assert [stage["computed"] for stage in planned["stages"]] == [stage["cells"] for stage in planned["stages"]]
+    assert sum(stage["planned"] for stage in planned["stages"]) == planned["planned"]["total"]
+    assert [stage["key_share"] for stage in planned["stages"]] == [1.0] * 12 + [None]
+    assert {stage["rows"] for stage in planned["stages"]} == {2}
+    assert planned["keep_ratio"] is None
+    assert round(planned["dense"]["total"] / 1e12, 1) == 57.7
 
 
 def test_skipped_stages() -> None:
-    told = facts("infinity-2b", "--method", "skip:last=2")
-    assert told["method"] == "SkipStages(last=2)"
-    assert [stage["skipped"] for stage in told["stages"]] == [False] * 11 + [True] * 2
-    assert told["planned"]["total"] == sum(stage["dense"] for stage in told["stages"][:11])
-    assert told["share"] == told["planned"]["total"] / told["dense"]["total"]
-    assert (told["stages"][11]["rows"], told["stages"][11]["share"], told["stages"][11]["key_share"]) == (0, 0, 0)
+    planned = facts("infinity-2b", "--method", "skip:last=2")
+    assert planned["method"] == "SkipStages(last=2)"
+    assert [stage["skipped"] for stage in planned["stages"]] == [False] * 11 + [True] * 2
+    assert planned["planned"]["total"] == sum(stage["dense"] for stage in planned["stages"][:11])
+    assert planned["share"] == planned["planned"]["total"] / planned["dense"]["total"]
+    assert (planned["stages"][11]["rows"], planned["stages"][11]["share"], planned["stages"][11]["key_share"]) == (0, 0, 0)
 
 
-def test_methods_that_decide_by_the_image_tell_the_assumption(half: None) -> None:
-    arguments = ("var-d16", "--method", "half", "--kept", 0.25)
-    told = facts(*arguments)
-    assert told["kept"] == 0.25
-    assert [stage["tokens"] for stage in told["stages"][-3:]] == [25, 42, 64]
-    assert [stage["computed"] for stage in told["stages"][-3:]] == [25, 42, (12 * 64 + 4 * 32) / 16]
-    assert [stage["rows"] for stage in told["stages"][-4:]] == [2, 2, 1, 1]
-    assert told["stages"][7]["key_share"] == 0.25
-    assert 0.05 < told["stages"][8]["share"] < 0.13  # a quarter of the tokens on half of the rows
+def test_data_dependent_methods_state_the_assumption(half: None) -> None:
+    arguments = ("var-d16", "--method", "half", "--keep-ratio", 0.25)
+    planned = facts(*arguments)
+    assert planned["keep_ratio"] == 0.25
+    assert [stage["tokens"] for stage in planned["stages"][-3:]] == [25, 42, 64]
+    assert [stage["computed"] for stage in planned["stages"][-3:]] == [25, 42, (12 * 64 + 4 * 32) / 16]
+    assert [stage["rows"] for stage in planned["stages"][-4:]] == [2, 2, 1, 1]
+    assert planned["stages"][7]["key_share"] == 0.25
+    assert 0.05 < planned["stages"][8]["share"] < 0.13  # a quarter of the tokens on half of the rows
     shown = table(*arguments)
-    assert "25.0% of the cells" in shown
+    assert "25.0% of the tokens are computed where the method is data-dependent" in " ".join(shown.split())
     assert "9 16x16 256 56 1" in " ".join(shown.split())
     assert "some run fewer tokens than enter" in " ".join(shown.split())
     assert "some run fewer" not in table("var-d16", "--method", "skip:last=1")
-    assert "--kept" not in table("var-d16", "--method", "skip:last=1", "--kept", 0.25)
-    assert facts("var-d16", "--method", "half")["kept"] == 0.5
-    assert facts("var-d16", "--method", "half", "--kept", 1)["kept"] == 1
+    assert "--keep-ratio" not in table("var-d16", "--method", "skip:last=1", "--keep-ratio", 0.25)
+    assert facts("var-d16", "--method", "half")["keep_ratio"] == 0.5
+    assert facts("var-d16", "--method", "half", "--keep-ratio", 1)["keep_ratio"] == 1
 
 
 def test_tokens_that_the_blocks_of_published_methods_run() -> None:
@@ -125,13 +125,13 @@ def test_tokens_that_the_blocks_of_published_methods_run() -> None:
 
 
 def test_several_methods(half: None) -> None:
-    told = facts("var-d16", "--method", "half", "--method", "skip:last=1")
-    assert told["method"] == "Half + SkipStages(last=1)"
-    assert [stage["tokens"] for stage in told["stages"][-3:]] == [50, 84, 0]
+    planned = facts("var-d16", "--method", "half", "--method", "skip:last=1")
+    assert planned["method"] == "Half + SkipStages(last=1)"
+    assert [stage["tokens"] for stage in planned["stages"][-3:]] == [50, 84, 0]
 
 
-def test_images_rows_and_texts() -> None:
-    one, three, alone = facts("star-256"), facts("star-256", "--images", 3), facts("star-256", "--unguided")
+def test_batch_rows_and_text_tokens() -> None:
+    one, three, alone = facts("star-256"), facts("star-256", "--batch", 3), facts("star-256", "--unguided")
     assert three["planned"]["total"] == 3 * one["planned"]["total"]
     assert {stage["rows"] for stage in three["stages"]} == {6}
     assert {stage["rows"] for stage in alone["stages"]} == {1}
@@ -176,17 +176,17 @@ def test_peak_memory_is_weights_and_the_larger_of_drawing_and_decoding() -> None
     assert dense["peak"] == pytest.approx(8.5e9, rel=0.01)  # 8.81 were measured on an H200 when the last stage freed no keys
     assert method["peak"] < 7e9
     assert memory["reserved"] == method["cache"] + method["text"]
-    batch = facts("infinity-2b", "--images", 4)["memory"]["dense_peak"]
+    batch = facts("infinity-2b", "--batch", 4)["memory"]["dense_peak"]
     assert batch["peak"] == pytest.approx(19.65e9, rel=0.01)  # 21.05 likewise
-    assert "They are reserved for 50.0% of the cells" in " ".join(table("infinity-2b", "--method", "sparsevar").split())
+    assert "It is reserved for 50.0% of the tokens" in " ".join(table("infinity-2b", "--method", "sparsevar").split())
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table(columns: int) -> None:
     shown = run("infinity-2b", "--method", "skip:last=2", columns=columns).stdout
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert lines[0] == "infinity-2b, 1 image(s), guided, two rows each; method: SkipStages(last=2)"
-    assert "stage grid tokens run rows keys dense planned share" in lines
+    assert lines[0] == "infinity-2b, batch 1, guided (two rows per image); method: SkipStages(last=2)"
+    assert "stage grid tokens computed rows keys dense planned share" in lines
     assert "10 40x40 1600 1600 2 100.0% 7.77 T 7.77 T 100.0%" in lines
     assert "11 48x48 2304 skipped 0 0.0% 12.6 T 0 0.0%" in lines
     assert "12 64x64 4096 skipped 0 26.8 T 0 0.0%" in lines
@@ -195,8 +195,8 @@ def test_the_table(columns: int) -> None:
     assert "linear layers 39.2%, attention 15.7%, heads 39.2%" in words
     assert "1.33 GiB are reserved, text included" in words
     assert re.search(r"Peak memory: about 5\.\d+ GiB, dense 7\.\d+ GiB: weights 4\.3\d GiB", words)
-    assert re.search(r"keeps 1\.23 GiB of dense generation's 3\.14 GiB", words)
-    assert "64 tokens of text" in words
+    assert re.search(r"later stages read 1\.23 GiB of it, with dense generation 3\.14 GiB", words)
+    assert "64 text tokens" in words
     assert "Not counted: text encoder and prompt, canvas, decoding" in words
     assert "SparseVAR's search for anchors" in words
     assert max(len(line) for line in shown.splitlines()) <= columns
@@ -225,8 +225,8 @@ def test_short_numbers() -> None:
         (("var-d16", "--sides", "1,2"), "learned positions"),
         (("star-256", "--sides", ",".join(["1"] * 11)), "11 stages; this model knows 10 levels"),
         (("var-d16", "--size", 512), "no schedule draws 512x512"),
-        (("var-d16", "--kept", 1.5), "--kept"),
-        (("var-d16", "--images", 0), "--images"),
+        (("var-d16", "--keep-ratio", 1.5), "--keep-ratio"),
+        (("var-d16", "--batch", 0), "--batch"),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str) -> None:

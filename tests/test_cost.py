@@ -2,14 +2,14 @@
 
 The counter sees mm, addmm and bmm; attention is run by torch's plain kernel, whose two products are bmm, because the counter does not
 know the fused kernel of the CPU. Left out of the comparison: convolutions (the canvas blends with them; decoding and the prompt are not
-inside what is counted), and mixtures of codes, which the canvas multiplies with its codebook (so codes are drawn one by one here).
-SparseVAR multiplies once more than is counted, and by how much is told here.
+inside what is counted), and mixtures of codes, which the canvas multiplies with its codebook (so codes are sampled one by one here).
+SparseVAR multiplies once more than is counted, by an amount that is checked here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -21,22 +21,25 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nextscale.accel import DENSE, FastVAR, Method, RunSetup, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale import pipeline as pipeline_module
+from nextscale.accel import DENSE, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale.accel.method import Span
 from nextscale.accel.registry import resolve_method
-from nextscale.cache import CfgBranches, Env
 from nextscale.canvas import Canvas
-from nextscale.engine import eager
 from nextscale.generate import StageDone
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
+from nextscale.models.macs import SublayerTokens
 from nextscale.pipeline import Pipeline, Preview
-from nextscale.planning.cost import RequestCost, SublayerTokens, Workload, as_run, request_cost
+from nextscale.planning.cost import RequestCost, Workload, as_run, request_cost
 from nextscale.report import Report
 from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
+from .toy_methods import KeepShare, Planned, first_tokens, keeping
 
 OUTSIDE = ("aten.convolution",)
 SELF_OR_TEXT_ATTENTION = re.compile(r"(?:(?:Modulated)?Block|ChunkStart)\.(?:text_)?attention|SelfAttention|CrossAttention")
@@ -46,41 +49,7 @@ SELF_OR_TEXT_ATTENTION = re.compile(r"(?:(?:Modulated)?Block|ChunkStart)\.(?:tex
 
 
 @dataclass(frozen=True)
-class Planned(Method):
-    """Does what a function of the stage says, and keeps as many of the first tokens as its plan."""
-
-    of_stage: Callable[[Stage], StagePlan]
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return self.of_stage(stage)
-
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        width = self.of_stage(tokens.stage).num_tokens
-        return (x, tokens) if width is None else first_tokens(x, tokens, width)
-
-
-def first_tokens(x: Tensor, tokens: Tokens, width: int) -> tuple[Tensor, Tokens]:
-    selection = torch.arange(width).expand(x.shape[0], -1)
-    return x[:, :width], tokens.take(selection, None if tokens.count is None else tokens.count.clamp(max=width))
-
-
-@dataclass
-class KeepShare(Method):
-    """Keeps another share of each image's tokens from stage 1 on, without having said so in a plan."""
-
-    shares: tuple[float, ...]
-
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if tokens.stage.index == 0:
-            return x, tokens
-        keep = torch.tensor([max(1, round(share * tokens.stage.cells)) for share in self.shares]).repeat(x.shape[0] // len(self.shares))
-        score = torch.rand(tokens.stage.cells, generator=torch.Generator().manual_seed(1)).expand(x.shape[0], -1)
-        selection, kept = tokens.top(score, keep, int(keep.max()))
-        return Tokens(tokens.stage, selection).gather(x), kept
-
-
-@dataclass(frozen=True)
-class Thin:
+class Thin(Span):
     """Runs its blocks on a share of the tokens; the others stay as they are."""
 
     layers: range
@@ -111,8 +80,8 @@ class ThinAttention(Thin):
             attention, *others = block.sublayers
             few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
             x = torch.cat([few + attention(few, kept, env), x[:, few.shape[1] :]], dim=1)
-            for part in others:
-                x = x + part(x, tokens, env)
+            for sublayer in others:
+                x = x + sublayer(x, tokens, env)
         return x
 
 
@@ -120,8 +89,8 @@ class ThinAttention(Thin):
 class Project(Thin):
     """Mixes all tokens into fewer, and runs its blocks on those."""
 
-    def own_macs(self, tokens: int, channels: int) -> int:
-        return tokens * self.num_tokens(tokens) * channels
+    def own_macs(self, tokens: int, dim: int) -> int:
+        return tokens * self.num_tokens(tokens) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
@@ -135,10 +104,6 @@ def only(late: int, plan: StagePlan) -> Planned:
     return Planned(lambda stage: plan if stage.index >= late else DENSE)
 
 
-def keeping(branches: CfgBranches) -> Planned:
-    return only(2, StagePlan(cfg_branches=branches))
-
-
 def half(stage: Stage) -> int:
     return (stage.cells + 1) // 2
 
@@ -148,8 +113,8 @@ METHODS: dict[str, Method] = {
     "skip the last": SkipStages(1),
     "skip one in the middle": Planned(lambda stage: StagePlan(skip=stage.index == 1, cfg_branches="cond" if stage.index == 1 else "both")),
     "skip the first": Planned(lambda stage: StagePlan(skip=stage.index == 0)),
-    "conditional rows": keeping("cond"),
-    "unconditional rows": keeping("uncond"),
+    "conditional rows": keeping("cond", 2),
+    "unconditional rows": keeping("uncond", 2),
     "half of every stage": Planned(lambda stage: StagePlan(num_tokens=half(stage))),
     "other shares per image": KeepShare((0.3, 0.8)),
     "a span": only(1, StagePlan(spans=(Thin(range(1, 3)),))),
@@ -160,7 +125,7 @@ METHODS: dict[str, Method] = {
         [
             Planned(lambda stage: StagePlan(num_tokens=half(stage))),
             only(2, StagePlan(spans=(Thin(range(1, 3)),))),
-            keeping("uncond"),
+            keeping("uncond", 2),
             SkipStages(1),
         ]
     ),
@@ -175,7 +140,7 @@ class Counted:
     report: Report
     cost: RequestCost
     dense: RequestCost
-    kept: tuple[Tensor, ...] | None
+    compute_mask: tuple[Tensor, ...] | None
     products: list[int] = field(default_factory=list)  # per stage, MACs
     attention: list[int] = field(default_factory=list)
 
@@ -194,7 +159,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         sums.append((everything, sum(ops.get(torch.ops.aten.bmm, 0) for ops in named)))
         seen.append(preview.done)
 
-    generate = eager.generate
+    generate = pipeline_module.generate
 
     def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> None:
         text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
@@ -203,7 +168,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
             return generate(model, cond, canvas, request, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "generate", counted)
+        patch.setattr(pipeline_module, "generate", counted)
         output = pipeline(prompts, seed=11, on_stage=watch, **{"smooth": False} | settings)
     request, model = inside["request"], pipeline.model
     workload = Workload(
@@ -257,7 +222,7 @@ def test_every_product_is_counted(family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_one_branch_alone(family: str) -> None:
+def test_one_cfg_branch_alone(family: str) -> None:
     counted = count_tiny(family, guidance=tiny.NO_GUIDANCE[family])
     assert_exact(counted)
     assert counted.report.cost_share == 1
@@ -299,12 +264,18 @@ def test_the_products_of_published_methods_are_counted(family: str, name: str) -
     assert all(stage.computed < stage.height * stage.width for stage in counted.report.stages[2:4])
 
 
+@pytest.mark.parametrize("family", ["var", "infinity"])
+def test_an_approximation_of_low_rank_is_put_together_from_all_directions(family: str) -> None:
+    """Whatever rank a forecast assumes: those beyond the rank are zeros."""
+    assert_exact(count_tiny(family, method=StageVAR(guidance_off=2, alphas={2: 0.9, 3: 0.96}, variant="svd_approximation")))
+
+
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in LIKE_OTHERS])
 def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> None:
     """Which multiplies the logits that are expected at all cells with those at the anchors, in reduced stages of every image."""
     counted = count_tiny(family, method=SPARSEVAR, compute_mask=True)
-    assert counted.kept is not None
-    reduced = [bool((kept < 1).any()) for kept in counted.kept]  # also where one image keeps every cell
+    assert counted.compute_mask is not None
+    reduced = [bool((mask < 1).any()) for mask in counted.compute_mask]  # also where one image keeps every cell
     logits = tiny.shared_pipeline(family).model.head.out_features
     anchors = [-(-stage.height // 2) * -(-stage.width // 2) for stage in tiny.schedule_of(family)]
     searches = [0 if family == "flexvar" else 2 * stage.cells * anchors[stage.index] * logits for stage in tiny.schedule_of(family)]
@@ -314,12 +285,12 @@ def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> 
     assert [stage.attention for stage in counted.cost.stages] == counted.attention
 
 
-@pytest.mark.parametrize("family", ["var", "infinity", "hart"])  # without text, with text as a part of blocks, with text before cells
+@pytest.mark.parametrize("family", ["var", "infinity", "hart"])  # without text, with text as a sublayer of blocks, with text before cells
 @pytest.mark.parametrize("name", ["dense", "fastvar", "stagevar", "tome", "tome for attention alone", "skip the last"])
-def test_computed_tokens_are_those_of_the_masks(family: str, name: str) -> None:
+def test_computed_tokens_are_those_of_the_compute_masks(family: str, name: str) -> None:
     counted = count_tiny(family, method=(METHODS | SPANS)[name], compute_mask=True)
-    assert counted.kept is not None
-    shares = [kept.sum(dim=(1, 2)).tolist() for kept in counted.kept]
+    assert counted.compute_mask is not None
+    shares = [mask.sum(dim=(1, 2)).tolist() for mask in counted.compute_mask]
     assert shares == [pytest.approx([stage.computed] * 2) for stage in counted.report.stages]
     assert [stage.computed for stage in counted.report.stages] == [stage.computed for stage in counted.cost.stages]
     cells = [stage.cells for stage in tiny.schedule_of(family)]
@@ -381,7 +352,7 @@ def test_mixtures_of_codes_are_the_canvas_s_own() -> None:
 # --- by hand
 
 
-class NoWork:
+class NoWork(Span):
     """A span that costs nothing."""
 
     layers, key = range(1), "nothing"
@@ -394,7 +365,7 @@ class NoWork:
 
 
 def test_a_small_sum_by_hand() -> None:
-    """VAR, one image, one branch, stages of 1 and 4 cells. Width 64: qkv, projection and a fourfold feed-forward are 12 * 64 * 64."""
+    """VAR, one image, one row, stages of 1 and 4 cells. Dim 64: qkv, projection and a fourfold feed-forward are 12 * 64 * 64."""
     spec = tiny.var_spec()
     model = build_model(replace(spec.model, sides=(1, 2)))
     first, second = request_cost(model, Workload(Schedule((1, 2)), guided=False)).stages
@@ -404,7 +375,7 @@ def test_a_small_sum_by_hand() -> None:
     assert (second.linear, second.attention, second.head) == (4 * per_token + embedding, 3 * 2 * 64 * 4 * (1 + 4), 4 * head)
     assert (first.keys, first.held, second.keys, second.held) == (3, 3, 12, 3)
     guided = request_cost(model, Workload(Schedule((1, 2)), images=3)).stages
-    assert guided[1].linear == 6 * 4 * per_token + 3 * embedding  # both branches read the same canvas
+    assert guided[1].linear == 6 * 4 * per_token + 3 * embedding  # both rows of an image read the same canvas
     assert guided[1].attention == 6 * second.attention
     thin = request_cost(model, Workload(Schedule((1, 2)), guided=False), [StagePlan(spans=(NoWork(),)), DENSE]).stages
     assert (thin[0].linear, thin[0].keys) == (2 * per_token // 3, 2)
@@ -437,10 +408,10 @@ def test_a_published_model_without_weights() -> None:
         model = build_model(spec.model)
     schedule = spec.settings.schedules.choose(None, None)
     cost = request_cost(model, Workload(schedule, text_tokens=64))
-    tokens, width, depth = 10521, 2048, 32
-    assert cost.linear == 2 * tokens * depth * (4 + 2 + 8) * width**2 + (tokens - 1) * 32 * width
-    assert cost.attention == 2 * 2 * width * depth * sum(stage.cells * (stage.start + stage.cells + 64) for stage in schedule)
-    assert cost.head == 2 * tokens * width * 64
+    tokens, dim, depth = 10521, 2048, 32
+    assert cost.linear == 2 * tokens * depth * (4 + 2 + 8) * dim**2 + (tokens - 1) * 32 * dim
+    assert cost.attention == 2 * 2 * dim * depth * sum(stage.cells * (stage.start + stage.cells + 64) for stage in schedule)
+    assert cost.head == 2 * tokens * dim * 64
     assert (round(2e-12 * cost.total), round(2e-12 * cost.attention)) == (115, 36)
 
 
@@ -458,7 +429,7 @@ def test_a_forecast_costs_what_the_run_does(family: str) -> None:
     assert counted.cost.share(counted.dense) == counted.report.cost_share
 
 
-def test_the_report_tells_skipped_stages_and_branches() -> None:
+def test_the_report_has_skipped_stages_and_cfg_branches() -> None:
     method = Planned(lambda stage: StagePlan(skip=stage.index == 1, cfg_branches="cond" if stage.index > 1 else "both"))
     stages = tiny.shared_pipeline("var")([3, 7], seed=1, method=method).report.stages
     assert [stage.skipped for stage in stages] == [False, True, False, False]
@@ -471,9 +442,6 @@ class Named(Method):
     tau: float = 0.5
     stages: tuple[int, ...] = ()
     mode: str | None = None
-
-    def start(self, setup: RunSetup) -> Method:
-        return self
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ def test_quality_is_judged_on_a_gpu() -> None:
     with quality.few_images_suffice():
         dense, *others, odd = evaluate(pipe, methods, quality.PROMPTS, judges, batch=2).rows
     assert dense["speedup"]["median"] == 1 and dense["peak_gb"] >= 0 and "style" in dense
+    assert [row["engine"] for row in (dense, *others)] == ["graphs"] * 5, "captured in the warm-up"
     assert all(row["speedup"]["median"] > 0 and "frechet_dense" in row for row in others)
     assert "does not work here" in odd["error"]
     json.dumps([dense, *others, odd], allow_nan=False)

@@ -16,7 +16,8 @@ from nextscale.cache import real_entries
 from nextscale.engine import allocator
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import blocks
-from nextscale.models.blocks import FeedForward, attend, linear_gelu, reads_lengths
+from nextscale.models.attention import attend, reads_lengths
+from nextscale.models.feed_forward import FeedForward, linear_gelu
 
 from .tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
 
@@ -233,7 +234,7 @@ def test_captures_lie_in_segments_that_grow_and_nothing_else_does() -> None:
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     pipe.warmup(prompts("infinity", 2))
     assert allocator.allocator_settings() == before
-    pool = pipe.captures._pool
+    pool = pipe.captures._pool.handle
     of_pool = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool)]
     assert of_pool and all(segment["is_expandable"] for segment in of_pool)
     fresh = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")

@@ -21,10 +21,10 @@ if torch.cuda.is_available():
     from nextscale.kernels.bias_residual import add_bias_residual_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
     from nextscale.kernels.group_norm import group_norm_silu_reference
-    from nextscale.kernels.largest import topk_indices_sorted_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache_reference
+    from nextscale.kernels.topk import topk_indices_sorted_reference
     from nextscale.kernels.upsample import upsample_nearest_reference
 
 
@@ -118,15 +118,15 @@ def test_attend_lengths(queries: int, room: int, lengths: tuple[int, int], heads
     """At most twice as far from the exact result as torch, which reads no further than the lengths either."""
     make = Maker("cuda", dtype)
     q, both = make.normal(2, queries, heads, channels), make.normal(2, room, 2, heads, channels)
-    told = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    both[torch.arange(room, device="cuda") >= told[:, None]] = float("nan")
+    on_device = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    both[torch.arange(room, device="cuda") >= on_device[:, None]] = float("nan")
     with poisoned():
-        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], told, 0.1)
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], on_device, 0.1)
     for row, length in enumerate(lengths):
-        one = (q[row : row + 1], both[row : row + 1, :length, 0], both[row : row + 1, :length, 1], told[row : row + 1], 0.1)
+        one = (q[row : row + 1], both[row : row + 1, :length, 0], both[row : row + 1, :length, 1], on_device[row : row + 1], 0.1)
         torchs = attend_lengths_reference(*one)
         truth = attend_lengths_reference(
-            *(x.float() if x is not told and isinstance(x, Tensor) and x.is_floating_point() else x for x in one)
+            *(x.float() if x is not on_device and isinstance(x, Tensor) and x.is_floating_point() else x for x in one)
         )
         alone = kernels.attend_lengths(q[row : row + 1], both[row : row + 1, :, 0], both[row : row + 1, :, 1], length, 0.1)  # as a number
         allowed = 2 * (torchs - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()

@@ -13,12 +13,13 @@ from PIL import Image, ImageFont
 from typer.testing import CliRunner, Result
 
 from nextscale.accel import resolve_method
-from nextscale.cli import app, demo
+from nextscale.cli import app, options
 from nextscale.cli.demo import METHODS, PROMPTS, Row, comparison, decibels, sheet
-from nextscale.cli.options import require_fitting
+from nextscale.cli.parse import require_fitting
 from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
 from nextscale.io import to_pil
 from nextscale.lab.metrics.files import VARIABLE
+from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 
 from . import tiny
@@ -29,9 +30,9 @@ HEIGHT, WIDTH = 8, 6  # pixels of its images
 
 @pytest.fixture(autouse=True)
 def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The demo draws with a tiny model, in an empty folder, on a machine without LPIPS."""
-    monkeypatch.setattr(demo, "NANO", SPEC)
-    monkeypatch.setattr(demo, "load", lambda _name, device: tiny.shared_pipeline("infinity"))
+    """The demo runs a tiny model under nano's name, in an empty folder, on a machine without LPIPS."""
+    monkeypatch.setitem(presets.MODELS, NANO.name, SPEC)
+    monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "no-metrics"))
     monkeypatch.chdir(tmp_path)
     yield
@@ -60,7 +61,7 @@ def test_a_table_and_a_picture() -> None:
     cells = [stage.cells for stage in tiny.INFINITY_SCHEDULE]
     assert [row[4] for row in table[1:]] == [f"{100 * sum(cells[:run]) / sum(cells):.0f}%" for run in (4, 3, 2)]
     assert table[3][-1] == "dB"
-    assert f"8 images of {HEIGHT}x{WIDTH} in each row" in result.stdout
+    assert f"8 images of {HEIGHT}x{WIDTH} per row, on cpu (eager)" in result.stdout
     assert "LPIPS is shown as well" in result.stdout
     assert "The images: demo.png" in result.stdout
     with Image.open("demo.png") as picture:
@@ -101,6 +102,10 @@ def test_only_its_own_file_is_overwritten() -> None:
         (("--prompts", "absent.txt"), "absent.txt"),
         (("--device", "gpu"), "choose cpu, cuda or cuda:N"),
         (("--seed", -1), "--seed"),
+        (("--limit", 3), "add --prompts FILE"),
+        (("--metrics", "nowhere"), "the metric network"),
+        (("-m", "var-d16"), "var-d16 takes class numbers: pass --prompts FILE"),
+        (("-m", "var-d17"), "did you mean var-d16"),
     ],
 )
 def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: str, tmp_path: Path) -> None:

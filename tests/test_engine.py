@@ -20,7 +20,8 @@ from nextscale.errors import SettingError
 from nextscale.generate import generate
 from nextscale.guidance import Guidance, GuidedRows, RampGuidance, StageGuidance
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models.base import Conditioning, PromptInputs
+from nextscale.models.base import PromptInputs
+from nextscale.models.env import Conditioning
 from nextscale.models.text_context import TextInputs
 from nextscale.pipeline import Pipeline
 from nextscale.report import Stopwatch

@@ -122,12 +122,12 @@ def test_infinity_mixes_as_published_and_takes_the_condition_alone_at_one() -> N
     assert guided.on_logits(out, THREE[2], 2).tolist() == [[6.0], [12.0]]
 
 
-def test_at_scale_one_the_other_branch_cannot_even_poison() -> None:
+def test_at_scale_one_the_other_cfg_branch_cannot_even_poison() -> None:
     out = torch.tensor([[2.0], [float("nan")]])
     assert rows(StageGuidance(values=(2.0, 1.0, 2.0))).on_logits(out, THREE[1], 1).tolist() == [[2.0]]
 
 
-def test_rows_of_one_branch_pass_as_they_are() -> None:
+def test_rows_of_one_cfg_branch_pass_as_they_are() -> None:
     out = torch.tensor([[2.0], [4.0]])
     assert rows(ConstantGuidance(strength=3.0)).on_logits(out, THREE[0], batch=2).tolist() == [[2.0], [4.0]]
 
@@ -146,7 +146,7 @@ def test_rows_of_one_branch_pass_as_they_are() -> None:
         (StageGuidance(values=(1.0, 1.0, 1.0, 2.0)), True),  # as published, the tail past the last stage decides as well
     ],
 )
-def test_the_second_branch_runs_if_any_scale_differs_from_one(guidance: Guidance, both: bool) -> None:
+def test_the_second_cfg_branch_runs_if_any_scale_differs_from_one(guidance: Guidance, both: bool) -> None:
     assert rows(guidance).needs_both == both
 
 
@@ -171,7 +171,7 @@ def test_full_strength_is_that_of_the_last_stage_whatever_the_stage(guidance: Gu
     assert rows(StageGuidance(logits=False, values=(1.0, 1.0, 4.0))).in_full(both, 1).tolist() == [[[2.0]]]
 
 
-def test_mixing_takes_any_shape_and_leaves_one_branch_as_it_is() -> None:
+def test_mixing_takes_any_shape_and_leaves_one_cfg_branch_as_it_is() -> None:
     both = torch.rand(4, 3, 2, 2)
     assert torch.equal(mix(both, 3.0, 2), 3 * both[:2] - 2 * both[2:])
     assert torch.equal(mix(both, 0.0, 2), both[2:])

@@ -17,7 +17,7 @@ from nextscale.errors import NonFiniteLogits, PromptError, SettingError, SizeErr
 from nextscale.guidance import GuidedRows, RampGuidance, StageGuidance
 from nextscale.loading.random_weights import fill_random, random_pipeline
 from nextscale.models import Hart, HartConfig
-from nextscale.models.base import Conditioning
+from nextscale.models.env import Conditioning
 from nextscale.models.residual_head import ResidualHead, diffusion_steps
 from nextscale.models.sinusoid import sinusoids
 from nextscale.pipeline import Output, Pipeline
@@ -28,7 +28,7 @@ from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig, VarTokenize
 
 from . import tiny
 from .test_canvas import nearest_by_search, with_codes
-from .test_method import SpeakForAll, keeping
+from .test_method import first_token, keeping
 
 CPU = torch.device("cpu")
 SCHEDULE = Schedule(tiny.HART_SIDES)
@@ -145,7 +145,7 @@ def head() -> ResidualHead:
     return head
 
 
-class RecordedNormal(ImageRng):
+class WatchedNormal(ImageRng):
     """Keeps the normal numbers that were asked for."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
@@ -179,7 +179,7 @@ def published_draw(head: ResidualHead, condition: Tensor, noise: list[Tensor], t
 def test_a_residual_is_drawn_as_published(head: ResidualHead, t: float) -> None:
     """To rounding, which the first step multiplies by 2e4: over 500 draws the largest difference was 4.6e-5."""
     condition = torch.randn(4, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
-    draws = RecordedNormal([5, 6])
+    draws = WatchedNormal([5, 6])
     residual = head.sample(condition, Tokens(STAGE), 1 + t, draws, batch=2)
     assert len(draws.normals) == STEPS  # the start, and every step but the last
     assert torch.allclose(residual, published_draw(head, condition, draws.normals, t), rtol=0, atol=1e-3)
@@ -250,9 +250,9 @@ def test_the_residual_is_added_once_and_not_blended() -> None:
     assert torch.equal(previews[-1].latent, output.latent)
 
 
-def test_tokens_that_are_spoken_for_get_no_residual() -> None:
+def test_tokens_whose_logits_alone_are_restored_get_no_residual() -> None:
     previews = []
-    output = drawn(method=SpeakForAll(first_stage=LAST.index), greedy=True, on_stage=previews.append)
+    output = drawn(method=first_token(propagate=True, from_stage=LAST.index), greedy=True, on_stage=previews.append)
     residual = previews[-1].done.residual
     assert residual.shape == (2, 1, tiny.LATENT_CHANNELS)
     canvas = tiny.shared_pipeline("hart").tokenizer.canvas(SCHEDULE, 2)
@@ -264,7 +264,7 @@ def test_tokens_that_are_spoken_for_get_no_residual() -> None:
 
 
 def test_at_a_scale_of_two_only_the_logits_are_guided() -> None:
-    """The released program takes t = 1 for "no guidance" in the diffusion: equal codes then give the residual of scale 1."""
+    """The reference implementation takes t = 1 for "no guidance" in the diffusion: equal codes then give the residual of scale 1."""
     codes = drawn(greedy=True).codes
     forced = {"revise": lambda stage, _: codes[stage.index], "greedy": True}
     unguided, two, above = (residual_of(guidance=[1.0, 1.0, 2.5, scale], **forced) for scale in (1.0, 2.0, 2.25))
@@ -280,8 +280,8 @@ def test_where_the_output_is_not_guided_the_residual_is_not_either() -> None:
     tiny.assert_close("hart", nowhere, plain)
 
 
-def test_the_variance_is_that_of_the_conditional_branch() -> None:
-    """So scale 0 at the last stage is not the unconditional branch alone, though its codes are."""
+def test_the_variance_is_that_of_the_conditional_rows() -> None:
+    """So scale 0 at the last stage is not the unconditional rows alone, though its codes are."""
     pipeline, prompt = tiny.shared_pipeline("hart"), tiny.prompts("hart", 2)
     mixed = pipeline(prompt, seed=11, guidance=[2.0, 0.0, 0.0, 0.0], greedy=True)
     alone = pipeline(prompt, seed=11, guidance=[2.0] * 4, method=keeping("uncond", 1), greedy=True)
@@ -289,37 +289,37 @@ def test_the_variance_is_that_of_the_conditional_branch() -> None:
     assert (mixed.latent - alone.latent).abs().max() > 0.1
 
 
-class RecordedIds:
+class WatchedIds:
     """What the residual was conditioned on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ids: list[Tensor] = []
         residual = Hart.residual
 
-        def recording(model: Hart, hidden: Any, ids: Tensor) -> Tensor:
+        def watched(model: Hart, hidden: Any, ids: Tensor) -> Tensor:
             self.ids.append(ids)
             return residual(model, hidden, ids)
 
-        monkeypatch.setattr(Hart, "residual", recording)
+        monkeypatch.setattr(Hart, "residual", watched)
 
 
 def test_the_residual_completes_the_codes_that_were_revised(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = RecordedIds(monkeypatch)
+    seen = WatchedIds(monkeypatch)
     other = torch.arange(2 * LAST.cells).view(2, LAST.cells) % tiny.CODES
     for settings in ({"smooth": False}, {"greedy": True}, {"smooth": True}):
         free = residual_of(**settings)
         revised = residual_of(revise=lambda stage, codes: other if stage.last else codes, **settings)
-        assert not torch.equal(recorded.ids[-2], other)
-        assert torch.equal(recorded.ids[-1], other)
+        assert not torch.equal(seen.ids[-2], other)
+        assert torch.equal(seen.ids[-1], other)
         assert (free - revised).abs().mean() > 0.01
 
 
 def test_mixtures_are_completed_by_the_codes_drawn_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded, ids = RecordedIds(monkeypatch), []
+    seen, ids = WatchedIds(monkeypatch), []
     drawn(on_stage=lambda preview: ids.append(preview.done.ids))
     drawn(revise=lambda stage, codes: codes.roll(1, dims=-1), on_stage=lambda preview: ids.append(preview.done.ids))
-    assert torch.equal(recorded.ids[0], ids[len(SCHEDULE) - 1])
-    assert torch.equal(recorded.ids[1], ids[-1])
+    assert torch.equal(seen.ids[0], ids[len(SCHEDULE) - 1])
+    assert torch.equal(seen.ids[1], ids[-1])
 
 
 # --- stages

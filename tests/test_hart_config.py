@@ -24,15 +24,8 @@ from nextscale.checkpoints import published_slots
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, PromptError, SettingError, WeightsMismatch
 from nextscale.loading import presets
-from nextscale.loading.hart_config import (
-    LARGEST_CONFIG,
-    MODEL,
-    TOKENIZER,
-    dump_config,
-    hart_model_config,
-    hart_tokenizer_config,
-    own_config_file,
-)
+from nextscale.loading.config_file import LARGEST_CONFIG, own_config_file
+from nextscale.loading.hart_config import MODEL, TOKENIZER, dump_config, hart_model_config, hart_tokenizer_config
 from nextscale.loading.load import checkpoint_spec
 from nextscale.loading.presets import (
     HART_REPOSITORY,
@@ -189,8 +182,8 @@ def test_variants_with_config(variant: str, tmp_path: Path) -> None:
 def test_variants_without_config(variant: str, tmp_path: Path) -> None:
     """The keys tell everything except the stages, the steps and, in most variants, the heads."""
     config = replace(MODEL_CONFIG, **VARIANTS[variant][0])
-    head_width = config.dim // config.heads
-    preset = HartConfig(dim=10 * head_width, heads=10, sides=SIDES, residual_steps=config.residual_steps)
+    head_dim = config.dim // config.heads
+    preset = HartConfig(dim=10 * head_dim, heads=10, sides=SIDES, residual_steps=config.residual_steps)
     found = hart_model_config(preset, write_part(tmp_path, {**published(config), **LEVEL_NUMBERS}))
     assert replace(found, mlp_ratio=config.mlp_ratio) == config
     assert found.block == config.block
@@ -207,7 +200,7 @@ def test_heads_without_config_are_as_wide_as_the_presets(tmp_path: Path) -> None
     assert hart_model_config(HartConfig(sides=SIDES), write_model(tmp_path, None)).heads == 1
     odd = published(replace(MODEL_CONFIG, dim=80))
     message = refusal_of_model(write_part(tmp_path / "odd", {**odd, **LEVEL_NUMBERS}), HartConfig(sides=SIDES))
-    assert "the width 80 is not a multiple of the usual 64" in message
+    assert "the dim 80 is not a multiple of the usual 64 per head" in message
 
 
 def test_text_tokens_without_level_numbers_are_the_presets(tmp_path: Path) -> None:
@@ -239,14 +232,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "text norm": ({"use_context_norm": False}, "config.json says use_context_norm False, the weights have context_norm.weight"),
     "levels": ({"use_timestep_embed": False}, "config.json says use_timestep_embed False, the weights have no lvl_embed.weight"),
     "cosine": ({"attn_l2_norm": True}, "config.json says attn_l2_norm True, the weights have no blocks.0.attn.scale_mul_1H11"),
-    "residual width": ({"diff_width": 1024}, "diff_width 1024, the weights have diffloss.net.input_proj.weight [48, 8]"),
+    "residual dim": ({"diff_width": 1024}, "diff_width 1024, the weights have diffloss.net.input_proj.weight [48, 8]"),
     "residual depth": ({"diff_depth": 6}, "config.json says diff_depth 6, the weights have 3 blocks in diffloss.net"),
     "feed-forward": (
         {"mlp_ratio": 40},
         "the mlp_ratio 40 of config.json makes feed-forward layers of 1792 channels, the weights have blocks.0.ffn.gate_proj.weight [256",
     ),
-    "heads": ({"num_heads": 5}, "the width 64 cannot be shared out over the 5 heads of config.json"),
-    "narrow heads": ({"num_heads": 32}, "the width 64 cannot be shared out over the 32 heads of config.json"),
+    "heads": ({"num_heads": 5}, "the dim 64 cannot be divided among the 5 heads of config.json"),
+    "narrow heads": ({"num_heads": 32}, "the dim 64 cannot be divided among the 32 heads of config.json"),
     "MLP type": ({"mlp_type": "gpt2"}, "config.json says mlp_type 'gpt2', only 'llama' is implemented"),
     "attention type": ({"attn_type": "gpt2"}, "config.json says attn_type 'gpt2', only 'llama' is implemented"),
     "adaptive norms": ({"disable_aln": False}, "config.json says disable_aln False, only True is implemented"),
@@ -443,13 +436,13 @@ def test_any_configuration_is_read_or_refused(for_model: dict[str, Any], for_tok
 @given(
     key=st.sampled_from([*published(MODEL_CONFIG), "lvl_1L", "lvl_embed.weight", "blocks.7.new", "diffloss.net.res_blocks.9.new"]),
     shape=st.none() | st.lists(st.sampled_from([0, 1, 2, 4, 5, 41, 64, 70_000]), max_size=3),
-    told=st.booleans(),
+    has_config=st.booleans(),
 )
-def test_any_shapes_are_read_or_refused(key: str, shape: list[int] | None, told: bool, tmp_path: Path) -> None:
+def test_any_shapes_are_read_or_refused(key: str, shape: list[int] | None, has_config: bool, tmp_path: Path) -> None:
     tensor = None if shape is None else torch.zeros(()).expand(shape)  # takes no space in the file
     tensors = {**published(MODEL_CONFIG), key: tensor}
     kept = {name: value for name, value in tensors.items() if value is not None}
-    folder = write_part(tmp_path, kept, MODEL_JSON if told else {}, "model.bin")
+    folder = write_part(tmp_path, kept, MODEL_JSON if has_config else {}, "model.bin")
     with torch.device("meta"), suppress(CheckpointError):
         build_model(hart_model_config(HartConfig(), folder))
 
@@ -531,8 +524,8 @@ def test_the_text_encoder_is_asked_for_as_many_tokens_as_the_checkpoint_reads(re
         def __init__(self, source: str, *, device: torch.device, tokens: int) -> None:
             asked.append((source, tokens))
 
-        def __call__(self, texts: list[str]) -> TextFeatures:
-            return text_features(seed=len(texts[0]))
+        def __call__(self, prompts: list[str]) -> TextFeatures:
+            return text_features(seed=len(prompts[0]))
 
     spec = replace(presets.MODELS[NAME], text_encoder=TextSource("nobody/encoder", Encoder))  # type: ignore[arg-type]
     monkeypatch.setitem(presets.MODELS, NAME, spec)
@@ -596,12 +589,12 @@ def run(*arguments: object) -> Result:
 
 def test_converted_files_draw_the_same_image(release: Path) -> None:
     model, tokenizer = release / "hart.safetensors", release / "hart-tokenizer.safetensors"
-    assert run("convert", NAME, release / "llm", model).exit_code == 0
-    assert run("convert", NAME, release / "tokenizer", tokenizer, "--part", "tokenizer").exit_code == 0
+    assert run("convert", "-m", NAME, release / "llm", model).exit_code == 0
+    assert run("convert", "-m", NAME, release / "tokenizer", tokenizer, "--part", "tokenizer").exit_code == 0
     assert json.loads(own_config_file(model).read_text()) == MODEL_JSON | {"num_sampling_steps": 6}
-    converted, official = load(model, tokenizer), load(release / "llm", release / "tokenizer")
+    converted, published = load(model, tokenizer), load(release / "llm", release / "tokenizer")
     assert converted.model.config == MODEL_CONFIG
-    assert torch.equal(converted(text_features(), seed=0).pixels, official(text_features(), seed=0).pixels)
+    assert torch.equal(converted(text_features(), seed=0).pixels, published(text_features(), seed=0).pixels)
     alone = release / "alone"
     alone.mkdir()
     for file in (model, own_config_file(model)):
@@ -618,12 +611,12 @@ def test_written_configurations_are_read_back(config: HartConfig, tmp_path: Path
 def test_conversion_overwrites_nothing_and_refuses_contradictions(release: Path) -> None:
     target = release / "hart.safetensors"
     own_config_file(target).write_text("mine")
-    refused = run("convert", NAME, release / "llm", target)
+    refused = run("convert", "-m", NAME, release / "llm", target)
     assert "hart.config.json" in refused.stderr
     assert "--force" in refused.stderr
     assert not target.exists()
     write_model(release / "llm", MODEL_JSON | {"depth": 24})
-    refused = run("convert", NAME, release / "llm", target, "--force")
+    refused = run("convert", "-m", NAME, release / "llm", target, "--force")
     assert "config.json says depth 24, the weights have 2 blocks" in refused.stderr
     assert own_config_file(target).read_text() == "mine"
 
@@ -643,5 +636,5 @@ def test_star_as_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", [NAME, "var-d16", "infinity-2b"])
 def test_other_models_draw_as_released_anyway(name: str) -> None:
-    with pytest.raises(SettingError, match=f"{name} draws as its released program does"):
+    with pytest.raises(SettingError, match=f"{name} always does what its reference implementation does"):
         nextscale.load(name, as_released=True)

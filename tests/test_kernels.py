@@ -19,8 +19,9 @@ from nextscale.generate import new_env
 from nextscale.guidance import ConstantGuidance, Guidance
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models import blocks
-from nextscale.models.blocks import ModulatedBlock, run_in_order, unit_vectors
+from nextscale.models import attention
+from nextscale.models.attention import unit_vectors
+from nextscale.models.blocks import ModulatedBlock, run_in_order
 from nextscale.models.rope import PairRope
 from nextscale.sampling import ImageRng, Sampling, choose, filter_logits, sample
 from nextscale.stage import Stage, Tokens
@@ -44,10 +45,10 @@ with pytest.MonkeyPatch.context() as patch:
     from nextscale.kernels.attention import Tile, attend_lengths_reference
     from nextscale.kernels.bits import sample_bits_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
-    from nextscale.kernels.largest import topk_indices_sorted_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
     from nextscale.kernels.rotate import rotate_into_cache_reference
+    from nextscale.kernels.topk import topk_indices_sorted_reference
 
 
 @pytest.fixture(autouse=True)
@@ -77,16 +78,16 @@ SHAPES = [(1, 1, 64), (2, 3, 120), (3, 7, 130), (2, 2, 2080)]  # rows, tokens, c
 def test_attend_lengths(
     queries: int, room: int, heads: int, channels: int, lengths: tuple[int, ...], tile: tuple[int, int, int, int] | None
 ) -> None:
-    """Keys and values side by side, as texts have them; nothing beyond a row's length is read."""
+    """Keys and values side by side, as those of prompts are; nothing beyond a row's length is read."""
     dtype = torch.float16  # the interpreter takes the bits of bfloat16 for numbers when it multiplies matrices
     make, rows = Maker(DEVICE, dtype), len(lengths)
     q, both = make.normal(rows, queries, heads, channels), make.normal(rows, room, 2, heads, channels)
-    told = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    beyond = torch.arange(room, device=DEVICE) >= told[:, None]
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    beyond = torch.arange(room, device=DEVICE) >= on_device[:, None]
     both[beyond] = float("nan")
     with poisoned():
-        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], told, 0.3, tile=None if tile is None else Tile(*tile))
-    truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), told, 0.3)
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], on_device, 0.3, tile=None if tile is None else Tile(*tile))
+    truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), on_device, 0.3)
     assert found.dtype == dtype and found.shape == truth.shape
     bound = torch.finfo(dtype).eps * both[~beyond].abs().max().item()  # weights and result are rounded, one each
     assert (found.double() - truth).abs().max().item() <= bound
@@ -292,7 +293,7 @@ class Tap(Method):
 def test_images_of_blocks_in_a_row(
     method: Method, guidance: Guidance | None, joints: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks are joined, at so many places in every stage, except where something else reads or changes hidden states."""
+    """Blocks are joined in every stage, except where something else reads or changes hidden states."""
     pipe = random_pipeline(tiny.SPECS["infinity"], device=DEVICE, dtype=torch.bfloat16)
     prompts = tiny.prompts("infinity", 1)
     sums = counted("residual_norm_modulate", monkeypatch)
@@ -304,7 +305,7 @@ def test_images_of_blocks_in_a_row(
 
 def attend_lengths_row_by_row(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
     rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
-    return torch.cat([blocks.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
+    return torch.cat([attention.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
@@ -313,7 +314,7 @@ def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch
     fill_memory(monkeypatch, float("nan"))
     pipe, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
     masked = pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True)
-    monkeypatch.setattr(blocks, "reads_lengths", lambda x: True)
+    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
     monkeypatch.setattr(kernels, "attend_lengths", attend_lengths_row_by_row)
     monkeypatch.setattr(DenseLayerCache, "_clear_tail", None)
     tiny.assert_close("infinity", pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True), masked)
@@ -419,7 +420,7 @@ def test_topk_indices_sorted(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     scores[2, ::5] = float("-inf")
     scores[3, tokens // 3 :: 4] = float("nan")
     scores[4] = torch.rand(tokens, generator=generator, device=DEVICE)
-    monkeypatch.setattr("nextscale.kernels.largest.ORDERED", 64)
+    monkeypatch.setattr("nextscale.kernels.topk.ORDERED", 64)
     for keep in sorted({0, 1, tokens // 3, tokens - 1, tokens}):
         with poisoned():
             found = kernels.topk_indices_sorted(scores, keep)

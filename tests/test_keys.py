@@ -149,8 +149,8 @@ def test_a_list_fits_no_other_layout(name: str) -> None:
     assert {other for other in LISTS if fits(first_slots(other), keys, on_meta(other)[0].layout)} == same
 
 
-# Parameters as the authors' classes count them: without buffers. In the files those buffers are `zero_k_bias`, which we load as part of
-# a bias, and the tensors of LEFT_OUT.
+# Parameters as the reference implementations count them: without buffers. In the files those buffers are `zero_k_bias`, which we load
+# as part of a bias, and the tensors of LEFT_OUT.
 PARAMETERS = {
     "var_d16": 310_283_520,
     "var_d20": 600_917_136,

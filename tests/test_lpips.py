@@ -30,7 +30,7 @@ def picture(file: Path) -> Tensor:
 
 def tiny() -> Lpips:
     torch.manual_seed(3)
-    network = Lpips(widths=TINY)
+    network = Lpips(channels=TINY)
     for head in network.lin:
         head.weight.abs_()
     return network

@@ -1,9 +1,9 @@
-"""Memory by the plan: what is reserved is what a run allocates, and a run that needs more still draws the same images."""
+"""Memory by the plan: what is reserved is what a run allocates, and a run that needs more still generates the same images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.combine import Combined
-from nextscale.accel.method import DENSE, RunSetup
+from nextscale.accel.method import DENSE, MethodRun, RunSetup
 from nextscale.accel.skip import SkipStages
 from nextscale.cache import CacheSpec, DenseLayerCache, StageKeys, StageMemory, Workspace
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import Workload, as_run
-from nextscale.planning.memory import ASSUMED_KEPT, planned_cache, request_memory, reserved_cache, stored_maps
+from nextscale.planning.memory import ASSUMED_KEPT, request_memory, reserved_cache, stored_bytes
 from nextscale.stage import Schedule, Tokens
 
 from . import tiny
@@ -43,24 +43,30 @@ class SeenWorkspace(Workspace):
 class Reserving(Method):
     """Caches of given sizes, of which it sees how much they take."""
 
-    own_hooks = frozenset({"layer_cache"})
+    own_cache = True
     spec: CacheSpec
     caches: list[DenseLayerCache] = field(default_factory=list)
     last_stage: list[int] = field(default_factory=list)  # bytes in every layer of it
 
-    def start(self, setup: RunSetup) -> Method:
+    def start(self, setup: RunSetup) -> MethodRun:
         self.caches.clear()
         self.last_stage.clear()
-        return self
-
-    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:
-        workspace = self.caches[0].workspace if self.caches else SeenWorkspace(self.spec, lambda: self.last_stage.append(self.nbytes))
-        self.caches.append(DenseLayerCache(self.spec.layer(len(self.caches)), workspace))
-        return self.caches[-1]
+        return ReservingRun(self)
 
     @property
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches) + self.caches[0].workspace.nbytes
+
+
+@dataclass(frozen=True)
+class ReservingRun(MethodRun):
+    seen: Reserving
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:
+        sizes, caches = self.seen.spec, self.seen.caches
+        workspace = caches[0].workspace if caches else SeenWorkspace(sizes, lambda: self.seen.last_stage.append(self.seen.nbytes))
+        caches.append(DenseLayerCache(sizes.layer(len(caches)), workspace))
+        return caches[-1]
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Seen:
     plans: tuple[StagePlan, ...]  # with the tokens that ran
 
 
-def drawn(family: str, method: Method, spec: CacheSpec, **settings: Any) -> Seen:
+def generated(family: str, method: Method, spec: CacheSpec, **settings: Any) -> Seen:
     pipe = tiny.shared_pipeline(family)
     reserving, nbytes, plans = Reserving(spec), {}, []
 
@@ -86,8 +92,9 @@ def drawn(family: str, method: Method, spec: CacheSpec, **settings: Any) -> Seen
 
 
 def reserved(family: str, method: Method, rows: int = 2 * IMAGES) -> CacheSpec:
+    """The sizes that a request of the pipeline reserves."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
-    return reserved_cache(model, schedule, method, method.forecast(model, schedule, ASSUMED_KEPT), IMAGES, rows)
+    return reserved_cache(model, schedule, method.forecast(model, schedule, rows > IMAGES, ASSUMED_KEPT), IMAGES, rows)
 
 
 def dense_spec(family: str, rows: int = 2 * IMAGES) -> CacheSpec:
@@ -117,13 +124,13 @@ every_method = pytest.mark.parametrize("method", FIXED.values(), ids=FIXED)
 @every_family
 @every_method
 def test_reserved_bytes_are_the_bytes_allocated(family: str, method: Method) -> None:
-    """After every stage, and so at the peak; the images are those that are drawn with room for everything, bit for bit."""
+    """After every stage, and so at the peak; the images are those that are generated with room for everything, bit for bit."""
     spec = reserved(family, method)
-    seen = drawn(family, method, spec)
+    seen = generated(family, method, spec)
     assert seen.nbytes == {stage.stage: spec.bytes_at(stage.stage) for stage in spec.stages}
     assert max(seen.nbytes.values()) == spec.bytes
     assert seen.last_stage == [spec.bytes_at(spec.final) - spec.freed_bytes(layer) for layer in range(spec.layers)]
-    tiny.assert_same_bits(seen.output, drawn(family, method, dense_spec(family)).output)
+    tiny.assert_same_bits(seen.output, generated(family, method, dense_spec(family)).output)
 
 
 @every_family
@@ -131,8 +138,42 @@ def test_a_request_without_guidance_reserves_its_rows(family: str) -> None:
     """StageVAR has none to drop then."""
     for method in (Method(), FastVAR(), StageVAR()):
         spec = reserved(family, method, IMAGES)
-        seen = drawn(family, method, spec, guidance=tiny.NO_GUIDANCE[family])
+        seen = generated(family, method, spec, guidance=tiny.NO_GUIDANCE[family])
         assert seen.nbytes == {stage.stage: spec.bytes_at(stage.stage) for stage in spec.stages}
+
+
+@every_method
+@pytest.mark.parametrize("guided", [True, False])
+def test_a_request_reserves_by_its_forecast(method: Method, guided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes that the tests above take for granted are those with which generation makes its caches."""
+    made: list[CacheSpec] = []
+
+    def seen(*arguments: Any) -> CacheSpec:
+        made.append(reserved_cache(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("nextscale.generate.reserved_cache", seen)
+    guidance = None if guided else tiny.NO_GUIDANCE["var"]
+    tiny.shared_pipeline("var")(tiny.prompts("var", IMAGES), seed=5, method=method, guidance=guidance)
+    assert made == [reserved("var", method, IMAGES * (2 if guided else 1))]
+
+
+def test_a_method_with_its_own_caches_is_told_the_sizes_of_dense_generation() -> None:
+    told: list[CacheSpec] = []
+
+    class OwnCache(Method):
+        own_cache = True
+
+        def start(self, setup: RunSetup) -> MethodRun:
+            return OwnCacheRun()
+
+    class OwnCacheRun(MethodRun):
+        def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:
+            told.append(spec)
+            return DenseLayerCache(spec, workspace)
+
+    tiny.shared_pipeline("var")(tiny.prompts("var", IMAGES), seed=5, method=[SkipStages(last=1), OwnCache()])
+    assert told == [dense_spec("var").layer(number) for number in range(tiny.DEPTH)]
 
 
 def test_what_each_saving_saves() -> None:
@@ -157,9 +198,9 @@ def test_every_method_reserves_at_most_what_dense_generation_does(family: str) -
         assert reserved(family, method).bytes <= dense, name
 
 
-# --- methods that decide by the image
+# --- data-dependent methods
 
-BY_IMAGE = {
+DATA_DEPENDENT = {
     "sparsevar": SparseVAR(tau=0.95, from_stage=3),
     "sparsevar, everything": SparseVAR(tau=0.0, from_stage=2),
     "sparsevar, hardly anything": SparseVAR(tau=1.0, from_stage=2, alpha=None),
@@ -181,32 +222,32 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every_family
-@pytest.mark.parametrize("method", BY_IMAGE.values(), ids=BY_IMAGE)
+@pytest.mark.parametrize("method", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
 def test_what_runs_more_than_was_assumed_grows(family: str, method: Method, poisoned: None) -> None:
     """At least what ran and what was reserved, at most what dense generation takes; and the same images, bit for bit."""
     spec = reserved(family, method)
     settings = {"smooth": False} if family == "hart" else {}
-    seen = drawn(family, method, spec, **settings)
+    seen = generated(family, method, spec, **settings)
     pipe = tiny.shared_pipeline(family)
-    ran = planned_cache(pipe.model, tiny.schedule_of(family), seen.plans, IMAGES, 2 * IMAGES)
+    ran = reserved_cache(pipe.model, tiny.schedule_of(family), seen.plans, IMAGES, 2 * IMAGES)
     for stage in ran.stages:
         least = max(spec.bytes_at(stage.stage, workspace=False), ran.bytes_at(stage.stage) if stage.stage == ran.final else 0)
         assert least <= seen.nbytes[stage.stage] <= dense_spec(family).bytes_at(stage.stage)
-    tiny.assert_same_bits(seen.output, drawn(family, method, dense_spec(family), **settings).output)
+    tiny.assert_same_bits(seen.output, generated(family, method, dense_spec(family), **settings).output)
 
 
 @every_family
 def test_what_runs_less_takes_what_was_reserved(family: str) -> None:
-    method = BY_IMAGE["sparsevar, hardly anything"]
+    method = DATA_DEPENDENT["sparsevar, hardly anything"]
     spec = reserved(family, method)
-    assert drawn(family, method, spec).nbytes == {stage.stage: spec.bytes_at(stage.stage) for stage in spec.stages}
+    assert generated(family, method, spec).nbytes == {stage.stage: spec.bytes_at(stage.stage) for stage in spec.stages}
 
 
 def test_growing_to_everything_takes_what_dense_generation_takes() -> None:
-    method = BY_IMAGE["sparsevar, everything"]
+    method = DATA_DEPENDENT["sparsevar, everything"]
     spec = reserved("var", method)
     assert spec.bytes < dense_spec("var").bytes
-    assert drawn("var", method, spec).nbytes[3] == dense_spec("var").bytes
+    assert generated("var", method, spec).nbytes[3] == dense_spec("var").bytes
 
 
 def test_the_assumption_is_that_of_the_command() -> None:
@@ -214,6 +255,17 @@ def test_the_assumption_is_that_of_the_command() -> None:
     method = SparseVAR(from_stage=2)
     assert ASSUMED_KEPT == 0.5
     assert [stage.tokens for stage in reserved("var", method).stages] == [(count,) * 3 for count in (1, 3, 5, 9)]
+
+
+@every_family
+@pytest.mark.parametrize("method", [*DATA_DEPENDENT.values(), FastVAR(), SkipStages(last=1)])
+def test_room_for_all_cells_is_that_of_nothing_left_out(family: str, method: Method) -> None:
+    """A captured data-dependent request reserves what the plans take that keep every cell; spans and skipped stages still count."""
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    whole = [replace(plan, num_tokens=None) for plan in method.forecast(model, schedule, ASSUMED_KEPT)]
+    room = reserved_cache(model, schedule, method.forecast(model, schedule, ASSUMED_KEPT), IMAGES, 2 * IMAGES, all_cells=True)
+    assert room == reserved_cache(model, schedule, whole, IMAGES, 2 * IMAGES)
+    assert room.bytes >= reserved(family, method).bytes
 
 
 # --- plans that are not kept
@@ -311,7 +363,7 @@ def test_rows_may_leave_before_anything_is_kept_or_later_than_planned() -> None:
 
 
 def test_nothing_is_allocated_before_it_is_needed() -> None:
-    """A recording captures what is allocated while it runs, and only that may be freed on the way."""
+    """A captured graph owns what is allocated during its capture, and only that may be freed on the way."""
     cache = cache_of(stage_keys(1, 4))
     assert cache.nbytes == cache.workspace.nbytes == 0
     append(cache, 0)
@@ -331,7 +383,7 @@ def test_feed_forward_in_pieces_is_that_of_all_tokens(family: str, monkeypatch: 
     assert torch.autograd.grad(expected.sum(), given)[0].abs().sum() > 0
     with torch.inference_mode():
         assert torch.equal(feed_forward(x), expected)
-        monkeypatch.setattr("nextscale.models.blocks.PIECE", 4)
+        monkeypatch.setattr("nextscale.models.feed_forward.PIECE", 4)
         torch.testing.assert_close(feed_forward(x), expected)
     assert torch.equal(x, given)
 
@@ -369,7 +421,7 @@ def test_targets_of_infinity_2b() -> None:
     model, tokenizer, schedule = meta("infinity-2b")
     workload = Workload(schedule, 1, text_tokens=64)
     peaks = {
-        name: request_memory(model, tokenizer, workload, method.forecast(model, schedule, ASSUMED_KEPT)).peak / 1e9
+        name: request_memory(model, tokenizer, workload, method.forecast(model, schedule, kept=ASSUMED_KEPT)).peak / 1e9
         for name, method in {"dense": Method(), "fastvar": FastVAR(), "stagevar": StageVAR(), "sparsevar": SparseVAR()}.items()
     }
     assert peaks["dense"] < 9.5
@@ -378,12 +430,12 @@ def test_targets_of_infinity_2b() -> None:
     assert request_memory(model, tokenizer, Workload(schedule, 4, text_tokens=77)).peak < 20e9
 
 
-def test_decoding_counts_where_drawing_takes_less() -> None:
+def test_decoding_counts_where_generation_takes_less() -> None:
     """After one stage of one token there is hardly anything to remember."""
     model, tokenizer, schedule = meta("infinity-2b")
     plans = (DENSE, *(StagePlan(skip=True),) * (len(schedule) - 1))
     memory = request_memory(model, tokenizer, Workload(schedule, 1, text_tokens=64), plans)
-    assert memory.drawing < memory.decoding
+    assert memory.generating < memory.decoding
     assert memory.peak == memory.weights + memory.decoding
     four = request_memory(model, tokenizer, Workload(schedule, 4, text_tokens=64), plans)
     assert four.decoding < 1.1 * memory.decoding  # one by one
@@ -403,5 +455,5 @@ def test_what_is_remembered_is_what_spans_store(family: str, method: Method, mon
     )
     schedule = tiny.schedule_of(family)
     plans = method.forecast(pipe.model, schedule)
-    assert request_memory(pipe.model, pipe.tokenizer, Workload(schedule, IMAGES, text_tokens=16), plans).remembered == max(kept)
-    assert stored_maps(pipe.model, DENSE, 5) == {}
+    assert request_memory(pipe.model, pipe.tokenizer, Workload(schedule, IMAGES, text_tokens=16), plans).stored == max(kept)
+    assert stored_bytes(pipe.model, DENSE, 5) == {}

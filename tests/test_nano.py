@@ -193,7 +193,7 @@ def test_sizes() -> None:
 def test_prompts_are_drawn_without_a_model_s_name(random_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("a red apple\n")
-    calls = (("a red apple",), ("nano", "a red apple"), ("--prompts", "prompts.txt"))
+    calls = (("a red apple",), ("-m", "nano", "a red apple"), ("--prompts", "prompts.txt"))
     for number, call in enumerate(calls):
         arguments = ["generate", *call, "--size", str(SMALLEST), "--seed", "1", "--device", "cpu", "--out", f"{number}.png"]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)

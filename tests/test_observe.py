@@ -21,27 +21,27 @@ from benchmarks.table import with_tables
 from nextscale.accel.method import Method, StagePlan
 from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.canvas import Canvas
-from nextscale.cli import app
-from nextscale.cli import observe as command
+from nextscale.cli import app, options
 from nextscale.errors import MissingExtra, SettingError
+from nextscale.generate import as_sampled
 from nextscale.lab.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
-from nextscale.lab.analysis.blocks import BlockRecord, block_relations
+from nextscale.lab.analysis.blocks import BlockWatcher, block_relations
 from nextscale.lab.analysis.detail import extreme_quarters, local_detail, rank_correlation, ranks
 from nextscale.lab.analysis.frequency import EDGES, band_power, stage_changes
 from nextscale.lab.analysis.numbers import Curve, Effect
 from nextscale.lab.analysis.plots import FIGURES, figures
+from nextscale.lab.analysis.probe import FeatureProbe
 from nextscale.lab.analysis.prompt import (
-    Drawn,
+    Baseline,
     Replacement,
     changed_codes,
-    draw_again,
+    generate_again,
     keeping_until,
     other_prompts,
     replacements,
     spread_switches,
 )
-from nextscale.lab.analysis.rank import energies, spread_layers
-from nextscale.lab.analysis.recorder import Recorder
+from nextscale.lab.analysis.ranks import energies, spread_layers
 from nextscale.lab.analysis.verdicts import late_stages
 from nextscale.loading import presets
 from nextscale.pipeline import Output, Pipeline
@@ -137,15 +137,15 @@ def test_growing_images_are_compared_at_the_final_size() -> None:
 # --- blocks
 
 
-def corner_record(inside: float, outside: float) -> BlockRecord:
-    """One block, which changes tokens in the top left quarter and elsewhere by so much."""
-    record = BlockRecord()
+def corner_watched(inside: float, outside: float) -> BlockWatcher:
+    """One block, which changes tokens in the top left quarter and elsewhere by these amounts."""
+    watched = BlockWatcher(1)
     for stage in GRID:
         change = torch.full(stage.size, outside)
         change[: (stage.height + 1) // 2, : (stage.width + 1) // 2] = inside
         before = noise(1, stage.cells, 8)
-        record.watch(stage, 0, before, before + change.flatten()[None, :, None])
-    return record
+        watched.watch(stage, 0, before, before + change.flatten()[None, :, None])
+    return watched
 
 
 def test_a_block_that_acts_on_the_texture() -> None:
@@ -155,7 +155,7 @@ def test_a_block_that_acts_on_the_texture() -> None:
     image = torch.zeros(1, 3, 32, 32)
     image[:, :, :15, :15:2] = 1.0  # inside the corner's cells
     for inside, outside, expected in ((2.0, 0.0, 1.0), (0.0, 2.0, -1.0)):
-        found = block_relations(corner_record(inside, outside), GRID, image, image_changes)
+        found = block_relations(corner_watched(inside, outside), GRID, image, image_changes)
         assert found["correlation"][0, 0, 2].item() == pytest.approx(expected, abs=0.1)
         assert found["foresight"][0, 0, 2].item() == pytest.approx(expected, abs=0.25)  # 2 x 2 cells enlarged to 4 x 4
         assert found["correlation"][0, 0, 0].isnan()  # a single token
@@ -206,23 +206,23 @@ def texts(family: str) -> list[object]:
     return [3, 7] if family in tiny.CLASS_FAMILIES else ["a red cat", "two dogs"]
 
 
-def first_drawing(family: str) -> Drawn:
+def baseline(family: str) -> Baseline:
     prompts, seeds = texts(family), [5, 6]
-    return Drawn(prompts, seeds, tiny.shared_pipeline(family)(prompts, seed=seeds))
+    return Baseline(prompts, seeds, tiny.shared_pipeline(family)(prompts, seed=seeds))
 
 
-def again(family: str, drawn: Drawn, replacement: Replacement, switch: int) -> Output:
-    return draw_again(tiny.shared_pipeline(family), drawn, drawn.prompts[::-1], replacement, switch, tiny.schedule_of(family))
+def again(family: str, first: Baseline, replacement: Replacement, switch: int) -> Output:
+    return generate_again(tiny.shared_pipeline(family), first, first.prompts[::-1], replacement, switch, tiny.schedule_of(family))
 
 
 @pytest.mark.parametrize("family", ["infinity", "var", "flexvar", "star"])
 @pytest.mark.parametrize("replacement", ["none", "unguided", "other", "seed"])
 def test_stages_before_the_switch_stay(family: str, replacement: Replacement) -> None:
-    drawn = first_drawing(family)
-    output = again(family, drawn, replacement, 2)
-    assert tiny.same_codes(drawn.output.codes[:2], output.codes[:2])
+    first = baseline(family)
+    output = again(family, first, replacement, 2)
+    assert tiny.same_codes(first.output.codes[:2], output.codes[:2])
     if (family, replacement) != ("flexvar", "seed"):  # whose late stages are greedy
-        assert not tiny.same_codes(drawn.output.codes[2:], output.codes[2:])
+        assert not tiny.same_codes(first.output.codes[2:], output.codes[2:])
 
 
 class DropLate(Method):
@@ -238,20 +238,21 @@ class DropLate(Method):
 @pytest.mark.parametrize("family", ["infinity", "var", "hart"])
 @pytest.mark.parametrize(("replacement", "branch"), [("none", "uncond"), ("unguided", "cond")])
 def test_one_branch_with_given_codes_is_a_branch_dropped_late(family: str, replacement: Replacement, branch: str) -> None:
-    drawn = first_drawing(family)
-    dropped = tiny.shared_pipeline(family)(drawn.prompts, seed=drawn.seeds, method=DropLate(branch))
-    tiny.assert_close(family, again(family, drawn, replacement, 2), dropped)
+    first = baseline(family)
+    dropped = tiny.shared_pipeline(family)(first.prompts, seed=first.seeds, method=DropLate(branch))
+    tiny.assert_close(family, again(family, first, replacement, 2), dropped)
 
 
 def test_another_prompt_from_the_start_is_that_prompt() -> None:
-    drawn = first_drawing("infinity")
-    tiny.assert_same_bits(again("infinity", drawn, "other", 0), tiny.shared_pipeline("infinity")(drawn.prompts[::-1], seed=drawn.seeds))
+    first = baseline("infinity")
+    tiny.assert_same_bits(again("infinity", first, "other", 0), tiny.shared_pipeline("infinity")(first.prompts[::-1], seed=first.seeds))
 
 
 def test_codes_are_kept_until_the_switch() -> None:
-    kept, drawn = [torch.zeros(1), torch.zeros(1)], torch.ones(1)
+    kept, sampled = [torch.zeros(1), torch.zeros(1)], torch.ones(1)
     revise = keeping_until(1, kept)
-    assert [revise(stage, drawn) is drawn for stage in Schedule([1, 2])] == [False, True]
+    assert [revise(stage, sampled) is sampled for stage in Schedule([1, 2])] == [False, True]
+    assert keeping_until(0, kept) is as_sampled, "a plain call, which can be captured"
 
 
 def test_without_guidance_there_is_no_branch_to_drop() -> None:
@@ -267,10 +268,11 @@ def test_without_guidance_there_is_no_branch_to_drop() -> None:
 @pytest.mark.parametrize("family", ["infinity", "var", "hart"])
 def test_watching_changes_nothing(family: str) -> None:
     seen: list[tuple[int, int, torch.Size]] = []
-    recorder = Recorder((lambda stage, layer, before, after: seen.append((stage.index, layer, before.shape)),))
+    probe = FeatureProbe((lambda stage, layer, before, after: seen.append((stage.index, layer, before.shape)),))
     pipeline = tiny.shared_pipeline(family)
-    tiny.assert_same_bits(pipeline(texts(family), seed=5, method=recorder), pipeline(texts(family), seed=5))
-    expected = [(stage.index, layer, (2, stage.cells, tiny.WIDTH)) for stage in tiny.schedule_of(family) for layer in range(tiny.DEPTH)]
+    tiny.assert_same_bits(pipeline(texts(family), seed=5, method=probe), pipeline(texts(family), seed=5))
+    assert not probe.capturable, "a captured graph would call no watcher"
+    expected = [(stage.index, layer, (4, stage.cells, tiny.WIDTH)) for stage in tiny.schedule_of(family) for layer in range(tiny.DEPTH)]
     assert seen == expected
 
 
@@ -404,7 +406,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         assert name == spec.name
         return tiny.shared_pipeline("var")
 
-    monkeypatch.setattr(command, "load", load)
+    monkeypatch.setattr(options, "load", load)
     monkeypatch.delenv("NEXTSCALE_METRICS", raising=False)
     monkeypatch.setenv("NEXTSCALE_HOME", "nowhere")
     return lambda *arguments: CliRunner().invoke(app, ["observe", *map(str, arguments)])
@@ -412,7 +414,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = run("tiny-var", 1, 2, "--images", 3, "--batch", 2, "--switches", 2, "--device", "cpu", "--out", tmp_path)
+    result = run("-m", "tiny-var", 1, 2, 3, "--batch", 2, "--switches", 2, "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     written = {file.name for file in tmp_path.iterdir()}
     assert written == {"observations.json", "stages.png", "blocks.png", "prompts.png", *(f"{name}.svg" for name in FIGURES)}
@@ -428,14 +430,14 @@ def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp
     assert run("--plot", tmp_path / "observations.json", "--out", again).exit_code == 0
     for name in FIGURES:
         assert (again / f"{name}.svg").read_text() == (tmp_path / f"{name}.svg").read_text()
-    refused = run("tiny-var", 1, 2, "--device", "cpu", "--out", tmp_path)
+    refused = run("-m", "tiny-var", 1, 2, "--device", "cpu", "--out", tmp_path)
     assert refused.exit_code == 2
     assert "--force" in refused.output
 
 
 def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run("tiny-var", 1, 2, "--switches", 1, "--device", "cpu", "--out", tmp_path)
+    result = run("-m", "tiny-var", 1, 2, "--switches", 1, "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".png"}
     assert "nextscale[plots]" in result.output
@@ -444,12 +446,12 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny-var"], "no prompt"),
-        (["tiny-var", "cat"], "class 'cat'"),
-        (["tiny-var", "1", "--size", "99"], "no schedule draws 99x99"),
-        (["tiny-var", "1", "--lpips", "absent"], "absent"),
+        (["-m", "tiny-var"], "no prompt"),
+        (["-m", "tiny-var", "cat"], "class 'cat'"),
+        (["-m", "tiny-var", "1", "--size", "99"], "no schedule draws 99x99"),
+        (["-m", "tiny-var", "1", "--metrics", "absent"], "absent"),
         (["--plot", "absent.json"], "absent.json cannot be read"),
-        (["--plot", "absent.json", "--seed", "3"], "leave out seed"),
+        (["--plot", "absent.json", "--seed", "3"], "leave out --seed"),
     ],
 )
 def test_refusals(run: Callable[..., Result], arguments: list[str], message: str, tmp_path: Path) -> None:

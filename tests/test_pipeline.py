@@ -322,7 +322,7 @@ def test_every_token_of_a_text_counts(family: str) -> None:
 @pytest.mark.parametrize("family", ["infinity", "hart", "star"])
 @pytest.mark.parametrize("prompt", [[], None, (), 3, {}])
 def test_prompts_that_are_no_text_are_refused(family: str, prompt: Any) -> None:
-    with pytest.raises(PromptError, match="give a text, a non-empty list of texts, or text features"):
+    with pytest.raises(PromptError, match="give a prompt, a non-empty list of prompts, or text features"):
         tiny.shared_pipeline(family)(prompt, seed=5)
 
 

@@ -104,12 +104,12 @@ def test_keys_and_values_take_the_models_type(family: str, dtype: torch.dtype, m
     allocated = []
     allocate = CacheSpec.allocate
 
-    def recording(self: CacheSpec, tokens: int) -> tuple[Tensor, Tensor]:
+    def watched(self: CacheSpec, tokens: int) -> tuple[Tensor, Tensor]:
         pair = allocate(self, tokens)
         allocated.extend(pair)
         return pair
 
-    monkeypatch.setattr(CacheSpec, "allocate", recording)
+    monkeypatch.setattr(CacheSpec, "allocate", watched)
     output = tiny.shared_pipeline(family, dtype)(tiny.prompts(family, 2), seed=5)
     assert {tensor.dtype for tensor in allocated} == {dtype}
     text = 2 * tiny.DEPTH * 4 * 16 * tiny.WIDTH * 2 if family in tiny.CROSS_ATTENTION_FAMILIES else 0  # 4 rows of 9 tokens, padded to 16

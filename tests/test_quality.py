@@ -22,16 +22,17 @@ from typer.testing import CliRunner
 from benchmarks.table import quality_table
 from nextscale.accel import Method
 from nextscale.checkpoints import Layout, write_weights
-from nextscale.cli import app
+from nextscale.cli import app, options
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
-from nextscale.lab.evals import quality
+from nextscale.lab.evals import summary
 from nextscale.lab.evals.agreement import Agreement, Probe, vary
 from nextscale.lab.evals.bootstrap import mean_interval, set_interval
 from nextscale.lab.evals.frontier import frontier_svg, label_spots
+from nextscale.lab.evals.judges import Judges
 from nextscale.lab.evals.methods import LISTS, chosen_methods
 from nextscale.lab.evals.prompts import EvalPrompt, read_eval_prompts
-from nextscale.lab.evals.quality import Evaluation, Judges, evaluate, mixed_batches
+from nextscale.lab.evals.quality import Evaluation, Requests, evaluate, mixed_batches
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.efficientnet import FEATURES, EfficientNetLite0
 from nextscale.lab.metrics.files import EFFICIENTNET, LPIPS
@@ -85,8 +86,8 @@ def evaluation() -> Evaluation:
 def few_images_suffice() -> Iterator[None]:
     """For a Fréchet distance: two for each direction."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quality, "IMAGES_PER_DIRECTION", 2)
-        patch.setattr(quality, "FEWEST_DIRECTIONS", 1)
+        patch.setattr(summary, "IMAGES_PER_DIRECTION", 2)
+        patch.setattr(summary, "FEWEST_DIRECTIONS", 1)
         yield
 
 
@@ -165,17 +166,19 @@ def test_images_that_are_not_finite_are_a_failure(monkeypatch: pytest.MonkeyPatc
     assert "not finite" in skip["error"] and "error" not in dense
 
 
-def test_an_unreadable_prompt_is_told_before_anything_is_drawn() -> None:
-    drawn: list[str] = []
+def test_an_unreadable_prompt_is_refused_before_anything_is_generated() -> None:
+    told: list[str] = []
     with pytest.raises(PromptError):
-        evaluate(pipeline(), chosen_methods([], 5, 3), [*PROMPTS, EvalPrompt(" ")], judges(), batch=1, on_draw=lambda n, _: drawn.append(n))
-    assert drawn == []
+        evaluate(
+            pipeline(), chosen_methods([], 5, 3), [*PROMPTS, EvalPrompt(" ")], judges(), batch=1, on_progress=lambda n, _: told.append(n)
+        )
+    assert told == []
 
 
-def test_progress_and_the_batch_that_was_really_drawn() -> None:
+def test_progress_and_the_size_of_the_batches() -> None:
     told: list[tuple[str, float]] = []
     rows = evaluate(
-        pipeline(), chosen_methods(["skip:last=1"], 5, 3), PROMPTS[:3], judges(), batch=64, on_draw=lambda *one: told.append(one)
+        pipeline(), chosen_methods(["skip:last=1"], 5, 3), PROMPTS[:3], judges(), batch=64, on_progress=lambda *one: told.append(one)
     ).rows
     assert told == [("dense", 0.0), ("skip:last=1", 0.5)]
     assert rows[0]["batch"] == 3, "times are those of three images at a time"
@@ -188,6 +191,40 @@ def test_numbers_do_not_depend_on_the_batch_and_the_order() -> None:
     single = evaluate(pipeline(), backwards, PROMPTS, judges(), seed=3, batch=5).rows[1]
     for name in ("psnr", "ssim", "lpips"):
         assert single[name]["value"] == pytest.approx(evaluation().rows[1][name]["value"], rel=1e-3)
+
+
+def test_the_share_of_cells_is_that_of_the_compute_masks_of_all_batches() -> None:
+    """Without the padding, which images of one batch run for each other."""
+    methods = chosen_methods(["sparsevar:tau=0.9,from_stage=3", "fastvar", "stagevar"], 5, 3)
+    rows = evaluate(pipeline(), methods, PROMPTS[:4], judges(), seed=3, batch=2).rows
+    for row in rows:
+        shares = []
+        for numbers in ([0, 2], [1, 3]):
+            texts, seeds = [PROMPTS[number].text for number in numbers], [3 + number for number in numbers]
+            masks = pipeline()(texts, seed=seeds, method=methods[row["method"]], compute_mask=True).compute_mask
+            assert masks is not None
+            shares.append(sum(float(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks))
+        assert row["kept"] == pytest.approx(sum(shares) / 2, abs=1e-4), row["method"]
+    assert rows[1]["padding"] > 0 == rows[0]["padding"]
+    assert rows[1]["tokens"][0] == 1 and len(rows[1]["tokens"]) == 5
+
+
+def test_rows_name_the_engine_that_ran() -> None:
+    assert [row["engine"] for row in evaluation().rows] == ["eager"] * 4 + [None]
+    report = pipeline()("a bee", seed=0).report
+    captured = replace(report, engine="graphs", device="some GPU", peak_memory=10**9)
+    assert summary.engine_of([captured, captured]) == "graphs" and summary.engine_of([captured, report]) == "eager and graphs"
+    assert summary.eager_peak_gb([captured, replace(captured, engine="eager", peak_memory=2 * 10**9)]) == 2
+    assert summary.eager_peak_gb([captured, report]) is None, "neither captured graphs nor a process on the CPU tell"
+
+
+def test_all_batches_have_one_size() -> None:
+    requests = Requests(pipeline(), SCHEDULE, PROMPTS, 3, mixed_batches(5, 2))
+    done = requests.generate(Method(), [2])
+    assert done.images.shape[0] == 1 and done.report.seeds == (5, 5)
+    assert requests.generate(Method(), [0, 3]).report.seeds == (3, 6)
+    longer = [*PROMPTS[:4], EvalPrompt("a prompt of more words than the others")]
+    assert replace(requests, prompts=longer).longest() == [1, 4]
 
 
 def test_batches_are_mixed() -> None:
@@ -262,7 +299,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         ("broken.jsonl", "{", "line 1 is no JSON"),
         ("nameless.jsonl", '{"label": "bee"}', "line 1: expected an object with a caption"),
         ("no.tar", "this is no tar", "cannot be read"),
-        ("odd.jsonl", '{"caption": "a bee", "label": ["bee"]}', r"line 1: label is \['bee'\]; expected a text"),
+        ("odd.jsonl", '{"caption": "a bee", "label": ["bee"]}', r"line 1: label is \['bee'\]; expected a string"),
     ],
 )
 def test_bad_prompt_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -274,7 +311,7 @@ def test_bad_prompt_files_are_refused(tmp_path: Path, name: str, content: str, m
 def test_bad_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="cannot be read"):
         read_eval_prompts(tmp_path / "absent.tar")
-    with pytest.raises(PromptError, match="'cat.webp', which the shard does not hold"):
+    with pytest.raises(PromptError, match="lacks 1 images .* such as 'cat.webp'"):
         read_eval_prompts(shard(tmp_path / "a.tar", [{"file": "cat.webp", "caption": "a cat"}], []))
     with pytest.raises(PromptError, match="damaged"):
         EvalPrompt("a bee", encoded=b"RIFF").image(8)
@@ -387,7 +424,7 @@ def test_frontier_shows_every_method_that_ran() -> None:
     assert all(row["method"] in drawn for row in evaluation().rows[:4])
     assert "odd" not in drawn and "MACs against dense" in drawn
     on_gpu = [row | {"hardware": "some GPU"} for row in evaluation().rows]
-    assert "times faster than dense" in frontier_svg(on_gpu)
+    assert "speedup over dense" in frontier_svg(on_gpu)
     assert "MACs against dense" in frontier_svg([row | {"speedup": None} for row in on_gpu])
     with pytest.raises(SettingError, match="nothing to draw"):
         frontier_svg(evaluation().rows[-1:])
@@ -413,7 +450,11 @@ def test_frontier_command(tmp_path: Path) -> None:
     assert command("frontier", results, "--out", picture) == (0, "")
     assert picture.read_text() == frontier_svg(evaluation().rows)
     assert "--force" in command("frontier", results, "--out", picture)[1]
-    assert "tiny-infinity at 32, tiny-infinity at 64" in command("frontier", results, "--size", "128", "--out", tmp_path / "b.svg")[1]
+    for size in ("64", "64x64"):
+        assert command("frontier", results, "--size", size, "--out", tmp_path / f"{size}.svg") == (0, "")
+    assert (tmp_path / "64.svg").read_text() == (tmp_path / "64x64.svg").read_text() == frontier_svg(other)
+    assert "--size '0.25M': give HEIGHTxWIDTH" in command("frontier", results, "--size", "0.25M", "--out", tmp_path / "b.svg")[1]
+    assert "tiny-infinity at 32x32, tiny-infinity at 64x64" in command("frontier", results, "--size", "128", "--out", tmp_path / "b.svg")[1]
 
 
 def test_frontier_does_not_mix_runs(tmp_path: Path) -> None:
@@ -441,11 +482,13 @@ def test_command_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a bee\n")
     assert "pass --prompts" in command("quality")[1]
-    assert "unknown method 'nothing'" in command("quality", "--prompts", prompts, "--methods", "nothing")[1]
-    assert "cannot skip 10 of 10 stages" in command("quality", "--prompts", prompts, "--methods", "skip:last=10")[1]
+    assert "unknown method 'nothing'" in command("quality", "--prompts", prompts, "--method", "nothing")[1]
+    assert "cannot skip 10 of 10 stages" in command("quality", "--prompts", prompts, "--method", "skip:last=10")[1]
+    assert "cannot skip 12 of 10" in command("quality", "--prompts", prompts, "--method", "tome+skip:last=12")[1]
+    assert "var-d16 takes class numbers: choose a text model" in command("quality", "-m", "var-d16", "--prompts", prompts)[1]
     captions = tmp_path / "captions.jsonl"
     captions.write_text('{"caption": "a bee"}\n')
-    assert "holds other things than results" in command("quality", "--prompts", captions, "--methods", "skip:last=1", "--out", captions)[1]
+    assert "holds other things than results" in command("quality", "--prompts", captions, "--method", "skip:last=1", "--out", captions)[1]
     assert captions.read_text() == '{"caption": "a bee"}\n'
     assert "lpips_alex_fp16.safetensors" in command("quality", "--prompts", prompts, "--metrics", tmp_path)[1]
 
@@ -456,12 +499,12 @@ def test_command_judges_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_weights(EfficientNetLite0(), tmp_path / EFFICIENTNET, Layout())
     entries = [{"file": f"{number}.webp", "caption": f"a {number}", "style": "ab"[number % 2], "label": str(number)} for number in range(3)]
     held, training = (shard(tmp_path / name, entries, ["0.webp", "1.webp", "2.webp"]) for name in ("val.tar", "train.tar"))
-    monkeypatch.setattr(quality_command, "load", lambda *_, **__: pipeline())
-    monkeypatch.setattr(quality_command, "choose_schedule", lambda *_: SCHEDULE)
+    monkeypatch.setattr(options, "load", lambda *_, **__: pipeline())
+    monkeypatch.setattr(options, "choose_schedule", lambda *_: SCHEDULE)
     out, sheet, probe = tmp_path / "results.jsonl", tmp_path / "sheet.png", tmp_path / "probe.safetensors"
-    fixed = ("quality", "--prompts", held, "--metrics", tmp_path, "--methods", "skip:last=1", "--out", out, "--batch", "2")
+    fixed = ("quality", "--prompts", held, "--metrics", tmp_path, "--method", "skip:last=1", "--out", out, "--batch", "2")
     status, shown = command(*fixed, "--sheet", sheet, "--data", training, "--probe", probe, "--device", "cpu")
-    assert status == 0 and "skip:last=1" in shown and "right about held-out real images so often" in shown
+    assert status == 0 and "skip:last=1" in shown and "accuracy on held-out real images" in shown
     dense, skip = (json.loads(line) for line in out.read_text().splitlines())
     assert dense["style"]["images"] == 3
     assert "frechet_real" not in skip and "Fréchet" not in shown, "three images say nothing about a set"

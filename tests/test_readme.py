@@ -1,51 +1,71 @@
-"""What the README shows comes from the results file and from the library as it is."""
+"""What the pages show comes from the results file and from the library as it is."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 from benchmarks.results import RESULTS
-from benchmarks.table import (
-    FRONTIER,
-    METHODS_PAGE,
-    PICTURE,
-    PROJECT,
-    README,
-    decisions_table,
-    judged_runs,
-    plans_table,
-    with_readme_tables,
-    with_tables,
-)
+from benchmarks.table import FRONTIER, IN_SHORT, PICTURE, PROJECT, README, judged_runs, page_tables, with_tables
 from nextscale import MODELS
-from nextscale.lab.bench.tables import pictured_row, stages_svg
+from nextscale.accel import METHODS
+from nextscale.lab.bench.tables import SUMMARY_METHODS, pictured_row, stages_svg
 from nextscale.lab.evals.frontier import frontier_svg
 from nextscale.lab.results import read_rows
 
+PAGES = [
+    README,
+    PROJECT / "CHANGELOG.md",
+    *(PROJECT / "docs").glob("*.md"),
+    *(PROJECT / "nextscale" / "assets").glob("*/*.md"),
+]
+LONGEST_README = 130
 
-def test_tables_and_picture_are_the_generated_ones() -> None:
+
+def test_tables_and_pictures_are_the_generated_ones() -> None:
     rows = read_rows(RESULTS)
-    assert README.read_text() == with_readme_tables(README.read_text(), rows), "run python -m benchmarks.table"
-    page = METHODS_PAGE.read_text()
-    tables = {"plans": plans_table(), "decisions": decisions_table(read_rows(RESULTS))}
-    assert page == with_tables(page, tables), "run python -m benchmarks.table"
+    for page, tables in page_tables(rows).items():
+        assert all(tables.values()), f"{page.name}: a table has no rows"
+        assert page.read_text() == with_tables(page.read_text(), tables), f"{page.name}: run python -m benchmarks.table"
     pictured = pictured_row(rows)
     assert FRONTIER.read_text() == frontier_svg(judged_runs(rows)[-1]), "run python -m benchmarks.table"
     assert pictured is not None and PICTURE.read_text() == stages_svg(pictured), "run python -m benchmarks.table"
 
 
-def test_every_model_is_listed() -> None:
+def test_the_readme_is_short_and_shows_every_method_beside_plain_skipping() -> None:
+    page = README.read_text()
+    assert len(page.splitlines()) <= LONGEST_README
+    for name in (*SUMMARY_METHODS, *IN_SHORT):
+        assert f"\n| {name} |" in page, f"{name} has no row"
+
+
+def test_what_the_readme_says_of_quality_is_what_the_rows_say() -> None:
+    """Skipping two stages beats FastVAR and is nearer than StageVAR; SparseVAR is near and slow; no guidance late is what pays."""
+    found = {row["method"]: row for row in judged_runs(read_rows(RESULTS))[-1]}
+    skip = found["skip the last two stages"]
+    for name, fastest in (("FastVAR", 1.01), ("StageVAR", 1.1)):
+        row = found[name]
+        assert row["speedup"]["median"] <= fastest * skip["speedup"]["median"]
+        assert row["lpips"]["low"] > skip["lpips"]["high"] and row["frechet_real"]["low"] > skip["frechet_real"]["high"]
+    assert found["SparseVAR 0.6"]["lpips"]["high"] < skip["lpips"]["low"] and found["SparseVAR 0.6"]["speedup"]["median"] < 1
+    faster = [row for name, row in found.items() if name != "dense" and row["speedup"]["median"] >= 1.2]
+    assert min(faster, key=lambda row: row["lpips"]["value"])["method"] == "StageVAR, guidance off only"
+    assert min(faster, key=lambda row: row["frechet_real"]["value"])["method"] == "StageVAR, guidance off only"
+
+
+def test_every_model_and_method_is_listed() -> None:
     """Names share a prefix within a row: `infinity-2b` `-8b`."""
     listed = set()
-    for row in re.findall(r"^\| (`.*?) \|", README.read_text(), re.MULTILINE):
+    for row in re.findall(r"^\| (`[^`,]+`(?: `[^`]+`)*) \|", README.read_text(), re.MULTILINE):
         names = re.findall(r"`([^`]+)`", row)
         family = names[0].partition("-")[0]
         listed |= {name if not name.startswith("-") else family + name for name in names}
-    assert listed == set(MODELS)
+    assert listed == (set(MODELS) | set(METHODS)) - {"dense"}
 
 
-def test_links_lead_somewhere() -> None:
-    pages = [README, *(PROJECT / "docs").glob("*.md"), *(PROJECT / "nextscale" / "weights").glob("*/*.md")]
-    for page in pages:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"

@@ -333,7 +333,7 @@ def test_a_draw_tells_what_it_was_drawn_from() -> None:
 
 
 def test_forced_greedy_stages_still_use_up_their_random_numbers() -> None:
-    """As the authors' programs do: otherwise the later stages of a seed would change."""
+    """As the reference implementations do: otherwise the later stages of a seed would change."""
     sampling = Sampling(top_k=900, widest_sampled=1)
     assert sampling.top_k_at(STAGES[0]) == 900
     assert sampling.top_k_at(STAGES[1]) == 1
@@ -520,7 +520,7 @@ def test_later_stages_repeat_the_last_entry() -> None:
     ids=str,
 )
 def test_impossible_refinements_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match="a refinement has as many numbers of rounds"):
+    with pytest.raises(SettingError, match="a refinement (has as many numbers of rounds|is made of whole numbers from 0)"):
         Refinement(**bad)
 
 

@@ -78,7 +78,7 @@ def test_offers_are_the_published_sizes_and_two_larger_ones_per_aspect_ratio() -
 
 
 @pytest.mark.parametrize(("budget", "stages", "grid"), [("1.8M", 14, (84, 84)), ("4M", 15, (128, 128))])
-def test_larger_images_append_stages_and_stretch_the_positions(budget: str, stages: int, grid: tuple[int, int]) -> None:
+def test_larger_images_append_stages_and_extend_the_positions(budget: str, stages: int, grid: tuple[int, int]) -> None:
     trained, larger = InfinityBook().choose("1M", None), InfinityBook().choose(budget, None)
     assert larger.sizes[:13] == trained.sizes
     assert (len(larger), larger.grid, larger.extent) == (stages, grid, grid)

@@ -1,9 +1,9 @@
-"""SparseVAR: which tokens are left out, who speaks for them, and that nothing else changes."""
+"""SparseVAR: which tokens are left out, which anchors propagate to them, and that nothing else changes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
+from nextscale.accel import DENSE, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan
 from nextscale.accel.combine import Combined
 from nextscale.accel.frequency import (
     GridMap,
@@ -27,17 +27,18 @@ from nextscale.accel.frequency import (
     low_change,
     neighbour_similarity,
 )
-from nextscale.accel.sparsevar import SparseVAR
-from nextscale.cache import CfgBranches, Env
-from nextscale.canvas import Canvas
+from nextscale.accel.sparsevar import SparseRun, SparseVAR
+from nextscale.cache import ComputedCells
 from nextscale.errors import SettingError
-from nextscale.generate import StageDone
+from nextscale.generate import StageDone, settle_counts
+from nextscale.guidance import CfgBranches
 from nextscale.loading.presets import ModelConfig, build_model
 from nextscale.models import HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
 from nextscale.pipeline import Output, Preview
 from nextscale.sampling import ImageRng
-from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 from nextscale.text import TextFeatures
 
 from . import tiny
@@ -58,35 +59,51 @@ PIXEL_TOLERANCE = 1e-4  # of pixels with a standard deviation near 0.6
 
 
 def start(method: Method, family: str = "var", schedule: Schedule | None = None, batch: int = 1) -> Any:
-    model = tiny.shared_pipeline(family).model
-    return method.start(RunSetup(model, schedule or tiny.schedule_of(family), batch, ImageRng([0] * batch, torch.device("cpu"))))
+    model, schedule = tiny.shared_pipeline(family).model, schedule or tiny.schedule_of(family)
+    plans = method.forecast(model, schedule)
+    return method.start(RunSetup(model, schedule, batch, ImageRng([0] * batch, torch.device("cpu")), plans))
 
 
-@dataclass
+def plan_of(run: SparseRun, stage: Stage, canvas: Any = None) -> StagePlan:
+    """What the stage will do once the host has read the counts, as generation finds it out."""
+    settle_counts(run, stage, canvas)
+    return run.plan(run.setup.plans[stage.index], stage, canvas)
+
+
+@dataclass(frozen=True)
 class Watched(Method):
-    """Hands out the method's run, so that a test can look at its state after every stage."""
+    """Hands out the method's runs, so that a test can see their state after every stage."""
 
     method: Method
-    run: Any = None
+    runs: list[Any] = field(default_factory=list, compare=False)
 
-    def start(self, setup: RunSetup) -> Method:
-        self.run = self.method.start(setup)
-        return self.run
+    reduces_stages = True
+
+    @property
+    def data_dependent(self) -> bool:
+        return self.method.data_dependent
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return self.method.forecast(model, schedule, guided, kept)
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        self.runs.append(self.method.start(setup))
+        return self.runs[-1]
 
 
 @dataclass
 class Seen:
     done: StageDone
     excluded: Tensor | None  # [B, h, w]
-    counts: list[int] | None  # of tokens that were run, per image
-    spoken: Tokens | None
+    counts: list[int] | None  # of computed tokens, per image
+    restored: Tokens | None  # those that have logits, their own or an anchor's
 
 
 def watched(family: str, method: Method | None = None, images: int = 3, **options: Any) -> tuple[Output, list[Seen]]:
     watching, seen = Watched(method or STRONG[family]), []
 
     def look(preview: Preview) -> None:
-        run = watching.run
+        run = watching.runs[-1]
         choice = None if preview.done.skipped else run.choice
         size = preview.done.stage.size
         excluded = None if choice is None else choice.excluded.clone().unflatten(1, size)
@@ -98,7 +115,7 @@ def watched(family: str, method: Method | None = None, images: int = 3, **option
     return tiny.shared_pipeline(family)(prompts, method=watching, on_stage=look, **options), seen
 
 
-def drawn(family: str, images: int = 3, **options: Any) -> Output:
+def generated(family: str, images: int = 3, **options: Any) -> Output:
     options = {"seed": 11} | options
     return tiny.shared_pipeline(family)(options.pop("prompts", tiny.prompts(family, images)), **options)
 
@@ -177,7 +194,7 @@ def test_anchors_are_the_top_left_cells_of_windows() -> None:
     assert anchor_cells((2, 2), 1, cpu).tolist() == [0, 1, 2, 3]
 
 
-def test_of_equally_similar_anchors_the_nearest_speaks() -> None:
+def test_of_equally_similar_anchors_the_nearest_is_best() -> None:
     """Equal to rounding: the cells of a 2x6 grid all point the same way. Anchors at columns 0, 2 and 4 of the first row."""
     vectors = torch.rand(1, 12, 1, generator=torch.Generator().manual_seed(0)) + 0.1
     vectors = vectors * torch.rand(1, 1, 4096, generator=torch.Generator().manual_seed(1))
@@ -210,13 +227,20 @@ def toy(change: Tensor = EAST, family: str = "var", **fields: Any) -> tuple[Any,
     """A run that has seen the 3x3 stage, with logits that point left in two columns and right in the third; the plan of the 4x4 stage."""
     run = start(SparseVAR(**{"tau": 0.5, "from_stage": 4, "block": 1} | fields), family, TOY, batch=change.shape[0])
     for stage in TOY.stages[:3]:
-        assert run.plan(stage, None) == (StagePlan(taps=(0,)) if stage.index == 2 else DENSE)
+        assert plan_of(run, stage) == (StagePlan(taps=(0,)) if stage.index == 2 else DENSE)
         run.reduce(torch.zeros(2 * len(change), stage.cells, 1), Tokens(stage))
         if stage.index == 2:
             observed(run, change, stage)
         out = torch.tensor([LEFT, LEFT, RIGHT] * 3)[: stage.cells].expand(len(change), -1, -1)
         assert run.restore(out, tokens := Tokens(stage))[1] is tokens
-    return run, run.plan(TOY[3], None)
+    return run, plan_of(run, TOY[3])
+
+
+def compute_mask(x: Tensor, tokens: Tokens) -> Tensor:
+    """What generation counts for a stage of one image whose blocks compute these tokens."""
+    computed = ComputedCells(batch=1)
+    computed.add(tokens, x, sublayers=1)
+    return computed.take(sublayers=1)
 
 
 def on_4x4(run: Any, rows: int = 2) -> Tokens:
@@ -234,7 +258,8 @@ def test_cells_below_the_threshold_are_left_out_except_anchors() -> None:
     tokens = on_4x4(run)
     assert tokens.index.tolist() == [[0, 2, 3, 7, 8, 10, 11, 15]] * 2
     assert tokens.count is None
-    assert run.compute_mask(TOY[3]).view(4, 4).tolist() == [[1, 0, 1, 1], [0, 0, 0, 1], [1, 0, 1, 1], [0, 0, 0, 1]]
+    mask = compute_mask(torch.zeros(2, 8, 1), tokens)
+    assert mask.view(4, 4).tolist() == [[1, 0, 1, 1], [0, 0, 0, 1], [1, 0, 1, 1], [0, 0, 0, 1]]
 
 
 def test_a_lower_threshold_keeps_more() -> None:
@@ -243,11 +268,12 @@ def test_a_lower_threshold_keeps_more() -> None:
     assert plan.num_tokens == 9
     run, plan = toy(tau=0.0)
     assert plan == StagePlan(taps=(0,))
-    assert run.reduce(torch.zeros(2, 16, 1), tokens := Tokens(TOY[3]))[1] is tokens
-    assert run.compute_mask(TOY[3]) is None
+    x, tokens = run.reduce(torch.zeros(2, 16, 1), whole := Tokens(TOY[3]))
+    assert tokens is whole
+    assert (compute_mask(x, tokens) == 1).all()
 
 
-def test_without_anchors_only_what_is_above_the_threshold_runs() -> None:
+def test_without_anchors_only_what_is_above_the_threshold_is_computed() -> None:
     run, _ = toy(alpha=None)
     assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
     out = torch.arange(8.0).view(1, 4, 2)
@@ -263,7 +289,7 @@ def test_images_of_a_batch_keep_their_own_numbers_of_tokens() -> None:
     assert plan.num_tokens == 8
     assert tokens.count.tolist() == [5, 8, 5, 8]
     assert tokens.index.tolist() == [[0, 3, 7, 11, 15, 15, 15, 15], list(range(8))] * 2
-    assert torch.equal(run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))[1].index, tokens.index[:2])  # with one branch gone
+    assert torch.equal(run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))[1].index, tokens.index[:2])  # with one cfg branch gone
 
 
 def test_which_rows_are_scored() -> None:
@@ -271,7 +297,7 @@ def test_which_rows_are_scored() -> None:
     for rows, factor in (("cond", 1.0), ("both", 5.5)):
         run, _ = toy(rows=rows)
         assert torch.allclose(run.change.values[..., 0], factor * EAST)
-        run.observe(0, torch.zeros(1, 9, 1), EAST.sqrt()[..., None], Tokens(TOY[2]))  # with one branch gone
+        run.observe(0, torch.zeros(1, 9, 1), EAST.sqrt()[..., None], Tokens(TOY[2]))  # with one cfg branch gone
         assert torch.allclose(run.change.values[..., 0], EAST)
 
 
@@ -282,8 +308,8 @@ def test_text_before_the_first_stage_is_not_scored() -> None:
     assert run.change.values.tolist() == [[[4.0]]]
 
 
-def spoken(run: Any, out: Tensor, channels: int = 2) -> Tensor:
-    """What the 4x4 stage says, cell by cell; NaN where it says nothing. The tail repeats the last token."""
+def restored(run: Any, out: Tensor, channels: int = 2) -> Tensor:
+    """The logits of the 4x4 stage, cell by cell; NaN where it has none. The tail repeats the last token."""
     values, tokens = run.restore(out, run.choice.tokens(TOY[3]))
     assert tokens.index.shape == (1, 16)
     count = int(tokens.count)
@@ -293,44 +319,43 @@ def spoken(run: Any, out: Tensor, channels: int = 2) -> Tensor:
     return tokens.scatter(values, grid).view(4, 4, channels)
 
 
-def test_an_anchor_speaks_for_what_resembled_it() -> None:
+def test_an_anchor_propagates_to_what_resembled_it() -> None:
     """Expected logits at 4x4: left in columns 0 and 1, (0.625, 0.375) in column 2, 31 degrees away, right in column 3."""
     run, _ = toy(alpha=4)
     on_4x4(run)
     fresh = torch.tensor([[[100.0, 1.0], [3.0, 3.0], [7.0, 7.0], [11.0, 11.0], [15.0, 15.0]]])  # of cells 0, 3, 7, 11, 15
-    said = spoken(run, fresh)
-    assert said[:, :2].tolist() == [[[100.0, 1.0]] * 2] * 4
-    assert said[:, 2].isnan().all()
-    assert said[:, 3, 0].tolist() == [3.0, 7.0, 11.0, 15.0]
+    logits = restored(run, fresh)
+    assert logits[:, :2].tolist() == [[[100.0, 1.0]] * 2] * 4
+    assert logits[:, 2].isnan().all()
+    assert logits[:, 3, 0].tolist() == [3.0, 7.0, 11.0, 15.0]
     carried = run.logits.values.view(4, 4, 2)
-    assert torch.equal(carried[:, [0, 1, 3]], said[:, [0, 1, 3]])
-    assert carried[:, 2].tolist() == [[0.625, 0.375]] * 4  # nobody spoke for these: what was expected stays
+    assert torch.equal(carried[:, [0, 1, 3]], logits[:, [0, 1, 3]])
+    assert carried[:, 2].tolist() == [[0.625, 0.375]] * 4  # no anchor propagates to these: what was expected stays
 
 
-@pytest.mark.parametrize(("beta", "silent"), [(0.857, 0), (0.858, 4), (1.0, 4), (-1.0, 0)])
-def test_beta_is_the_least_similarity(beta: float, silent: int) -> None:
+@pytest.mark.parametrize(("beta", "left_out"), [(0.857, 0), (0.858, 4), (1.0, 4), (-1.0, 0)])
+def test_beta_is_the_least_similarity(beta: float, left_out: int) -> None:
     """Column 2 has a cosine of 0.625 / sqrt(0.625² + 0.375²) = 0.8575 to the anchor."""
     run, _ = toy(alpha=4, beta=beta)
     on_4x4(run)
-    assert spoken(run, torch.ones(1, 5, 2))[..., 0].isnan().sum() == silent
+    assert restored(run, torch.ones(1, 5, 2))[..., 0].isnan().sum() == left_out
 
 
-def test_of_several_anchors_the_most_similar_speaks() -> None:
-    """Anchors 0, 2, 8, 10. Columns 0 and 1 resemble those of column 0 alike, so that the nearest speaks; column 2 its own ones."""
+def test_of_several_anchors_the_most_similar_propagates() -> None:
+    """Anchors 0, 2, 8, 10. Columns 0 and 1 resemble those of column 0 alike, so that the nearest counts; column 2 its own ones."""
     run, _ = toy(alpha=2)
     on_4x4(run)
-    fresh = torch.tensor([0.0, 2, 3, 7, 8, 10, 11, 15])[None, :, None].expand(-1, -1, 2)  # every token says its own number
-    assert spoken(run, fresh)[..., 0].tolist() == [[0, 0, 2, 3], [0, 0, 2, 7], [8, 8, 10, 11], [8, 8, 10, 15]]
+    fresh = torch.tensor([0.0, 2, 3, 7, 8, 10, 11, 15])[None, :, None].expand(-1, -1, 2)  # the logits of a cell are its number
+    assert restored(run, fresh)[..., 0].tolist() == [[0, 0, 2, 3], [0, 0, 2, 7], [8, 8, 10, 11], [8, 8, 10, 15]]
 
 
-def test_a_distant_anchor_speaks_if_it_is_more_similar() -> None:
+def test_a_distant_anchor_propagates_if_it_is_more_similar() -> None:
     """The upper corners point right, all else left. Anchors are the corners 0, 3, 12, 15; cell 5 is nearest to 0, but resembles 12."""
     run, _ = toy(alpha=3)
     run.logits = GridMap(torch.tensor([RIGHT, LEFT, RIGHT, LEFT, LEFT, LEFT, LEFT, LEFT, LEFT])[None], (3, 3))
     on_4x4(run)
     numbers = torch.tensor([cell for cell in range(16) if run.choice.kept[0, cell]], dtype=torch.float32)
-    said = spoken(run, numbers[None, :, None].expand(-1, -1, 2))[..., 0]
-    assert said[1, 1] == 12
+    assert restored(run, numbers[None, :, None].expand(-1, -1, 2))[1, 1, 0] == 12
 
 
 def test_bits_are_compared_all_together() -> None:
@@ -342,7 +367,7 @@ def test_bits_are_compared_all_together() -> None:
     assert values[0, :4, 0].tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]  # cells 0, 1, 3 and 4
 
 
-def test_a_residual_is_copied_from_the_anchor_and_nobody_elses_is_added() -> None:
+def test_a_residual_is_copied_from_the_anchor_and_no_other_is_added() -> None:
     run, _ = toy(alpha=4, family="hart")
     entered = on_4x4(run).rows(slice(0, 1))
     _, tokens = run.restore(torch.ones(1, 5, 2), entered)
@@ -350,25 +375,25 @@ def test_a_residual_is_copied_from_the_anchor_and_nobody_elses_is_added() -> Non
     assert where is tokens
     grid = where.scatter(values, torch.zeros(1, 16, 1)).view(4, 4)
     assert grid.tolist() == [[5, 5, 0, 3], [5, 5, 0, 7], [5, 5, 0, 11], [5, 5, 0, 15]]
-    run.plan(TOY[4], None)
-    assert run.restore_residual(values, where) == (values, where)  # nobody has spoken at the next stage yet
+    plan_of(run, TOY[4])
+    assert run.restore_residual(values, where) == (values, where)  # nothing is restored at the next stage yet
 
 
-def test_residuals_stay_where_no_token_is_spoken_for() -> None:
+def test_residuals_stay_where_no_anchor_propagates() -> None:
     for run in (toy(alpha=None)[0], toy(tau=0.0)[0]):
         values, tokens = torch.ones(1, 16, 1), Tokens(TOY[3])
         assert run.restore_residual(values, tokens) == (values, tokens)
 
 
-def test_cells_for_which_nobody_speaks_leave_the_canvas_as_it_was() -> None:
+def test_cells_to_which_no_anchor_propagates_leave_the_canvas_as_it_was() -> None:
     schedule = Schedule((1, 2, 3, 4))
     run = start(SparseVAR(tau=0.5, alpha=4, from_stage=4, block=1), "infinity", schedule)
     canvas = tiny.shared_pipeline("infinity").tokenizer.canvas(schedule, 1)
     canvas.latent = torch.randn(canvas.latent.shape)
-    run.plan(schedule[2], canvas)
+    plan_of(run, schedule[2], canvas)
     observed(run, EAST, schedule[2])
     run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3).repeat_interleave(tiny.BITS, 1).view(1, 9, tiny.BITS, 2), Tokens(schedule[2]))
-    run.plan(schedule[3], canvas)
+    plan_of(run, schedule[3], canvas)
     out, tokens = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.choice.tokens(schedule[3]))
     before = canvas.latent
     canvas.add(out.argmax(dim=-1), tokens)
@@ -376,8 +401,8 @@ def test_cells_for_which_nobody_speaks_leave_the_canvas_as_it_was() -> None:
     assert changed.tolist() == [[True, True, False, True]] * 4
 
 
-def test_changes_are_recorded_where_tokens_ran_and_carried_elsewhere() -> None:
-    """At 4x4 the cells 0, 3, 7, 11, 15 ran; the others keep 0, 0, 3 of the map before."""
+def test_changes_are_updated_where_tokens_were_computed_and_carried_elsewhere() -> None:
+    """At 4x4 the cells 0, 3, 7, 11, 15 were computed; the others keep 0, 0, 3 of the map before."""
     run, _ = toy(alpha=4)
     tokens = on_4x4(run)
     observed(run, torch.tensor([[1.0, 30.0, 70.0, 110.0, 150.0]]), TOY[3], tokens)
@@ -395,18 +420,18 @@ def test_what_is_left_out_once_stays_out() -> None:
     observed(run, torch.full((1, 5), 7.0), TOY[3], tokens)
     assert torch.allclose(run.change.values, torch.tensor(7.0))
     run.restore(torch.ones(1, 5, 2), tokens.rows(slice(0, 1)))
-    plan = run.plan(TOY[4], None)
+    plan = plan_of(run, TOY[4])
     assert run.choice.excluded.view(6, 6).tolist() == [[True, True, True, True, False, False]] * 6
     assert run.choice.tokens(TOY[4]).index[0].tolist() == [0, 4, 5, 10, 11, 16, 17, 22, 23, 24, 28, 29, 34, 35]
-    assert plan == StagePlan(num_tokens=14)  # nobody looks at the last stage's change
+    assert plan == StagePlan(num_tokens=14)  # nothing needs the last stage's change
 
 
-def test_a_peak_where_nothing_runs_any_more_does_not_decide() -> None:
+def test_a_peak_among_cells_that_were_left_out_does_not_decide() -> None:
     """The last column remains, and its largest change there is 11 / 6: of its six cells 1, 9/6, 11/6 and 7/6 are above half of that."""
     run, _ = toy(alpha=None)
     run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
     run.change = GridMap(square([9, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 1], [0, 0, 0, 0])[..., None], (4, 4))
-    run.plan(TOY[4], None)
+    plan_of(run, TOY[4])
     kept = set(run.choice.tokens(TOY[4]).index[0].tolist())
     assert {5, 11, 17, 23} <= kept <= {5, 11, 17, 23, 16}  # of the column before it one cell lies on the threshold
 
@@ -433,7 +458,7 @@ def test_a_stage_about_whose_past_nothing_is_known_is_dense() -> None:
     for metric in ("mse", "logits"):
         run = start(SparseVAR(metric=metric, from_stage=4, block=1, tau=0.5), schedule=TOY)
         for stage in TOY:
-            assert run.plan(stage, None).num_tokens is None
+            assert plan_of(run, stage).num_tokens is None
             assert run.reduce(torch.zeros(2, stage.cells, 1), tokens := Tokens(stage))[1] is tokens
 
 
@@ -443,9 +468,9 @@ def test_logits_as_the_metric() -> None:
     expected = neighbour_similarity(run.logits.at((4, 4)), (4, 4))
     run = start(SparseVAR(metric="logits", tau=0.9, alpha=4, from_stage=4), schedule=TOY)
     for stage in TOY.stages[:3]:
-        assert run.plan(stage, None) == DENSE  # no block is looked at
+        assert plan_of(run, stage) == DENSE  # no block is tapped
         run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3)[None, : stage.cells], Tokens(stage))
-    plan = run.plan(TOY[3], None)
+    plan = plan_of(run, TOY[3])
     assert torch.equal(run.choice.excluded, expected > 0.9 * expected.max())
     assert run.choice.excluded.view(4, 4)[:, 0].all()
     assert not run.choice.excluded.view(4, 4)[:, 3].any()
@@ -456,7 +481,7 @@ def test_without_anchors_the_cell_least_like_its_neighbours_is_kept() -> None:
     """Everything resembles its neighbours somewhat; the right corners, with two of three neighbours in column 2, do so least."""
     run, _ = toy(metric="mse")
     run.settings, run.alpha = SparseVAR(metric="logits", tau=0.0, alpha=None, from_stage=4), None
-    assert run.plan(TOY[3], None).num_tokens == 1
+    assert plan_of(run, TOY[3]).num_tokens == 1
     assert run.choice.kept[0].nonzero().item() in (3, 15)
 
 
@@ -464,10 +489,10 @@ class Film:
     """A canvas that shows one prepared image after the other."""
 
     def __init__(self, images: Sequence[Tensor]) -> None:
-        self.images, self.looks = list(images), 0
+        self.images, self.decoded = list(images), 0
 
     def decode(self) -> Tensor:
-        self.looks += 1
+        self.decoded += 1
         return self.images.pop(0)
 
 
@@ -477,13 +502,13 @@ def test_images_as_the_metric() -> None:
     second[..., :4, :4], second[..., 4:, 4:] = 1.0, -4.0
     film = Film([first, second])
     run = start(SparseVAR(metric="image", tau=0.3, alpha=None, from_stage=4), schedule=TOY)
-    plans = [run.plan(stage, film) for stage in TOY.stages[:4]]
+    plans = [plan_of(run, stage, film) for stage in TOY.stages[:4]]
     assert plans == [DENSE, DENSE, DENSE, StagePlan(num_tokens=4)]
     assert run.choice.tokens(TOY[3]).index.tolist() == [[10, 11, 14, 15]]
     film = Film([first, second])
     run = start(SparseVAR(metric="image", tau=0.2, alpha=None, from_stage=4), schedule=TOY)
-    assert [run.plan(stage, film).num_tokens for stage in TOY.stages[2:4]] == [None, 8]
-    assert film.looks == 2
+    assert [plan_of(run, stage, film).num_tokens for stage in TOY.stages[2:4]] == [None, 8]
+    assert film.decoded == 2
 
 
 class NoReads(TorchDispatchMode):
@@ -501,7 +526,7 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
     read, lists = Tensor.tolist, []
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(read(tensor)) or lists[-1])
     with NoReads():
-        plan = run.plan(TOY[3], None)
+        plan = plan_of(run, TOY[3])
         _, tokens = run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
         run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
         entered = tokens.rows(slice(0, 1))
@@ -552,16 +577,16 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
 def test_what_does_not_fit_is_refused_before_anything_runs(method: Method, message: str) -> None:
     stages: list[Preview] = []
     with pytest.raises(SettingError, match=message):
-        drawn("var", method=method, on_stage=stages.append)
+        generated("var", method=method, on_stage=stages.append)
     with pytest.raises(SettingError, match=message):
         tiny.shared_pipeline("var").accelerate(method)
     assert stages == []
 
 
 def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
-    """There the first row's tokens are looked up for all rows, which only fits where all rows have the same cells."""
+    """There the tokens of the first row stand for those of all rows, which only fits where all rows have the same cells."""
     model = build_model(StarConfig(1, 64, 4, (1, 2), 8, 4, 8, as_released=True))
-    setup = RunSetup(model, Schedule((1, 2)), 1, ImageRng([0], torch.device("cpu")))
+    setup = RunSetup(model, Schedule((1, 2)), 1, ImageRng([0], torch.device("cpu")), SparseVAR().forecast(model, Schedule((1, 2))))
     SparseVAR().start(setup)
     with pytest.raises(SettingError, match="one image at a time"):
         SparseVAR().start(replace(setup, batch=2))
@@ -595,20 +620,20 @@ def test_the_published_blocks_and_their_places_at_other_depths(config: ModelConf
 
 
 def test_the_forecast_of_a_stage() -> None:
-    """Of 16 cells half, and half of the four anchors: 10. Stage 2 is only looked at."""
+    """Of 16 cells half, and half of the four anchors: 10. Stage 2 is only tapped."""
     model, schedule = tiny.shared_pipeline("var").model, Schedule((1, 2, 3, 4, 8))
     tap = StagePlan(taps=(1,))
     plans = SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule, kept=0.5)
     assert plans == (DENSE, DENSE, tap, replace(tap, num_tokens=10), StagePlan(num_tokens=40))
     assert SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule) == (DENSE, DENSE, tap, tap, DENSE)
-    assert SparseVAR(alpha=None, from_stage=5, metric="logits").forecast(model, schedule, 0.25)[2:] == (
+    assert SparseVAR(alpha=None, from_stage=5, metric="logits").forecast(model, schedule, kept=0.25)[2:] == (
         DENSE,
         DENSE,
         StagePlan(num_tokens=16),
     )
-    assert SparseVAR(alpha=None, from_stage=5).forecast(model, schedule, 0.0)[4].num_tokens == 1
+    assert SparseVAR(alpha=None, from_stage=5).forecast(model, schedule, kept=0.0)[4].num_tokens == 1
     flexvar = tiny.shared_pipeline("flexvar").model
-    assert SparseVAR(alpha=2, from_stage=5).forecast(flexvar, schedule, 0.5)[4].num_tokens == 32
+    assert SparseVAR(alpha=2, from_stage=5).forecast(flexvar, schedule, kept=0.5)[4].num_tokens == 32
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -635,24 +660,24 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
 def test_zero_strength_is_dense_bit_for_bit(family: str, method: SparseVAR) -> None:
     if method.alpha == 1 and family == "flexvar":
         method = replace(method, tau=0.0)  # no anchors there
-    ours = drawn(family, method=method, compute_mask=True)
-    assert_same_bits(ours, drawn(family))
-    assert all((share == 1).all() for share in ours.compute_mask)
+    ours = generated(family, method=method, compute_mask=True)
+    assert_same_bits(ours, generated(family))
+    assert all((mask == 1).all() for mask in ours.compute_mask)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> None:
     output, seen = watched(family, compute_mask=True)
-    dense = drawn(family, **WHOLE_CODES.get(family, {}))
+    dense = generated(family, **WHOLE_CODES.get(family, {}))
     reduced = [stage for stage in seen if stage.done.plan.num_tokens is not None]
     assert [stage.done.stage.index for stage in reduced] == [len(seen) - 2, len(seen) - 1]
     assert any(len(set(stage.counts)) > 1 for stage in reduced)
     for stage in reduced:
         assert stage.done.num_tokens == stage.done.plan.num_tokens == max(stage.counts)
         assert min(stage.counts) < stage.done.stage.cells
-        shares = output.compute_mask[stage.done.stage.index]
-        assert shares.sum(dim=(1, 2)).tolist() == stage.counts
-        assert set(shares.unique().tolist()) == {0.0, 1.0}
+        mask = output.compute_mask[stage.done.stage.index]
+        assert mask.sum(dim=(1, 2)).tolist() == stage.counts
+        assert set(mask.unique().tolist()) == {0.0, 1.0}
     assert all(torch.equal(a, b) for a, b in zip(output.codes[: len(seen) - 2], dense.codes[: len(seen) - 2], strict=True))
     assert not torch.equal(output.latent, dense.latent)
     assert output.pixels.isfinite().all()
@@ -660,7 +685,7 @@ def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("metric", ["mse", "image"])
-def test_exclusion_never_shrinks_and_anchors_always_run(family: str, metric: Any) -> None:
+def test_exclusion_never_shrinks_and_anchors_are_always_computed(family: str, metric: Any) -> None:
     method = replace(STRONG[family], metric=metric, tau=0.7 if metric == "image" else STRONG[family].tau)
     output, seen = watched(family, method, compute_mask=True)
     chosen = [stage for stage in seen if stage.excluded is not None]
@@ -671,13 +696,13 @@ def test_exclusion_never_shrinks_and_anchors_always_run(family: str, metric: Any
         assert parents.any()
         assert (later.excluded | ~parents).all()
     for stage in chosen:
-        kept = output.compute_mask[stage.done.stage.index] == 1
+        mask = output.compute_mask[stage.done.stage.index] == 1
         if family == "flexvar":
-            assert torch.equal(kept, ~stage.excluded)
+            assert torch.equal(mask, ~stage.excluded)
         else:
-            anchors = torch.zeros_like(kept)
+            anchors = torch.zeros_like(mask)
             anchors[:, :: method.alpha, :: method.alpha] = True
-            assert torch.equal(kept, ~stage.excluded | anchors)
+            assert torch.equal(mask, ~stage.excluded | anchors)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -731,17 +756,18 @@ def test_a_permuted_batch_permutes_the_images(family: str) -> None:
 def test_a_seed_repeats_its_images_bit_for_bit(family: str) -> None:
     """And one method serves several requests: its state belongs to the run."""
     method = STRONG[family]
-    first = drawn(family, method=method)
-    drawn(family, method=method, seed=99, images=1)
-    assert_same_bits(drawn(family, method=method), first)
-    assert not torch.equal(drawn(family, method=method, seed=12).latent, first.latent)
+    first = generated(family, method=method)
+    generated(family, method=method, seed=99, images=1)
+    assert_same_bits(generated(family, method=method), first)
+    assert not torch.equal(generated(family, method=method, seed=12).latent, first.latent)
 
 
 def keeping(branches: CfgBranches, first: int) -> Method:
-    @dataclass(frozen=True)
+    """Only the rows of these cfg branches from stage `first` on."""
+
     class Keeping(Method):
-        def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-            return StagePlan(cfg_branches=branches if stage.index >= first else "both")
+        def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+            return tuple(StagePlan(cfg_branches=branches if stage.index >= first else "both") for stage in schedule)
 
     return Keeping()
 
@@ -752,8 +778,8 @@ def test_dropping_the_unconditional_rows_where_guidance_is_one_changes_nothing(f
     stages = len(tiny.schedule_of(family))
     guidance = [2.5 if stage < first % stages else 1.0 for stage in range(stages)]
     options = WHOLE_CODES.get(family, {}) | {"guidance": guidance}
-    both = drawn(family, method=STRONG[family], **options)
-    dropped = drawn(family, method=[STRONG[family], keeping("cond", first % stages)], **options)
+    both = generated(family, method=STRONG[family], **options)
+    dropped = generated(family, method=[STRONG[family], keeping("cond", first % stages)], **options)
     assert [stage.rows for stage in dropped.report.stages][-1] == 3
     assert min(stage.tokens / (stage.height * stage.width) for stage in both.report.stages) < 1
     assert all(torch.equal(a, b) for a, b in zip(both.codes, dropped.codes, strict=True))
@@ -762,8 +788,8 @@ def test_dropping_the_unconditional_rows_where_guidance_is_one_changes_nothing(f
 
 @pytest.mark.parametrize("family", tiny.CLASS_FAMILIES)
 def test_unconditional_rows_alone_are_the_class_minus_one(family: str) -> None:
-    alone = drawn(family, method=[STRONG[family], keeping("uncond", 0)])
-    unconditional = drawn(family, prompts=[-1, -1, -1], guidance=0, method=STRONG[family])
+    alone = generated(family, method=[STRONG[family], keeping("uncond", 0)])
+    unconditional = generated(family, prompts=[-1, -1, -1], guidance=0, method=STRONG[family])
     assert all(torch.equal(a, b) for a, b in zip(alone.codes, unconditional.codes, strict=True))
 
 
@@ -798,7 +824,7 @@ def test_every_setting_does_something(family: str, fields: dict[str, Any]) -> No
     """Each changes the image, except where it has nothing to change: FlexVAR has no anchors."""
     if "from_stage" in fields:
         fields = {"from_stage": len(tiny.schedule_of(family))}
-    plain, changed = drawn(family, method=STRONG[family]), drawn(family, method=replace(STRONG[family], **fields))
+    plain, changed = generated(family, method=STRONG[family]), generated(family, method=replace(STRONG[family], **fields))
     without_effect = family == "flexvar" and {"alpha", "beta"} & set(fields)
     assert torch.equal(plain.latent, changed.latent) == bool(without_effect)
 
@@ -808,12 +834,12 @@ def test_every_setting_does_something(family: str, fields: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("family", RESIDUAL_FAMILIES)
 def test_an_excluded_token_has_its_anchors_logits_or_none(family: str) -> None:
-    """Every cell's logits are those of a cell that ran: its own, or an anchor's."""
+    """Every cell's logits are those of a computed cell: its own, or an anchor's."""
     _, seen = watched(family)
-    alpha, matched, silent = STRONG[family].alpha, 0, 0
-    for stage in (stage for stage in seen if stage.spoken is not None):
+    alpha, matched, without = STRONG[family].alpha, 0, 0
+    for stage in (stage for stage in seen if stage.restored is not None):
         done = stage.done
-        assert done.tokens is stage.spoken
+        assert done.tokens is stage.restored
         for image in range(3):
             cells = in_order(done.tokens, image)
             logits = dict(zip(cells, done.logits[image], strict=False))
@@ -827,11 +853,11 @@ def test_an_excluded_token_has_its_anchors_logits_or_none(family: str) -> None:
                     assert any(torch.equal(logits[cell], logits[anchor]) for anchor in anchors)
                     matched += 1
                 else:
-                    silent += 1
-    assert matched > 0 and silent > 0
+                    without += 1
+    assert matched > 0 and without > 0
 
 
-def test_copied_logits_are_drawn_from_cell_by_cell() -> None:
+def test_copied_logits_are_sampled_from_cell_by_cell() -> None:
     """Two cells with the same logits may take different codes."""
     _, seen = watched("var", replace(STRONG["var"], beta=-1.0), temperature=4.0)
     done = seen[-1].done
@@ -853,10 +879,10 @@ def test_flexvar_keeps_its_previous_estimate() -> None:
     for stage in (3, 4):
         size = output.compute_mask[stage].shape[1:]
         resized = torch.nn.functional.interpolate(latents[stage - 1], size=size, mode="bicubic")
-        kept = output.compute_mask[stage][:, None] == 1
-        assert not kept.all()
-        assert torch.equal(latents[stage].where(~kept, resized), resized)
-        assert (latents[stage] != resized).any(dim=1).sum() == kept.sum()
+        computed = output.compute_mask[stage][:, None] == 1
+        assert not computed.all()
+        assert torch.equal(latents[stage].where(~computed, resized), resized)
+        assert (latents[stage] != resized).any(dim=1).sum() == computed.sum()
 
 
 def test_hart_adds_the_anchors_residual() -> None:
@@ -871,22 +897,22 @@ def test_hart_adds_the_anchors_residual() -> None:
 
     pipeline = tiny.shared_pipeline("hart")
     pipeline(tiny.prompts("hart", 3), seed=11, method=watching, on_stage=look, smooth=False)
-    done, tokens, choice = seen[-1], seen[-1].tokens, watching.run.choice
+    done, tokens, choice = seen[-1], seen[-1].tokens, watching.runs[-1].choice
     added = (latents[-1] - latents[-2]).flatten(2).transpose(1, 2)  # [B, cells, Z]
     copied = 0
     for image in range(3):
-        ran = choice.kept[image].nonzero().flatten().tolist()
-        spoken = in_order(tokens, image)
-        for place, cell in enumerate(spoken):
-            speakers = [
-                position for position, other in enumerate(ran) if torch.equal(logits_at(done, image, other), done.logits[image, place])
+        computed = choice.kept[image].nonzero().flatten().tolist()
+        restored_cells = in_order(tokens, image)
+        for place, cell in enumerate(restored_cells):
+            sources = [
+                position for position, other in enumerate(computed) if torch.equal(logits_at(done, image, other), done.logits[image, place])
             ]
             vector = pipeline.tokenizer.codebook[done.codes[image, place]]
             rest = added[image, cell] - vector
-            assert any(torch.allclose(rest, done.residual[image, position], atol=1e-5) for position in speakers)
-            copied += cell not in ran
-        silent = sorted(set(range(16)) - set(spoken))
-        assert (added[image, silent] == 0).all()
+            assert any(torch.allclose(rest, done.residual[image, position], atol=1e-5) for position in sources)
+            copied += cell not in computed
+        without = sorted(set(range(16)) - set(restored_cells))
+        assert (added[image, without] == 0).all()
     assert copied > 0
 
 
@@ -916,8 +942,8 @@ def test_logits_that_were_shown_are_not_written_over() -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_with_skipped_last_stages(family: str) -> None:
-    both = drawn(family, method=[STRONG[family], SkipStages(1)])
-    alone = drawn(family, method=STRONG[family])
+    both = generated(family, method=[STRONG[family], SkipStages(1)])
+    alone = generated(family, method=STRONG[family])
     assert [stage.tokens for stage in both.report.stages] == [stage.tokens for stage in alone.report.stages[:-1]] + [0]
     assert all(torch.equal(a, b) for a, b in zip(both.codes, alone.codes[:-1], strict=True))
 
@@ -926,8 +952,8 @@ def test_with_skipped_last_stages(family: str) -> None:
 class SkipOne(Method):
     index: int
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(skip=stage.index == self.index)
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return tuple(StagePlan(skip=stage.index == self.index) for stage in schedule)
 
 
 @pytest.mark.parametrize("metric", ["mse", "logits", "image"])
@@ -936,17 +962,17 @@ def test_with_a_stage_skipped_on_the_way(family: str, metric: Any) -> None:
     """What is known of the last stage that ran is used; where nothing is known, the stage is dense."""
     stages = len(tiny.schedule_of(family))
     method = replace(STRONG[family], metric=metric, from_stage=stages - 1, tau=0.99 if metric == "mse" else 0.5)
-    output = drawn(family, method=[method, SkipOne(stages - 2)])
+    output = generated(family, method=[method, SkipOne(stages - 2)])
     assert output.report.stages[-2].tokens == 0
     if metric != "image":
         assert output.report.stages[-1].tokens < output.report.stages[-1].height * output.report.stages[-1].width
-    before = drawn(family, method=[replace(method, metric="mse"), SkipOne(stages - 3)])
+    before = generated(family, method=[replace(method, metric="mse"), SkipOne(stages - 3)])
     assert before.report.stages[-2].tokens == before.report.stages[-2].height * before.report.stages[-2].width
 
 
 @dataclass(frozen=True)
-class HalfTheTokens:
-    """A span like FastVAR's: every branch of its blocks computes half of each row's tokens only."""
+class HalfTheTokens(Span):
+    """A span like FastVAR's: every sublayer of its blocks computes half of each row's tokens only."""
 
     layers: range
     key: str = "half"
@@ -962,13 +988,12 @@ class HalfTheTokens:
             selection, kept = tokens.top(score, (tokens.count + 1) // 2, self.num_tokens(x.shape[1]))
         where = selection[..., None].expand(-1, -1, x.shape[2])
         for block in blocks:
-            for part in block.sublayers:
+            for sublayer in block.sublayers:
                 some = x.gather(1, where)
-                x = x.scatter(1, where, some + part(some, kept, env))
-        if tokens.count is None:
-            return x
-        last = torch.minimum(torch.arange(x.shape[1]), tokens.count[:, None] - 1)  # padding repeats the last token, as it came
-        return x.gather(1, last[..., None].expand_as(x))
+                x = x.scatter(1, where, some + sublayer(some, kept, env))
+                if env.computed is not None:
+                    env.computed.add(kept, some, sublayers=1)
+        return repeat_tail(x, tokens.count)  # padding repeats the last token, as it came
 
 
 @dataclass(frozen=True)
@@ -976,14 +1001,8 @@ class Halving(Method):
     layers: range
     first: int
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(spans=(HalfTheTokens(self.layers),) if stage.index >= self.first else ())
-
-    def start(self, setup: RunSetup) -> Method:
-        return self
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return tuple(self.plan(stage, None) for stage in schedule)
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return tuple(StagePlan(spans=(HalfTheTokens(self.layers),)) if stage.index >= self.first else DENSE for stage in schedule)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -991,18 +1010,31 @@ def test_with_spans_inside_reduced_stages(family: str) -> None:
     """A ragged batch of both methods equals its images alone."""
     method = Combined((STRONG[family], Halving(range(1, 3), len(tiny.schedule_of(family)) - 2)))
     options = WHOLE_CODES.get(family, {})
-    together = drawn(family, method=method, **options)
-    plain = drawn(family, method=STRONG[family], **options)
+    together = generated(family, method=method, **options)
+    plain = generated(family, method=STRONG[family], **options)
     assert not torch.equal(together.latent, plain.latent)
     for image in range(3):
-        alone = drawn(family, prompts=tiny.one_prompt(family, image), seed=11 + image, method=method, **options)
+        alone = generated(family, prompts=tiny.one_prompt(family, image), seed=11 + image, method=method, **options)
         assert torch.allclose(together.latent[image], alone.latent[0], rtol=0, atol=LATENT_TOLERANCE[family])
 
 
-def test_a_span_over_the_block_that_is_looked_at_is_refused() -> None:
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_compute_mask_counts_spans_inside_reduced_stages(family: str) -> None:
+    """One block of three computes every token that enters, two compute half of them, and rows of a guided pair may differ in which."""
+    method = Watched(Combined((STRONG[family], Halving(range(1, 3), len(tiny.schedule_of(family)) - 2))))
+    output = generated(family, method=method, compute_mask=True)
+    mask, sparse = output.compute_mask[-1].flatten(1), method.runs[-1].runs[0].choice
+    assert (mask[sparse.kept] >= 1 / 3 - 1e-6).all()
+    assert (mask[~sparse.kept] == 0).all()
+    expected = [(count + 2 * ((count + 1) // 2)) / 3 for count in sparse.counts.tolist()]
+    assert mask.sum(dim=1).tolist() == pytest.approx(expected)
+    assert all(torch.equal(a, b) for a, b in zip(output.codes, generated(family, method=method.method).codes, strict=True))
+
+
+def test_a_span_over_the_tapped_block_is_refused() -> None:
     with pytest.raises(SettingError, match="at stage 2 block 0 cannot be observed"):
-        drawn("var", method=[SparseVAR(from_stage=4), Halving(range(3), 2)])
-    drawn("var", method=[SparseVAR(from_stage=4, metric="logits"), Halving(range(3), 2)])
+        generated("var", method=[SparseVAR(from_stage=4), Halving(range(3), 2)])
+    generated("var", method=[SparseVAR(from_stage=4, metric="logits"), Halving(range(3), 2)])
 
 
 # --- any map
@@ -1029,15 +1061,15 @@ def changes(draw: st.DrawFn, stages: int = 3) -> tuple[list[tuple[int, int]], li
     st.floats(-1, 1),
 )
 def test_any_map_keeps_the_promises(
-    drawn_maps: tuple[list[tuple[int, int]], list[Tensor]], tau: float, alpha: int | None, metric: Any, beta: float
+    sizes_and_maps: tuple[list[tuple[int, int]], list[Tensor]], tau: float, alpha: int | None, metric: Any, beta: float
 ) -> None:
-    """Counts, widths and raster order fit; anchors run; what is out stays out; whoever ran speaks for himself."""
-    sizes, maps = drawn_maps
+    """Counts, numbers of tokens and raster order fit; anchors are computed; what is out stays out; computed tokens keep their logits."""
+    sizes, maps = sizes_and_maps
     schedule = Schedule(((1, 1), *sizes))
     run = start(SparseVAR(tau=tau, beta=beta, alpha=alpha, from_stage=3, block=1, metric=metric), schedule=schedule, batch=2)
     out_before: GridMap | None = None
     for stage, change in zip(schedule.stages[1:], maps, strict=True):
-        plan = run.plan(stage, None)
+        plan = plan_of(run, stage)
         x = torch.arange(float(stage.cells)).expand(4, -1)[..., None]
         x, tokens = run.reduce(x, Tokens(stage))
         plan.check_num_tokens(tokens)
@@ -1064,15 +1096,15 @@ def test_any_map_keeps_the_promises(
         after = values.sqrt().repeat(2, 1, 1)
         run.observe(0, torch.zeros_like(after), after, tokens)
         logits = torch.cat([values, 1 - values, values.square()], dim=-1)
-        said, spoken_tokens = run.restore(logits, tokens.rows(slice(0, 2)))
+        out, restored_tokens = run.restore(logits, tokens.rows(slice(0, 2)))
         for image in range(2):
-            cells = in_order(spoken_tokens, image)
+            cells = in_order(restored_tokens, image)
             assert set(in_order(tokens, image)) <= set(cells)
             if beta <= -1 and alpha is not None:
                 assert len(cells) == stage.cells
             for place, cell in enumerate(cells):
                 if cell in in_order(tokens, image):
-                    assert torch.equal(said[image, place], logits[image, in_order(tokens, image).index(cell)])
+                    assert torch.equal(out[image, place], logits[image, in_order(tokens, image).index(cell)])
 
 
 @settings(max_examples=40, deadline=None)
@@ -1112,14 +1144,14 @@ def test_any_neighbour_similarity_is_the_one_that_a_loop_finds(height: int, widt
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_canvas_shows_what_is_drawn_so_far(family: str) -> None:
+def test_a_canvas_shows_what_is_generated_so_far(family: str) -> None:
     shown: list[tuple[Tensor, Tensor]] = []
     pipeline = tiny.shared_pipeline(family)
 
     def look(preview: Preview) -> None:
         shown.append((preview.canvas.decode(), pipeline.tokenizer.decode(preview.latent)))
 
-    output = drawn(family, images=2, on_stage=look)
+    output = generated(family, images=2, on_stage=look)
     assert len(shown) == len(tiny.schedule_of(family))
     assert all(torch.equal(ours, theirs) for ours, theirs in shown)
     assert torch.equal(shown[-1][0], output.pixels)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, SizeError
-from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 
 GRID_2X3 = Stage(index=2, height=2, width=3, start=5, last=False)
 
@@ -128,7 +128,7 @@ def test_rows_cuts_index_and_count_together() -> None:
 
 @st.composite
 def ragged_choices(draw: st.DrawFn) -> tuple[Stage, Tensor, Tensor, int]:
-    """A stage, scores with ties for some rows, how many to keep in each, and a padded width."""
+    """A stage, scores with ties for some rows, how many to keep in each, and a padded number of tokens."""
     height, width, rows = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
     cells = height * width
     scores = draw(st.lists(st.lists(st.integers(-3, 3), min_size=cells, max_size=cells), min_size=rows, max_size=rows))
@@ -140,9 +140,9 @@ def ragged_choices(draw: st.DrawFn) -> tuple[Stage, Tensor, Tensor, int]:
 @settings(deadline=None)
 @given(ragged_choices())
 def test_top_keeps_exactly_the_best(choice: tuple[Stage, Tensor, Tensor, int]) -> None:
-    stage, score, keep, width = choice
-    selection, kept = Tokens(stage).top(score, keep, width)
-    assert selection.shape == (len(keep), width)
+    stage, score, keep, padded = choice
+    selection, kept = Tokens(stage).top(score, keep, padded)
+    assert selection.shape == (len(keep), padded)
     for chosen, scores, count in zip(selection.tolist(), score.tolist(), keep.tolist(), strict=True):
         real, padding = chosen[:count], chosen[count:]
         assert real == sorted(set(real))
@@ -155,8 +155,8 @@ def test_top_keeps_exactly_the_best(choice: tuple[Stage, Tensor, Tensor, int]) -
 @settings(deadline=None)
 @given(ragged_choices(), st.data())
 def test_a_choice_within_a_ragged_choice_is_a_choice_of_cells(choice: tuple[Stage, Tensor, Tensor, int], data: st.DataObject) -> None:
-    stage, score, keep, width = choice
-    _, outer = Tokens(stage).top(score, keep, width)
+    stage, score, keep, padded = choice
+    _, outer = Tokens(stage).top(score, keep, padded)
     fewer = torch.tensor([data.draw(st.integers(1, count)) for count in keep.tolist()])
     _, inner = outer.top(outer.gather(score[..., None]).squeeze(-1), fewer, int(fewer.max()))
     for cells, parents, scores, count, parent_count in zip(
@@ -171,8 +171,8 @@ def test_a_choice_within_a_ragged_choice_is_a_choice_of_cells(choice: tuple[Stag
 @settings(deadline=None)
 @given(ragged_choices())
 def test_scatter_restores_what_gather_took(choice: tuple[Stage, Tensor, Tensor, int]) -> None:
-    stage, score, keep, width = choice
-    _, kept = Tokens(stage).top(score, keep, width)
+    stage, score, keep, padded = choice
+    _, kept = Tokens(stage).top(score, keep, padded)
     values = torch.rand(len(keep), stage.cells, 3)
     background = -torch.ones_like(values)
     restored = kept.scatter(kept.gather(values), background)
@@ -255,8 +255,8 @@ def test_what_moves_may_have_any_number_of_channels(trailing: tuple[int, ...]) -
 @settings(deadline=None)
 @given(ragged_choices())
 def test_what_moves_to_the_whole_grid_moves_back(choice: tuple[Stage, Tensor, Tensor, int]) -> None:
-    stage, score, keep, width = choice
-    _, kept = Tokens(stage).top(score, keep, width)
+    stage, score, keep, padded = choice
+    _, kept = Tokens(stage).top(score, keep, padded)
     values = kept.gather(torch.rand(len(keep), stage.cells, 2))
     whole = kept.move(values, Tokens(stage))
     assert torch.equal(Tokens(stage).move(whole, kept), values)
@@ -267,3 +267,11 @@ def test_what_moves_to_the_whole_grid_moves_back(choice: tuple[Stage, Tensor, Te
 def test_what_is_no_list_of_sizes_is_no_schedule(sizes: object) -> None:
     with pytest.raises(SizeError, match="a schedule is a non-empty list"):
         Schedule(sizes)
+
+
+def test_the_tail_of_a_row_repeats_its_last_real_entry() -> None:
+    x = torch.arange(8.0).view(2, 4)[..., None].expand(-1, -1, 3)
+    count = torch.tensor([4, 2])
+    assert repeat_tail(x, count)[..., 0].tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert repeat_tail(x[..., 0], count).tolist() == [[0, 1, 2, 3], [4, 5, 5, 5]]
+    assert repeat_tail(x, None) is x

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
 from nextscale.accel.combine import Combined
+from nextscale.accel.method import MethodRun, Plans
 from nextscale.accel.registry import parse_method
-from nextscale.accel.stagevar.groups import LowRank, RunState
+from nextscale.accel.stagevar.groups import LowRank, Remember
 from nextscale.accel.stagevar.lowrank import (
     Energy,
     Share,
@@ -25,37 +26,38 @@ from nextscale.accel.stagevar.lowrank import (
     least_squares_weights,
     project,
     projection,
-    repeat_tail,
     representatives,
     same_direction,
     singular_energies,
     squared_norms,
     zero_tail,
 )
-from nextscale.accel.stagevar.method import Remember, RepresentativeRows, StageVAR, Variant, measure_ranks
+from nextscale.accel.stagevar.method import StageVAR
 from nextscale.accel.stagevar.ranks import CONSTANT_RATIO, rank_tables
-from nextscale.accel.stagevar.variants import LeastSquaresRows, SingularRows
-from nextscale.cache import DenseLayerCache, Env, StageMemory
-from nextscale.canvas import Canvas
+from nextscale.accel.stagevar.settings import Variant
+from nextscale.accel.stagevar.variants import LeastSquaresRows, RepresentativeRows, SingularRows
+from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
+from nextscale.lab.analysis import measure_ranks
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
+from nextscale.models.env import Env
 from nextscale.pipeline import Output
-from nextscale.sampling import ImageRng
+from nextscale.planning.memory import ASSUMED_KEPT
+from nextscale.sampling import ImageRng, Rng
 from nextscale.schedules import HART_1024, INFINITY_SIZES, infinity_schedule
-from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 
 from . import tiny
-from .test_method import RunBlocks
+from .toy_methods import STAGES, Planned, RunBlocks, SkipUnannounced, counts_of, top_tokens
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
-STAGES = {family: len(tiny.schedule_of(family)) for family in tiny.FAMILIES}
 OFF = StageVAR(guidance_off=99, alphas=())
 BATCH_TOLERANCE = 1e-4  # of pixels; the largest difference seen is 1.4e-5, HART's included
 INTEGER_CODES = {"hart": {"smooth": False}}
 
 
-def drawn(family: str, images: int = 2, method: Any = None, **settings: Any) -> Output:
+def generated(family: str, images: int = 2, method: Any = None, **settings: Any) -> Output:
     settings = INTEGER_CODES.get(family, {}) | settings
     return tiny.shared_pipeline(family)(tiny.prompts(family, images), seed=11, method=method, **settings)
 
@@ -88,7 +90,7 @@ def exponential(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.empty(rows, columns).exponential_(generator=torch.Generator().manual_seed(seed))
 
 
-def test_pairs_of_representatives_have_the_probabilities_of_drawing_one_after_the_other() -> None:
+def test_pairs_of_representatives_have_the_probabilities_of_sampling_one_after_the_other() -> None:
     trials = 60_000
     pairs = representatives(WEIGHTS.expand(trials, -1), exponential(trials, 4), 2)
     p = WEIGHTS / WEIGHTS.sum()
@@ -106,7 +108,7 @@ def test_representatives_are_those_of_multinomial() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 5, 9])
-def test_representatives_are_drawn_without_replacement(rank: int) -> None:
+def test_representatives_are_sampled_without_replacement(rank: int) -> None:
     chosen = representatives(torch.rand(40, 9), exponential(40, 9), rank)
     assert chosen.shape == (40, rank)
     assert all(len(set(row.tolist())) == rank for row in chosen)
@@ -230,7 +232,7 @@ def test_least_squares_weights_restore_what_the_rows_span() -> None:
 
 
 class Given:
-    """Draws as written down."""
+    """Noise as written down."""
 
     def __init__(self, race: Sequence[float], normal: Sequence[Sequence[float]]) -> None:
         self.race, self.table = torch.tensor([race]), torch.tensor([normal])
@@ -251,6 +253,7 @@ class Doubling:
     """A block."""
 
     layer = 0
+    sublayers = (None,)
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tokens]] = []
@@ -265,15 +268,21 @@ X = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 0.0], [0.0, 4.0]]])  # squared 
 NORMAL = [[2.0, 0.0], [0.0, 2.0], [2.0, 2.0], [4.0, 0.0]]  # Q is this over sqrt(2)
 
 
-def toy_span(kind: type[LowRank] = RepresentativeRows, race: Sequence[float] = (0.1, 8.0, 1.0, 8.0), **settings: Any) -> LowRank:
-    """Two rows of four tokens; with this race the ratios are 10, 0.5, 9, 2."""
-    setup = RunSetup(torch.nn.Module(), Schedule((1, 2)), 1, Given(race, NORMAL), compute_mask=True)  # type: ignore[arg-type]
-    return kind(range(1), 1, 0, Share(0.25), state=RunState(setup), **settings)
+def toy_span(kind: type[LowRank] = RepresentativeRows, **settings: Any) -> LowRank:
+    """Two rows of four tokens."""
+    return kind(range(1), 0, Share(0.25), **settings)
 
 
-def toy_env(previous: Tensor) -> Env:
-    env = Env(1, None, (), StageMemory(), "both")  # type: ignore[arg-type]
-    env.memory.store(("stagevar", 0), previous, Tokens(Stage(0, 1, 1, start=0, last=False)))
+RACE = (0.1, 8.0, 1.0, 8.0)  # ratios of the squared norms of X to it are 10, 0.5, 9, 2
+ONE_CELL = Tokens(Stage(0, 1, 1, start=0, last=False))
+
+
+def toy_env(previous: Tensor, at: Tokens = ONE_CELL, race: Sequence[float] = RACE, rng: Rng | None = None) -> Env:
+    """After a stage whose group had the output `previous`."""
+    batch = len(previous)
+    rng = Given(race, NORMAL) if rng is None else rng
+    env = Env(batch, None, (), StageMemory(), "both", rng, ComputedCells(batch))  # type: ignore[arg-type]
+    env.memory.store(("stagevar", 0), previous, at)
     return env
 
 
@@ -291,39 +300,37 @@ def test_projected_rows_go_to_their_representatives_and_the_rest_is_filled_from_
     (entered, tokens), *rest = block.seen
     assert not rest
     assert torch.allclose(entered[0], rows)
-    assert tokens.index.tolist() == [[0, 2]]  # in the order of being drawn, at the positions of the representatives
+    assert tokens.index.tolist() == [[0, 2]]  # in the order of being sampled, at the positions of the representatives
     expected = torch.tensor([[0.0, 0.0], [-1.0, -2.0], [0.0, 0.0], [-1.0, -2.0]])
     expected[0], expected[2] = 2 * rows[0], 2 * rows[1]
     assert torch.allclose(out[0], expected)
     assert torch.equal(env.memory.fill(("stagevar", 0), FOUR), out)
 
 
-def test_the_order_of_drawing_decides_which_row_goes_where() -> None:
-    block, env = Doubling(), toy_env(torch.zeros(1, 1, 2))
-    out = toy_span(race=(8.0, 8.0, 9.0, 1.0))([block], X, FOUR, env)  # type: ignore[list-item]
+def test_the_order_of_sampling_decides_which_row_goes_where() -> None:
+    block, env = Doubling(), toy_env(torch.zeros(1, 1, 2), race=(8.0, 8.0, 9.0, 1.0))
+    out = toy_span()([block], X, FOUR, env)  # type: ignore[list-item]
     assert block.seen[0][1].index.tolist() == [[3, 2]]
     assert torch.allclose(out[0, 3], torch.tensor([16.0, 32.0]) / 2**0.5)
     assert torch.allclose(out[0, 2], torch.tensor([12.0, 8.0]) / 2**0.5)
 
 
 def test_as_released_the_rows_take_the_first_positions() -> None:
-    block, env = Doubling(), toy_env(torch.zeros(1, 1, 2))
-    out = toy_span(race=(8.0, 8.0, 9.0, 1.0), first_positions=True)([block], X, FOUR, env)  # type: ignore[list-item]
+    block, env = Doubling(), toy_env(torch.zeros(1, 1, 2), race=(8.0, 8.0, 9.0, 1.0))
+    out = toy_span(first_positions=True)([block], X, FOUR, env)  # type: ignore[list-item]
     assert block.seen[0][1].index.tolist() == [[0, 1]]
     assert torch.allclose(out[0, 3], torch.tensor([16.0, 32.0]) / 2**0.5)
 
 
 def test_least_squares_doubles_what_the_block_doubles() -> None:
     """All of X lies in the span of two rows, so the input's solution restores 2 X; the previous map is X too and gives as much again."""
-    env = Env(1, None, (), StageMemory(), "both")  # type: ignore[arg-type]
-    env.memory.store(("stagevar", 0), X, FOUR)
+    env = toy_env(X, FOUR)
     out = toy_span(LeastSquaresRows)([Doubling()], X, FOUR, env)  # type: ignore[list-item]
     assert torch.allclose(out, 4 * X, atol=1e-4)
 
 
 def test_singular_rows_double_what_the_block_doubles() -> None:
-    env = Env(1, None, (), StageMemory(), "both")  # type: ignore[arg-type]
-    env.memory.store(("stagevar", 0), -3 * X, FOUR)  # the same directions with other signs and lengths
+    env = toy_env(-3 * X, FOUR)  # the same directions with other signs and lengths
     block = Doubling()
     out = toy_span(SingularRows)([block], X, FOUR, env)  # type: ignore[list-item]
     assert torch.allclose(out, 4 * X, atol=1e-4)
@@ -335,18 +342,13 @@ def test_rows_of_a_batch_with_different_counts_are_those_rows_alone() -> None:
     """Half of four tokens and half of two, padded by two."""
     short = Tokens(FOUR.stage, torch.tensor([[0, 1, 2, 3], [1, 3, 3, 3]]), torch.tensor([4, 2]))
     x = torch.cat([X, X[:, [1, 3, 3, 3]]])
-    draws = ImageRng((1, 2), torch.device("cpu"))
     results = []
     for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
-        draws = ImageRng((1, 2)[rows], torch.device("cpu"))
         tokens, entered = short.rows(rows), x[rows]
         if rows == slice(1, 2):
             tokens, entered = Tokens(FOUR.stage, tokens.index[:, :2]), entered[:, :2]
-        batch = len(entered)
-        setup = RunSetup(torch.nn.Module(), Schedule((1, 2)), batch, draws)  # type: ignore[arg-type]
-        env = Env(batch, None, (), StageMemory(), "both")  # type: ignore[arg-type]
-        env.memory.store(("stagevar", 0), torch.full((batch, 1, 2), -7.0), Tokens(Stage(0, 1, 1, start=0, last=False)))
-        results.append(RepresentativeRows(range(1), 1, 0, Share(0.5), state=RunState(setup))([Doubling()], entered, tokens, env))  # type: ignore[list-item]
+        env = toy_env(torch.full((len(entered), 1, 2), -7.0), rng=ImageRng((1, 2)[rows], torch.device("cpu")))
+        results.append(RepresentativeRows(range(1), 0, Share(0.5))([Doubling()], entered, tokens, env))  # type: ignore[list-item]
     together, first, second = results
     assert torch.allclose(together[0], first[0])
     assert torch.allclose(together[1, :2], second[0])
@@ -368,25 +370,25 @@ def infinity(depth: int = 32, dim: int = 48) -> NextScaleModel:
     return on_meta(Infinity, config)
 
 
-def widths(plan: StagePlan, stage: Stage) -> list[int]:
+def ranks_of(plan: StagePlan, stage: Stage) -> list[int]:
     return [span.num_tokens(stage.cells) for span in plan.spans]
 
 
 ONE_MEGAPIXEL = infinity_schedule(1.0, "1M")
-RANKS_40 = [11, 30, 48, 60, 67, 58, 64, 80]  # as the authors' program ran them at alpha 0.70
+RANKS_40 = [11, 30, 48, 60, 67, 58, 64, 80]  # as the reference implementation ran them at alpha 0.70
 RANKS_48 = [13, 37, 58, 68, 80, 72, 80, 102]
 
 
-def test_ranks_of_the_released_program() -> None:
+def test_ranks_of_the_reference_implementation() -> None:
     plans = StageVAR(alphas={10: 0.7, 11: 0, 12: 0}).forecast(infinity(), ONE_MEGAPIXEL)
-    assert widths(plans[10], ONE_MEGAPIXEL[10]) == RANKS_40
+    assert ranks_of(plans[10], ONE_MEGAPIXEL[10]) == RANKS_40
     assert [plan.skip for plan in plans] == [False] * 11 + [True] * 2
     smaller = infinity_schedule(1.0, "0.60M")
     plans = StageVAR(guidance_off=10, alphas={10: 0.7, 11: 0.7}, as_released=True).forecast(infinity(), smaller)
-    assert [widths(plans[stage], smaller[stage]) for stage in (10, 11)] == [RANKS_40, RANKS_48]
+    assert [ranks_of(plans[stage], smaller[stage]) for stage in (10, 11)] == [RANKS_40, RANKS_48]
 
 
-def test_cache_lengths_of_the_released_program() -> None:
+def test_cache_lengths_of_the_reference_implementation() -> None:
     """Keys per layer after the 40 and 48 stages: 2521 of the dense stages, and one per projected row."""
     plans = StageVAR(guidance_off=10, alphas={10: 0.7, 11: 0.7}).forecast(infinity(), infinity_schedule(1.0, "0.60M"))
     lengths = [2521 + r40 + r48 for r40, r48 in zip(RANKS_40, RANKS_48, strict=True) for _ in range(4)]
@@ -405,7 +407,7 @@ def test_the_published_setting_of_infinity() -> None:
     assert [span.layers for span in plans[10].spans] == [range(first, first + 4) for first in range(0, 32, 4)]
     assert plans[9].spans == tuple(Remember(range(first, first + 4), first // 4) for first in range(0, 32, 4))
     assert all(plan == DENSE for plan in plans[:9])
-    kept = sum(widths(plans[10], ONE_MEGAPIXEL[10])) / 8 / 1600
+    kept = sum(ranks_of(plans[10], ONE_MEGAPIXEL[10])) / 8 / 1600
     assert kept == pytest.approx(0.177, abs=5e-4)
 
 
@@ -430,7 +432,7 @@ def test_all_aspect_ratios_take_the_side_with_the_nearest_number_of_tokens(templ
     for index in (10, 11, 12):
         nearest = min((40, 48, 64), key=lambda side: abs(side**2 - schedule[index].cells))
         assert [span.rank.ratio for span in plans[index].spans] == list(sides[nearest])
-        assert widths(plans[index], schedule[index]) == [int(ratio * schedule[index].cells) + 1 for ratio in sides[nearest]]
+        assert ranks_of(plans[index], schedule[index]) == [int(ratio * schedule[index].cells) + 1 for ratio in sides[nearest]]
 
 
 @pytest.mark.parametrize(
@@ -448,7 +450,7 @@ def test_the_published_setting_of_star_and_hart(model: NextScaleModel, groups: i
     assert not any(plan.skip for plan in plans)
     assert [span.layers for span in plans[13].spans] == [range(layer, layer + 1) for layer in range(groups)]
     ratios = rank_tables()["star" if isinstance(model, Star) else "hart"][0.96][64]
-    assert widths(plans[13], schedule[13]) == [int(ratio * 60) + 1 for ratio in ratios]  # of min(4096, width)
+    assert ranks_of(plans[13], schedule[13]) == [int(ratio * 60) + 1 for ratio in ratios]  # of min(4096, dim)
     assert len(plans[12].spans) == groups
     assert StageVAR(as_released=True).forecast(model, schedule) == plans
 
@@ -459,8 +461,8 @@ def test_shares_follow_the_tokens_that_are_there() -> None:
     assert Share(1.0).rows(7) == 7
     assert Share(0.9, most=3).rows(7) == 3
     ragged = Tokens(FOUR.stage, torch.zeros(3, 50, dtype=torch.long), torch.tensor([50, 4, 1]))
-    width, ranks = share.of(torch.zeros(3, 50, 2), ragged)
-    assert (width, ranks.tolist()) == (4, [4, 2, 1])
+    largest, ranks = share.of(torch.zeros(3, 50, 2), ragged)
+    assert (largest, ranks.tolist()) == (4, [4, 2, 1])
     assert share.of(torch.zeros(3, 50, 2), Tokens(FOUR.stage)) == (4, None)
 
 
@@ -476,9 +478,9 @@ def test_shares_on_the_device_are_those_of_the_host() -> None:
 def test_measured_ranks_forecast_what_is_assumed() -> None:
     energy = Energy(0.9, dim=30, assumed=0.5)
     assert [energy.rows(tokens) for tokens in (1, 10, 100)] == [1, 5, 15]
-    assert energy.drawn(100) == 30
+    assert energy.columns(100) == 30
     plans = StageVAR(ranks="measured").forecast(infinity(), ONE_MEGAPIXEL, kept=0.25)
-    assert widths(plans[10], ONE_MEGAPIXEL[10]) == [12] * 8
+    assert ranks_of(plans[10], ONE_MEGAPIXEL[10]) == [12] * 8
 
 
 # --- settings
@@ -529,11 +531,11 @@ def test_settings_are_values() -> None:
         (StageVAR(alphas={0: 0.96}), "stage 0 cannot run at low rank"),
         (StageVAR(alphas={0: 0, 1: 0.96}), "stage 1 cannot run at low rank"),
         (StageVAR(groups=4), "groups of 4 blocks: this model has 3"),
-        (StageVAR(ranks="table"), "no published ranks for Var with 3 groups .* Infinity with 8 groups"),
+        (StageVAR(ranks="table"), "no published ranks for Var with 3 groups .* infinity with 8 groups"),
         (StageVAR(alphas={3: 0.9}), "no published ranks"),
         (StageVAR(ranks=(0.2, 0.3)), "2 ratios for the 3 groups"),
         (StageVAR(ranks={2: (0.2, 0.3, 0.4)}), "stage 3 runs at low rank too"),
-        (StageVAR(as_released=True), "programs for Infinity, Star, Hart only, not for Var"),
+        (StageVAR(as_released=True), "reference implementations for infinity, star, hart only, not for Var"),
     ],
 )
 def test_what_does_not_fit_the_model_or_the_schedule_is_refused_before_anything_runs(method: StageVAR, message: str) -> None:
@@ -541,7 +543,7 @@ def test_what_does_not_fit_the_model_or_the_schedule_is_refused_before_anything_
     with pytest.raises(SettingError, match=message):
         method.forecast(pipe.model, tiny.schedule_of("var"))
     with pytest.raises(SettingError, match=message):
-        drawn("var", method=method, on_stage=lambda preview: pytest.fail("a stage has run"))
+        generated("var", method=method, on_stage=lambda preview: pytest.fail("a stage has run"))
 
 
 def test_an_alpha_without_a_table_names_those_that_there_are() -> None:
@@ -558,7 +560,7 @@ def test_an_alpha_without_a_table_names_those_that_there_are() -> None:
         (StageVAR(alphas={9: 0.96}, as_released=True), ONE_MEGAPIXEL, "sides 40, 48, 64 at low rank, not 32"),
     ],
 )
-def test_as_released_refuses_what_the_program_does_not_do(method: StageVAR, schedule: Schedule, message: str) -> None:
+def test_as_released_refuses_what_the_reference_implementation_does_not_do(method: StageVAR, schedule: Schedule, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         method.forecast(infinity(), schedule)
 
@@ -587,14 +589,17 @@ def test_as_released_star_and_hart_have_their_number_of_stages_or_settings_for_a
 def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
     """There the first row's tokens are looked up for all rows, which only fits where all rows run the same tokens."""
     model, schedule = on_meta(Star, StarConfig(1, 64, 4, (1, 2), 8, 4, 8, as_released=True)), Schedule((1, 2))
-    setup = RunSetup(model, schedule, 2, ImageRng([0, 1], torch.device("cpu")))
+
+    def setup(method: StageVAR, batch: int) -> RunSetup:
+        return RunSetup(model, schedule, batch, ImageRng([0, 1], torch.device("cpu")), method.forecast(model, schedule))
+
     for variant in ("representative", "least_squares", "svd", "svd_fixed"):
         method = StageVAR(variant=variant)  # type: ignore[arg-type]
-        method.start(replace(setup, batch=1))
+        method.start(setup(method, batch=1))
         with pytest.raises(SettingError, match="one image at a time"):
-            method.start(setup)
+            method.start(setup(method, batch=2))
     for method in (OFF, StageVAR(variant="vanilla"), StageVAR(variant="svd_approximation"), StageVAR(alphas={1: 0})):
-        method.start(setup)
+        method.start(setup(method, batch=2))
 
 
 def test_as_released_goes_by_sides_and_takes_first_positions() -> None:
@@ -622,7 +627,7 @@ def test_each_low_rank_stage_is_restored_from_the_stage_that_runs_before_it() ->
     assert {plan.num_tokens for plan in plans} == {None}  # what is remembered must be whole, and nothing reduces it
     approximated = StageVAR(alphas={3: 0.96}, variant="svd_approximation").forecast(model, schedule)
     assert [len(plan.spans) for plan in approximated] == [0, 0, 0, 3, 0, 0]
-    assert widths(approximated[3], schedule[3]) == [16] * 3
+    assert ranks_of(approximated[3], schedule[3]) == [16] * 3
     assert StageVAR(alphas={2: 0.96}, guidance_off=9, variant="vanilla").forecast(model, schedule) == (DENSE,) * 6
 
 
@@ -631,16 +636,16 @@ def test_each_low_rank_stage_is_restored_from_the_stage_that_runs_before_it() ->
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_everything_off_is_dense_bit_for_bit(family: str) -> None:
-    dense = drawn(family)
-    assert_same_bits(drawn(family, method=OFF), dense)
-    assert_same_bits(drawn(family, method=StageVAR(guidance_off=STAGES[family], alphas={last_stage(family): 1})), dense)
+    dense = generated(family)
+    assert_same_bits(generated(family, method=OFF), dense)
+    assert_same_bits(generated(family, method=StageVAR(guidance_off=STAGES[family], alphas={last_stage(family): 1})), dense)
     vanilla = StageVAR(guidance_off=99, alphas={last_stage(family): 0.5}, variant="vanilla")
-    assert_same_bits(drawn(family, method=vanilla), dense)
+    assert_same_bits(generated(family, method=vanilla), dense)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_remembering_changes_nothing_before_the_low_rank_stage(family: str) -> None:
-    dense, ours = drawn(family), drawn(family, method=StageVAR(guidance_off=99))
+    dense, ours = generated(family), generated(family, method=StageVAR(guidance_off=99))
     assert all(torch.equal(a, b) for a, b in zip(ours.codes[:-1], dense.codes[:-1], strict=True))
     assert not torch.equal(ours.codes[-1], dense.codes[-1])
 
@@ -651,8 +656,8 @@ def test_guidance_off_is_a_scale_of_zero(family: str, first: int) -> None:
     """Unconditional logits alone. Latents to rounding, since other numbers of rows round differently. HART's diffusion takes its
     variances from the first rows, which are the conditional ones while there are any."""
     stages = STAGES[family]
-    mixed = drawn(family, guidance=StageGuidance(values=(2.5,) * first + (0.0,) * (stages - first)))
-    off = drawn(family, guidance=StageGuidance(values=(2.5,) * stages), method=StageVAR(guidance_off=first, alphas=()))
+    mixed = generated(family, guidance=StageGuidance(values=(2.5,) * first + (0.0,) * (stages - first)))
+    off = generated(family, guidance=StageGuidance(values=(2.5,) * stages), method=StageVAR(guidance_off=first, alphas=()))
     assert [stage.rows for stage in off.report.stages] == [4] * first + [2] * (stages - first)
     assert_same_codes(off, mixed)
     assert family == "hart" or torch.allclose(off.pixels, mixed.pixels, atol=BATCH_TOLERANCE)
@@ -661,24 +666,24 @@ def test_guidance_off_is_a_scale_of_zero(family: str, first: int) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_without_guidance_the_conditional_rows_go_on(family: str) -> None:
     unguided = {"guidance": tiny.NO_GUIDANCE[family]}
-    assert_same_bits(drawn(family, method=StageVAR(guidance_off=1, alphas=()), **unguided), drawn(family, **unguided))
-    ours = drawn(family, method=StageVAR(), **unguided)
+    assert_same_bits(generated(family, method=StageVAR(guidance_off=1, alphas=()), **unguided), generated(family, **unguided))
+    ours = generated(family, method=StageVAR(), **unguided)
     assert [stage.rows for stage in ours.report.stages] == [2] * STAGES[family]
-    assert not torch.equal(ours.codes[-1], drawn(family, **unguided).codes[-1])
+    assert not torch.equal(ours.codes[-1], generated(family, **unguided).codes[-1])
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_last_stages_can_be_skipped(family: str) -> None:
     last = last_stage(family)
-    ours = drawn(family, method=StageVAR(guidance_off=99, alphas={last: 0, last - 1: 0}))
-    assert_same_bits(ours, drawn(family, method=SkipStages(2)))
+    ours = generated(family, method=StageVAR(guidance_off=99, alphas={last: 0, last - 1: 0}))
+    assert_same_bits(ours, generated(family, method=SkipStages(2)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_batch_is_its_images_alone(family: str, variant: Variant) -> None:
     method = StageVAR(variant=variant)
-    together = drawn(family, 3, method)
+    together = generated(family, 3, method)
     for image in (0, 2):
         single = alone(family, image, method)
         assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
@@ -687,10 +692,10 @@ def test_a_batch_is_its_images_alone(family: str, variant: Variant) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_variant_changes_the_low_rank_stage_and_no_other(family: str) -> None:
-    vanilla = drawn(family, method=StageVAR(variant="vanilla"))
+    vanilla = generated(family, method=StageVAR(variant="vanilla"))
     last = [vanilla.codes[-1]]
     for variant in VARIANTS[1:]:
-        ours = drawn(family, method=StageVAR(variant=variant))
+        ours = generated(family, method=StageVAR(variant=variant))
         assert all(torch.equal(a, b) for a, b in zip(ours.codes[:-1], vanilla.codes[:-1], strict=True))
         assert not any(torch.equal(ours.codes[-1], other) for other in last)
         assert ours.pixels.isfinite().all()
@@ -701,8 +706,8 @@ def test_every_variant_changes_the_low_rank_stage_and_no_other(family: str) -> N
 def test_measured_ranks_differ_between_images_and_a_batch_is_its_images_alone(family: str) -> None:
     last = last_stage(family)
     method = StageVAR(ranks="measured", alphas={last - 1: 0.9, last: 0.96})
-    together = drawn(family, 3, method, compute_mask=True)
-    shares = [kept.mean(dim=(1, 2)).tolist() for kept in together.compute_mask[-2:]]
+    together = generated(family, 3, method, compute_mask=True)
+    shares = [mask.mean(dim=(1, 2)).tolist() for mask in together.compute_mask[-2:]]
     assert any(len(set(row)) > 1 for row in shares)
     for image in range(3):
         single = alone(family, image, method)
@@ -711,17 +716,17 @@ def test_measured_ranks_differ_between_images_and_a_batch_is_its_images_alone(fa
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_guided_rows_of_one_image_share_the_draws(family: str) -> None:
+def test_guided_rows_of_one_image_share_the_noise(family: str) -> None:
     """With the prompt as its own negative both rows are the same, whatever the guidance."""
     method = StageVAR(guidance_off=99, ranks=0.3)
-    together = drawn(family, 2, method)
+    together = generated(family, 2, method)
     for image in range(2):
         single = alone(family, image, method)
         assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
     if family in tiny.TEXT_FAMILIES:
         prompts = tiny.prompts(family, 2)
-        same = drawn(family, method=method, negative=prompts)
-        once = drawn(family, method=method, guidance=tiny.NO_GUIDANCE[family])
+        same = generated(family, method=method, negative=prompts)
+        once = generated(family, method=method, guidance=tiny.NO_GUIDANCE[family])
         assert_same_codes(same, once)
 
 
@@ -740,10 +745,10 @@ def test_a_permuted_batch_permutes_the_images(family: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_seed_fixes_the_image(family: str) -> None:
-    assert_same_bits(drawn(family, method=StageVAR()), drawn(family, method=StageVAR()))
+    assert_same_bits(generated(family, method=StageVAR()), generated(family, method=StageVAR()))
 
 
-def test_another_seed_draws_other_representatives() -> None:
+def test_another_seed_samples_other_representatives() -> None:
     pipe = tiny.shared_pipeline("var")
     masks = [pipe([3], seed=seed, greedy=True, method=StageVAR(), compute_mask=True).compute_mask[-1] for seed in (1, 2)]
     assert not torch.equal(*masks)
@@ -753,7 +758,7 @@ def test_another_seed_draws_other_representatives() -> None:
 def test_images_that_are_not_square(family: str) -> None:
     schedule = Schedule([(1, 1), (2, 3), (4, 6), (6, 9)])
     method = StageVAR(alphas={2: 0.96, 3: 0.96}, ranks=0.3)
-    together = drawn(family, 2, method, size=schedule, compute_mask=True)
+    together = generated(family, 2, method, size=schedule, compute_mask=True)
     assert together.compute_mask[-1].shape == (2, *schedule.grid)
     single = alone(family, 1, method, size=schedule)
     assert all(torch.equal(a[1], b[0]) for a, b in zip(together.codes, single.codes, strict=True))
@@ -771,9 +776,9 @@ def test_half_precision(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_kept_is_the_share_of_groups_in_which_a_cell_was_a_representative(family: str) -> None:
-    output = drawn(family, method=StageVAR(ranks=0.3), compute_mask=True)
-    assert all((kept == 1).all() for kept in output.compute_mask[:-1])
+def test_the_compute_mask_is_the_share_of_groups_in_which_a_cell_was_a_representative(family: str) -> None:
+    output = generated(family, method=StageVAR(ranks=0.3), compute_mask=True)
+    assert all((mask == 1).all() for mask in output.compute_mask[:-1])
     last = output.compute_mask[-1].flatten(1)
     rows = Share(0.3).rows(last.shape[1])
     assert torch.allclose(last.sum(dim=1), torch.tensor(float(rows)))
@@ -782,21 +787,27 @@ def test_kept_is_the_share_of_groups_in_which_a_cell_was_a_representative(family
 
 
 @pytest.mark.parametrize(("variant", "share"), [("vanilla", 1), ("svd_approximation", 1), ("svd_fixed", 3 / 16), ("least_squares", 3 / 16)])
-def test_kept_without_representatives_is_the_share_of_rows(variant: Variant, share: float) -> None:
-    kept = drawn("var", method=StageVAR(variant=variant), compute_mask=True).compute_mask
-    assert all(torch.allclose(stage, torch.tensor(expected)) for stage, expected in zip(kept, (1.0, 1.0, 1.0, float(share)), strict=True))
+def test_the_compute_mask_without_representatives_is_the_share_of_rows(variant: Variant, share: float) -> None:
+    masks = generated("var", method=StageVAR(variant=variant), compute_mask=True).compute_mask
+    assert all(torch.allclose(stage, torch.tensor(expected)) for stage, expected in zip(masks, (1.0, 1.0, 1.0, float(share)), strict=True))
 
 
-def test_both_branches_count_for_what_is_kept() -> None:
-    """Three blocks ran cells 0 and 1 of the conditional row, and 1 and 3 of the other; one more ran three quarters of everything."""
-    model = torch.nn.Module()
-    model.blocks = [None] * 4  # type: ignore[assignment]
-    state = RunState(RunSetup(model, Schedule((1, 2)), 1, Given((0,), ((0,),)), compute_mask=True))  # type: ignore[arg-type]
-    rows = torch.zeros(2, 2, 5)
-    state.record(Tokens(FOUR.stage, torch.tensor([[0, 1], [1, 3]])), rows, blocks=3)
-    state.record(FOUR, torch.zeros(2, 4, 5), blocks=1, share=torch.tensor([0.5, 1.0]))
-    assert state.take().tolist() == [[(1.5 + 0.75) / 4, (3 + 0.75) / 4, 0.75 / 4, (1.5 + 0.75) / 4]]
-    assert state.take() is None
+def test_both_rows_of_an_image_count_in_the_compute_mask() -> None:
+    """Three sublayers ran cells 0 and 1 of the conditional row, and 1 and 3 of the other; one more ran three quarters of everything."""
+    computed = ComputedCells(1)
+    computed.add(Tokens(FOUR.stage, torch.tensor([[0, 1], [1, 3]])), torch.zeros(2, 2, 5), sublayers=3)
+    computed.add(FOUR, torch.zeros(2, 4, 5), sublayers=1, share=torch.tensor([0.5, 1.0]))
+    assert computed.take(4).tolist() == [[(1.5 + 0.75) / 4, (3 + 0.75) / 4, 0.75 / 4, (1.5 + 0.75) / 4]]
+    assert computed.take(4) is None
+
+
+@pytest.mark.parametrize(("kind", "share"), [(RepresentativeRows, None), (LeastSquaresRows, 0.5), (SingularRows, 0.5)])
+def test_a_span_reports_what_its_blocks_computed(kind: type[LowRank], share: float | None) -> None:
+    """Two rows of four tokens went through one block of one sublayer: those of cells 0 and 2, or half of each cell."""
+    env = toy_env(X, FOUR)
+    toy_span(kind)([Doubling()], X, FOUR, env)  # type: ignore[list-item]
+    assert env.computed is not None and env.computed.reported
+    assert env.computed.take(1).tolist() == [[1, 0, 1, 0] if share is None else [share] * 4]
 
 
 class CountingCache(DenseLayerCache):
@@ -812,7 +823,15 @@ class CountingCache(DenseLayerCache):
 
 @dataclass(frozen=True)
 class Counting(Method):
-    own_hooks = frozenset({"layer_cache"})
+    own_cache = True
+    caches: list[CountingCache]
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        return CountingRun(self.caches)
+
+
+@dataclass(frozen=True)
+class CountingRun(MethodRun):
     caches: list[CountingCache]
 
     def layer_cache(self, spec: Any, workspace: Any) -> CountingCache:
@@ -824,7 +843,7 @@ class Counting(Method):
 def test_projected_rows_are_what_the_cache_holds(family: str) -> None:
     caches: list[CountingCache] = []
     method = StageVAR(alphas={2: 0.96, 3: 0.96}, ranks=(0.1, 0.3, 0.5))
-    drawn(family, method=Combined((method, Counting(caches))))
+    generated(family, method=Combined((method, Counting(caches))))
     stages = tiny.schedule_of(family).stages
     text = tiny.HART_TEXT - 1 if family == "hart" else 0  # the last one is the first stage's cell
     for held, ratio in zip(caches, (0.1, 0.3, 0.5), strict=True):
@@ -837,16 +856,26 @@ def test_the_forecast_is_what_runs(variant: Variant) -> None:
     pipe, schedule = tiny.shared_pipeline("star"), tiny.schedule_of("star")
     method = StageVAR(variant=variant)
     plans: list[StagePlan] = []
-    drawn("star", method=method, on_stage=lambda preview: plans.append(preview.done.plan))
-    assert tuple(plans) == method.forecast(pipe.model, schedule)
-    assert len({*plans}) == len({*method.forecast(pipe.model, schedule)})
+    generated("star", method=method, on_stage=lambda preview: plans.append(preview.done.plan))
+    forecast = method.forecast(pipe.model, schedule, kept=ASSUMED_KEPT)
+    if variant == "svd":  # of which only the ranks were not known before
+        assert plans[:-1] == list(forecast[:-1])
+        assert plans[-1] != forecast[-1]
+        assert without_ranks(plans[-1]) == without_ranks(forecast[-1])
+    else:
+        assert tuple(plans) == forecast
+    assert len({*plans}) == len({*forecast})
+
+
+def without_ranks(plan: StagePlan) -> StagePlan:
+    return replace(plan, spans=tuple(replace(span, rank=Share(1.0)) for span in plan.spans))
 
 
 def test_a_measured_rank_is_known_once_it_has_run() -> None:
     plans: list[StagePlan] = []
-    output = drawn("var", 3, StageVAR(variant="svd"), compute_mask=True, on_stage=lambda preview: plans.append(preview.done.plan))
+    output = generated("var", 3, StageVAR(variant="svd"), compute_mask=True, on_stage=lambda preview: plans.append(preview.done.plan))
     ran = [span.num_tokens(16) for span in plans[-1].spans]
-    assert all(1 <= width < 16 for width in ran)
+    assert all(1 <= rank < 16 for rank in ran)
     assert sum(ran) / 48 >= float(output.compute_mask[-1].mean()) - 1e-6  # padding counts
 
 
@@ -855,11 +884,15 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
     maps: dict[int, Tensor] = {}
 
     class Looking(Method):
+        def start(self, setup: RunSetup) -> MethodRun:
+            return LookingRun()
+
+    class LookingRun(MethodRun):
         def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
             maps[tokens.stage.index] = out
             return out, tokens
 
-    output = drawn("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3), Looking())), compute_mask=True)
+    output = generated("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3), Looking())), compute_mask=True)
     small, large = maps[2], maps[3]  # logits [2, 9, V] and [2, 16, V]; STAR's head sees one token at a time
     untouched = output.compute_mask[3].flatten(1) == 0
     corners = torch.tensor([0, 3, 12, 15])  # an area resize from 3 to 4 leaves the corners as they are
@@ -874,61 +907,48 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
 # --- with other methods
 
 
-@dataclass(frozen=True)
-class SpansAt(Method):
+def spans_at(index: int) -> Planned:
     """Blocks run their own way at one stage, as FastVAR's do."""
-
-    stage: int
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return tuple(StagePlan(spans=(RunBlocks(range(1, 3)),)) if stage.index == self.stage else DENSE for stage in schedule)
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(spans=(RunBlocks(range(1, 3)),)) if stage.index == self.stage else DENSE
+    return Planned(lambda stage: StagePlan(spans=(RunBlocks(range(1, 3)),)) if stage.index == index else DENSE)
 
 
 @dataclass(frozen=True)
 class KeepAt(Method):
     """Keeps a share of each image's tokens at one stage, the same cells for all images."""
 
-    own_hooks = frozenset({"enter"})
+    reduces_stages = True
     stage: int
     shares: tuple[float, ...]
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return tuple(StagePlan(num_tokens=self.counts(stage)[1]) if stage.index == self.stage else DENSE for stage in schedule)
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return tuple(StagePlan(num_tokens=max(counts_of(self.shares, s))) if s.index == self.stage else DENSE for s in schedule)
 
-    def counts(self, stage: Stage) -> tuple[Tensor, int]:
-        counts = [max(1, round(share * stage.cells)) for share in self.shares]
-        return torch.tensor(counts), max(counts)
+    def start(self, setup: RunSetup) -> MethodRun:
+        return KeepAtRun(self)
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(num_tokens=self.counts(stage)[1]) if stage.index == self.stage else DENSE
+
+@dataclass(frozen=True)
+class KeepAtRun(MethodRun):
+    method: KeepAt
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if tokens.stage.index != self.stage:
-            return x, tokens
-        score = torch.rand(tokens.stage.cells, generator=torch.Generator().manual_seed(1)).expand(x.shape[0], -1)
-        counts, width = self.counts(tokens.stage)
-        ragged = len(set(counts.tolist())) > 1
-        selection, kept = tokens.top(score, counts.repeat(x.shape[0] // len(counts)) if ragged else width, width)
-        return Tokens(tokens.stage, selection).gather(x), kept
+        return top_tokens(x, tokens, self.method.shares) if tokens.stage.index == self.method.stage else (x, tokens)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_spans_of_others_at_low_rank_stages_and_before_are_refused(stage: int) -> None:
     pipe = tiny.shared_pipeline("infinity")
-    combined = Combined((StageVAR(), SpansAt(stage)))
+    combined = Combined((StageVAR(), spans_at(stage)))
     with pytest.raises(SettingError, match=f"at stage {stage} two spans run the same blocks"):
         combined.forecast(pipe.model, tiny.schedule_of("infinity"))
     with pytest.raises(SettingError, match="two spans"):
-        drawn("infinity", method=combined, on_stage=lambda preview: pytest.fail("a stage has run"))
+        generated("infinity", method=combined, on_stage=lambda preview: pytest.fail("a stage has run"))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_guidance_off_goes_with_spans_of_others(family: str) -> None:
     for method in (StageVAR(variant="vanilla"), StageVAR(alphas=())):
-        assert_same_bits(drawn(family, method=Combined((method, SpansAt(last_stage(family))))), drawn(family, method=method))
+        assert_same_bits(generated(family, method=Combined((method, spans_at(last_stage(family))))), generated(family, method=method))
 
 
 def test_a_method_that_reduces_the_stage_to_restore_from_is_refused() -> None:
@@ -948,7 +968,7 @@ def test_low_rank_inside_a_reduced_stage(family: str, variant: Variant) -> None:
     """Images that keep different numbers of tokens equal those images alone; the rank is a share of what is kept."""
     last = last_stage(family)
     method = StageVAR(variant=variant)
-    together = drawn(family, 2, Combined((KeepAt(last, SHARES), method)), greedy=True, compute_mask=True)
+    together = generated(family, 2, Combined((KeepAt(last, SHARES), method)), greedy=True, compute_mask=True)
     for image, share in enumerate(SHARES):
         single = alone(family, image, Combined((KeepAt(last, (share,)), method)), greedy=True)
         assert all(torch.equal(a[image], b[0]) for a, b in zip(together.codes[:-1], single.codes[:-1], strict=True))
@@ -959,13 +979,14 @@ def test_low_rank_inside_a_reduced_stage(family: str, variant: Variant) -> None:
 
 
 def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
-    @dataclass(frozen=True)
-    class SkipTwo(Method):
-        def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-            return StagePlan(skip=stage.index == 2)
+    skipping = Planned(lambda stage: StagePlan(skip=stage.index == 2))
+    with pytest.raises(SettingError, match="at stage 3 the span .* needs what stage 2 computes, and another method skips that stage"):
+        generated("star", method=Combined((skipping, StageVAR())), on_stage=lambda preview: pytest.fail("a stage has run"))
 
+
+def test_a_stage_that_a_run_skips_unannounced_is_named_where_it_is_missed() -> None:
     with pytest.raises(SettingError, match="stage 3 cannot be restored: another method skipped"):
-        drawn("star", method=Combined((SkipTwo(), StageVAR())))
+        generated("star", method=Combined((SkipUnannounced(2), StageVAR())))
 
 
 # --- names
@@ -980,11 +1001,11 @@ def test_settings_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_method("stagevar:ranks=measured,alphas=[(3,0.9)]") == StageVAR(ranks="measured", alphas={3: 0.9})
 
 
-# --- replaying stored draws
+# --- replaying stored noise
 
 
-def test_the_draws_of_a_method_can_be_replayed() -> None:
-    """The i-th pair of draws belongs to the i-th group of the low-rank stages in order."""
+def test_the_noise_of_a_method_can_be_replayed() -> None:
+    """The i-th pair belongs to the i-th group of the low-rank stages in order."""
 
     class Replayed:
         def __init__(self) -> None:
@@ -1001,11 +1022,11 @@ def test_the_draws_of_a_method_can_be_replayed() -> None:
         def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
             raise AssertionError("not needed")
 
-    draws = Replayed()
+    noise = Replayed()
     pipe = tiny.shared_pipeline("infinity")
-    kept = pipe(tiny.prompts("infinity", 2), seed=draws, greedy=True, method=StageVAR(ranks=0.2), compute_mask=True).compute_mask[-1]
-    assert draws.asked == [("exponential", (2, 12)), ("normal", (2, 12, 3))] * 3
-    assert (kept.flatten(1)[:, :3] > 0).all()
+    mask = pipe(tiny.prompts("infinity", 2), seed=noise, greedy=True, method=StageVAR(ranks=0.2), compute_mask=True).compute_mask[-1]
+    assert noise.asked == [("exponential", (2, 12)), ("normal", (2, 12, 3))] * 3
+    assert (mask.flatten(1)[:, :3] > 0).all()
 
 
 # --- measuring
@@ -1021,23 +1042,25 @@ def test_ranks_are_measured_with_one_call_and_can_be_used(family: str) -> None:
     for few, many in zip(measured[0.6].values(), measured[0.96].values(), strict=True):
         assert len(few) == len(many) == 3
         assert all(0 < a < b <= 1 for a, b in zip(few, many, strict=True))
-    drawn(family, method=StageVAR(ranks=measured[0.96]))
+    generated(family, method=StageVAR(ranks=measured[0.96]))
 
 
 def test_measured_ratios_are_the_mean_over_prompts_of_ranks_over_tokens() -> None:
     pipe = tiny.shared_pipeline("var")
     inputs: list[Tensor] = []
 
-    class Looking(Method):
-        def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-            return StagePlan(taps=(0, 2), cfg_branches="uncond" if stage.index >= 2 else "both")
+    class Looking(Planned):
+        def start(self, setup: RunSetup) -> MethodRun:
+            return LookingRun()
 
+    class LookingRun(MethodRun):
         def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
             if tokens.stage.index == 3:
                 inputs.append(before)
 
     for image in range(2):
-        pipe([3, 7][image], seed=4 + image, method=Looking())
+        method = Looking(lambda stage: StagePlan(taps=(0, 2), cfg_branches="uncond" if stage.index >= 2 else "both"))
+        pipe([3, 7][image], seed=4 + image, method=method)
     ranks = [int(energy_ranks(singular_energies(x), 0.9)) for x in inputs]  # image 0 group 0, image 0 group 1, ...
     expected = tuple((ranks[group] + ranks[group + 2]) / 2 / 16 for group in range(2))
     assert measure_ranks(pipe, [3, 7], (0.9,), StageVAR(groups=2), stages=[3], seed=4) == {0.9: {3: pytest.approx(expected)}}

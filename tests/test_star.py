@@ -1,4 +1,4 @@
-"""STAR: the refiner's rounds, the row of text that the released program reads, and guidance by the empty text."""
+"""STAR: the refiner's rounds, the row of text that the reference implementation reads, and guidance by the empty prompt."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def test_a_board_has_as_many_cells_to_settle_as_an_image_has_tokens() -> None:
     assert Board(ragged, 2, torch.device("cpu")).cells.tolist() == [2, 1]
 
 
-class RecordedBoard(Board):
+class WatchedBoard(Board):
     """Keeps what was settled after every call."""
 
-    boards: list[RecordedBoard]
+    boards: list[WatchedBoard]
 
     def __init__(self, tokens: Tokens, batch: int, device: torch.device) -> None:
         super().__init__(tokens, batch, device)
@@ -124,14 +124,14 @@ class RecordedBoard(Board):
 
 
 @pytest.fixture
-def boards(monkeypatch: pytest.MonkeyPatch) -> list[RecordedBoard]:
-    RecordedBoard.boards = []
-    monkeypatch.setattr("nextscale.models.refiner.Board", RecordedBoard)
-    return RecordedBoard.boards
+def boards(monkeypatch: pytest.MonkeyPatch) -> list[WatchedBoard]:
+    WatchedBoard.boards = []
+    monkeypatch.setattr("nextscale.models.refiner.Board", WatchedBoard)
+    return WatchedBoard.boards
 
 
 @pytest.mark.parametrize("chosen", [{}, {"greedy": True}, {"top_k": 1}], ids=["drawn", "greedy", "all equally certain"])
-def test_every_cell_is_settled_once(boards: list[RecordedBoard], chosen: dict[str, Any]) -> None:
+def test_every_cell_is_settled_once(boards: list[WatchedBoard], chosen: dict[str, Any]) -> None:
     output = drawn(**chosen)
     assert [board.tokens.stage for board in boards] == REFINED
     for board in boards:
@@ -145,8 +145,8 @@ def test_every_cell_is_settled_once(boards: list[RecordedBoard], chosen: dict[st
         assert torch.equal(numbers, output.codes[board.tokens.stage.index])
 
 
-def test_drafted_rounds_settle_twice(boards: list[RecordedBoard]) -> None:
-    """First the most certain of all cells, those already settled included; then so many that are not, while there are any."""
+def test_drafted_rounds_settle_twice(boards: list[WatchedBoard]) -> None:
+    """First the most certain of all cells, those already settled included; then as many that are not, while there are any."""
     drawn()
     for board, rounds, drafted in zip(boards, tiny.REFINEMENT.rounds, tiny.REFINEMENT.drafted, strict=True):
         counts = cells_per_round(rounds, torch.tensor(board.tokens.stage.cells)).tolist()
@@ -160,7 +160,7 @@ def test_drafted_rounds_settle_twice(boards: list[RecordedBoard]) -> None:
             left = left - torch.tensor(newly)
 
 
-def test_only_the_kept_tokens_are_settled(boards: list[RecordedBoard]) -> None:
+def test_only_the_kept_tokens_are_settled(boards: list[WatchedBoard]) -> None:
     shares = (0.3, 0.9)
     drawn(method=KeepShare(shares))
     for board in boards:
@@ -170,7 +170,7 @@ def test_only_the_kept_tokens_are_settled(boards: list[RecordedBoard]) -> None:
         assert settled.sum(dim=1).tolist() == [max(1, round(share * board.tokens.stage.cells)) for share in shares]
 
 
-def test_stages_beyond_the_listed_rounds_repeat_the_last_entry(boards: list[RecordedBoard]) -> None:
+def test_stages_beyond_the_listed_rounds_repeat_the_last_entry(boards: list[WatchedBoard]) -> None:
     drawn(refine=Refinement(first_stage=1, rounds=(3, 2), drafted=(1, 0), random=1))
     assert [board.tokens.stage.index for board in boards] == [1, 2, 3]
     assert [len(board.counts) for board in boards] == [3 + 1, 2, 2]
@@ -179,8 +179,8 @@ def test_stages_beyond_the_listed_rounds_repeat_the_last_entry(boards: list[Reco
 # --- the refiner
 
 
-class RecordedRefiner:
-    """What the refiner was told in every round, and what it said."""
+class WatchedRefiner:
+    """What the refiner was given in every round, and what it returned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known: list[Tensor] = []
@@ -188,73 +188,73 @@ class RecordedRefiner:
         self.logits: list[Tensor] = []
         forward = Refiner.forward
 
-        def recording(refiner: Refiner, x: Tensor, known: Tensor, tokens: Tokens, env: Any) -> Tensor:
+        def watched(refiner: Refiner, x: Tensor, known: Tensor, tokens: Tokens, env: Any) -> Tensor:
             self.known.append(known)
             self.stages.append(tokens.stage.index)
             self.logits.append(forward(refiner, x, known, tokens, env))
             return self.logits[-1]
 
-        monkeypatch.setattr(Refiner, "forward", recording)
+        monkeypatch.setattr(Refiner, "forward", watched)
 
 
 def test_the_refiner_runs_in_the_rounds_that_are_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = RecordedRefiner(monkeypatch)
+    seen = WatchedRefiner(monkeypatch)
     drawn()
-    assert recorded.stages == [2] * (4 - 2) + [3] * 5
+    assert seen.stages == [2] * (4 - 2) + [3] * 5
 
 
-def test_the_refiner_sees_what_is_settled_and_zero_elsewhere(monkeypatch: pytest.MonkeyPatch, boards: list[RecordedBoard]) -> None:
-    recorded = RecordedRefiner(monkeypatch)
+def test_the_refiner_sees_what_is_settled_and_zero_elsewhere(monkeypatch: pytest.MonkeyPatch, boards: list[WatchedBoard]) -> None:
+    seen = WatchedRefiner(monkeypatch)
     drawn(refine=replace(tiny.REFINEMENT, first_stage=3, rounds=(5,), drafted=(0,)))
     (board,) = boards
     codebook = tiny.shared_pipeline("star_refined").tokenizer.codebook
-    assert len(recorded.known) == 5
-    for known, (numbers, settled) in zip(recorded.known, board.history[:-1], strict=True):
+    assert len(seen.known) == 5
+    for known, (numbers, settled) in zip(seen.known, board.history[:-1], strict=True):
         assert torch.equal(known, codebook[numbers] * settled[..., None])
-    assert (recorded.known[0] == 0).all() and (recorded.known[-1] != 0).any()
+    assert (seen.known[0] == 0).all() and (seen.known[-1] != 0).any()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_refiner_is_guided_in_full_at_every_stage(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """A ramp of strength 4 is 1 + 4 at the last stage; before it, the main model's logits are guided by less."""
-    recorded = RecordedRefiner(monkeypatch)
+    seen = WatchedRefiner(monkeypatch)
     output = drawn(refine=Refinement(first_stage=stage, rounds=(1,), drafted=(0,)), greedy=True)
-    cond, uncond = recorded.logits[0].chunk(2)
+    cond, uncond = seen.logits[0].chunk(2)
     assert torch.equal(output.codes[stage], (5 * cond - 4 * uncond).argmax(-1))
     weaker = 1 + 4 * 1 / 3
     assert not torch.equal(output.codes[stage], (weaker * cond + (1 - weaker) * uncond).argmax(-1))
 
 
 def test_a_list_of_scales_guides_the_refiner_by_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = RecordedRefiner(monkeypatch)
+    seen = WatchedRefiner(monkeypatch)
     refine = Refinement(first_stage=2, rounds=(1,), drafted=(0,))
     output = drawn(refine=refine, greedy=True, guidance=[1.0, 1.0, 9.0, 3.0, 7.0])
-    cond, uncond = recorded.logits[0].chunk(2)
+    cond, uncond = seen.logits[0].chunk(2)
     assert torch.equal(output.codes[2], (3 * cond - 2 * uncond).argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 30.0])
 def test_temperature_and_filters_act_on_the_refiner(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     """In one round every cell takes a code that the filters leave of the refiner's logits; heat lets in more of them."""
-    recorded = RecordedRefiner(monkeypatch)
+    seen = WatchedRefiner(monkeypatch)
     refine = Refinement(first_stage=3, rounds=(1,), drafted=(0,))
     (codes,) = drawn(refine=refine, top_p=0.5, temperature=temperature, guidance=0).codes[3:]
 
     def possible(at_temperature: float) -> Tensor:
-        return filter_logits(recorded.logits[0] / at_temperature, 30, 0.5).isfinite().gather(-1, codes[..., None])
+        return filter_logits(seen.logits[0] / at_temperature, 30, 0.5).isfinite().gather(-1, codes[..., None])
 
     assert possible(temperature).all()
     assert possible(1.0).all() == (temperature == 1.0)
 
 
 def test_the_refiner_reads_the_pooled_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = RecordedRefiner(monkeypatch)
+    seen = WatchedRefiner(monkeypatch)
     pipeline = tiny.fresh_pipeline("star_refined")
     codes = drawn().codes
     for factor in (1.0, 0.0):
         pipeline.model.refiner.text_proj.weight.mul_(factor)
         pipeline(tiny.prompts("star_refined", 2), seed=11, revise=lambda stage, _: codes[stage.index])
-    before, after = recorded.logits[7], recorded.logits[14]  # the seven rounds of a request, after those of `drawn`
+    before, after = seen.logits[7], seen.logits[14]  # the seven rounds of a request, after those of `drawn`
     assert (before - after).abs().max() > 1e-2
 
 
@@ -351,7 +351,7 @@ def test_as_released_the_first_image_is_the_one_drawn_alone() -> None:
 
 def test_as_released_rows_may_leave() -> None:
     pipeline, text, scales = star_pipeline(as_released=True), tiny.prompts("star", 2), one_from("star", 2)
-    both, dropped = (pipeline(text, seed=5, guidance=scales, method=keeping(branches, 2)) for branches in ("both", "cond"))
+    both, dropped = (pipeline(text, seed=5, guidance=scales, method=keeping(cfg_branches, 2)) for cfg_branches in ("both", "cond"))
     assert dropped.report.stages[-1].rows == 2
     tiny.assert_close("star", both, dropped)
 
@@ -394,7 +394,7 @@ def test_the_first_token_is_the_pooled_text() -> None:
     assert cond.head is None and cond.prefix is None and not cond.modulation
 
 
-# --- the empty text
+# --- the empty prompt
 
 
 def without_encoder() -> Pipeline:
@@ -409,11 +409,13 @@ def without_encoder() -> Pipeline:
 
 def test_guidance_needs_the_empty_text_or_something_else_to_steer_away_from() -> None:
     pipeline, text = without_encoder(), tiny.prompts("star", 2)
-    with pytest.raises(TextEncoderUnavailable, match=r"guidance reads the empty text.*negative=<its features>.*nobody/encoder is not here"):
+    with pytest.raises(
+        TextEncoderUnavailable, match=r"guidance reads the empty prompt.*negative=<its features>.*nobody/encoder is not here"
+    ):
         pipeline(text, seed=11)
     tiny.assert_same_bits(pipeline(text, seed=11, negative=tiny.shared_pipeline("star").reader.empty()), drawn("star"))
     tiny.assert_same_bits(pipeline(text, seed=11, guidance=0), drawn("star", guidance=0))
-    with pytest.raises(PromptError, match="guidance of STAR needs the features of an empty text"):
+    with pytest.raises(PromptError, match="guidance of STAR needs the features of an empty prompt"):
         pipeline.model.condition(text, True, SCHEDULE)
 
 

@@ -78,7 +78,7 @@ def test_features_move() -> None:
 
 
 def padded_features(prompts: int = 3) -> TextFeatures:
-    """Rows of four tokens, pooled vectors of their own width, and i + 1 real tokens in prompt i."""
+    """Rows of four tokens, pooled vectors of their own size, and i + 1 real tokens in prompt i."""
     mask = torch.arange(4) <= torch.arange(prompts)[:, None]
     return TextFeatures(torch.randn(prompts, 4, 8).unbind(0), torch.randn(prompts, 5), mask)
 
@@ -165,8 +165,8 @@ def test_joined_prompts_are_the_request_again(features: TextFeatures) -> None:
     [
         (TextFeatures((torch.zeros(4, 8),), mask=torch.ones(1, 4, dtype=torch.bool)), "1 of 2 text features have `pooled`"),
         (TextFeatures((torch.zeros(4, 8),), torch.zeros(1, 5)), "1 of 2 text features have `mask`"),
-        (TextFeatures((torch.zeros(4, 8),), torch.zeros(1, 6), torch.ones(1, 4, dtype=torch.bool)), r"`pooled` of widths \[5, 6\]"),
-        (TextFeatures((torch.zeros(3, 8),), torch.zeros(1, 5), torch.ones(1, 3, dtype=torch.bool)), r"`mask` of widths \[3, 4\]"),
+        (TextFeatures((torch.zeros(4, 8),), torch.zeros(1, 6), torch.ones(1, 4, dtype=torch.bool)), r"`pooled` of sizes \[5, 6\]"),
+        (TextFeatures((torch.zeros(3, 8),), torch.zeros(1, 5), torch.ones(1, 3, dtype=torch.bool)), r"`mask` of sizes \[3, 4\]"),
         (TextFeatures((torch.zeros(4, 9),), torch.zeros(1, 5), torch.ones(1, 4, dtype=torch.bool)), r"\[8, 9\] channels"),
     ],
 )

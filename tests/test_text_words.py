@@ -15,7 +15,7 @@ from torch import Tensor
 
 import nextscale.lab.train.words as training
 from nextscale.errors import CheckpointError, PromptError, SettingError, TextEncoderUnavailable
-from nextscale.lab.train.data import Record
+from nextscale.lab.shards import Record
 from nextscale.lab.train.words import SentenceModel, build_vocabulary, common_parts, distil_vectors, make_word_encoder
 from nextscale.loading.random_weights import fill_random
 from nextscale.models import InfinityConfig

@@ -18,11 +18,11 @@ import nextscale
 from nextscale.checkpoints import write_weights
 from nextscale.cli import app
 from nextscale.cli import train as commands
-from nextscale.lab.train.data import CAPTIONS, Record
-from nextscale.lab.train.model import initialise
+from nextscale.lab.shards import CAPTIONS, Record
 from nextscale.lab.train.model_settings import ModelTraining
+from nextscale.lab.train.model_trainer import initialise
 from nextscale.lab.train.settings import changed
-from nextscale.lab.train.tokenizer import TokenizerTraining
+from nextscale.lab.train.tokenizer_settings import TokenizerTraining
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.models import Infinity
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
@@ -147,7 +147,8 @@ def test_curves_of_both_runs(folder: Path) -> None:
     pytest.importorskip("matplotlib")
     succeed("train", "curve", "runs/small", "runs/small-model", "--out", "curve.svg")
     assert "<svg" in (folder / "curve.svg").read_text()[:500]
-    assert "holds no curve.jsonl" in refused("train", "curve", "nowhere")
+    assert "--force" in refused("train", "curve", "runs/small", "--out", "curve.svg")
+    assert "holds no curve.jsonl" in refused("train", "curve", "nowhere", "--force")
 
 
 # --- refusals, before pictures are read
@@ -159,14 +160,14 @@ def test_curves_of_both_runs(folder: Path) -> None:
         ("tokenizer", (), ("--steps",), "--minutes or --steps"),
         ("tokenizer", ("--minutes", 1), (), "--minutes or --steps"),
         ("tokenizer", (), ("--data",), "Missing option '--data'"),
-        ("tokenizer", ("--sides", "40"), ("--sides",), "side 40: at 8 pixels per token choose"),
-        ("tokenizer", ("--sides", "big"), ("--sides",), "--sides 'big': expected whole numbers"),
-        ("tokenizer", ("--sides", "16,32,64"), ("--sides",), "one or two sizes"),
+        ("tokenizer", ("--size", "40"), ("--size",), "side 40: at 8 pixels per token choose"),
+        ("tokenizer", ("--size", "big"), ("--size",), "--size"),
+        ("tokenizer", ("--size", "16", "--size", "32", "--size", "64"), ("--size",), "one or two sizes"),
         ("tokenizer", ("--set", "lpips=0.5", "--metrics", "nowhere"), (), "the metric network"),
         ("tokenizer", ("--set", "tokenizer.channels=20"), (), "no tokenizer can be built"),
         ("tokenizer", ("--set", "speed=1"), (), "there is no 'speed' here"),
         ("tokenizer", ("--device", "gpu"), (), "choose cpu, cuda"),
-        ("tokenizer", ("--held-out", "train.tar"), ("--held-out",), "train.tar is both learnt from and held out"),
+        ("tokenizer", ("--held-out", "train.tar"), ("--held-out",), "train.tar is in --data and in --held-out"),
         ("model", ("--words", "nowhere"), ("--words",), "nowhere"),
         ("model", ("--set-tokenizer", "bits=8"), (), "mis-shaped"),
         ("model", ("--set", "model.bits_per_token=8"), (), "tokenizer has 4 bits per token, the model 8"),
@@ -190,6 +191,7 @@ def test_missing_and_damaged_shards_are_named(folder: Path) -> None:
         assert f"{name} cannot be read as a tar file" in refused(*trial("tokenizer", "--held-out", name, "--device", "cpu"))
     words = ("train", "words", "--data", "train.tar", "--sentence-model", "x", "--out", "no/words.safetensors")
     assert "in a folder that exists" in refused(*words)
+    assert "not overwriting words.safetensors" in refused(*words[:-1], "words.safetensors")
     assert not (folder / "runs/refused").exists()
 
 
@@ -197,7 +199,7 @@ def test_missing_and_damaged_shards_are_named(folder: Path) -> None:
 
 
 def bundle(model: str, tokenizer: str, words: str) -> list[object]:
-    return ["train", "bundle", "--model", model, "--tokenizer", tokenizer, "--words", words, "--out", "refused"]
+    return ["train", "bundle", "--weights", model, "--tokenizer", tokenizer, "--words", words, "--out", "refused"]
 
 
 def test_a_bundle_of_another_layout_is_refused(folder: Path) -> None:
@@ -218,6 +220,7 @@ def test_a_bundle_of_nanos_layout_is_written(folder: Path) -> None:
     assert not (folder / "refused").exists()
     tiny_words().save(folder / "runs/model/words.safetensors")
     assert "MB: nano" in succeed(*next(command for command in COMMANDS if command[1] == "bundle")).stdout
+    assert "--force" in refused(*next(command for command in COMMANDS if command[1] == "bundle"))
     assert sorted(file.name for file in (folder / "nano").iterdir()) == ["model.safetensors", "tokenizer.safetensors", "words.safetensors"]
     scope: dict[str, object] = {"nextscale": nextscale}
     exec(CODE[0], scope)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from nextscale.lab.train.data import CAPTIONS, DataError, Pictures, Record, fingerprint, read_pictures, read_shard
+from nextscale.lab.shards import CAPTIONS, DataError, Record, read_shard
+from nextscale.lab.train.data import Pictures, fingerprint, read_pictures
 
 
 def picture(size: tuple[int, int] = (16, 16), mode: str = "RGB", color: Any = "red", kind: str = "PNG") -> bytes:
@@ -69,17 +70,17 @@ def test_transparent_becomes_white(tmp_path: Path) -> None:
     ("members", "message"),
     [
         ({"fox.png": picture()}, "holds no captions.jsonl"),
-        ({CAPTIONS: lines(FOX, FOX | {"file": "owl.png"}), "fox.png": picture()}, "lacks 1 pictures .* such as owl.png"),
+        ({CAPTIONS: lines(FOX, FOX | {"file": "owl.png"}), "fox.png": picture()}, "lacks 1 images .* such as 'owl.png'"),
         ({CAPTIONS: b""}, "no pictures"),
-        ({CAPTIONS: b"{"}, "no record with a file and a caption"),
-        ({CAPTIONS: b"\xff"}, "no record with a file and a caption"),
-        ({CAPTIONS: lines(["fox.png", "a fox"])}, "is no object"),
-        ({CAPTIONS: lines({"file": "fox.png"})}, "lacks its file or its caption"),
-        ({CAPTIONS: lines({"caption": "a fox"})}, "lacks its file or its caption"),
-        ({CAPTIONS: lines(FOX | {"caption": " "})}, "lacks its file or its caption"),
-        ({CAPTIONS: lines(FOX | {"caption": 3})}, "caption is 3: expected texts"),
-        ({CAPTIONS: lines(FOX | {"file": ["fox.png"]})}, "expected texts"),
-        ({CAPTIONS: lines(FOX | {"keywords": "bird"})}, "a list of them as keywords"),
+        ({CAPTIONS: b"\n{"}, "captions.jsonl of .*, line 2 is no JSON"),
+        ({CAPTIONS: b"\xff"}, "is not UTF-8"),
+        ({CAPTIONS: lines(["fox.png", "a fox"])}, "line 1: expected an object with a caption"),
+        ({CAPTIONS: lines({"file": "fox.png"})}, "expected an object with a caption"),
+        ({CAPTIONS: lines({"caption": "a fox"})}, "lacks 1 images .* such as ''"),
+        ({CAPTIONS: lines(FOX | {"caption": " "})}, "a string that is not empty"),
+        ({CAPTIONS: lines(FOX | {"caption": 3})}, "expected an object with a caption"),
+        ({CAPTIONS: lines(FOX | {"file": ["fox.png"]})}, r"file is \['fox.png'\]; expected a string"),
+        ({CAPTIONS: lines(FOX | {"keywords": "bird"})}, "keywords is 'bird'; expected a list"),
         ({CAPTIONS: lines(FOX), "fox.png": b"not a picture"}, "fox.png is no picture"),
         ({CAPTIONS: lines(FOX), "fox.png": picture()[:40]}, "fox.png is no picture"),
         ({CAPTIONS: lines(FOX), "fox.png": picture((16, 20))}, "16x20 pixels; expected a square"),

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.guidance import ConstantGuidance
+from nextscale.lab.shards import Record
 from nextscale.lab.train.captions import caption_variants, style_templates
-from nextscale.lab.train.data import Pictures, Record
+from nextscale.lab.train.data import Pictures
+from nextscale.lab.train.encoded import Captions, Features
 from nextscale.lab.train.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
-from nextscale.lab.train.model import Captions, Features, ModelTrainer, initialise, train_model
+from nextscale.lab.train.model import train_model
 from nextscale.lab.train.model_settings import Batch, ModelTraining, Phase
+from nextscale.lab.train.model_trainer import ModelTrainer, initialise
 from nextscale.lab.train.run import CURVE, STATE, Budget, Run
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
@@ -240,7 +243,7 @@ def test_captions_vary_in_wording_but_keep_the_subject() -> None:
         ({"model": replace(TINY, depth=0)}, r"model\.depth is 0"),
         ({"model": replace(TINY, heads=3)}, "has 3 heads"),
         ({"model": replace(TINY, text_channels=64)}, "expected 128 channels or more"),
-        ({"model": replace(TINY, dim=64, text_channels=384)}, "with 3 heads; .* divides the width"),
+        ({"model": replace(TINY, dim=64, text_channels=384)}, "with 3 heads; .* divides the dim"),
         ({"model": replace(TINY, chunks=3)}, "3 chunks"),
         ({"model": replace(TINY, level_every_chunk=True)}, "level_every_chunk"),
     ],
@@ -265,7 +268,7 @@ def test_bad_settings_are_refused(change: dict[str, object], message: str) -> No
 def test_parts_that_do_not_fit_are_refused_before_anything_is_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("nextscale.lab.train.model._encoded", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("nextscale.lab.train.encoded._encoded", lambda *_: pytest.fail("encoded"))
     data = {SIDE: pictures()}
     with pytest.raises(SettingError, match=message):
         train_model(replace(SETTINGS, **change), tiny_words(), tiny_tokenizer(), data, data, tmp_path / "run", Budget(steps=1), CPU)

@@ -15,11 +15,14 @@ from torch import Tensor
 from nextscale.errors import SettingError
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.pixels import psnr
-from nextscale.lab.train.data import Pictures, Record
+from nextscale.lab.shards import Record
+from nextscale.lab.train.data import Pictures
 from nextscale.lab.train.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
 from nextscale.lab.train.run import Budget, Run
-from nextscale.lab.train.tokenizer import TokenizerTrainer, TokenizerTraining, square_schedule, train_tokenizer
+from nextscale.lab.train.tokenizer import train_tokenizer
 from nextscale.lab.train.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
+from nextscale.lab.train.tokenizer_settings import TokenizerTraining, square_schedule
+from nextscale.lab.train.tokenizer_trainer import TokenizerTrainer
 from nextscale.loading.load import load_module
 from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
@@ -43,7 +46,7 @@ def pictures(side: int, count: int = 6, seed: int = 0) -> Pictures:
 
 def tiny_lpips() -> Lpips:
     torch.manual_seed(1)
-    network = Lpips(widths=(4, 6, 5, 3, 3))
+    network = Lpips(channels=(4, 6, 5, 3, 3))
     for head in network.lin:
         head.weight.abs_()
     return network

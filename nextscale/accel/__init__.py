@@ -2,11 +2,11 @@
 
 from .combine import Combined
 from .fastvar import FastVAR
-from .method import DENSE, Method, RunSetup, Span, StagePlan
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
 from .skip import SkipStages
 from .sparsevar import SparseVAR
-from .stagevar import StageVAR, measure_ranks
+from .stagevar import StageVAR
 from .tome import ToMe
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "FastVAR",
     "Method",
     "MethodLike",
+    "MethodRun",
+    "Plans",
     "RunSetup",
     "SkipStages",
     "Span",
@@ -23,6 +25,5 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
-    "measure_ranks",
     "resolve_method",
 ]

@@ -1,9 +1,9 @@
-"""Several methods at once: plans are merged, and every method sees what the ones before it have left."""
+"""Several methods at once: their plans are merged, and every method sees the tokens that the ones before it have kept."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
-from .method import Method, RunSetup, StagePlan
+from .method import Method, MethodRun, Plans, RunSetup, StagePlan
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
+    """Returns the plans of several methods for a stage in one; conflicts raise SettingError."""
     try:
         return reduce(StagePlan.merge, plans)
     except ValueError as error:
@@ -27,15 +28,15 @@ def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
 
 
 def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None:
-    """The stage whose spans have stored `name` last when `stage` runs; None if none has."""
+    """Returns the last stage before `stage` whose spans store `name`; None if there is none."""
     return next((earlier for earlier in reversed(range(stage)) if name in plans[earlier].stores), None)
 
 
 def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -> None:
-    """SettingError unless the spans of a method, planned `alone`, read the same stages when all methods run together."""
+    """Raises SettingError unless the spans of a method, planned `alone`, read the same stages when all methods run together."""
     for stage, plan in enumerate(alone):
         for span in () if together[stage].skip else plan.spans:
-            for name in getattr(span, "needs", ()):
+            for name in span.needs:
                 expected, found = source(alone, stage, name), source(together, stage, name)
                 if found is not None and expected in (None, found):
                     continue
@@ -53,11 +54,20 @@ def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -
 
 @dataclass(frozen=True)
 class Combined(Method):
-    """What can be combined is: leaving out stages or a guidance branch with anything, one method that reduces whole stages with spans
-    of another inside. Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs, and so
-    is one that skips a stage whose outputs another needs."""
+    """Several methods at once.
+
+    Skipping stages or dropping a cfg branch combines with everything, and one method may reduce whole stages in which another has spans.
+    Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs, and so is one that skips a
+    stage whose outputs another needs.
+    """
 
     methods: tuple[Method, ...]
+    reduces_stages: bool = field(init=False, repr=False)
+    own_cache: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reduces_stages", any(method.reduces_stages for method in self.methods))
+        object.__setattr__(self, "own_cache", any(method.own_cache for method in self.methods))
 
     @property
     def label(self) -> str:
@@ -71,70 +81,70 @@ class Combined(Method):
     def capturable(self) -> bool:
         return all(method.capturable for method in self.methods)
 
-    def fork(self) -> Method:
-        return Combined(tuple(method.fork() for method in self.methods))
-
-    def start(self, setup: RunSetup) -> Method:
-        for kept in (1.0, 0.5):  # conflicts may show only where tokens are left out
-            self.forecast(setup.model, setup.schedule, kept)
-        return Combined(tuple(method.start(setup) for method in self.methods))
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        self._require_one("reduces whole stages", "enter")
-        self._require_one("keeps keys and values its own way", "layer_cache")
-        forecasts = [method.forecast(model, schedule, kept) for method in self.methods]
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        self._require_one("reduces whole stages", [method for method in self.methods if method.reduces_stages])
+        self._require_one("keeps keys and values its own way", [method for method in self.methods if method.own_cache])
+        forecasts = [method.forecast(model, schedule, guided, kept) for method in self.methods]
         together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
         for alone in forecasts:
             require_sources(alone, together)
         return together
 
-    def _require_one(self, what: str, hook: str) -> None:
-        changed = [type(method).__name__ for method in self.methods if method.changes(hook)]
-        if len(changed) > 1:
-            raise SettingError(f"these methods cannot be combined: each of {' and '.join(changed)} {what}; choose one of them")
+    def _require_one(self, what: str, methods: Sequence[Method]) -> None:
+        if len(methods) > 1:
+            names = " and ".join(type(method).__name__ for method in methods)
+            raise SettingError(f"these methods cannot be combined: each of {names} {what}; choose one of them")
 
-    def changes(self, hook: str) -> bool:
-        return any(method.changes(hook) for method in self.methods)
+    def start(self, setup: RunSetup) -> MethodRun:
+        return CombinedRun(self.methods, tuple(method.start(setup) for method in self.methods))
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return merged([method.plan(stage, canvas) for method in self.methods], stage.index)
+
+@dataclass(frozen=True)
+class CombinedRun(MethodRun):
+    """One run of each method. Each sees the tokens that the ones before it have kept, and restores them in the reverse order."""
+
+    methods: tuple[Method, ...]
+    runs: tuple[MethodRun, ...]
+
+    def fork(self) -> MethodRun:
+        return CombinedRun(self.methods, tuple(run.fork() for run in self.runs))
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        return next((counts for method in self.methods if (counts := method.count_tokens(stage, canvas)) is not None), None)
+        """Returns the counts of the one that reduces stages. All are called, since a run may prepare the stage here."""
+        counts = [run.count_tokens(stage, canvas) for run in self.runs]
+        return next((count for count in counts if count is not None), None)
 
     def set_counts(self, fewest: int, num_tokens: int) -> None:
-        for method in self.methods:
-            method.set_counts(fewest, num_tokens)
+        for run in self.runs:
+            run.set_counts(fewest, num_tokens)
 
-    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return merged([method.plan_from_counts(stage, canvas) for method in self.methods], stage.index)
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        for run in self.runs:
+            planned = run.plan(planned, stage, canvas)
+        return planned
 
     def state_tensors(self) -> list[Tensor]:
-        return [tensor for method in self.methods for tensor in method.state_tensors()]
+        return [tensor for run in self.runs for tensor in run.state_tensors()]
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        for method in self.methods:
-            x, tokens = method.reduce(x, tokens)
+        for run in self.runs:
+            x, tokens = run.reduce(x, tokens)
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        for method in self.methods:
-            method.observe(layer, before, after, tokens)
+        for run in self.runs:
+            run.observe(layer, before, after, tokens)
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        for method in reversed(self.methods):
-            out, tokens = method.restore(out, tokens)
+        for run in reversed(self.runs):
+            out, tokens = run.restore(out, tokens)
         return out, tokens
 
     def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        for method in reversed(self.methods):
-            residual, tokens = method.restore_residual(residual, tokens)
+        for run in reversed(self.runs):
+            residual, tokens = run.restore_residual(residual, tokens)
         return residual, tokens
 
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        shares = [share for method in self.methods if (share := method.compute_mask(stage)) is not None]
-        return reduce(Tensor.mul, shares) if shares else None
-
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        own = next((method for method in self.methods if method.changes("layer_cache")), Method())
-        return own.layer_cache(spec, workspace)
+        own = (run for method, run in zip(self.methods, self.runs, strict=True) if method.own_cache)
+        return next(own, MethodRun()).layer_cache(spec, workspace)

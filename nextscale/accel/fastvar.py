@@ -1,71 +1,84 @@
-"""FastVAR (Guo et al., 2025): late stages run only the tokens that stand out, and the others take what an earlier stage computed there."""
+"""FastVAR (Guo et al., 2025): late stages run only the salient tokens, and the others take what an earlier stage computed there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from .. import kernels
-from ..cache import Env
+from ..checks import is_share, is_whole
 from ..errors import SettingError
-from ..models.base import NextScaleModel
 from ..models.blocks import FusedSublayer, ModulatedBlock, run_fused
-from ..models.hart import Hart
-from ..models.infinity import Infinity
-from ..models.star import Star
-from ..stage import Schedule, Stage, Tokens
-from .method import DENSE, Method, RunSetup, Span, StagePlan
-from .select import (
-    RunCells,
-    distance_from_mean,
-    is_index,
-    is_share,
-    pick,
-    put_,
-    repeat_last,
-    require_separate_branches,
-    share_of,
-    top_share,
-)
+from ..models.env import Env
+from ..stage import Schedule, Tokens, repeat_tail
+from .method import DENSE, Method, Plans, Span, StagePlan
+from .select import distance_from_mean, pick, put_, require_separate_sublayers, share_of, top_share
 
 if TYPE_CHECKING:
-    from ..canvas import Canvas
+    from ..models.base import NextScaleModel
     from ..models.blocks import Block
 
 T = TypeVar("T")
 Ratios = tuple[tuple[int, float], ...]
 
-INFINITY_RATIOS = {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}
-INFINITY_LAYERS = range(3, 28)
-LARGER_INFINITY_RATIOS = {9: 0.4, 10: 0.5, 11: 0.6, 12: 0.75, 13: 0.85, 14: 0.9}
-HART_RATIOS = {12: 0.5, 13: 0.75}
-HART_STAGES = 14
-OTHER_RATIOS = (0.4, 0.5)  # of the last two stages
+OTHER_RATIOS = (0.4, 0.5)  # of the last two stages; ours
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the paper and its reference implementation do for one family."""
+
+    ratios: Mapping[int, Mapping[int, float]]  # by number of stages, then by stage index
+    layers: range | None = None  # None: all blocks
+    sides: Mapping[int, float] | None = None  # ratios by the stage's side, as in the reference implementation; None: there is none
+    cached_side: int = 0  # side of the stage whose outputs it keeps
+
+
+def up_to(stages: int, ratios: Mapping[int, float]) -> dict[int, float]:
+    """The ratios of the stages that a schedule of `stages` stages has."""
+    return {stage: ratio for stage, ratio in ratios.items() if stage < stages}
+
+
+INFINITY = {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}
+LARGER = {9: 0.4, 10: 0.5, 11: 0.6, 12: 0.75, 13: 0.85, 14: 0.9}
+HART = {12: 0.5, 13: 0.75}
+PUBLISHED: Mapping[str, Published] = {
+    "infinity": Published(
+        {**{stages: up_to(stages, INFINITY) for stages in range(10, 14)}, **{stages: up_to(stages, LARGER) for stages in (14, 15)}},
+        layers=range(3, 28),
+        sides={32: 0.4, 40: 0.5, 48: 1.0, 64: 1.0},
+        cached_side=24,
+    ),
+    "hart": Published({14: HART}, sides={48: 0.5, 64: 0.75}, cached_side=36),
+    "star": Published({14: HART}),  # ours
+}
+"""The settings of Infinity as trained (10 to 13 stages) and of HART are published; those of STAR and of larger Infinity are ours."""
 
 
 @dataclass(frozen=True)
 class FastVAR(Method):
-    """Late stages run each residual branch only on the tokens that differ most from the mean of their row (eq. 4 and 5); what the
-    branch would have added to the others is taken from an earlier stage, area-resized (eq. 6). Tokens that are not run leave no keys
-    and values behind. Every branch of every block, and every row, chooses anew. The head still sees all tokens.
+    """Late stages run each sublayer on the salient tokens only, those that differ most from the mean of their row (eq. 4 and 5).
+
+    What the sublayer would have added to the others is taken from an earlier stage, area-resized (eq. 6). Tokens that are not run leave no
+    keys and values in the cache. Every sublayer of every block, and every row, chooses anew. The head still sees all tokens.
 
     The knobs that matter:
     ratios: {stage index: share of its tokens that is not run}; 1.0 skips the stage. Late stages bear more: the paper found 0.4 to 0.75
         a good range. None is the published choice: for Infinity {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}, as far as the schedule goes; for
-        HART {12: 0.5, 13: 0.75}. Ours, and not the paper's, are the same for STAR, for Infinity past its training (14 and 15 stages)
-        shares that grow from 0.4 to 0.9 with no stage skipped, and for every other model or number of stages 0.4 and 0.5 in the last two.
+        HART {12: 0.5, 13: 0.75}. The following are ours: STAR has the ratios of HART, Infinity with 14 and 15 stages has ratios that grow
+        from 0.4 to 0.9 and skips no stage, and every other model or number of stages has 0.4 and 0.5 in the last two stages.
 
     To tinker with:
-    cache_stage: the stage whose branch outputs are kept. None is the last one that runs before the first thinned one, which the paper
+    cache_stage: the stage whose sublayer outputs are kept. None is the last one that runs before the first thinned one, which the paper
         found best (table A.4).
-    layers: (first, last + 1), the blocks that are thinned; the others always run all tokens. None is all, for Infinity (3, 28) as in
-        the released code, or all where a model is not that deep.
-    as_released: what the authors' program does, which finds stages by their side: on square images of Infinity and HART only. Nothing
-        else can be set then.
+    layers: (first, last + 1), the blocks that are thinned; the others always run all tokens. None is all blocks, but for Infinity
+        (3, 28) as in the reference implementation, if the model has more than three.
+    as_released: does what the reference implementation does, which finds stages by their side, on square images of Infinity and HART.
+        Nothing else can be set then.
     """
 
     ratios: Mapping[int, float] | Ratios | None = None
@@ -78,35 +91,25 @@ class FastVAR(Method):
             raise SettingError("as_released fixes ratios, cache_stage and layers: leave them out, or as_released")
         if self.ratios is not None:
             object.__setattr__(self, "ratios", normalised(self.ratios))
-        if self.cache_stage is not None and not is_index(self.cache_stage):
+        if self.cache_stage is not None and not is_whole(self.cache_stage):
             raise SettingError(f"cache_stage is the index of a stage, 0 or more; got {self.cache_stage!r}")
         if self.layers is not None:
             object.__setattr__(self, "layers", block_range(self.layers))
 
-    def start(self, setup: RunSetup) -> Method:
-        ran = RunCells(setup.batch) if setup.compute_mask else None
-        layers = self._layers(setup.model)
-        branches = [len(block.sublayers) for block in setup.model.stack]
-        untouched = sum(branches) - sum(branches[layers.start : layers.stop])
-        return _Run(self._plans(setup.model, setup.schedule, ran), ran, untouched, sum(branches))
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return self._plans(model, schedule)
-
-    def _plans(self, model: NextScaleModel, schedule: Schedule, ran: RunCells | None = None) -> tuple[StagePlan, ...]:
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         ratios, cache = self._stages(model, schedule)
         layers = self._layers(model)
         plans = [StagePlan(skip=True) if ratios.get(stage.index) == 1 else DENSE for stage in schedule]
         thinned = {s: ratio for s, ratio in ratios.items() if ratio < 1 and share_of(schedule[s].cells, ratio) > 0} if layers else {}
         for stage, ratio in thinned.items():
-            plans[stage] = StagePlan(spans=(ThinnedBlocks(layers, f"fastvar {ratio}", ratio, ran),))
+            plans[stage] = StagePlan(spans=(ThinnedBlocks(layers, f"fastvar {ratio}", ratio),))
         if thinned:
-            require_separate_branches(model, "FastVAR")
+            require_separate_sublayers(model, "FastVAR")
             plans[cache_stage(cache, min(thinned), ratios)] = StagePlan(spans=(RememberedBlocks(layers),))
         return tuple(plans)
 
-    def _stages(self, model: NextScaleModel, schedule: Schedule) -> tuple[dict[int, float], int | None]:
-        """Ratios by stage index, all of them in the schedule, and the stage to keep the outputs of, where it is given."""
+    def _stages(self, model: NextScaleModel, schedule: Schedule) -> tuple[Mapping[int, float], int | None]:
+        """Returns ratios by stage index, and the stage whose outputs to keep if that is settled; raises SettingError for absent stages."""
         if self.as_released:
             return released_stages(model, schedule)
         if self.ratios is None:
@@ -118,17 +121,20 @@ class FastVAR(Method):
         return ratios, self.cache_stage
 
     def _layers(self, model: NextScaleModel) -> range:
+        """Returns the blocks that are thinned, none where the reference implementation has none."""
         depth = len(model.blocks)
         if self.layers is not None:
             if self.layers[1] > depth:
                 raise SettingError(f"FastVAR: layers {self.layers} ends after the last block; this model has {depth}: at most (0, {depth})")
             return range(*self.layers)
-        published = INFINITY_LAYERS[: max(depth - INFINITY_LAYERS.start, 0)] if isinstance(model, Infinity) else range(depth)
-        return published or range(0 if self.as_released else depth)
+        published = PUBLISHED.get(model.family)
+        if published is None or published.layers is None:
+            return range(depth)
+        return published.layers[: max(depth - published.layers.start, 0)] or range(0 if self.as_released else depth)
 
 
 def cache_stage(given: int | None, first: int, ratios: Mapping[int, float]) -> int:
-    """The stage whose outputs are kept for those from `first` on, the first that is thinned."""
+    """Returns the stage whose outputs are kept for the thinned stages, the first of which is `first`."""
     run = [stage for stage in range(first) if ratios.get(stage) != 1]
     if given is not None and given not in run:
         raise SettingError(f"FastVAR: cache_stage {given} must be run before stage {first}, the first that is thinned: choose one of {run}")
@@ -136,14 +142,14 @@ def cache_stage(given: int | None, first: int, ratios: Mapping[int, float]) -> i
 
 
 def normalised(ratios: Mapping[int, float] | Iterable[Sequence[float]]) -> Ratios:
-    """Pairs of stage index and share, by stage."""
+    """Returns checked pairs of stage index and share, ordered by stage."""
     expected = "ratios are {stage index: share}, with indices from 1 and shares from 0 to 1 (1: the stage is skipped)"
     try:
         pairs = [(stage, share) for stage, share in (ratios.items() if isinstance(ratios, Mapping) else ratios)]
     except (TypeError, ValueError):
         raise SettingError(f"{expected}; got {ratios!r}") from None
     for stage, share in pairs:
-        if not is_index(stage) or not is_share(share):
+        if not is_whole(stage) or not is_share(share):
             raise SettingError(f"{expected}; got {stage!r}: {share!r}")
         if stage == 0 and share > 0:
             raise SettingError(f"{expected}; stage 0 is a single token that everything starts from")
@@ -153,59 +159,50 @@ def normalised(ratios: Mapping[int, float] | Iterable[Sequence[float]]) -> Ratio
 
 
 def block_range(layers: Sequence[int]) -> tuple[int, int]:
+    """Returns a checked pair of the first block and the one after the last."""
     pair = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
-    if len(pair) != 2 or not all(is_index(layer) for layer in pair) or pair[0] >= pair[1]:
+    if len(pair) != 2 or not all(is_whole(layer) for layer in pair) or pair[0] >= pair[1]:
         raise SettingError(f"layers is (first block, last block + 1), such as (3, 28); got {layers!r}")
     return int(pair[0]), int(pair[1])
 
 
-def default_ratios(model: NextScaleModel, stages: int) -> dict[int, float]:
-    """Published for Infinity as trained and for HART; STAR's and all others are ours."""
-    if isinstance(model, Infinity) and min(INFINITY_RATIOS) < stages <= max(INFINITY_RATIOS) + 1:
-        return {stage: ratio for stage, ratio in INFINITY_RATIOS.items() if stage < stages}
-    if isinstance(model, Infinity) and max(INFINITY_RATIOS) + 1 < stages <= max(LARGER_INFINITY_RATIOS) + 1:
-        return {stage: ratio for stage, ratio in LARGER_INFINITY_RATIOS.items() if stage < stages}
-    if isinstance(model, Hart | Star) and stages == HART_STAGES:
-        return dict(HART_RATIOS)
+def default_ratios(model: NextScaleModel, stages: int) -> Mapping[int, float]:
+    """Returns ratios by stage index for schedules of `stages` stages."""
+    published = PUBLISHED.get(model.family)
+    if published is not None and stages in published.ratios:
+        return published.ratios[stages]
     last_two = range(stages - len(OTHER_RATIOS), stages)
     return {stage: ratio for stage, ratio in zip(last_two, OTHER_RATIOS, strict=True) if stage > 0}
 
 
-# --- the authors' program
-
-
-@dataclass(frozen=True)
-class ReleasedSides:
-    ratios: Mapping[int, float]  # by the stage's side
-    cached: int
-
-
-RELEASED = {
-    Infinity: ReleasedSides({32: 0.4, 40: 0.5, 48: 1.0, 64: 1.0}, cached=24),
-    Hart: ReleasedSides({48: 0.5, 64: 0.75}, cached=36),
-}
+# --- the reference implementation
 
 
 def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int, float], int | None]:
-    """Ratios by stage index and the stage to keep the outputs of. SettingError where the program fails, or does not do what it is for."""
-    sides = RELEASED.get(type(model))
-    if sides is None:
-        raise SettingError(f"FastVAR as_released: the authors' program knows Infinity and HART, not {type(model).__name__}; leave it out")
+    """Returns ratios by stage index and the stage whose outputs are kept.
+
+    Raises SettingError where the reference implementation fails, or would not do what it is for.
+    """
+    published = PUBLISHED.get(model.family)
+    if published is None or published.sides is None:
+        raise SettingError(
+            f"FastVAR as_released: the reference implementation knows Infinity and HART, not {type(model).__name__}; leave it out"
+        )
     if any(stage.height != stage.width for stage in schedule):
-        raise SettingError(f"FastVAR as_released: the authors' program fails, or is dense, unless all stages are square; got {schedule}")
-    ratios = {stage.index: sides.ratios[stage.width] for stage in schedule if stage.width in sides.ratios}
+        raise SettingError(f"FastVAR as_released: the reference implementation needs stages that are all square; got {schedule}")
+    ratios = {stage.index: published.sides[stage.width] for stage in schedule if stage.width in published.sides}
     thinned = [stage for stage, ratio in ratios.items() if ratio < 1]
-    cached = [stage.index for stage in schedule if stage.width == sides.cached and thinned and stage.index < thinned[0]]
+    cached = [stage.index for stage in schedule if stage.width == published.cached_side and thinned and stage.index < thinned[0]]
     if thinned and not cached:
         raise SettingError(
             f"FastVAR as_released: stage {thinned[0]}, {schedule[thinned[0]].width} wide, takes outputs from an earlier one that is"
-            f" {sides.cached} wide, and the authors' program fails without; got {schedule}"
+            f" {published.cached_side} wide, and the reference implementation fails without; got {schedule}"
         )
     skipped = [stage for stage, ratio in ratios.items() if ratio == 1]
     if skipped and skipped != list(range(skipped[0], len(schedule))):
         raise SettingError(
             f"FastVAR as_released: stage {skipped[0]}, {schedule[skipped[0]].width} wide, is skipped and a later one is not, where the"
-            f" authors' program fails; got {schedule}"
+            f" reference implementation fails; got {schedule}"
         )
     return ratios, cached[-1] if cached else None
 
@@ -213,18 +210,22 @@ def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int
 # --- running
 
 
-def memory_key(block: Block, branch: int) -> Hashable:
-    return "fastvar", block.layer, branch
+def memory_key(block: Block, sublayer: int) -> Hashable:
+    """The key in `env.memory` of what a sublayer has added."""
+    return "fastvar", block.layer, sublayer
 
 
 def memory_names(layers: range) -> frozenset[Hashable]:
-    """For what is kept of these blocks, of all their branches."""
+    """The names by which plans know what is kept of these blocks, one for all sublayers of a block."""
     return frozenset(("fastvar", layer) for layer in layers)
 
 
 @dataclass(frozen=True)
 class RememberedBlocks(Span):
-    """Runs all tokens and keeps what every branch added: before its gain where kernels restore it, with it where torch does."""
+    """Runs all tokens and keeps what every sublayer has added.
+
+    Where the kernels run it is kept before the sublayer's gain, which they apply as they restore tokens; in torch it includes the gain.
+    """
 
     whole_stage = True
     layers: range
@@ -237,6 +238,9 @@ class RememberedBlocks(Span):
     def stores(self) -> frozenset[Hashable]:
         return memory_names(self.layers)
 
+    def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
+        return {name: len(block.sublayers) for block in blocks for name in memory_names(range(block.layer, block.layer + 1))}
+
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         if tokens.index is not None:
             raise SettingError(
@@ -245,40 +249,39 @@ class RememberedBlocks(Span):
             )
         fused = [fused_sublayers(block, x, env) for block in blocks]
         if all(fused):
-            chain = [remembering(block, i, part) for block, parts in zip(blocks, fused, strict=True) for i, part in enumerate(parts)]
+            chain = [remembering(block, i, one) for block, several in zip(blocks, fused, strict=True) for i, one in enumerate(several)]
             return run_fused(chain, x, tokens, env)
         for block in blocks:
-            for number, branch in enumerate(block.sublayers):
-                update = branch(x, tokens, env)
+            for number, sublayer in enumerate(block.sublayers):
+                update = sublayer(x, tokens, env)
                 env.memory.store(memory_key(block, number), update, tokens)
                 x = x + update
         return x
 
 
 def fused_sublayers(block: Block, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
-    """The block's branches for the kernels, where these can be used."""
+    """Returns the block's sublayers in the form that the kernels take; none where they cannot run."""
     return block.fused_sublayers(x, env) if isinstance(block, ModulatedBlock) else ()
 
 
-def remembering(block: Block, number: int, part: FusedSublayer) -> FusedSublayer:
-    """The branch, which keeps what it computes, without its gain."""
+def remembering(block: Block, number: int, fused: FusedSublayer) -> FusedSublayer:
+    """Returns the sublayer, changed so that it keeps what it computes before the gain."""
 
     def run(y: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        update = part.run(y, tokens, env)
+        update = fused.run(y, tokens, env)
         env.memory.store(memory_key(block, number), update, tokens)
         return update
 
-    return part._replace(run=run)
+    return fused._replace(run=run)
 
 
 @dataclass(frozen=True)
 class ThinnedBlocks(Span):
-    """Runs every branch on the tokens that stand out most, and adds to the others what was kept of an earlier stage."""
+    """Runs every sublayer on the salient tokens, and adds to the others what an earlier stage has kept."""
 
     layers: range
     key: Hashable
     ratio: float  # share of the tokens that are not run
-    ran: RunCells | None = field(default=None, compare=False, repr=False)
 
     def num_tokens(self, tokens: int) -> int:
         return tokens - share_of(tokens, self.ratio)
@@ -290,45 +293,34 @@ class ThinnedBlocks(Span):
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
             fused = fused_sublayers(block, x, env)
-            for number, branch in enumerate(block.sublayers):
+            for number, sublayer in enumerate(block.sublayers):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
+                if env.computed is not None:
+                    env.computed.add(kept, selection, 1)
                 if fused:
-                    part, (memory, size) = fused[number], remembered(env.memory.stored, block, number, tokens)
-                    update = part.run(kernels.norm_modulate(x, part.scale, part.shift, selection), kept, env)
-                    x = kernels.restore_tokens(
-                        memory, size, tokens.stage.size, update, selection, base=x, gain=part.gain, cells=tokens.index
-                    )
-                    if self.ran is not None:
-                        self.ran.add(kept)
+                    x = run_and_restore(fused[number], block, number, x, tokens, selection, kept, env)
                     continue
                 chosen = pick(x, selection)
-                fresh = chosen + branch(chosen, kept, env)
+                fresh = chosen + sublayer(chosen, kept, env)
                 filled = remembered(partial(env.memory.fill, tokens=tokens), block, number, tokens)
                 x = put_(x + filled, selection, fresh)
-                if self.ran is not None:
-                    self.ran.add(kept)
-        return repeat_last(x, tokens)
+        return repeat_tail(x, tokens.count)
 
 
-def remembered(read: Callable[[Hashable], T], block: Block, branch: int, tokens: Tokens) -> T:
-    """What the branch added when it was kept."""
+def run_and_restore(
+    fused: FusedSublayer, block: Block, number: int, x: Tensor, tokens: Tokens, selection: Tensor, kept: Tokens, env: Env
+) -> Tensor:
+    """Runs a sublayer on the selected tokens with the kernels, which normalise as they gather and restore as they write back."""
+    memory, size = remembered(env.memory.stored, block, number, tokens)
+    update = fused.run(kernels.norm_modulate(x, fused.scale, fused.shift, selection), kept, env)
+    return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=fused.gain, cells=tokens.index)
+
+
+def remembered(read: Callable[[Hashable], T], block: Block, sublayer: int, tokens: Tokens) -> T:
+    """Returns what `read` finds of a sublayer; raises SettingError if no stage has kept it."""
     try:
-        return read(memory_key(block, branch))
+        return read(memory_key(block, sublayer))
     except KeyError:
         raise SettingError(
             f"FastVAR: stage {tokens.stage.index} takes outputs from a stage that another method has skipped: choose another cache_stage"
         ) from None
-
-
-@dataclass(frozen=True)
-class _Run(Method):
-    plans: tuple[StagePlan, ...]
-    ran: RunCells | None
-    untouched: int  # branches outside of the thinned blocks
-    branches: int
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return self.plans[stage.index]
-
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        return None if self.ran is None else self.ran.share(stage, self.untouched, self.branches)

@@ -1,4 +1,4 @@
-"""Where a token map carries detail, and which computed token may speak for one that was left out: tensors in, tensors out."""
+"""Which cells of a token map have high frequencies, and which anchor propagates to each of the others: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class GridMap:
     size: Size
 
     def at(self, size: Size, mode: Literal["bilinear", "nearest-exact"] = "bilinear") -> Tensor:
-        """Resized to another stage, [B, cells, C]: always new memory, with a cell's values side by side."""
+        """The values resized to another stage, [B, cells, C]. They are always in new memory, and those of a cell are adjacent."""
         grid = self.values.unflatten(1, self.size).permute(0, 3, 1, 2)  # channels last, which the result then is too
         return F.interpolate(grid, size=size, mode=mode).permute(0, 2, 3, 1).flatten(1, 2)
 
 
-# --- where detail is
+# --- where the detail is
 
 
 def feature_change(before: Tensor, after: Tensor) -> Tensor:
@@ -63,21 +63,21 @@ def neighbour_similarity(vectors: Tensor, size: Size) -> Tensor:
 
 
 def largest(values: Tensor, left_out: Tensor | None) -> Tensor:
-    """Of every image's cells [B, cells] that were not left out before: [B, 1]."""
+    """The largest of every image's values [B, cells] at cells that were not left out before, [B, 1]."""
     return (values if left_out is None else values.masked_fill(left_out, -torch.inf)).amax(dim=1, keepdim=True)
 
 
 def low_change(change: Tensor, tau: float, left_out: Tensor | None = None) -> Tensor:
-    """Cells [B, cells] that change by less than `tau` times the most that any cell of their image does (SparseVAR, eq. 2)."""
+    """Which cells [B, cells] change by less than `tau` times the largest change of their image (SparseVAR, eq. 2)."""
     return change < tau * largest(change, left_out)
 
 
 def high_similarity(similarity: Tensor, tau: float, left_out: Tensor | None = None) -> Tensor:
-    """Cells [B, cells] more similar to their neighbours than `tau` times the most that any cell of their image is."""
+    """Which cells [B, cells] are more similar to their neighbours than `tau` times the largest similarity of their image."""
     return similarity > tau * largest(similarity, left_out)
 
 
-# --- who speaks for whom
+# --- which anchor propagates to which cell
 
 
 def anchor_cells(size: Size, alpha: int, device: torch.device) -> Tensor:
@@ -87,10 +87,10 @@ def anchor_cells(size: Size, alpha: int, device: torch.device) -> Tensor:
 
 
 def best_anchor(vectors: Tensor, anchors: Tensor, size: Size) -> tuple[Tensor, Tensor]:
-    """For every cell of `vectors` [B, cells, V] the most similar of the cells `anchors` [A], by cosine (SparseVAR, eq. 3).
+    """Finds for every cell of `vectors` [B, cells, V] the most similar of the cells `anchors` [A], by cosine (SparseVAR, eq. 3).
 
-    Returns the similarity and the number of that anchor's cell, [B, cells] each. Of equals the nearest is taken: where vectors were
-    copied from a common anchor a stage earlier, many are equal, and rounding must not decide.
+    Returns the similarity and the number of that anchor's cell, [B, cells] each. Of equally similar anchors the nearest is taken: where
+    vectors were copied from a common anchor a stage earlier, many are equal, and rounding must not decide.
     """
     candidates = F.normalize(vectors[:, anchors], dim=-1)
     lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=SMALLEST_LENGTH)
@@ -102,7 +102,7 @@ def best_anchor(vectors: Tensor, anchors: Tensor, size: Size) -> tuple[Tensor, T
 
 
 def anchor_order(anchors: Tensor, size: Size) -> Tensor:
-    """Numbers that put the anchors [A] of every cell in order, the nearest first, of equally near ones the first: [cells, A]."""
+    """Numbers [cells, A] that order the anchors [A] by their distance from every cell; of equally distant ones the first comes first."""
     cells = torch.arange(size[0] * size[1], device=anchors.device)[:, None]
     down, right = cells // size[1] - anchors // size[1], cells % size[1] - anchors % size[1]
     return (down**2 + right**2) * len(anchors) + torch.arange(len(anchors), device=anchors.device)

@@ -1,4 +1,4 @@
-"""The one interface between generation and whatever makes it cheaper."""
+"""The interface between generation and what accelerates it: a method's settings (`Method`) and its work on one request (`MethodRun`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
-from ..cache import CacheSpec, CfgBranches, DenseLayerCache, Env, LayerCache, Workspace
+from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from ..guidance import CfgBranches
+from ..models.env import Env
+from ..models.macs import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
@@ -19,29 +22,36 @@ if TYPE_CHECKING:
     from ..models.blocks import Block
     from ..sampling import Rng
 
+Plans = tuple["StagePlan", ...]
+"""One plan per stage."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What a method knows before a request starts."""
+    """What a method knows when a request starts."""
 
     model: NextScaleModel
     schedule: Schedule
     batch: int
-    rng: Rng  # random numbers of the method's own: what it draws changes nothing of what the image draws
-    compute_mask: bool = False  # the caller wants to see which cells were run (`Method.kept`)
+    rng: Rng  # random numbers for methods: using them changes nothing of what the image is sampled with
+    plans: Plans  # the request's forecast, with all methods that run together
     guided: bool = True  # unconditional rows run beside the conditional ones
 
 
 class Span(Protocol):
-    """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass."""
+    """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass.
 
-    whole_stage: ClassVar[bool] = False  # cannot run on some of a stage's cells only
+    A span is a value without state. What it needs of the request is in `env`: outputs of earlier stages (`memory`), random numbers
+    (`method_rng`), and the counter of computed cells (`computed`) where the caller wants to see them.
+    """
+
+    whole_stage: ClassVar[bool] = False  # True: it cannot run on a part of a stage's cells
 
     layers: range
     key: Hashable
 
     def num_tokens(self, tokens: int) -> int:
-        """How many tokens of a row its blocks compute when so many enter."""
+        """How many tokens of a row its blocks compute when `tokens` enter."""
         ...
 
     @property
@@ -51,19 +61,31 @@ class Span(Protocol):
 
     @property
     def needs(self) -> frozenset[Hashable]:
-        """Names of what it reads there, each stored by a span of an earlier stage."""
+        """Names of what it reads from `env.memory`, each stored by a span of an earlier stage."""
         return frozenset()
+
+    def sublayer_tokens(self, tokens: int) -> SublayerTokens:
+        """`num_tokens` by sublayer, for spans that do not run all sublayers on the same number of tokens."""
+        return SublayerTokens.same(self.num_tokens(tokens))
+
+    def own_macs(self, tokens: int, dim: int) -> int:
+        """MACs of its own matrix products for one row that this number of tokens enter, such as a projection to fewer tokens."""
+        return 0
+
+    def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
+        """Number of maps [rows, cells, dim] that it keeps under each name in `stores` when it runs `blocks`."""
+        return dict.fromkeys(self.stores, 1)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What a stage will do, as a hashable value that fixes all shapes."""
+    """What a stage will do. A hashable value that fixes all shapes."""
 
     skip: bool = False
     cfg_branches: CfgBranches = "both"
-    num_tokens: int | None = None  # padded token count when the whole stage is reduced
+    num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
 
@@ -77,7 +99,7 @@ class StagePlan:
                 raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
         for span in self.spans:
             inside = [layer for layer in self.taps if layer in span.layers]
-            if getattr(span, "whole_stage", False) and self.num_tokens is not None:
+            if span.whole_stage and self.num_tokens is not None:
                 raise ValueError(
                     f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.num_tokens} are kept"
                 )
@@ -87,12 +109,12 @@ class StagePlan:
     @property
     def stores(self) -> frozenset[Hashable]:
         """Names of what its spans keep for later stages."""
-        return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in getattr(span, "stores", ()))
+        return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in span.stores)
 
     def check(self, depth: int, guided_layers: Collection[int]) -> None:
-        """ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
+        """Raises ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
 
-        Where one branch runs alone there is nothing to guide.
+        Where one cfg branch runs alone there is nothing to guide.
         """
         guided_layers = guided_layers if self.cfg_branches == "both" else ()
         for span in self.spans:
@@ -106,12 +128,12 @@ class StagePlan:
             raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
 
     def check_num_tokens(self, tokens: Tokens) -> None:
-        """ValueError if the method kept another number of tokens than it had said."""
+        """Raises ValueError if the method kept another number of tokens than it had planned."""
         if self.num_tokens is not None and tokens.num_tokens != self.num_tokens:
             raise ValueError(f"stage {tokens.stage.index} was planned with {self.num_tokens} tokens, and {tokens.num_tokens} entered")
 
     def merge(self, other: StagePlan) -> StagePlan:
-        """Both plans at once; ValueError names the conflict."""
+        """Returns both plans in one; a conflict raises ValueError."""
         if None not in (self.num_tokens, other.num_tokens) and self.num_tokens != other.num_tokens:
             raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
         dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
@@ -130,15 +152,16 @@ DENSE = StagePlan()
 
 
 class Method:
-    """Dense generation. Subclasses override what they change; see the architecture notes for how each paper fits.
+    """Settings of a method: a value, nothing else. The base class is dense generation.
 
-    A method is a value: settings, nothing else. `start` returns what runs one request and owns its state.
+    `forecast` says what every stage will do, `start` begins one request. Subclasses are frozen dataclasses.
     """
 
-    own_hooks: ClassVar[frozenset[str]] = frozenset()  # of "enter" and "layer_cache", those that its runs override
+    reduces_stages: bool = False  # True: its runs change `reduce`
+    own_cache: bool = False  # True: its runs change `layer_cache`
 
     def __eq__(self, other: object) -> bool:
-        """Dense generation is always the same; subclasses are dataclasses and compare their settings."""
+        """All objects of this class are equal; subclasses are dataclasses and compare their settings."""
         return type(other) is Method if type(self) is Method else self is other
 
     def __hash__(self) -> int:
@@ -146,26 +169,11 @@ class Method:
 
     @property
     def label(self) -> str:
-        """A readable name: "dense", or the class with those settings that differ from its defaults."""
+        """A readable name: "dense", or the name of the class with the settings that differ from its defaults."""
         settings: dict[str, object] = {field.name: field.default for field in fields(self)} if is_dataclass(self) else {}
         chosen = [f"{name}={getattr(self, name)}" for name, default in settings.items() if getattr(self, name) != default]
         name = "dense" if type(self) is Method else type(self).__name__
         return f"{name}({', '.join(chosen)})" if chosen else name
-
-    def start(self, setup: RunSetup) -> Method:
-        """A run of this method for one request. Settings that do not fit the model or the schedule raise SettingError here."""
-        return self
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        """The plans of all stages, as far as they are known without an image: for cost, memory and conflicts.
-
-        `kept`: the share of cells that is assumed to be kept where that depends on the image.
-        """
-        return (DENSE,) * len(schedule)
-
-    def changes(self, hook: str) -> bool:
-        """Whether this method has its own way with `enter`, `layer_cache`, ...; settings answer for their runs."""
-        return hook in self.own_hooks
 
     @property
     def data_dependent(self) -> bool:
@@ -174,51 +182,63 @@ class Method:
 
     @property
     def capturable(self) -> bool:
-        """Whether its runs leave the host out of it but for `look`: what reads from the device between stages cannot be recorded."""
+        """Whether CUDA graphs can stand for its runs: between stages the host reads nothing but the counts of `count_tokens`."""
         return True
 
-    def fork(self) -> Method:
-        """Of a run: another that goes on from here, with the same tensors."""
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        """Returns the plans of all stages as far as they are known before a request; what does not fit raises SettingError.
+
+        guided: unconditional rows run beside the conditional ones. kept: the share of cells that is assumed to be computed where that is
+        data-dependent.
+        """
+        return (DENSE,) * len(schedule)
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        """Begins one request. What does not fit this request raises SettingError."""
+        return MethodRun()
+
+
+class MethodRun:
+    """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
+
+    At each stage generation calls, in this order: `count_tokens` and `set_counts`, `plan`, `reduce`, `observe` after every tapped block,
+    `restore`, and at the last stage of a model with residuals `restore_residual`.
+    """
+
+    def fork(self) -> MethodRun:
+        """Returns another run that goes on from here, with the same tensors."""
         return copy.copy(self)
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return DENSE
-
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Where the image decides how many tokens are run: how many of each image, [B], on the device. None: nothing to look at.
-
-        The first half of `plan`, for those who record a stage beforehand: what follows is `told` and `plan_from_counts`.
-        """
+        """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""
         return None
 
-    def set_counts(self, fewest: int, width: int) -> None:
-        """The host has read what `look` returned: the smallest count, and at least the largest."""
+    def set_counts(self, fewest: int, num_tokens: int) -> None:
+        """Takes what the host has read of `count_tokens`: the smallest count, and the largest or a bucket size above it."""
 
-    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return self.plan(stage, canvas)
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        """Returns what the stage will do: its forecast `planned`, or that completed by what is known now."""
+        return planned
 
     def state_tensors(self) -> list[Tensor]:
-        """What a run remembers of the stages so far, where it depends on how many tokens were run; shapes do not."""
+        """Returns the tensors that a run carries from stage to stage. Their shapes do not depend on how many tokens were computed."""
         return []
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Before the first block: may keep some of the tokens only."""
+        """Keeps all tokens or some of them, before the first block."""
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        """Input and output of a tapped block."""
+        """Sees the input and the output of a tapped block."""
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """After guidance: may speak for tokens that were left out."""
+        """May add logits for tokens that were left out, after guidance."""
         return out, tokens
 
     def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """The last stage's continuous values (HART) of the tokens that were run: may speak for others too."""
+        """May add continuous values for tokens that were left out, at the last stage of HART."""
         return residual, tokens
 
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        """Share of the network that was run for every cell of the stage that has just ended, [B, cells]; None: all of it."""
-        return None
-
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        """Returns the cache of one layer's keys and values."""
         return DenseLayerCache(spec, workspace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 from ..errors import SettingError
 from .combine import Combined
@@ -29,7 +29,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def resolve_method(method: MethodLike) -> Method:
-    """None and an empty list are dense generation."""
+    """Returns one method, for a list of several a combined one. None and an empty list are dense generation."""
     if isinstance(method, str):
         return parse_method(method)
     if isinstance(method, Method):
@@ -43,24 +43,25 @@ def resolve_method(method: MethodLike) -> Method:
 
 
 def parse_method(text: str) -> Method:
-    """`name` or `name:field=value,field=value`; values are numbers, true, false, none, lists in brackets, or words."""
+    """Reads `name` or `name:field=value,field=value`. Values are numbers, true, false, none, lists in brackets, or words."""
     name, _, settings = text.strip().partition(":")
     if name not in METHODS:
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise SettingError(f"unknown method {name!r}{hint} Known methods: {', '.join(METHODS)}")
-    known = [field.name for field in fields(METHODS[name])] if METHODS[name] is not Method else []  # type: ignore[arg-type]
+    method = METHODS[name]
+    known: list[str] = [field.name for field in fields(method)] if is_dataclass(method) else []
     chosen = {}
     for setting in split_settings(settings):
         field, equals, value = setting.partition("=")
         if not equals or field.strip() not in known:
             raise SettingError(f"method {text!r}: {setting.strip()!r} is no setting of {name}; it takes {', '.join(known) or 'none'}")
         chosen[field.strip()] = parse_value(value.strip())
-    return METHODS[name](**chosen)
+    return method(**chosen)
 
 
 def split_settings(text: str) -> list[str]:
-    """At the commas outside brackets."""
+    """Splits at the commas outside brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -72,6 +73,7 @@ def split_settings(text: str) -> list[str]:
 
 
 def parse_value(text: str) -> object:
+    """Reads a literal without executing anything. A list becomes a tuple; what is no literal stays text."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

@@ -1,9 +1,8 @@
-"""Which tokens of a stage are run, and how the others get an answer: tensors in, tensors out, nothing read back from the device."""
+"""Choosing and merging tokens: tensors in, tensors out, and nothing is read back from the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import overload
 
 import torch
@@ -13,28 +12,27 @@ from torch import Tensor
 from .. import kernels
 from ..errors import SettingError
 from ..models.base import NextScaleModel
-from ..models.infinity import ChunkStart
-from ..models.star import Star
-from ..stage import Stage, Tokens
+from ..stage import Stage, Tokens, repeat_tail
 
 
-def is_index(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
-
-
-def is_share(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1
-
-
-def require_separate_branches(model: NextScaleModel, method: str) -> None:
-    """SettingError if the residual branches of the model's blocks cannot be run one by one, on other tokens in every row."""
-    if any(isinstance(block, ChunkStart) for block in model.stack):
+def require_separate_sublayers(model: NextScaleModel, method: str) -> None:
+    """Raises SettingError if the sublayers of the model's blocks cannot run one by one, on different tokens in every row."""
+    if any(block.changes_input for block in model.stack):
         raise SettingError(
-            f"{method} runs the branches of a block one by one; with level_every_chunk some also add the level: switch it off"
+            f"{method} runs the sublayers of a block one by one; with level_every_chunk some also add the level: switch it off"
         )
-    if isinstance(model, Star) and model.config.as_released:
+    if model.rows_share_text:
         raise SettingError(
-            f"{method} chooses tokens row by row; with as_released the first row of STAR's text attention speaks for all: load it without"
+            f"{method} chooses tokens row by row; with as_released the first row of STAR's text attention stands for all: load it without"
+        )
+
+
+def require_own_text(model: NextScaleModel, batch: int, what: str) -> None:
+    """Raises SettingError if the images of a batch cannot run different tokens, since the first row's text attention stands for all."""
+    if batch > 1 and model.rows_share_text:
+        raise SettingError(
+            f"{what} of every image; with as_released the first row of STAR's text attention stands for all: "
+            "load it without, or generate one image at a time"
         )
 
 
@@ -43,7 +41,7 @@ def share_of(count: int, ratio: float) -> int: ...
 @overload
 def share_of(count: Tensor, ratio: float) -> Tensor: ...
 def share_of(count: int | Tensor, ratio: float) -> int | Tensor:
-    """How many of `count` tokens are the share `ratio`, rounded down. In double precision on both sides: 0.29 of 100 is 28, not 29."""
+    """The share `ratio` of `count` tokens, rounded down. Host and device both use double precision: 0.29 of 100 is 28, not 29."""
     return int(count * ratio) if isinstance(count, int) else (count.double() * ratio).long()
 
 
@@ -57,20 +55,12 @@ def put_(x: Tensor, selection: Tensor, values: Tensor) -> Tensor:
     return x.scatter_(1, selection[..., None].expand(-1, -1, x.shape[-1]), values)
 
 
-def real_tokens(tokens: Tokens, width: int) -> Tensor | None:
-    """Which of the `width` entries of a row are no padding, [R, N]; None: all of them."""
-    return None if tokens.count is None else torch.arange(width, device=tokens.count.device) < tokens.count[:, None]
+def real_tokens(tokens: Tokens, entries: int) -> Tensor | None:
+    """Which of the `entries` of a row are not padding, [R, N]; None if all are real."""
+    return None if tokens.count is None else torch.arange(entries, device=tokens.count.device) < tokens.count[:, None]
 
 
-def repeat_last(x: Tensor, tokens: Tokens) -> Tensor:
-    """x [R, N, ...] with the padding of every row made equal to its last real token again, as `Tokens` promises."""
-    if tokens.count is None:
-        return x
-    last = torch.minimum(torch.arange(x.shape[1], device=x.device), tokens.count[:, None] - 1)  # [R, N]
-    return x.gather(1, last) if x.ndim == 2 else pick(x, last)
-
-
-# --- the tokens that stand out
+# --- salient tokens
 
 
 def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
@@ -82,35 +72,35 @@ def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
 
 
 def distance_from_mean(x: Tensor, tokens: Tokens) -> Tensor:
-    """How far every token of x [R, N, C] lies from the mean of its row, [R, N], float32. Its order is that of the squared distance."""
+    """Distance of every token of x [R, N, C] from the mean of its row, [R, N], float32. It orders tokens as the squared distance does."""
     mean = row_mean(x, tokens)
     return kernels.distance_from_mean(x, mean) if kernels.available(x) else torch.linalg.vector_norm(x - mean, dim=-1)
 
 
 def top_share(tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Tokens]:
-    """All but the lowest share `ratio` of every row by `score` [R, N], in raster order: their positions and they themselves."""
-    width = tokens.num_tokens - share_of(tokens.num_tokens, ratio)
+    """Keeps all but the lowest share `ratio` of every row by `score` [R, N]; returns their positions and tokens, in raster order."""
+    keep = tokens.num_tokens - share_of(tokens.num_tokens, ratio)
     if tokens.count is None:
-        return tokens.top(score, width)
-    return tokens.top(score, tokens.count - share_of(tokens.count, ratio), width)
+        return tokens.top(score, keep)
+    return tokens.top(score, tokens.count - share_of(tokens.count, ratio), keep)
 
 
-# --- merging alike tokens
+# --- merging similar tokens
 
 
 def block_count(stage: Stage) -> int:
-    """How many 2x2 blocks cover the grid; those at an odd edge are cut."""
+    """The number of 2x2 blocks that cover the grid; those at an odd edge are cut."""
     return -(-stage.height // 2) * -(-stage.width // 2)
 
 
 def merged_count(tokens: int, ratio: float, blocks: int) -> int:
-    """How many of `tokens` are left when the share `ratio` is merged away and one token of every block must stay."""
+    """The number of `tokens` that are left when the share `ratio` is merged away and one token of every block must stay."""
     return max(tokens - share_of(tokens, ratio), min(tokens, blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class Destinations:
-    """The tokens that others are merged into: of every 2x2 block of the grid, one of those that are there."""
+    """The tokens that others are merged into: one of the tokens in each 2x2 block of the grid."""
 
     mask: Tensor  # [R, N]
     positions: Tensor  # [R, D], ascending; a row with fewer repeats its last
@@ -118,7 +108,7 @@ class Destinations:
 
     @classmethod
     def lowest(cls, tokens: Tokens, priority: Tensor) -> Destinations:
-        """Of every block the token whose cell comes first by `priority` [R, cells], a different number for every cell of the stage."""
+        """Takes the token of every block with the lowest `priority` [R, cells], a different number for every cell of the stage."""
         stage = tokens.stage
         cells = torch.arange(stage.cells, device=priority.device).expand(priority.shape)
         cells, priority = (tokens.gather(of_cell[..., None])[..., 0] for of_cell in (cells, priority))  # [R, N] each
@@ -139,25 +129,25 @@ class Destinations:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Fewer tokens in place of all: destinations, each the mean of what was merged into it, and those that were not merged."""
+    """Replaces tokens by fewer: destinations, each the mean of what was merged into it, and the tokens that were not merged."""
 
     tokens: Tokens  # the K tokens that are left, at their own cells
     selection: Tensor  # [R, K], their positions among all N
-    source: Tensor  # [R, N], which of these K every one of the N takes its answer from
+    source: Tensor  # [R, N], from which of these K each of the N takes its output
     destinations: Tensor  # [R, D], positions
     weights: Tensor  # [R, D, N], the weight of every token in every destination
 
     @classmethod
     def closest(cls, x: Tensor, tokens: Tokens, into: Destinations, ratio: float) -> Merge:
-        """Merges the share `ratio` of x [R, N, C] that is most like a destination, by the cosine between them, into that one."""
-        likeness, destination = nearest(x, into.positions)
-        novelty = (-likeness).masked_fill(into.mask, float("inf"))
-        width = merged_count(tokens.num_tokens, ratio, block_count(tokens.stage))
-        keep: int | Tensor = width
+        """Merges the share `ratio` of x [R, N, C] that is most similar to a destination, by their cosine, into that destination."""
+        similarity, destination = most_similar(x, into.positions)
+        novelty = (-similarity).masked_fill(into.mask, float("inf"))
+        num_tokens = merged_count(tokens.num_tokens, ratio, block_count(tokens.stage))
+        keep: int | Tensor = num_tokens
         if into.count is not None:
             count = torch.full_like(into.count, tokens.num_tokens) if tokens.count is None else tokens.count
             keep = torch.maximum(count - share_of(count, ratio), into.count)
-        selection, kept = tokens.top(novelty, keep, width)
+        selection, kept = tokens.top(novelty, keep, num_tokens)
         stays = torch.zeros_like(into.mask).scatter(1, selection, True)
         own = torch.arange(x.shape[1], device=x.device)
         target = torch.where(stays, own, into.positions.gather(1, destination))  # [R, N], among all N
@@ -165,52 +155,31 @@ class Merge:
         real = real_tokens(tokens, x.shape[1])
         if real is not None:
             members = members & real[:, None]
-        source = torch.searchsorted(selection, repeat_last(target, tokens))
+        source = torch.searchsorted(selection, repeat_tail(target, tokens.count))
         weights = members / members.sum(dim=-1, keepdim=True)
         return cls(kept, selection, source, into.positions, weights.to(x.dtype))
 
     def merge(self, x: Tensor) -> Tensor:
-        """[R, N, C] to [R, K, C]. A product with the weights, since sums by scattering depend on the order of the device's threads."""
+        """x [R, N, C] at the tokens that are left, [R, K, C].
+
+        Means are a product with the weights, since sums by scattering depend on the order of the device's threads.
+        """
         means = self.weights @ x  # [R, D, C]
         return pick(put_(x.clone(), self.destinations, means), self.selection)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """[R, K, C] to [R, N, C]: every token takes what its destination got."""
+        """y [R, K, C] at all tokens, [R, N, C]: every token takes the output of its destination."""
         return pick(y, self.source)
 
 
-def nearest(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """For every token of x [R, N, C] the largest cosine with one of those at `positions` [R, D], and which: [R, N] each.
+def most_similar(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """For every token of x [R, N, C] the largest cosine with a token at `positions` [R, D], and that one's number in D: [R, N] each.
 
-    Cosines are compared in float16 and of equal ones the first wins. Equal tokens are common, and a matrix product rounds them
-    differently in every batch; bfloat16, on the other hand, would know nothing between 0.996 and 1.
+    Cosines are compared in float16, and of equal ones the first is taken. Equal tokens are common, and a matrix product rounds them
+    differently in every batch; bfloat16, on the other hand, has no number between 0.996 and 1.
     """
     unit = F.normalize(x.float(), dim=-1)
     if x.dtype != torch.float32:
         unit = unit.half()
-    likeness, place = (unit @ pick(unit, positions).mT).half().max(dim=-1)
-    return likeness, place
-
-
-# --- what was run
-
-
-class RunCells:
-    """How many residual branches of a stage were run for every cell of every image."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self._counts: dict[int, Tensor] = {}  # by stage, [B, cells]
-
-    def add(self, tokens: Tokens, branches: int = 1) -> None:
-        """`branches` were run on these tokens. The first rows count: the conditional ones, where there are any."""
-        stage, index = tokens.stage, tokens.index
-        if index is None:
-            raise ValueError("all tokens of the stage were run: there is nothing to count")
-        here = torch.zeros(self.batch, stage.cells, device=index.device).scatter_(1, index[: self.batch], branches)
-        self._counts[stage.index] = self._counts[stage.index] + here if stage.index in self._counts else here
-
-    def share(self, stage: Stage, elsewhere: int, total: int) -> Tensor | None:
-        """Of `total` branches, `elsewhere` of which were run for all cells: [B, cells]. None: nothing was counted at this stage."""
-        counted = self._counts.get(stage.index)
-        return None if counted is None else (counted + elsewhere) / total
+    similarity, place = (unit @ pick(unit, positions).mT).half().max(dim=-1)
+    return similarity, place

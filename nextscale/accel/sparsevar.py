@@ -1,17 +1,18 @@
-"""SparseVAR (arXiv 2507.20454): from a late stage on, tokens of smooth regions are left out and a few anchors speak for them."""
+"""SparseVAR (arXiv 2507.20454): from a late stage on, tokens of smooth regions are left out, and a few anchors propagate to them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from numbers import Real
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ..checks import is_share, is_whole
 from ..errors import SettingError
-from ..models import FlexVar, Hart, Star
 from ..stage import Schedule, Stage, Tokens
 from .frequency import (
     ROUNDING,
@@ -24,8 +25,8 @@ from .frequency import (
     low_change,
     neighbour_similarity,
 )
-from .method import DENSE, Method, RunSetup, StagePlan
-from .select import is_share, pick, put_
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from .select import pick, put_, require_own_text
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -35,8 +36,8 @@ Metric = Literal["mse", "logits", "image"]
 ScoredRows = Literal["cond", "both"]
 
 PUBLISHED_START = 10
-INFINITY_BLOCK = 3 / 32  # published: block 3 of 32 for Infinity-2B
-HART_BLOCK = 16 / 24  # published: block 16 of 24 for HART-0.7B
+PUBLISHED_BLOCK: Mapping[str, float] = {"infinity": 3 / 32, "hart": 16 / 24}  # of the depth: Infinity-2B, HART-0.7B
+OTHER_BLOCK = PUBLISHED_BLOCK["infinity"]  # ours
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class SparseVAR(Method):
 
     Where one block changes its input little, the image is smooth. From stage P on, tokens at such cells do not enter the network, except
     for anchors on a coarse grid. A token that was left out takes the logits of the anchor that it resembled most one stage earlier, and
-    draws from them on its own; if it resembled none, nothing is added at its cell (FlexVAR: the previous estimate stays). What is left
+    is sampled from them on its own; if it resembled none, nothing is added at its cell (FlexVAR: the previous estimate stays). What is left
     out once stays out. Every image of a batch keeps its own cells.
 
     The knobs that matter:
@@ -58,22 +59,23 @@ class SparseVAR(Method):
 
     To tinker with:
     beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
-    block: the paper's s, counted from 1: whose change is looked at. None is the published one, 3 for Infinity-2B and 16 for HART-0.7B,
-        scaled to other depths; other families take Infinity's share of the depth (ours). Depth does not tell which block is good: of
-        nano's eight, 1 is careful, 2 to 4 choose wrong cells, 5 to 8 are usable (docs/methods.md; `nextscale observe` measures it).
+    block: the paper's s, counted from 1: the block whose change is measured. None is the published one, 3 for Infinity-2B and 16 for
+        HART-0.7B, scaled to other depths; other families take Infinity's share of the depth (ours). Depth does not determine which block is
+        good: of nano's eight, 1 is careful, 2 to 4 choose wrong cells, 5 to 8 are usable (docs/methods.md, `nextscale observe`).
     metric: "mse" is that change. "logits" leaves out cells whose logits of the stage before resemble their neighbours': more than tau times
         the largest similarity, so here 0 leaves out the most and 1 nothing. "image" compares the images decoded after the two stages
         before, which costs a decoding per stage; the paper takes tau from 0.04 to 0.3 for it. On nano "logits" stays nearest to dense
         images of all that keep as many tokens, and no block has to be known for it: 0.9 is mild, 0.7 bold.
-    rows: which rows of a guided pair are scored. "cond": the conditional one, so that leaving out the other branch changes nothing;
+    rows: which rows of a guided pair are scored. "cond": the conditional one, so that dropping the other cfg branch changes nothing;
         "both": their mean, which on nano keeps as many cells and comes equally near. Both rows keep the same cells in any case.
 
     Where the paper is silent or says two things, we decide. What is left out stays out, as its text says; its algorithm decides anew at
     every stage. So the largest change is that of the cells which are still there: what was left out keeps the map of the stage before,
-    in which changes were larger, and would soon leave nothing else. Anchors inside such a region record their change; cells that nobody
-    spoke for carry on their logits. The mask of what was left out is enlarged to the nearest cell, all else bilinearly.
-    Every anchor of the image may speak, of equally similar ones the nearest. "The 3x3 neighbours" are the up to eight cells around.
-    Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last stage's.
+    in which changes were larger, and would soon leave nothing else. Anchors inside such a region update their change; cells to which no
+    anchor propagates keep their logits. The mask of what was left out is resized to the nearest cell, all else bilinearly.
+    Every anchor of the image may propagate to a cell, of equally similar ones the nearest does. "The 3x3 neighbours" are the up to eight
+    cells around. Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last
+    stage's.
     """
 
     tau: float = 0.6
@@ -84,23 +86,23 @@ class SparseVAR(Method):
     metric: Metric = "mse"
     rows: ScoredRows = "cond"
 
-    own_hooks: ClassVar[frozenset[str]] = frozenset({"enter"})
+    reduces_stages = True
 
     def __post_init__(self) -> None:
         if not is_share(self.tau):
             raise SettingError(f"tau is a share of the largest change, from 0 to 1; got {self.tau!r}")
         if not isinstance(self.beta, Real) or not -1 <= self.beta <= 1:
             raise SettingError(f"beta is a cosine similarity, from -1 (always copy from an anchor) to 1; got {self.beta!r}")
-        if self.alpha is not None and not _is_whole(self.alpha, 1):
+        if self.alpha is not None and not is_whole(self.alpha, 1):
             raise SettingError(f"alpha is a whole number of cells from 1, or None for no anchors; got {self.alpha!r}")
         if self.metric not in get_args(Metric):
             raise SettingError(f"metric is one of {', '.join(get_args(Metric))}; got {self.metric!r}")
         if self.rows not in get_args(ScoredRows):
             raise SettingError(f"rows is one of {', '.join(get_args(ScoredRows))}; got {self.rows!r}")
-        if self.from_stage is not None and not _is_whole(self.from_stage, self._earliest):
-            why = f"with metric {self.metric} at least {self._earliest}, since the stages before it are looked at"
+        if self.from_stage is not None and not is_whole(self.from_stage, self._earliest):
+            why = f"with metric {self.metric} at least {self._earliest}, since the stages before it are compared"
             raise SettingError(f"from_stage is a stage number, counted from 1, {why}; got {self.from_stage!r}")
-        if self.block is not None and not _is_whole(self.block, 1):
+        if self.block is not None and not is_whole(self.block, 1):
             raise SettingError(f"block is a block number, counted from 1, or None for the published one; got {self.block!r}")
 
     @property
@@ -109,6 +111,7 @@ class SparseVAR(Method):
 
     @property
     def _earliest(self) -> int:
+        """The smallest `from_stage`: as many stages as the metric compares come before it."""
         return 3 if self.metric == "image" else 2
 
     def first_reduced(self, schedule: Schedule) -> int:
@@ -123,44 +126,35 @@ class SparseVAR(Method):
         return start - 1
 
     def tapped_layer(self, model: NextScaleModel) -> int:
-        """Index of the block whose change is looked at."""
+        """Index of the block whose change is measured."""
         depth = len(model.blocks)
         if self.block is None:
-            share = HART_BLOCK if isinstance(model, Hart) else INFINITY_BLOCK
-            return max(1, round(share * depth)) - 1
+            return max(1, round(PUBLISHED_BLOCK.get(model.family, OTHER_BLOCK) * depth)) - 1
         if self.block > depth:
             raise SettingError(f"block={self.block}, but this model has {depth} blocks: choose 1 to {depth}")
         return self.block - 1
 
     def anchor_spacing(self, model: NextScaleModel) -> int | None:
-        """`alpha`, or None where stages are no residuals and so no token has to be spoken for."""
-        return None if isinstance(model, FlexVar) else self.alpha
+        """`alpha`, or None where a stage's codes replace earlier ones, so that a token left out simply keeps its estimate."""
+        return None if model.replaces_codes else self.alpha
 
-    def start(self, setup: RunSetup) -> Method:
-        if setup.batch > 1 and isinstance(setup.model, Star) and setup.model.config.as_released:
-            raise SettingError(
-                "SparseVAR keeps other tokens of every image; with as_released the first row of STAR's text attention speaks for all: "
-                "load it without, or draw one image at a time"
-            )
-        return _Run(self, setup, self.forecast(setup.model, setup.schedule))
+    def start(self, setup: RunSetup) -> MethodRun:
+        require_own_text(setup.model, setup.batch, "SparseVAR keeps other tokens")
+        return SparseRun(self, setup)
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         first, layer, alpha = self.first_reduced(schedule), self.tapped_layer(model), self.anchor_spacing(model)
         plans = []
         for stage in schedule:
             tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
             plan = StagePlan(taps=(layer,)) if tapped else DENSE
-            width = _forecast_width(stage, alpha, kept)
-            plans.append(replace(plan, num_tokens=width) if stage.index >= first and width < stage.cells else plan)
+            computed = _forecast_tokens(stage, alpha, kept)
+            plans.append(replace(plan, num_tokens=computed) if stage.index >= first and computed < stage.cells else plan)
         return tuple(plans)
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-
-
-def _forecast_width(stage: Stage, alpha: int | None, kept: float) -> int:
-    """Tokens of a stage with this share of its cells kept, and of the anchors those in the rest: about (kept + (1 - kept) / alpha²)."""
+def _forecast_tokens(stage: Stage, alpha: int | None, kept: float) -> int:
+    """Tokens of a stage of which the share `kept` is computed, and the anchors in the rest: about (kept + (1 - kept) / alpha²) cells."""
     anchors = math.ceil(stage.height / alpha) * math.ceil(stage.width / alpha) if alpha else 0
     return max(1, math.ceil(kept * stage.cells + (1 - kept) * anchors))
 
@@ -171,61 +165,59 @@ class _Choice:
 
     excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
     kept: Tensor  # [B, cells]
-    counts: Tensor  # [B]
-    fewest: int = 0  # as the host was told
-    num_tokens: int = 0  # the largest count, or more
+    counts: Tensor  # [B], of kept cells
+    fewest: int = 0  # the smallest count
+    num_tokens: int = 0  # the largest count, or a bucket size above it
 
     @property
     def reduces(self) -> bool:
+        """Whether any image leaves out a cell."""
         return self.fewest < self.kept.shape[1]
 
     def tokens(self, stage: Stage) -> Tokens:
-        """Of one branch's rows, in raster order."""
-        ragged = self.fewest < self.num_tokens
-        # Widths that are too small are recorded too, from images that need more, and never run.
-        return Tokens(stage).top(self.kept.float(), self.counts.clamp(max=self.num_tokens) if ragged else self.num_tokens, self.num_tokens)[
-            1
-        ]
+        """The kept tokens of every image, in raster order."""
+        keep: int | Tensor = self.num_tokens
+        if self.fewest < self.num_tokens:  # images keep different numbers of tokens
+            # Bucket sizes that are too small are captured too, from images that need more, and never replayed.
+            keep = self.counts.clamp(max=self.num_tokens)
+        _, tokens = Tokens(stage).top(self.kept.float(), keep, self.num_tokens)
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorMap:
-    """Who speaks for whom after a stage."""
+    """The computed token from which each token of a stage takes its output."""
 
-    tokens: Tokens  # those that were run and those that an anchor speaks for
-    source: Tensor  # [B, cells], for each of them the place of its speaker among those that were run
+    tokens: Tokens  # those that were computed and those that an anchor propagates to
+    source: Tensor  # [B, cells], the position of each token's source among the computed ones
 
     def propagate(self, values: Tensor) -> Tensor:
-        """Values [B, N, ...] of the tokens that were run, for all that are spoken for."""
+        """Values [B, N, ...] of the computed tokens at all tokens that have a source, [B, cells, ...]."""
         return pick(values.flatten(2), self.source).unflatten(2, values.shape[2:])
 
 
 @dataclass(eq=False)
-class _Run(Method):
+class SparseRun(MethodRun):
+    """One request of SparseVAR. Its changes, exclusion mask and logits of the last stage choose the cells of the next one."""
+
     settings: SparseVAR
     setup: RunSetup
-    plans: tuple[StagePlan, ...]  # with nothing left out
     change: GridMap | None = None  # of the tapped block, [B, cells, 1]
-    excluded: GridMap | None = None
+    excluded: GridMap | None = None  # 1 where cells were excluded at the last stage that ran, [B, cells, 1]
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
-    choice: _Choice | None = None  # of the stage that runs
-    anchor_map: AnchorMap | None = None
+    choice: _Choice | None = None  # of the stage that runs; None: all cells
+    anchor_map: AnchorMap | None = None  # of the stage that runs, once its logits are restored
     first: int = field(init=False)
+    layer: int = field(init=False)
     alpha: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = self.settings.first_reduced(self.setup.schedule)
+        self.layer = self.settings.tapped_layer(self.setup.model)
         self.alpha = self.settings.anchor_spacing(self.setup.model)
 
-    # --- which tokens are run
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        counts = self.count_tokens(stage, canvas)
-        if counts is not None:
-            numbers = counts.tolist()  # the one thing that the host reads in a stage
-            self.set_counts(min(numbers), max(numbers))
-        return self.plan_from_counts(stage, canvas)
+    # --- which tokens are computed
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         self.anchor_map = None
@@ -236,14 +228,14 @@ class _Run(Method):
         assert self.choice is not None
         self.choice = replace(self.choice, fewest=fewest, num_tokens=num_tokens)
 
-    def plan_from_counts(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        plan = self.plans[stage.index]
-        return replace(plan, num_tokens=self.choice.num_tokens) if self.choice is not None and self.choice.reduces else plan
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        return replace(planned, num_tokens=self.choice.num_tokens if self.choice is not None and self.choice.reduces else None)
 
     def state_tensors(self) -> list[Tensor]:
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
     def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+        """Which cells the stage computes; None as long as nothing is known about them."""
         left_out = None if self.excluded is None else self.excluded.at(stage.size, "nearest-exact")[..., 0] > 0.5
         score = self._score(stage, canvas, left_out) if stage.index >= self.first - 1 else None
         if score is None:
@@ -259,7 +251,7 @@ class _Run(Method):
         return _Choice(excluded, kept, kept.sum(dim=1))
 
     def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """How much detail every cell has, and which cells have little, [B, cells] each; None as long as nothing is known."""
+        """How much detail every cell has, and which cells have little of it, [B, cells] each; None as long as nothing is known."""
         tau, metric = self.settings.tau, self.settings.metric
         if metric == "image":
             before, self.image = self.image, canvas.decode()
@@ -285,26 +277,23 @@ class _Run(Method):
         self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
         if not self.choice.reduces:
             return x, tokens
-        kept = self.choice.tokens(tokens.stage).repeat(x.shape[0] // self.setup.batch)  # both branches of an image keep the same cells
+        kept = self.choice.tokens(tokens.stage).repeat(x.shape[0] // self.setup.batch)  # both rows of a guided pair keep the same cells
         return kept.gather(x), kept
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         stage = tokens.stage
-        if layer not in self.plans[stage.index].taps:
+        if layer != self.layer or self.settings.metric != "mse" or stage.index < self.first - 1:
             return
         change, tokens = tokens.on_grid(self._of_images(feature_change(before, after))[..., None])
         earlier = change if self.change is None else self.change.at(stage.size)
         self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), stage.size)
 
     def _of_images(self, rows: Tensor) -> Tensor:
-        """[R, N], where one branch may have left, to [B, N]."""
+        """Scores [R, N] of the rows that run, of both cfg branches or one, as scores [B, N] of the images."""
         batch = self.setup.batch
         return rows[:batch] if self.settings.rows == "cond" else rows.unflatten(0, (-1, batch)).mean(dim=0)
 
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        return self.choice.kept.float() if self.choice is not None and self.choice.reduces else None
-
-    # --- who speaks for those that were not
+    # --- what the tokens that were left out take
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         stage = tokens.stage
@@ -324,15 +313,15 @@ class _Run(Method):
         return out, tokens
 
     def _anchor_map(self, expected: Tensor, alpha: int, stage: Stage) -> AnchorMap:
-        """Matches every cell that was left out with an anchor, by the logits that were to be expected at both."""
+        """Matches every cell that was left out with the anchor most similar to it, by the logits expected at both."""
         assert self.choice is not None
         kept = self.choice.kept
         similarity, anchor = best_anchor(expected, anchor_cells(stage.size, alpha, kept.device), stage.size)
-        speaker = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
-        heard = kept | (similarity >= self.settings.beta - ROUNDING)
-        cells, tokens = Tokens(stage).top(heard.float(), heard.sum(dim=1), stage.cells)
+        source = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
+        known = kept | (similarity >= self.settings.beta - ROUNDING)
+        cells, tokens = Tokens(stage).top(known.float(), known.sum(dim=1), stage.cells)
         place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.num_tokens - 1)  # of a kept cell among all kept ones
-        return AnchorMap(tokens, place.gather(1, speaker.gather(1, cells)))
+        return AnchorMap(tokens, place.gather(1, source.gather(1, cells)))
 
     def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         return (residual, tokens) if self.anchor_map is None else (self.anchor_map.propagate(residual), self.anchor_map.tokens)

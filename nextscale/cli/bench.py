@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,141 +16,174 @@ from rich.table import Table
 
 from ..errors import OutOfMemory, SettingError
 from ..io import write_text
-from ..lab.bench.bench import Plan, bench_case, chosen_engines, failed_rows, release
+from ..lab.bench.bench import bench_case
 from ..lab.bench.energy import EnergyMeter
+from ..lab.bench.plan import Plan, chosen_engines
 from ..lab.bench.roofline import Rates
-from ..lab.bench.suites import ALL, METHODS, SUITES, Case, suite, timed_methods
+from ..lab.bench.rows import failed_rows
+from ..lab.bench.runner import release
+from ..lab.bench.suites import ALL, SUITES, TIMED_METHODS, Case, suite, timed_methods
 from ..lab.bench.tables import image, pictured_row, speed_tables, stages_svg, with_tables
 from ..lab.results import read_rows
 from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
 from ..loading.random_weights import random_encoder, random_pipeline
 from ..pipeline import Pipeline
-from .generate import result_console
-from .options import MACHINE, OUTPUT, Device, DtypeName, TokenizerFile, as_torch_dtype, choose_schedule, parse_size
-from .program import app
+from .console import result_console
+from .groups import grouped
+from .options import (
+    DEFAULT_MODEL,
+    OUTPUT,
+    Batches,
+    Device,
+    DtypeName,
+    ModelNames,
+    Sizes,
+    TokenizerFile,
+    Weights,
+    as_torch_dtype,
+    compared_methods,
+    out_option,
+)
+from .parse import choose_schedule, method_name, parse_size
+from .program import MEASURE, app
 
 CHECKOUT = Path(__file__).parents[2]
 OWN_RESULTS = CHECKOUT / "benchmarks" / "results.jsonl"
 
 
-@app.command()
-def bench(
-    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Names from `nextscale models`.", show_default=False)] = None,
+@dataclass(frozen=True)
+class CaseOptions:
+    """What is measured: every model at every size and batch, or the cases of suites."""
+
+    models: ModelNames = None
     suites: Annotated[
         list[str] | None,
-        typer.Option("--suite", metavar="NAME", help=f"Cases that belong together: {', '.join(SUITES)}; can be given again."),
-    ] = None,
-    methods: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="METHOD",
-            show_default="none",
-            help="Besides dense generation: one such as 'fastvar + skip:last=1', "
-            f"one of {', '.join(repr(name) for name in METHODS)}, or {ALL} of these; can be given again.",
-        ),
-    ] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, show_default="1", help="Images per request; can be given again.")] = None,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--size",
-            metavar="SIZE",
-            show_default="the model's own",
-            help="HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M; can be given again.",
-        ),
-    ] = None,
+        typer.Option("--suite", metavar="NAME", help=f"Cases that belong together: {', '.join(SUITES)}; can be repeated."),
+    ] = None
+    methods: Annotated[list[str] | None, compared_methods("none", f"{ALL} or one of {', '.join(repr(name) for name in TIMED_METHODS)}")] = (
+        None
+    )
+    size: Sizes = None
+    batch: Batches = None
+
+    def cases(self) -> list[Case]:
+        """Empty if nothing is asked for; wrong models, sizes and methods are refused now."""
+        detailed = bool(self.methods or self.batch or self.size)
+        if self.suites and detailed:
+            raise SettingError("--suite already fixes methods, sizes and batches: leave out --method, --size and --batch")
+        models = self.models or ([DEFAULT_MODEL] if detailed else [])
+        cases = [replace(case, suite=name) for name in self.suites or () for case in suite(name)]
+        sizes: Sequence[str | None] = self.size or [None]
+        for model, size, batch in product(models, sizes, self.batch or [1]):
+            choose_schedule(model_spec(model).settings.schedules, size)
+            name = "-".join([model, *([size] if size else []), *([f"batch{batch}"] if batch > 1 else [])])
+            methods = tuple(method_name(method) for method in self.methods or ())
+            cases.append(Case(name, model, None if size is None else parse_size(size), batch, methods))
+        for case in cases:
+            timed_methods(case.methods)
+        return cases
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How it is measured."""
+
     engine: Annotated[
         str | None,
-        typer.Option(metavar="NAME", show_default="graphs, on the CPU eager", help="graphs, eager, or both in turns."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; in each, every method draws one request.")] = 10,
+        typer.Option("--engine", metavar="NAME", show_default="graphs, on the CPU eager", help="graphs, eager, or both in turns."),
+    ] = None
+    repeats: Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Timed rounds; in each, every method runs one request.")] = (
+        10
+    )
     step: Annotated[
         str | None,
         typer.Option(
+            "--step",
             metavar="NAME",
             show_default="the engine, and whether it ran without kernels",
-            help="What these rows are in the waterfall, after the steps that it has of itself; they are in no other table.",
+            help="Name of these rows in the waterfall, after its own steps; they are in no other table.",
         ),
-    ] = None,
-    weights: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", rich_help_panel=MACHINE, show_default="random weights", help="File or folder of the model."),
-    ] = None,
-    tokenizer: TokenizerFile = None,
-    device: Device = None,
-    dtype: DtypeName = None,
+    ] = None
+    weights: Weights = None
+    tokenizer: TokenizerFile = None
+    device: Device = None
+    dtype: DtypeName = None
+
+    def measure(self, cases: Sequence[Case], results: Path) -> None:
+        if (self.weights or self.tokenizer) and len({case.model for case in cases}) != 1:
+            raise SettingError("--weights and --tokenizer are the files of one model: choose that model with -m")
+        device = choose_device(self.device)
+        dtype = as_torch_dtype(self.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        engines = chosen_engines(self.engine, device)
+        origin = "checkpoint" if self.weights or self.tokenizer else "random"
+        plan = Plan(device, engines, self.repeats, Rates.measured(device, dtype), self.step, origin, EnergyMeter.of(device))
+        measure(cases, plan, lambda model: self.load(model, device, dtype), results)
+
+    def load(self, model: str, device: torch.device, dtype: torch.dtype) -> Pipeline:
+        """With a random text encoder: encoding prompts is not measured."""
+        if self.weights is None and self.tokenizer is None:
+            return random_pipeline(model, device=device, dtype=dtype)
+        encoder = random_encoder(model_spec(model).model, device)
+        return load(model, weights=self.weights, tokenizer=self.tokenizer, text_encoder=encoder, device=device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Where rows and tables go."""
+
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default="benchmarks/results.jsonl of a checkout, else results.jsonl",
-            help="A .jsonl file, to which rows are added.",
-        ),
-    ] = None,
+        out_option("FILE", "A .jsonl file, to which rows are added.", "benchmarks/results.jsonl of a checkout, else results.jsonl"),
+    ] = None
     table: Annotated[
-        bool, typer.Option("--table", rich_help_panel=OUTPUT, help="Then write the tables of speed from all rows of that file.")
-    ] = False,
+        bool, typer.Option("--table", rich_help_panel=OUTPUT, help="Then write the speed tables from all rows of that file.")
+    ] = False
     page: Annotated[
         Path | None,
         typer.Option(
+            "--page",
             metavar="FILE",
             rich_help_panel=OUTPUT,
-            show_default="README.md for the results of a checkout, else standard output",
-            help="With --table: where they go, between <!-- NAME:begin --> and <!-- NAME:end -->.",
+            show_default="docs/benchmarks.md for the results of a checkout, else standard output",
+            help="With --table: the page to write them into, between <!-- NAME:begin --> and <!-- NAME:end -->.",
         ),
-    ] = None,
-) -> None:
-    """Measure how fast models are, dense and accelerated: time, memory, energy, and how near that is to what the machine can do.
+    ] = None
 
-    Weights are random and prompt features are given, so no files are needed; images mean nothing and their quality is not measured.
+    @property
+    def results(self) -> Path:
+        return self.out or (OWN_RESULTS if OWN_RESULTS.exists() else Path("results.jsonl"))
+
+    def write(self) -> None:
+        own = self.results.resolve() == OWN_RESULTS.resolve() and self.page is None
+        write_tables(self.results, CHECKOUT / "docs" / "benchmarks.md" if own else self.page, pictured=own)
+
+
+@app.command(rich_help_panel=MEASURE)
+@grouped
+def bench(*, asked: CaseOptions, run: RunOptions, tables: TableOptions) -> None:
+    """Measure how fast models are, dense and accelerated: time, memory, energy, and the distance from the machine's roofline.
+
+    Weights are random unless --weights or --tokenizer is given, and so are prompt features: no files are needed, and images mean nothing.
     """
-    results = out or (OWN_RESULTS if OWN_RESULTS.exists() else Path("results.jsonl"))
-    cases = [*suite_cases(suites or []), *asked_cases(models or [], size or [], batch or [1], methods or [])]
-    if suites and (methods or batch or size):
-        raise SettingError("--suite already says which methods, sizes and batches: leave out --methods, --size and --batch")
-    if not cases and not table:
-        raise SettingError("nothing to measure: name models, or a --suite; or write the tables of earlier results with --table")
-    if page is not None and not table:
+    cases = asked.cases()
+    if tables.page is not None and not tables.table:
         raise SettingError("--page says where tables go: add --table")
-    if (weights or tokenizer) and len({case.model for case in cases}) != 1:
-        raise SettingError("--weights and --tokenizer are the files of one model: name that model")
-    for case in cases:
-        timed_methods(case.methods)  # refuses a wrong one now
+    if not cases and not tables.table:
+        raise SettingError("nothing to measure: choose a model with -m, or a --suite; or write tables of earlier results with --table")
     if cases:
-        place = choose_device(device)
-        kind = as_torch_dtype(dtype) or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-        engines = chosen_engines(engine, place)
-        origin = "checkpoint" if weights or tokenizer else "random"
-        plan = Plan(place, engines, repeats, Rates.measured(place, kind), step, origin, EnergyMeter.of(place))
-        measure(cases, plan, partial(open_pipeline, device=place, dtype=kind, weights=weights, tokenizer=tokenizer), results)
-    if table:
-        own = results.resolve() == OWN_RESULTS.resolve() and page is None
-        write_tables(results, CHECKOUT / "README.md" if own else page, pictured=own)
+        run.measure(cases, tables.results)
+    if tables.table:
+        tables.write()
 
 
-def suite_cases(names: Iterable[str]) -> list[Case]:
-    return [replace(case, suite=name) for name in names for case in suite(name)]
-
-
-def asked_cases(models: Sequence[str], sizes: Sequence[str], batches: Sequence[int], methods: Sequence[str]) -> list[Case]:
-    """Every model at every size and batch."""
-    cases = []
-    for model, size, batch in product(models, [None, *sizes][bool(sizes) :], batches):
-        choose_schedule(model_spec(model).settings.schedules, size, None, None)  # refuses a wrong size now
-        name = "-".join([model, *([size] if size else []), *([f"batch{batch}"] if batch > 1 else [])])
-        cases.append(Case(name, model, None if size is None else parse_size(size), batch, tuple(methods)))
-    return cases
-
-
-def measure(cases: Sequence[Case], plan: Plan, opened: Callable[[str], Pipeline], results: Path) -> None:
-    """Model by model, so that the weights of one at a time are there. Rows are written as soon as their case is done."""
+def measure(cases: Sequence[Case], plan: Plan, load: Callable[[str], Pipeline], results: Path) -> None:
+    """Measures model by model, with the weights of one at a time in memory. Rows are written as soon as their case is done."""
     for model in dict.fromkeys(case.model for case in cases):
         pipe: Pipeline | Exception
         try:
-            pipe = opened(model)
-        except (RuntimeError, OutOfMemory) as error:  # most of all no memory; a wrong file is the user's to mend
+            pipe = load(model)
+        except (RuntimeError, OutOfMemory) as error:  # mostly out of memory; a wrong file is the user's to fix
             pipe = error
         for case in cases:
             if case.model == model:
@@ -161,14 +193,6 @@ def measure(cases: Sequence[Case], plan: Plan, opened: Callable[[str], Pipeline]
                 show_rows(rows)
         del pipe
         release(plan.device)
-
-
-def open_pipeline(name: str, *, device: torch.device, dtype: torch.dtype, weights: Path | None, tokenizer: Path | None) -> Pipeline:
-    """Texts are read by a random encoder: encoding them is not measured."""
-    if weights is None and tokenizer is None:
-        return random_pipeline(name, device=device, dtype=dtype)
-    encoder = random_encoder(model_spec(name).model, device)
-    return load(name, weights=weights, tokenizer=tokenizer, text_encoder=encoder, device=device, dtype=dtype)
 
 
 def append_rows(rows: Iterable[dict[str, Any]], file: Path) -> None:
@@ -183,12 +207,12 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
     table = Table("method", "engine", title=title, title_justify="left", box=None, pad_edge=False)
     headings = (
         "generate, ms",
-        "times faster",
+        "speedup",
         "decode, ms",
         "end to end, ms",
         "images/s",
         "MACs",
-        "times the limit",
+        "x roofline",
         "GB",
         "J/image",
     )
@@ -210,18 +234,18 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['end_to_end']['median_ms']:.1f}",
         f"{row['images_per_second']:.2f}",
         f"{row['cost_share']:.0%}",
-        f"{row['times_limit']:.2f}",
+        f"{row['times_roofline']:.2f}",
         f"{row['peak_gb']:.2f}",
         "" if energy is None else f"{energy:.1f}",
     ]
 
 
 def write_tables(results: Path, page: Path | None, pictured: bool) -> None:
-    """pictured: the README's picture as well."""
+    """Writes the speed tables; `pictured`: the picture of that page as well."""
     rows = read_rows(results)
     tables = speed_tables(rows)
     if not tables:
-        raise SettingError(f"{results} has no row of speed on a GPU: there is no table to write")
+        raise SettingError(f"{results} has no row measured on a GPU: there is no table to write")
     if page is None:
         typer.echo("\n\n".join(tables.values()))
         return

@@ -11,13 +11,14 @@ import typer
 
 from ..checkpoints import convert as convert_checkpoint
 from ..io import write_text
-from ..loading.hart_config import dump_config, own_config_file
+from ..loading.config_file import own_config_file
+from ..loading.hart_config import dump_config
 from ..loading.load import checkpoint_spec, naming_the_right_model
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models import HartConfig
 from ..tokenizers import HartTokenizerConfig
 from .files import require_writable
-from .options import Dtype, ModelName, as_torch_dtype
+from .options import DTYPES, Dtype, Force, ModelName, as_torch_dtype
 from .program import app
 
 
@@ -28,16 +29,19 @@ class Part(StrEnum):
 
 @app.command()
 def convert(
+    *,
     model: ModelName,
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An official file, or a folder of shards.", show_default=False)],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The .safetensors file to write.", show_default=False)],
-    part: Annotated[Part, typer.Option(help="What SOURCE holds.")] = Part.model,
-    dtype: Annotated[Dtype | None, typer.Option(show_default="as in SOURCE", help="Type of the written weights.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite TARGET.")] = False,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="An official file, or a folder of shards.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.", show_default=False)],
+    part: Annotated[Part, typer.Option("--part", metavar="PART", help="What IN holds: model or tokenizer.")] = Part.model,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", metavar="DTYPE", show_default="as in IN", help=f"Type of the written weights: {DTYPES}.")
+    ] = None,
+    force: Force = False,
 ) -> None:
     """Write an official checkpoint as one safetensors file, under the published names.
 
-    HART's settings, which the tensors do not tell, go into a file beside it.
+    HART's settings, which the tensors do not say, go into a file beside it.
     """
     is_model = part is Part.model
     spec = checkpoint_spec(model_spec(model), source if is_model else None, None if is_model else source)

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Annotated
 
 import torch
-import typer
 from PIL import Image
 from rich.markup import escape
 from rich.progress import Progress, TaskID
@@ -17,21 +16,23 @@ from rich.table import Table
 from torch import Tensor
 
 from ..accel.method import Method
-from ..errors import CheckpointError, SettingError
-from ..io import IMAGE_FORMATS, to_pil, write_image
+from ..errors import PromptError
+from ..io import to_pil, write_image
 from ..lab.evals.methods import parse_methods
-from ..lab.metrics.files import LPIPS, metric_file
 from ..lab.metrics.lpips import Lpips
 from ..lab.metrics.pixels import psnr
-from ..loading.load import choose_device, load
-from ..loading.presets import NANO
+from ..loading.presets import ModelSpec
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
-from .files import require_writable
-from .generate import progress_bar, result_console
-from .options import Size, choose_schedule, parse_prompt, read_prompts, require_fitting
+from .console import result_console, token_bar
+from .files import require_image_name, require_writable
+from .groups import grouped
+from .metrics import find_lpips
+from .options import Batch, Force, Metrics, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
+from .parse import parse_prompt, require_fitting
 from .program import app
+from .results import engines
 from .sheet import compared
 
 PROMPTS = (
@@ -44,64 +45,65 @@ PROMPTS = (
     "a photo of a blue t-shirt",
     "a photo of a red dress",
 )
-"""One or two of every style in which the model was trained."""
+"""One or two of every style in which nano was trained."""
 METHODS = ("sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar:alphas=[]", "stagevar")
 OWN_FILE = Path("demo.png")
-BATCH = 4  # images drawn at a time
+UNTIMED = 2  # calls on a GPU before those that are timed: the first loads its programs, the second captures CUDA graphs
 
 
 @app.command()
+@grouped
 def demo(
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", show_default="eight of ours", help="Prompts, one per line; a column each.")
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--method",
-            metavar="METHOD",
-            show_default=", ".join(METHODS),
-            help="A row below the dense one; given again, one more row. In a row, + joins methods: sparsevar+skip:last=1",
-        ),
-    ] = None,
-    size: Size = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first column; every further column takes the next one.")] = 0,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The picture; demo.png is overwritten, a file of another name only with --force.")
-    ] = OWN_FILE,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the picture whatever its name.")] = False,
+    *,
+    model: ModelOptions,
+    prompts: PromptFile,
+    method: Annotated[list[str] | None, compared_methods(", ".join(METHODS))] = None,
+    size: SizeOptions,
+    seed: Seed = 0,
+    batch: Batch = 4,
+    metrics: Metrics = None,
+    out: Annotated[Path, out_option("FILE", "The picture; demo.png is overwritten, a file of another name only with --force.")] = OWN_FILE,
+    force: Force = False,
 ) -> None:
-    """Draw the same prompts with the model in the package, dense and accelerated, and compare time and images."""
-    schedule = choose_schedule(NANO.settings.schedules, size, None, None)
+    """Generate the same prompts dense and accelerated, and compare time and images.
+
+    Without options it takes nano, which comes with the package, and eight prompts of ours.
+    """
+    spec = model.spec
+    schedule = size.schedule(spec)
     methods = [parse_methods(row) for row in ("dense", *(method or METHODS))]
     for chosen in methods:
-        require_fitting(chosen, NANO, schedule)
-    prompts = [str(parse_prompt(prompt, NANO)) for prompt in (read_prompts(prompts_file) if prompts_file else PROMPTS)]
-    if out.suffix.lower() not in IMAGE_FORMATS:
-        raise SettingError(f"--out {out}: give a name that ends in {', '.join(IMAGE_FORMATS)}")
+        require_fitting(chosen, spec, schedule)
+    columns = read_columns(prompts, spec)
+    require_image_name("--out", out)
     require_writable([out], force or out == OWN_FILE)
-    lpips = find_lpips(choose_device(device))
+    lpips = find_lpips(metrics, model.torch_device)
 
-    with progress_bar() as progress:
-        task = progress.add_task("loading", total=schedule.tokens * len(prompts) * len(methods))
-        pipeline = load(NANO.name, device=device)
-        pipeline(prompts[:1], seed=seed, size=schedule)  # not timed: whatever runs first pays for memory that all later ones find
-        rows = [draw_row(pipeline, prompts, chosen, schedule, seed, progress, task) for chosen in methods]
-    write_image(sheet(prompts, rows), out)
+    with token_bar() as progress:
+        task = progress.add_task("loading", total=schedule.tokens * len(columns) * len(methods))
+        pipeline = model.load()
+        pipeline(columns[:1], seed=seed, size=schedule)  # not timed: whatever runs first pays for memory that all later calls find
+        maker = RowMaker(pipeline, columns, schedule, seed, batch, progress, task)
+        rows = [maker.row(chosen) for chosen in methods]
+    write_image(sheet([str(prompt) for prompt in columns], rows), out)
     console = result_console()
     console.print(comparison(rows, lpips))
-    console.print(f"{len(prompts)} images of {size_of(rows[0])} in each row, on {rows[0].reports[0].device}, from the same seeds.")
+    console.print(f"{len(columns)} images of {size_of(rows[0])} per row, on {machine(rows)}, from the same seeds.")
     if lpips is None:
         console.print("LPIPS is shown as well where its network is found (NEXTSCALE_METRICS).")
     console.print(f"The images: {escape(str(out))}")
 
 
+def read_columns(prompts: PromptFile, spec: ModelSpec) -> list[str | int]:
+    texts = [prompt.text for prompt in prompts.read_file()]
+    if not texts and spec.text_encoder is None:
+        raise PromptError(f"the demo's own prompts are text, and {spec.name} takes class numbers: pass --prompts FILE")
+    return [parse_prompt(text, spec) for text in texts or PROMPTS]
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
-    """All prompts drawn with one method."""
+    """All prompts with one method."""
 
     pixels: Tensor  # [B, 3, H, W]
     reports: tuple[Report, ...]  # one per call
@@ -117,53 +119,55 @@ class Row:
 
     @property
     def cost_share(self) -> float:
-        """MACs against dense generation."""
+        """MACs relative to dense generation."""
         return self._mean([report.cost_share for report in self.reports])
 
     @property
     def tokens_share(self) -> float:
-        """Tokens that were run, mean of all blocks, of those of the schedule."""
+        """Share of the schedule's tokens that were computed, mean of all blocks."""
         cells = sum(stage.height * stage.width for stage in self.reports[0].stages)
         return self._mean([sum(stage.computed for stage in report.stages) / cells for report in self.reports])
 
     @property
     def padding(self) -> float:
-        """Share of these that no image needed."""
+        """Share of the computed tokens that no image needed."""
         return self._mean([report.padding for report in self.reports])
 
     def _mean(self, shares: Sequence[float]) -> float:
-        """Of all images, each with the share of its call."""
+        """Mean over images, each with the share of its call."""
         images = [len(report.seeds or ()) for report in self.reports]
         return sum(share * count for share, count in zip(shares, images, strict=True)) / sum(images)
 
 
-def draw_row(
-    pipeline: Pipeline, prompts: Sequence[str], method: Method, schedule: Schedule, seed: int, progress: Progress, task: TaskID
-) -> Row:
-    outputs = []
-    progress.update(task, description=method.label)
-    for first in range(0, len(prompts), BATCH):
-        together = prompts[first : first + BATCH]
-        if first == 0 and pipeline.model.device.type == "cuda":
-            pipeline(together, seed=seed, size=schedule, method=method)  # not timed: a GPU loads its programs at their first use
-        outputs.append(pipeline(together, seed=seed + first, size=schedule, method=method))
-        progress.advance(task, schedule.tokens * len(together))
-    return Row(torch.cat([output.pixels for output in outputs]), tuple(output.report for output in outputs))
+@dataclass(frozen=True, eq=False)
+class RowMaker:
+    """Generates the prompts once per method."""
 
+    pipeline: Pipeline
+    prompts: Sequence[str | int]
+    schedule: Schedule
+    seed: int
+    batch: int
+    progress: Progress
+    task: TaskID
 
-def find_lpips(device: torch.device) -> Lpips | None:
-    """None where the network is not on this machine."""
-    try:
-        file = metric_file(LPIPS)
-    except CheckpointError:
-        return None
-    return Lpips.load(file, device)
+    def row(self, method: Method) -> Row:
+        outputs = []
+        self.progress.update(self.task, description=method.label)
+        for first in range(0, len(self.prompts), self.batch):
+            together = self.prompts[first : first + self.batch]
+            if first == 0 and self.pipeline.model.device.type == "cuda":
+                for _ in range(UNTIMED):
+                    self.pipeline(together, seed=self.seed, size=self.schedule, method=method)
+            outputs.append(self.pipeline(together, seed=self.seed + first, size=self.schedule, method=method))
+            self.progress.advance(self.task, self.schedule.tokens * len(together))
+        return Row(torch.cat([output.pixels for output in outputs]), tuple(output.report for output in outputs))
 
 
 def comparison(rows: Sequence[Row], lpips: Lpips | None) -> Table:
     table = Table("method", box=None, pad_edge=False)
     padded = any(row.padding for row in rows)
-    headings = ["seconds per image", "times as fast", "MACs", "tokens", *(["padding"] if padded else []), "PSNR to dense"]
+    headings = ["seconds per image", "speedup", "MACs", "tokens", *(["padding"] if padded else []), "PSNR to dense"]
     headings += ["LPIPS"] if lpips else []
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -192,6 +196,11 @@ def decibels(each: Tensor) -> str:
 def size_of(row: Row) -> str:
     height, width = row.reports[0].size
     return f"{height}x{width}"
+
+
+def machine(rows: Sequence[Row]) -> str:
+    reports = [report for row in rows for report in row.reports]
+    return f"{reports[0].device} ({engines(reports)})"
 
 
 def sheet(prompts: Sequence[str], rows: Sequence[Row]) -> Image.Image:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ FILES_NAMED = 3  # in one error message
 
 @dataclass(frozen=True)
 class Picture:
-    """One image to draw."""
+    """One image to generate."""
 
     prompt: str | int
     seed: int
@@ -29,8 +29,8 @@ class Picture:
         return self.file.with_stem(f"{self.file.stem}-stage{stage.index:02d}")
 
     @property
-    def kept_file(self) -> Path:
-        return self.file.with_stem(f"{self.file.stem}-kept")
+    def mask_file(self) -> Path:
+        return self.file.with_stem(f"{self.file.stem}-mask")
 
 
 def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Path) -> list[Picture]:
@@ -54,18 +54,13 @@ def slug(text: str) -> str:
     return words if len(words) <= LONGEST_SLUG else words[: LONGEST_SLUG + 1].rpartition("-")[0] or words[:LONGEST_SLUG]
 
 
-def planned_files(
-    pictures: Sequence[Picture], previewed: Iterable[Stage], masks: bool, grid: Path | None, report: Path | None
-) -> list[Path]:
-    if grid is not None and grid.suffix.lower() not in IMAGE_FORMATS:
-        raise SettingError(f"--grid {grid}: give a name that ends in {', '.join(IMAGE_FORMATS)}")
-    stages = list(previewed)
-    previews = [picture.preview_file(stage) for picture in pictures for stage in stages]
-    kept = [picture.kept_file for picture in pictures] if masks else []
-    return [*(picture.file for picture in pictures), *previews, *kept, *(file for file in (grid, report) if file is not None)]
+def require_image_name(option: str, file: Path) -> None:
+    if file.suffix.lower() not in IMAGE_FORMATS:
+        raise SettingError(f"{option} {file}: give a name that ends in {', '.join(IMAGE_FORMATS)}")
 
 
 def require_writable(files: Sequence[Path], force: bool) -> None:
+    """SettingError unless all files can be written, each once; existing ones only with `force`."""
     if twice := [file for file, times in Counter(files).items() if times > 1]:
         raise SettingError(f"{named(twice)} would be written twice: give --out, --grid and --report different names")
     if folders := [file for file in files if file.is_dir()]:

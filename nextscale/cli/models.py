@@ -71,7 +71,7 @@ def show_family(console: Console, family: str, specs: Sequence[ModelSpec]) -> No
         files = [file_link(spec.weights) if spec.weights else "no released weights", file_link(spec.tokenizer_weights)]
         named = "\n".join(dict.fromkeys(files))
         table.add_row(spec.name, short_count(parameter_count(spec)), short_sizes(spec.settings.schedules), named)
-    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"texts, read by {encoder_name(encoder)}")
+    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"text, read by {encoder_name(encoder)}")
     console.print(table)
     if published := pages(specs):
         console.print("published at", *published)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import get_terminal_size
@@ -10,102 +11,109 @@ from typing import Annotated
 
 import typer
 
-from ..errors import CheckpointError, SettingError
+from ..errors import SettingError
 from ..io import write_image, write_text
-from ..lab.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
-from ..lab.analysis.plots import FIGURES, figures
-from ..lab.metrics import Lpips
-from ..loading.load import choose_device, load
-from ..loading.presets import model_spec
+from ..lab.analysis import Examples, Observations, Sample, observe, read_observations, to_json, verdicts
+from ..lab.analysis.plots import FIGURES
+from ..lab.analysis.plots import figures as plotted
+from .console import share_bar
 from .files import require_writable
-from .options import (
-    MACHINE,
-    OUTPUT,
-    Device,
-    DtypeName,
-    Size,
-    TextEncoderSource,
-    TokenizerFile,
-    Weights,
-    all_prompts,
-    as_torch_dtype,
-    choose_schedule,
-    parse_prompt,
-    split_model,
-)
-from .program import app
-from .progress import share_bar
+from .groups import grouped
+from .metrics import find_lpips
+from .options import OUTPUT, Batch, Force, Metrics, ModelOptions, PromptOptions, Seed, SizeOptions, out_option
+from .parse import parse_prompt
+from .program import MEASURE, app
 
 NUMBERS = "observations.json"
 SHEETS = ("stages", "blocks", "prompts")
 LONGEST_LINE = 100
 
 
-@app.command("observe")
+@dataclass(frozen=True)
+class FigureOptions:
+    """Where numbers and pictures go, or which numbers to plot again."""
+
+    out: Annotated[Path, out_option("FOLDER", "Folder for numbers and pictures.")] = Path("observed")
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", rich_help_panel=OUTPUT, help="Measure nothing; plot the figures of an observations.json."),
+    ] = None
+    force: Force = False
+
+    def plot_again(self, numbers: Path) -> Observations:
+        require_writable(self._figure_files, self.force)
+        found = read_observations(numbers)
+        self._write_figures(found)
+        return found
+
+    def require_writable(self) -> None:
+        figures = self._figure_files if can_plot() else []
+        require_writable([self.out / NUMBERS, *(self.out / f"{name}.png" for name in SHEETS), *figures], self.force)
+
+    def write(self, found: Observations, examples: Examples) -> None:
+        write_text(to_json(found), self.out / NUMBERS)
+        for name in SHEETS:
+            write_image(getattr(examples, name), self.out / f"{name}.png")
+        if can_plot():
+            self._write_figures(found)
+        else:
+            again = f"nextscale observe --plot {self.out / NUMBERS}"
+            typer.echo(f'no figures without matplotlib: pip install "nextscale[plots]", then {again}')
+
+    @property
+    def _figure_files(self) -> list[Path]:
+        return [self.out / f"{name}.svg" for name in FIGURES]
+
+    def _write_figures(self, found: Observations) -> None:
+        for name, figure in plotted(found).items():
+            write_text(figure, self.out / f"{name}.svg")
+
+
+def can_plot() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+@app.command("observe", rich_help_panel=MEASURE)
+@grouped
 def observe_command(
     context: typer.Context,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MODEL] PROMPT",
-            show_default=False,
-            help="A name from `nextscale models`, by default nano; then texts, or class numbers for class models: at least two.",
-        ),
-    ] = None,
-    prompts_file: Annotated[Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one per line.")] = None,
-    images: Annotated[
-        int | None, typer.Option(min=1, show_default="one per prompt", help="Images in all; the prompts are taken in turn.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first image; every further image takes the next one.")] = 0,
-    size: Size = None,
+    *,
+    model: ModelOptions,
+    prompts: PromptOptions,
+    seed: Seed = 0,
+    size: SizeOptions,
     switches: Annotated[
-        int, typer.Option(min=1, help="At how many stages prompts are replaced; each costs as much as drawing all images three times.")
-    ] = 3,
-    weights: Weights = None,
-    tokenizer: TokenizerFile = None,
-    text_encoder: TextEncoderSource = None,
-    lpips: Annotated[
-        Path | None,
+        int,
         typer.Option(
-            metavar="PATH",
-            rich_help_panel=MACHINE,
-            show_default="in NEXTSCALE_METRICS; pixels alone are compared where it is not there",
-            help="File of the LPIPS network, or its folder.",
+            "--switches",
+            metavar="N",
+            min=1,
+            help="Number of stages at which prompts are replaced; each costs three more runs of all images.",
         ),
-    ] = None,
-    device: Device = None,
-    dtype: DtypeName = None,
-    batch: Annotated[int, typer.Option(min=1, rich_help_panel=MACHINE, help="Images drawn at a time.")] = 16,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", rich_help_panel=OUTPUT, help="Where numbers and pictures go.")] = Path("observed"),
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="Only draw the figures of an observations.json.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite files.")] = False,
+    ] = 3,
+    batch: Batch = 16,
+    metrics: Metrics = None,
+    figures: FigureOptions,
 ) -> None:
-    """Check on a model what the papers behind the methods observed: what late stages change, where blocks act, what the prompt does."""
-    drawn = [out / f"{name}.svg" for name in FIGURES]
-    if plot is not None:
+    """Check on a model what the papers behind the methods observed.
+
+    What late stages change, where blocks act, what the prompt does. Give at least two prompts.
+    """
+    if figures.plot is not None:
         require_alone(context)
-        require_writable(drawn, force)
-        found = read_observations(plot)
-        write_figures(found, out)
-        show_verdicts(found)
+        show_verdicts(figures.plot_again(figures.plot))
         return
-    model, given = split_model(prompts or [])
-    spec = model_spec(model)
-    schedule = choose_schedule(spec.settings.schedules, size, None, None)
+    spec = model.spec
+    schedule = size.schedule(spec)
     if len(schedule) < 2:
         raise SettingError(f"{schedule} has a single stage: there is nothing to compare")
-    sample = Sample.of([parse_prompt(text, spec) for text in all_prompts(given, prompts_file)], images, seed)
-    plots = find_spec("matplotlib") is not None
-    require_writable([out / NUMBERS, *(out / f"{name}.png" for name in SHEETS), *(drawn if plots else ())], force)
-    place = choose_device(device)
-    distance = open_lpips(lpips, str(place))
+    chosen = [parse_prompt(text, spec) for text in prompts.read()]
+    sample = Sample.of(chosen, prompts.images * len(chosen), seed)
+    figures.require_writable()
+    lpips = find_lpips(metrics, model.torch_device)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
-        pipeline = load(
-            model, weights=weights, tokenizer=tokenizer, text_encoder=text_encoder, device=place, dtype=as_torch_dtype(dtype)
-        )  # fmt: skip
+        pipeline = model.load()
         progress.update(task, description="observing")
         found, examples = observe(
             pipeline,
@@ -113,39 +121,23 @@ def observe_command(
             schedule,
             batch=batch,
             switches=switches,
-            lpips=distance,
-            progress=lambda share: progress.update(task, completed=share),
+            lpips=lpips,
+            on_progress=lambda share: progress.update(task, completed=share),
         )
-    write_text(to_json(found), out / NUMBERS)
-    for name in SHEETS:
-        write_image(getattr(examples, name), out / f"{name}.png")
-    if plots:
-        write_figures(found, out)
-    else:
-        typer.echo(f'no figures without matplotlib: pip install "nextscale[plots]", then nextscale observe --plot {out / NUMBERS}')
+    figures.write(found, examples)
     show_verdicts(found)
 
 
 def require_alone(context: typer.Context) -> None:
-    """With --plot nothing is measured, so what a measurement takes would be ignored."""
-    chosen = [name for name in context.params if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"]
-    if surplus := [name for name in chosen if name not in ("plot", "out", "force")]:
-        raise SettingError(f"--plot only draws what was measured: leave out {', '.join(surplus)}")
+    """SettingError for options of a measurement, which --plot would ignore."""
+    chosen = [one for one in context.command.params if one.name and given_by_user(context, one.name)]
+    if surplus := [one.opts[0] for one in chosen if one.name not in ("plot", "out", "force")]:
+        raise SettingError(f"--plot only plots what was measured: leave out {', '.join(surplus)}")
 
 
-def open_lpips(given: Path | None, device: str) -> Lpips | None:
-    """Where nobody asked for it, it may be missing."""
-    try:
-        return Lpips.load(given, device)
-    except CheckpointError:
-        if given is not None:
-            raise
-        return None
-
-
-def write_figures(found: Observations, out: Path) -> None:
-    for name, figure in figures(found).items():
-        write_text(figure, out / f"{name}.svg")
+def given_by_user(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def show_verdicts(found: Observations) -> None:

@@ -17,55 +17,69 @@ from ..guidance import GuidedRows
 from ..lab.evals.methods import parse_methods
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models.base import NextScaleModel
+from ..pipeline import Settings
 from ..planning.cost import RequestCost, StageCost, Workload, request_cost
-from ..planning.memory import ASSUMED_KEPT, RequestMemory, planned_cache, request_memory, reserved_bytes
+from ..planning.memory import ASSUMED_KEPT, RequestMemory, request_memory, reserved_bytes, reserved_cache
+from ..stage import Schedule
 from ..tokenizers.base import Tokenizer
-from .options import Aspect, Dtype, ModelName, Sides, Size, as_torch_dtype, choose_schedule
+from .groups import grouped
+from .options import DEFAULT_MODEL, DTYPES, CombinedMethods, Dtype, ModelName, SizeOptions, as_torch_dtype
 from .program import app
 
 NOT_COUNTED = (
-    "Not counted: text encoder and prompt, canvas, decoding, and how a method chooses and restores tokens, such as SparseVAR's search for"
-    " anchors; only the products with which StageVAR and ToMe make few tokens of many are."
+    "Not counted: text encoder and prompt, canvas, decoding, and how a method selects and restores tokens, such as SparseVAR's search for"
+    " anchors; the matrix products with which StageVAR and ToMe reduce tokens are counted."
 )
 
 
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks for besides its size."""
+
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Images per batch.")] = 1
+    text_tokens: Annotated[
+        int, typer.Option("--text-tokens", metavar="N", min=1, help="Tokens of a prompt, for models that attend to them.")
+    ] = 64
+    unguided: Annotated[bool, typer.Option("--unguided", help="Without guidance: one row per image.")] = False
+
+    def workload(self, model: NextScaleModel, settings: Settings, schedule: Schedule) -> Workload:
+        guided = not self.unguided and GuidedRows(settings.guidance, schedule, len(model.blocks)).needs_both
+        read = self.text_tokens if model.stack[0].has_text else 0
+        return Workload(schedule, self.batch, guided, read, settings.sampling.refine)
+
+
 @app.command()
+@grouped
 def plan(
-    model: ModelName,
-    method: Annotated[
-        list[str] | None,
+    *,
+    model: ModelName = DEFAULT_MODEL,
+    method: CombinedMethods = None,
+    size: SizeOptions,
+    request: RequestOptions,
+    keep_ratio: Annotated[
+        float,
         typer.Option(
-            "--method",
-            metavar="METHOD",
-            show_default="dense",
-            help="A method with its settings, such as skip:last=2; given again, several at once.",
+            "--keep-ratio",
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Share of the tokens assumed to be computed where a method is data-dependent.",
         ),
-    ] = None,
-    size: Size = None,
-    aspect: Aspect = None,
-    sides: Sides = None,
-    images: Annotated[int, typer.Option(min=1, help="Images drawn at a time.")] = 1,
-    kept: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the cells that is assumed to be kept where a method decides by the image.")
     ] = 0.5,
-    text_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, for models that attend to them.")] = 64,
-    unguided: Annotated[bool, typer.Option("--unguided", help="One row per image.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Type of weights, keys and values.")] = Dtype.bfloat16,
+    dtype: Annotated[Dtype, typer.Option("--dtype", metavar="DTYPE", help=f"Type of weights, keys and values: {DTYPES}.")] = Dtype.bfloat16,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a method would run, and what that costs, without weights and without running anything."""
+    """Show what a method would compute, and its cost, without weights and without running anything."""
     spec, chosen = model_spec(model), parse_methods(*method or ())
-    schedule = choose_schedule(spec.settings.schedules, size, aspect, sides)
+    schedule = size.schedule(spec)
     with torch.device("meta"):
         built, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
     for module in (built, tokenizer):
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if name.startswith(module.float32) else as_torch_dtype(dtype))
     built.check_schedule(schedule)
-    guided = not unguided and GuidedRows(spec.settings.guidance, schedule, len(built.blocks)).needs_both
-    read = text_tokens if built.stack[0].has_text else 0
-    workload = Workload(schedule, images, guided, read, spec.settings.sampling.refine)
-    forecast = forecast_of(spec.name, built, tokenizer, chosen, workload, kept)
+    workload = request.workload(built, spec.settings, schedule)
+    forecast = forecast_of(spec.name, built, tokenizer, chosen, workload, keep_ratio)
     if as_json:
         typer.echo(json.dumps(forecast.to_dict(), indent=2))
     else:
@@ -74,11 +88,11 @@ def plan(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. The first three are keys and values."""
+    """Bytes. The first three are those of the KV cache."""
 
-    reserved: int  # by a request with the method before it starts, text included
-    dense: int  # kept for later stages by dense generation
-    planned: int  # and by the method
+    reserved: int  # before a request with the method starts, text included
+    dense: int  # that later stages read, with dense generation
+    planned: int  # that later stages read, with the method
     method_peak: RequestMemory  # with what was reserved
     dense_peak: RequestMemory
 
@@ -92,7 +106,7 @@ class Forecast:
     model: str
     method: str
     workload: Workload
-    kept: float | None  # None: what is run does not depend on it
+    keep_ratio: float | None  # None: the method is not data-dependent
     dense: RequestCost
     planned: RequestCost
     memory: Memory
@@ -108,9 +122,9 @@ class Forecast:
         return {
             "model": self.model,
             "method": self.method,
-            "images": self.workload.images,
+            "batch": self.workload.images,
             "guided": self.workload.guided,
-            "kept": self.kept,
+            "keep_ratio": self.keep_ratio,
             "text_tokens": self.workload.text_tokens,
             "stages": [stage_facts(stage, dense) for stage, dense in stages],
             "dense": cost_facts(self.dense),
@@ -120,24 +134,24 @@ class Forecast:
         }
 
 
-def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, kept: float) -> Forecast:
+def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float) -> Forecast:
     schedule = workload.schedule
-    plans, assumed = (method.forecast(model, schedule, share) for share in (kept, ASSUMED_KEPT))
-    decides_by_image = method.forecast(model, schedule, 0.5) != method.forecast(model, schedule, 1.0)
+    plans = method.forecast(model, schedule, workload.guided, keep_ratio)
+    reserved = method.forecast(model, schedule, workload.guided, max(keep_ratio, ASSUMED_KEPT))
     dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
     rows = workload.images * (2 if workload.guided else 1)
     return Forecast(
         name,
         method.label,
         workload,
-        kept if decides_by_image else None,
+        keep_ratio if method.data_dependent else None,
         dense,
         planned,
         Memory(
-            reserved_bytes(model, schedule, method, assumed, workload.images, rows, workload.text_tokens),
+            reserved_bytes(model, schedule, reserved, workload.images, rows, workload.text_tokens),
             model.cache_spec(schedule, rows).kept_bytes,
-            planned_cache(model, schedule, plans, workload.images, rows).kept_bytes,
-            request_memory(model, tokenizer, workload, method.forecast(model, schedule, max(kept, ASSUMED_KEPT))),
+            reserved_cache(model, schedule, plans, workload.images, rows).kept_bytes,
+            request_memory(model, tokenizer, workload, reserved),
             request_memory(model, tokenizer, workload),
         ),
     )
@@ -171,35 +185,32 @@ def cost_facts(cost: RequestCost) -> dict[str, int]:
 def show(forecast: Forecast) -> None:
     console = Console(highlight=False)
     workload = forecast.workload
-    rows = "guided, two rows each" if workload.guided else "one row each"
-    console.print(f"[bold]{forecast.model}[/bold], {workload.images} image(s), {rows}; method: {escape(forecast.method)}")
-    if forecast.kept is not None:
-        console.print(f"Assumed: {percent(forecast.kept)} of the cells are kept where the method decides by the image (--kept).")
+    rows = "guided (two rows per image)" if workload.guided else "unguided"
+    console.print(f"[bold]{forecast.model}[/bold], batch {workload.images}, {rows}; method: {escape(forecast.method)}")
+    if forecast.keep_ratio is not None:
+        share = percent(forecast.keep_ratio)
+        console.print(f"Assumed: {share} of the tokens are computed where the method is data-dependent (--keep-ratio).")
     if workload.text_tokens:
-        console.print(f"Assumed: {workload.text_tokens} tokens of text (--text-tokens).")
+        console.print(f"Assumed: {workload.text_tokens} text tokens (--text-tokens).")
     console.print(stage_table(forecast))
     if forecast.thinned:
-        console.print(
-            "Run is the mean of all blocks and their parts: some run fewer tokens than enter, and the head sees those that entered."
-        )
+        console.print("Computed is the mean over all sublayers: some run fewer tokens than enter, and the head sees those that entered.")
     dense, planned = forecast.dense, forecast.planned
     parts = [("linear layers", planned.linear, dense.linear), ("attention", planned.attention, dense.attention)]
     shares = [f"{name} {percent(part / whole)}" for name, part, whole in [*parts, ("heads", planned.head, dense.head)]]
-    console.print(f"MACs of this request; of the dense ones: {', '.join(shares)}.")
+    console.print(f"Dense, planned: MACs of this request. Planned relative to dense: {', '.join(shares)}.")
     console.print(NOT_COUNTED)
     memory = forecast.memory
     console.print(
-        f"Keys and values: {gib(memory.reserved)} are reserved, text included; for later stages the method keeps"
-        f" {gib(memory.planned)} of dense generation's {gib(memory.dense)}."
+        f"KV cache: {gib(memory.reserved)} are reserved, text included; later stages read {gib(memory.planned)} of it,"
+        f" with dense generation {gib(memory.dense)}."
     )
-    if forecast.kept is not None:
-        console.print(
-            f"They are reserved for {percent(ASSUMED_KEPT)} of the cells where the method decides by the image, and grow if need be."
-        )
+    if forecast.keep_ratio is not None:
+        console.print(f"It is reserved for {percent(ASSUMED_KEPT)} of the tokens where the method is data-dependent, and grows if needed.")
     peak = memory.method_peak
     console.print(
-        f"Peak memory: about {gib(peak.peak)}, dense {gib(memory.dense_peak.peak)}: weights {gib(peak.weights)}, without the text"
-        f" encoder's, and {gib(peak.drawing)} for drawing, keys, values and activations together, or {gib(peak.decoding)} for decoding."
+        f"Peak memory: about {gib(peak.peak)}, dense {gib(memory.dense_peak.peak)}: weights {gib(peak.weights)} without the text encoder,"
+        f" and the larger of {gib(peak.generating)} for the stages (KV cache and activations) and {gib(peak.decoding)} for decoding."
     )
 
 
@@ -207,13 +218,13 @@ def stage_table(forecast: Forecast) -> Table:
     table = Table("stage", box=None, pad_edge=False, padding=(0, 2, 0, 0), show_footer=True)
     dense, planned = forecast.dense, forecast.planned
     early = [(stage.keys, same.keys) for stage, same in zip(planned.stages, dense.stages, strict=True) if not stage.stage.last]
-    kept_keys, all_keys = (sum(keys) for keys in zip(*early, strict=True)) if early else (0, 0)
+    later_keys, all_keys = (sum(keys) for keys in zip(*early, strict=True)) if early else (0, 0)
     totals = {
         "grid": "",
         "tokens": str(sum(stage.stage.cells for stage in planned.stages)),
-        "run": str(round(sum(stage.computed for stage in planned.stages))),
+        "computed": str(round(sum(stage.computed for stage in planned.stages))),
         "rows": "",
-        "keys": percent(kept_keys / all_keys) if all_keys else "",
+        "keys": percent(later_keys / all_keys) if all_keys else "",
         "dense": short(dense.total),
         "planned": short(planned.total),
         "share": percent(planned.share(dense)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import metadata
 from typing import Annotated, Any
@@ -10,7 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import NextscaleError
+from ..loading.presets import MODELS
 
+MEASURE, TRAIN = "Measurements", "Training"  # panels of the help
 USAGE_ERRORS: Any = typer.BadParameter.__bases__  # the parent of all usage errors has no public name that every version of typer knows
 
 
@@ -24,10 +27,17 @@ class Program(TyperGroup):
             typer.echo(f"error: {error}", err=True)
             status = 2
         except USAGE_ERRORS as error:
+            message = error.format_message().rstrip(".")
             see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            typer.echo(f"error: {error.format_message().rstrip('.')}{see}", err=True)
+            typer.echo(f"error: {message}{model_hint(message)}{see}", err=True)
             status = 2
         sys.exit(status)
+
+
+def model_hint(message: str) -> str:
+    """What to write in place of a model's name that stands where no word is expected."""
+    words = re.findall(r"[^\s()]+", message) if "unexpected extra argument" in message else []
+    return "".join(f"; choose the model with -m {word}" for word in words if word in MODELS)
 
 
 app = typer.Typer(cls=Program, add_completion=False, pretty_exceptions_enable=False)
@@ -51,6 +61,6 @@ def start(
     context: typer.Context,
     asked: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")] = False,
 ) -> None:
-    """Draw images with next-scale generators: VAR, FlexVAR, Infinity, HART and STAR."""
+    """Generate images with next-scale models: VAR, FlexVAR, Infinity, HART and STAR."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,122 +11,157 @@ import typer
 
 from ..errors import SettingError
 from ..lab.metrics import Lpips
+from ..lab.shards import read_shard
 from ..lab.train.curves import plot_curves
-from ..lab.train.data import Pictures, read_pictures, read_shard
-from ..lab.train.export import write_bundle
+from ..lab.train.data import Pictures, read_pictures
+from ..lab.train.export import MODEL, TOKENIZER, write_bundle
 from ..lab.train.model import train_model
 from ..lab.train.model_settings import ModelTraining, check_parts, check_training
 from ..lab.train.run import Budget
 from ..lab.train.settings import changed
-from ..lab.train.tokenizer import TokenizerTraining, check_sides, train_tokenizer
+from ..lab.train.tokenizer import train_tokenizer
+from ..lab.train.tokenizer_settings import TokenizerTraining, check_sides
 from ..lab.train.words import make_word_encoder
 from ..loading.load import choose_device, load_module
 from ..loading.presets import NANO_MODEL, NANO_TOKENIZER
 from ..models import Infinity
-from ..text.words import WordTextEncoder
+from ..text.words import FILE_NAME, WordTextEncoder
 from ..tokenizers import InfinityTokenizer
-from .program import app
+from .files import require_writable
+from .groups import grouped
+from .options import MACHINE, Device, Force, Metrics, out_option
+from .program import TRAIN, app
 
 train = typer.Typer(no_args_is_help=True)
-app.add_typer(train, name="train", help="Train a model of Infinity's kind: its words, its tokenizer, the model itself.")
+app.add_typer(train, name="train", rich_help_panel=TRAIN, help="Train a model like Infinity: its words, its tokenizer, the model itself.")
 
-Data = Annotated[list[Path], typer.Option("--data", metavar="SHARD", help="Tar files with captions.jsonl and pictures; give it again.")]
-HeldOut = Annotated[list[Path], typer.Option("--held-out", metavar="SHARD", help="Shards that are only measured on.")]
-Folder = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="State, curve and results; an interrupted run goes on from here.")]
-Minutes = Annotated[float | None, typer.Option(help="How long to train, time before an interruption included.")]
-Steps = Annotated[int | None, typer.Option(help="How many steps to train, in place of minutes.")]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A setting, such as learning_rate=1e-3 or model.depth=12; see the docs."),
+SIDES = (256, 512)  # pixels
+BUNDLE = (MODEL, TOKENIZER, FILE_NAME)
+TrainedTokenizer = Annotated[Path, typer.Option("--tokenizer", metavar="FILE", help="What `nextscale train tokenizer` wrote.")]
+TrainedWords = Annotated[
+    Path, typer.Option("--words", metavar="FILE", help="What `nextscale train words` wrote, or a trained model's own words.safetensors.")
 ]
-Compile = Annotated[bool, typer.Option("--compile", help="torch.compile the blocks: a minute at first, then faster on a GPU.")]
-Device = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N.")
+Data = Annotated[
+    list[Path], typer.Option("--data", metavar="SHARD", help="A .tar shard of captions.jsonl and pictures to train on; can be repeated.")
 ]
+SETTING = "A setting, such as learning_rate=1e-3 or model.depth=12; can be repeated, see docs/training.md."
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run learns from, for how long, and where its results go."""
+
+    data: Data
+    held_out: Annotated[list[Path], typer.Option("--held-out", metavar="SHARD", help="A shard to measure on; can be repeated.")]
+    out: Annotated[Path, out_option("FOLDER", "Folder for state, curve and results; an interrupted run continues from it.")]
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", metavar="N", help="Training time, including that before an interruption.")
+    ] = None
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Number of training steps, in place of --minutes.")] = None
+    change: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=SETTING)] = None
+    compiled: Annotated[
+        bool, typer.Option("--compile", rich_help_panel=MACHINE, help="torch.compile the blocks: a minute at first, then faster on a GPU.")
+    ] = False
+    device: Device = None
+
+    def budget(self) -> Budget:
+        if (self.minutes is None) == (self.steps is None):
+            raise SettingError("how long to train is not clear: give --minutes or --steps, one of them")
+        return Budget(self.steps, None if self.minutes is None else 60 * self.minutes)
+
+    def require_apart(self) -> None:
+        if both := {shard.resolve() for shard in self.data} & {shard.resolve() for shard in self.held_out}:
+            raise SettingError(f"{both.pop()} is in --data and in --held-out: give other shards to measure on")
+
+    def pictures(self, sides: list[int], device: torch.device) -> tuple[dict[int, Pictures], dict[int, Pictures]]:
+        """Of the shards to train on and of those held out, by side."""
+        training, held_out = (read_pictures(shards, sides).items() for shards in (self.data, self.held_out))
+        return {side: read.to(device) for side, read in training}, {side: read.to(device) for side, read in held_out}
 
 
 @train.command()
 def words(
     data: Data,
-    sentence_model: Annotated[Path, typer.Option(metavar="FOLDER", help="A sentence model whose word meanings are taken over.")],
-    out: Annotated[Path, typer.Option(metavar="FILE")] = Path("words.safetensors"),
-    size: Annotated[int, typer.Option(min=100, help="Entries of the vocabulary.")] = 5000,
+    sentence_model: Annotated[
+        Path, typer.Option("--sentence-model", metavar="FOLDER", help="A sentence model whose word vectors are distilled.")
+    ],
+    out: Annotated[Path, out_option("FILE", "The .safetensors file to write.")] = Path("words.safetensors"),
+    entries: Annotated[int, typer.Option("--entries", metavar="N", min=100, help="Entries of the vocabulary.")] = 5000,
+    force: Force = False,
 ) -> None:
     """Make the word encoder that a model is trained with: a vocabulary and frozen word vectors."""
-    check_target(out)
+    require_file_name(out)
+    require_writable([out], force)
     records = [record for shard in data for record in read_shard(shard)[0]]
-    encoder = make_word_encoder(records, sentence_model, size)
+    encoder = make_word_encoder(records, sentence_model, entries)
     encoder.save(out)
     typer.echo(f"{len(encoder.vocabulary)} words and parts of words: {out}")
 
 
 @train.command()
+@grouped
 def tokenizer(
-    data: Data,
-    held_out: HeldOut,
-    out: Folder,
-    minutes: Minutes = None,
-    steps: Steps = None,
-    sides: Annotated[str, typer.Option(metavar="LIST", help="One or two sides of the pictures, in pixels.")] = "256,512",
-    metrics: Annotated[Path | None, typer.Option(metavar="PATH", help="LPIPS weights: a file, or a folder that holds it.")] = None,
-    change: Changes = None,
-    compiled: Compile = False,
-    device: Device = None,
+    *,
+    run: RunOptions,
+    size: Annotated[
+        list[int] | None,
+        typer.Option("--size", metavar="SIDE", show_default="256 and 512", help="A side of the pictures in pixels; can be given twice."),
+    ] = None,
+    metrics: Metrics = None,
 ) -> None:
     """Train a multi-scale binary tokenizer."""
-    where, budget = choose_device(device), chosen_budget(minutes, steps)
-    settings = changed(TokenizerTraining(compile=compiled), change or [])
-    check_apart(data, held_out)
-    lengths = parsed_sides(sides)
-    check_sides(settings.tokenizer, lengths)
-    lpips = Lpips.load(metrics, device=where) if settings.lpips else None
-    train_tokenizer(settings, by_side(data, lengths, where), by_side(held_out, lengths, where), out, budget, where, lpips)
+    device, budget = choose_device(run.device), run.budget()
+    settings = changed(TokenizerTraining(compile=run.compiled), run.change or [])
+    run.require_apart()
+    sides = sorted(set(size or SIDES))
+    check_sides(settings.tokenizer, sides)
+    lpips = Lpips.load(metrics, device=device) if settings.lpips else None
+    train_tokenizer(settings, *run.pictures(sides, device), run.out, budget, device, lpips)
 
 
 @train.command()
+@grouped
 def model(
-    data: Data,
-    held_out: HeldOut,
-    tokenizer: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train tokenizer` left.")],
-    words: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train words` left.")],
-    out: Folder,
+    *,
+    run: RunOptions,
+    tokenizer: TrainedTokenizer,
+    words: TrainedWords,
     start: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Weights of a model to begin with, in place of random ones.")
+        Path | None, typer.Option("--from", metavar="FILE", help="Weights of a model to start from, in place of random ones.")
     ] = None,
-    minutes: Minutes = None,
-    steps: Steps = None,
-    change: Changes = None,
     tokenizer_change: Annotated[
         list[str] | None, typer.Option("--set-tokenizer", metavar="NAME=VALUE", help="How the tokenizer is built, such as bits=8.")
     ] = None,
-    compiled: Compile = False,
-    device: Device = None,
 ) -> None:
-    """Train a text-to-image transformer on a tokenizer's bits, together with its word encoder. Its phases say which sides it sees."""
-    where, budget = choose_device(device), chosen_budget(minutes, steps)
-    settings = changed(ModelTraining(compile=compiled), change or [])
-    check_apart(data, held_out)
+    """Train a text-to-image transformer on a tokenizer's bits, together with its word encoder.
+
+    Its phases say which sizes it sees.
+    """
+    device, budget = choose_device(run.device), run.budget()
+    settings = changed(ModelTraining(compile=run.compiled), run.change or [])
+    run.require_apart()
     with torch.device("meta"):
         coder = InfinityTokenizer(TokenizerTraining(changed(NANO_TOKENIZER, tokenizer_change or [])).tokenizer)
-    load_module(coder, tokenizer, where, torch.float32)
-    reader = WordTextEncoder.load(words, device=where)
+    load_module(coder, tokenizer, device, torch.float32)
+    reader = WordTextEncoder.load(words, device=device)
     check_training(settings, coder, reader)
-    sides, host = settings.sides, torch.device("cpu")
-    train_model(settings, reader, coder, by_side(data, sides, host), by_side(held_out, sides, host), out, budget, where, start)
+    train_model(settings, reader, coder, *run.pictures(settings.sides, torch.device("cpu")), run.out, budget, device, start)
 
 
 @train.command()
 def bundle(
-    model: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train model` left.")],
-    tokenizer: Annotated[Path, typer.Option(metavar="FILE", help="What `nextscale train tokenizer` left.")],
-    words: Annotated[Path, typer.Option(metavar="FILE", help="The words that the model was trained with, from its own folder.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER")],
+    weights: Annotated[Path, typer.Option("--weights", metavar="FILE", help="What `nextscale train model` wrote.")],
+    tokenizer: TrainedTokenizer,
+    words: TrainedWords,
+    out: Annotated[Path, out_option("FOLDER", "Folder for the three files.")],
+    force: Force = False,
 ) -> None:
     """Write a trained model of nano's layout as the three files that the package carries."""
+    require_writable([out / file for file in BUNDLE], force)
     host = torch.device("cpu")
     with torch.device("meta"):
         network, coder = Infinity(NANO_MODEL), InfinityTokenizer(NANO_TOKENIZER)
-    load_module(network, model, host, torch.float32)
+    load_module(network, weights, host, torch.float32)
     load_module(coder, tokenizer, host, torch.float32)
     reader = WordTextEncoder.load(words)
     check_parts(NANO_MODEL, coder, reader)
@@ -136,36 +172,16 @@ def bundle(
 @train.command()
 def curve(
     folder: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of runs.", show_default=False)],
-    out: Annotated[Path, typer.Option(metavar="FILE")] = Path("curve.svg"),
+    out: Annotated[Path, out_option("FILE", "The picture, such as an .svg file.")] = Path("curve.svg"),
+    force: Force = False,
 ) -> None:
-    """Draw the loss curves of runs."""
+    """Plot the loss curves of runs."""
+    require_writable([out], force)
     plot_curves(folder, out)
     typer.echo(str(out))
 
 
-def chosen_budget(minutes: float | None, steps: int | None) -> Budget:
-    if (minutes is None) == (steps is None):
-        raise SettingError("say how long to train: --minutes or --steps, one of them")
-    return Budget(steps, None if minutes is None else 60 * minutes)
-
-
-def parsed_sides(sides: str) -> list[int]:
-    try:
-        return sorted({int(side) for side in sides.split(",")})
-    except ValueError as error:
-        raise SettingError(f"--sides {sides!r}: expected whole numbers such as 256,512") from error
-
-
-def by_side(shards: list[Path], sides: list[int], device: torch.device) -> dict[int, Pictures]:
-    return {side: pictures.to(device) for side, pictures in read_pictures(shards, sides).items()}
-
-
-def check_apart(data: list[Path], held_out: list[Path]) -> None:
-    if both := {shard.resolve() for shard in data} & {shard.resolve() for shard in held_out}:
-        raise SettingError(f"{both.pop()} is both learnt from and held out: expected other shards to measure on")
-
-
-def check_target(file: Path) -> None:
-    """Before the work, not after it."""
+def require_file_name(file: Path) -> None:
+    """SettingError now rather than after the work."""
     if file.is_dir() or not file.parent.is_dir():
         raise SettingError(f"--out {file}: expected the name of a file in a folder that exists")

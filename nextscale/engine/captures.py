@@ -201,9 +201,7 @@ class Captures:
 
     def _capture(self, key: CaptureKey, request: Request) -> WarmUp:
         """OutOfMemory where it would not fit the budget by itself."""
-        known = reserved_bytes(
-            self._model, request.schedule, request.method, request.plans, request.batch, request.rows, request.text_tokens
-        )
+        known = reserved_bytes(self._model, request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
         if known > self.budget:
             raise self._too_large(request, known)
         begun = time.perf_counter()

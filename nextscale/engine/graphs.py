@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..accel.method import Method
-from ..cache import DenseLayerCache, Env
+from ..accel.method import MethodRun
+from ..cache import DenseLayerCache
 from ..canvas import Canvas
 from ..generate import StageDone, begin, run_stage
-from ..models.base import Conditioning, NextScaleModel, PromptInputs
+from ..models.base import NextScaleModel, PromptInputs
+from ..models.env import Conditioning, Env
 from ..report import Stopwatch
 from ..request import Request
 from ..stage import Stage
@@ -58,7 +59,7 @@ class State:
 
     canvas: Canvas
     env: Env
-    run: Method
+    run: MethodRun
 
     def fork(self) -> State:
         """The same tensors in objects of its own, so that a stage can be captured several times from here."""
@@ -121,7 +122,7 @@ class CapturedRequest:
     def _condition(self) -> Conditioning:
         return self._model.condition_from(self.inputs.value, self._tables)
 
-    def _begin(self, cond: Conditioning) -> tuple[Method, Env]:
+    def _begin(self, cond: Conditioning) -> tuple[MethodRun, Env]:
         self._rewind((0, 0))
         return begin(self._model, cond, self._request)
 
@@ -146,7 +147,8 @@ class CapturedRequest:
                     counts, _, _ = self._run_stage(stage, state)
                     if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
                         run.set_counts(0, stage.cells)
-                        run_stage(self._model, canvas, request, run, run.plan_from_counts(stage, canvas), env, stage)
+                        plan = run.plan(request.plans[stage.index], stage, canvas)
+                        run_stage(self._model, canvas, request, run, plan, env, stage)
                     if not number:
                         self.rng.end_stage()
                         self.method_rng.end_stage()
@@ -205,7 +207,7 @@ class CapturedRequest:
             state.env.keep(planned.cfg_branches)
             if counts is not None and not planned.skip:
                 return counts, None, None
-        plan = state.run.plan_from_counts(stage, state.canvas)
+        plan = state.run.plan(planned, stage, state.canvas)
         return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
     def _capture_buckets(self, stage: Stage, state: State, counter: TokenCounter, forks: list[State]) -> tuple[StageVariants, State]:
@@ -219,7 +221,7 @@ class CapturedRequest:
             fork.run.set_counts(0, size)
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
-                plan = fork.run.plan_from_counts(stage, fork.canvas)  # a method may ask for noise to make it
+                plan = fork.run.plan(self._request.plans[stage.index], stage, fork.canvas)  # a method may ask for noise to make it
                 done, finite = run_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
                 done = done.without_logits()
                 if variants and finite is not None and all_finite is not None:

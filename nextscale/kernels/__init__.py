@@ -3,11 +3,11 @@
     if kernels.available(x):
         y = kernels.norm_modulate(x, scale, shift)
 
-Without them a recorded request of infinity-2b, 1024 x 1024 pixels, takes 284 ms and its decoding 123 on an H200; with them 213 and 19.
+Without them a captured request of infinity-2b, 1024 x 1024 pixels, takes 284 ms and its decoding 123 on an H200; with them 213 and 19.
 Triton is imported when the first kernel is used, so that nothing else needs it. All but attention are memory-bound: they read every
 input once and write every output once. All compute in float32 and round once; none has a gradient. A kernel is compiled when it first
 meets a dtype, a number of channels, heads or groups, a layout, or a size of tiles, which are smaller for small inputs; how many tokens,
-pixels and images there are is told when it runs. A captured graph does not allow compiling: run a stage once before it is captured.
+pixels and images there are is an argument of the launch. A captured graph does not allow compiling: run a stage once before it is captured.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
     from .group_norm import centred_silu, group_norm_silu
-    from .largest import topk_indices_sorted
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
+    from .topk import topk_indices_sorted
     from .upsample import upsample_nearest
 
 __all__ = [
@@ -60,7 +60,7 @@ FILES = {
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",
-    "topk_indices_sorted": "largest",
+    "topk_indices_sorted": "topk",
     "sample_bits": "bits",
     "group_norm_silu": "group_norm",
     "centred_silu": "group_norm",
@@ -92,7 +92,7 @@ def enabled(device: torch.device) -> bool:
 
 @cache
 def wanted() -> bool:
-    """Not with NEXTSCALE_KERNELS=0: plain torch in their place, to tell where a difference comes from."""
+    """False with NEXTSCALE_KERNELS=0: plain torch in place of kernels, to find where a difference comes from."""
     return os.environ.get("NEXTSCALE_KERNELS") != "0"
 
 
@@ -103,7 +103,7 @@ def installed() -> bool:
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Tried once with a kernel that does next to nothing: an image without a C compiler has Triton and cannot use it."""
+    """Whether a kernel can be launched, tried once with a trivial one: a system without a C compiler has Triton and cannot use it."""
     if not installed() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
         return False
     try:

@@ -17,19 +17,19 @@ SMALLEST_DOT = 16  # sides of a product on tensor cores
 WIDE = 128  # channels of a head from which on three blocks of keys and values do not fit the 99 KB that many GPUs share among a program
 SHORT = 128  # keys that are read without being waited for, at most: a text
 
-# Times on an H200 for two rows of 16 heads of 128 channels, bfloat16. All rows have so many keys of what there is room for; ours are told
-# by lengths, torch's kernels are given these keys alone, so that they read the same number, and no mask:
+# Times on an H200 for two rows of 16 heads of 128 channels, bfloat16. All rows have equally many keys; ours reads how many from the
+# lengths, torch's kernels are given these keys alone, so that they read as many, and no mask:
 #   16 queries, text of 50 tokens of 64              3.5 us, flash 5.8
 #   4096 queries, text of 50 tokens of 64             37 us, flash 38
 #   307 queries, 1804 keys of 2521                    33 us, flash 58, cuDNN 32
 #   1228 queries, 7653 keys of 10521                 367 us, flash 580, cuDNN 313
-# cuDNN's own attention to rows of different length cannot be recorded.
+# cuDNN's own attention to rows of different length cannot be captured.
 
 
 @triton.jit
 def attended(q, keys_ptr, values_ptr, start, length, largest, total, out, keys_token, values_token, factor,
              CHANNELS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """A block of keys more. largest, total: of the exponentials of every query so far, to the base of 2; out: their weighted values."""
+    """Adds a block of keys. largest, total: of the exponentials of every query so far, to the base of 2; out: their weighted values."""
     key = start + tl.arange(0, KEYS)
     channel = tl.arange(0, BLOCK)
     # A block of keys that is whole, and channels that fill a block, need no mask: the compiler drops one that is always true.
@@ -89,7 +89,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(keys: int, channels: int) -> Tile:
-    """What a program takes at a time where rows have so many keys at most."""
+    """What a program takes at a time where rows have at most this number of keys."""
     if keys <= SHORT:
         return Tile(64, 32, 4, 1)
     return Tile(64, 64, 4, 3) if channels <= WIDE else Tile(64, 32, 4, 2)
@@ -100,24 +100,24 @@ def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | in
 
     lengths: [R], int32, each from 1 to T; a number where all rows are equally long. Half precision.
     """
-    rows, width, heads, channels = q.shape
+    rows, num_queries, heads, channels = q.shape
     room = keys.shape[1]
     for name, store in (("keys", keys), ("values", values)):
         require_shape(name, store, rows, room, heads, channels)
-    told, length = (lengths, room) if isinstance(lengths, Tensor) else (None, lengths)  # [R], or what all have; else the largest possible
-    if told is not None:
-        require_shape("lengths", told, rows)
+    ragged, length = (lengths, room) if isinstance(lengths, Tensor) else (None, lengths)  # the largest possible length, or that of all rows
+    if ragged is not None:
+        require_shape("lengths", ragged, rows)
     if not 1 <= length <= room:
         raise ValueError(f"expected a length from 1 to {room}; got {length}")
     if any(x.stride(3) != 1 for x in (q, keys, values)):
         raise ValueError(f"channels must lie side by side; got strides {[x.stride() for x in (q, keys, values)]}")
-    out = torch.empty(rows, width, heads * channels, dtype=q.dtype, device=q.device)
+    out = torch.empty(rows, num_queries, heads * channels, dtype=q.dtype, device=q.device)
     queries, key_block, warps, stages = tile_for(length, channels) if tile is None else tile
     with torch.cuda.device_of(q):
-        attend_lengths_kernel[triton.cdiv(width, queries), heads, rows](
-            q, keys, values, told, out, width, length, scale * LOG2_E,
+        attend_lengths_kernel[triton.cdiv(num_queries, queries), heads, rows](
+            q, keys, values, ragged, out, num_queries, length, scale * LOG2_E,
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-            RAGGED=told is not None, HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
+            RAGGED=ragged is not None, HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
             QUERIES=queries, KEYS=key_block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out

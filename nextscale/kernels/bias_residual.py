@@ -57,7 +57,7 @@ def add_bias_residual_(
 
 
 def add_bias_residual_reference(x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
-    """As torch does it, into new memory."""
+    """The same sum as torch computes it, in new memory."""
     y = x + bias[:, None, None]
     if residual is not None:
         y = (residual if residual_bias is None else residual + residual_bias[:, None, None]) + y

@@ -1,4 +1,4 @@
-"""Bits drawn from the logits of 0 and of 1."""
+"""Bits sampled from the logits of 0 and of 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = 1024
 
 # Bytes for 4096 tokens of 32 bits: logits 1.0 MB and noise 1.0 MB in, bits 1.0 MB out (torch counts in int64): 3.1 MB, 0.7 us at 4.3 TB/s.
 # Measured on an H200: 6.7 us, torch 127. It takes the place of a dozen small kernels per stage: sort, softmax, sum and comparison of the
-# filter, masks, softmax, quotient and argmax of the draw. The noise stays torch's, whose generators the seeds belong to. So does adding the
+# filter, masks, softmax, quotient and argmax of sampling. The noise stays torch's, whose generators the seeds belong to. So does adding the
 # bits to the canvas: it is torch's own interpolation, once per stage, whose last bits the next stage reads.
 
 
@@ -38,7 +38,7 @@ def sample_bits_kernel(logits_ptr, noise_ptr, bits_ptr, count, unlikely, FILTERE
 
 def sample_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int = 4) -> Tensor:
     """Bits [...], 0 or 1 in int64, of float32 logits [..., 2] with unit exponential noise of the same shape: the choices of
-    sampling.filter_logits and sampling.draw.
+    sampling.filter_logits and sampling.sample.
 
     top_p: 0, or above a half, so that of two that are equally likely both stay; else it would be chance which of them does.
     """

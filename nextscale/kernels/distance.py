@@ -1,4 +1,4 @@
-"""The mean of all tokens, and how far each lies from it: FastVAR's score of what stands out."""
+"""The mean of all tokens, and how far each lies from it: FastVAR's score of salient tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .shapes import dense_channels, per_row, power_of_two, warps_for
 
 # Bytes for bfloat16 [2, 1600, 2048]: 13 MB in, next to nothing out: 3.0 us each at 4.3 TB/s, or less, since x is in the second cache
 # (60 MB on an H200). Measured there: mean 4.8 us (torch 10.0), distance 4.9 us (torch, which writes and reads the difference in float32
-# besides, 47). FastVAR needs both before every branch: 150 times a request with its preset for infinity-2b.
+# besides, 47). FastVAR needs both before every sublayer: 150 times a request with its preset for infinity-2b.
 TOKENS, CHANNELS_AT_A_TIME = 128, 16  # of the mean: few channels, so that there are programs enough; they fill a sector of 32 bytes
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def mean_over_tokens_kernel(x_ptr, out_ptr, tokens, x_row, x_token, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one row and one block of channels: all tokens in the same order whatever else runs."""
+    """One program per row and block of channels, which adds up all tokens in the same order whatever else runs."""
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -41,13 +41,13 @@ def distance_from_mean_kernel(x_ptr, mean_ptr, out_ptr, tokens, x_row, x_token, 
 
 
 def mean_over_tokens(x: Tensor) -> Tensor:
-    """Of x [R, N, C]: [R, 1, C], float32."""
-    rows, width, channels = x.shape
+    """Mean over the tokens of x [R, N, C]: [R, 1, C], float32."""
+    rows, tokens, channels = x.shape
     x = dense_channels(x)
     out = torch.empty(rows, 1, channels, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         mean_over_tokens_kernel[triton.cdiv(channels, CHANNELS_AT_A_TIME), rows](
-            x, out, width, x.stride(0), x.stride(1), CHANNELS=channels, TOKENS=TOKENS, BLOCK=CHANNELS_AT_A_TIME, num_warps=4
+            x, out, tokens, x.stride(0), x.stride(1), CHANNELS=channels, TOKENS=TOKENS, BLOCK=CHANNELS_AT_A_TIME, num_warps=4
         )
     return out
 
@@ -58,13 +58,13 @@ def mean_over_tokens_reference(x: Tensor) -> Tensor:
 
 def distance_from_mean(x: Tensor, mean: Tensor, *, warps: int | None = None) -> Tensor:
     """Distance of every token of x [R, N, C] from mean [R, 1, C]: [R, N], float32."""
-    rows, width, channels = x.shape
+    rows, tokens, channels = x.shape
     x, mean = dense_channels(x), per_row(mean.float(), rows, channels)
-    out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
+    out = torch.empty(rows, tokens, dtype=torch.float32, device=x.device)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
-        distance_from_mean_kernel[width, rows](
-            x, mean, out, width, x.stride(0), x.stride(1), mean.stride(0),
+        distance_from_mean_kernel[tokens, rows](
+            x, mean, out, tokens, x.stride(0), x.stride(1), mean.stride(0),
             CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
         )  # fmt: skip
     return out

@@ -25,11 +25,11 @@ GROUP_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["pixels", "share", "shares"])
-def partial_sums_kernel(
+def mean_and_scale_sums_kernel(
     x_ptr, sums_ptr, pixels, share, shares,
     CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of one image, one share of its pixels and one block of channels: sums of the distances from the first pixel and of their squares.
+    """One program per image, share of its pixels and block of channels: sums of the distances from the first pixel and their squares.
 
     Distances from some value of the same channel, since squares of large values that hardly differ cancel. Every thread adds up what
     it reads itself; threads meet once, at the end.
@@ -55,11 +55,11 @@ def partial_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["pixels", "shares"])
-def mean_scale_kernel(
+def mean_and_scale_kernel(
     x_ptr, sums_ptr, shift_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, shares, eps, SHIFTED: tl.constexpr,
     CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Of one group of one image. A shift of the channels moves their means, not their distances from the first pixel."""
+    """One program per image and group. A shift of the channels moves their means, not their distances from the first pixel."""
     image = tl.program_id(0).to(tl.int64)
     member = tl.arange(0, BLOCK)
     channel = tl.program_id(1) * MEMBERS + member
@@ -132,11 +132,11 @@ def mean_and_scale(
     mean, scale = (torch.empty(images, channels, dtype=torch.float32, device=x.device) for _ in range(2))
     members = channels // groups
     with torch.cuda.device_of(x):
-        partial_sums_kernel[images, shares, channels // block](
+        mean_and_scale_sums_kernel[images, shares, channels // block](
             x, sums, total, share, shares,
             CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
-        mean_scale_kernel[images, groups](
+        mean_and_scale_kernel[images, groups](
             x, sums, shift, weight, mean, scale, total, shares, eps, SHIFTED=shift is not None,
             CHANNELS=channels, MEMBERS=members, BLOCK=power_of_two(members), SHARES=SHARES, num_warps=GROUP_WARPS,
         )  # fmt: skip

@@ -54,17 +54,17 @@ def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, index: Tensor | None 
 
     scale and shift are [R, 1, C], or [C] for all rows (the weight and bias of a learned norm).
     """
-    rows, width, channels = x.shape
+    rows, tokens, channels = x.shape
     x, scale, shift = dense_channels(x), per_row(scale, rows, channels), per_row(shift, rows, channels)
     if index is not None:
         index = require_index(index, rows)
-        width = index.shape[1]
-    out = torch.empty(rows, width, channels, dtype=x.dtype, device=x.device)
+        tokens = index.shape[1]
+    out = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
-        norm_modulate_kernel[width, rows](
+        norm_modulate_kernel[tokens, rows](
             x, index, None, None, scale, shift, None, out,
-            width, x.stride(0), x.stride(1), 0, 0, 0, scale.stride(0), shift.stride(0), NORM_EPS,
+            tokens, x.stride(0), x.stride(1), 0, 0, 0, scale.stride(0), shift.stride(0), NORM_EPS,
             INDEXED=index is not None, UPDATED=False, GAINED=False, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
         )  # fmt: skip
     return out
@@ -83,18 +83,18 @@ def residual_norm_modulate(
 
     gain, scale and shift are [R, 1, C] or [C]; no gain is a gain of 1.
     """
-    rows, width, channels = x.shape
-    require_shape("update", update, rows, width, channels)
+    rows, tokens, channels = x.shape
+    require_shape("update", update, rows, tokens, channels)
     x, update = dense_channels(x), dense_channels(update)
     scale, shift = per_row(scale, rows, channels), per_row(shift, rows, channels)
     if gain is not None:
         gain = per_row(gain, rows, channels)
-    total, out = (torch.empty(rows, width, channels, dtype=x.dtype, device=x.device) for _ in range(2))
+    total, out = (torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device) for _ in range(2))
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
-        norm_modulate_kernel[width, rows](
+        norm_modulate_kernel[tokens, rows](
             x, None, update, gain, scale, shift, total, out,
-            width, x.stride(0), x.stride(1), update.stride(0), update.stride(1), 0 if gain is None else gain.stride(0),
+            tokens, x.stride(0), x.stride(1), update.stride(0), update.stride(1), 0 if gain is None else gain.stride(0),
             scale.stride(0), shift.stride(0), NORM_EPS,
             INDEXED=False, UPDATED=True, GAINED=gain is not None, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
         )  # fmt: skip

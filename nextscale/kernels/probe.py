@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def write_one_kernel(out_ptr):
+def require_launches_kernel(out_ptr):
     tl.store(out_ptr, 1.0)
 
 
@@ -16,6 +16,6 @@ def require_launches(device: torch.device) -> None:
     """Raises what Triton raises."""
     out = torch.zeros(1, device=device)
     with torch.cuda.device_of(out):
-        write_one_kernel[1,](out)
+        require_launches_kernel[1,](out)
     if out.item() != 1:
         raise RuntimeError(f"a kernel was launched on {device} and did not write")

@@ -69,7 +69,7 @@ def restore_tokens_kernel(
 
 @cache
 def widest_window(source: int, target: int) -> int:
-    """Over how many of `source` cells at most a cell of `target` takes the mean when resizing by area."""
+    """The most of `source` cells that a cell of `target` takes the mean of when resizing by area."""
     return max(-(-(i + 1) * source // target) - i * source // target for i in range(target))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .shapes import power_of_two, require_index, require_shape, warps_for
 
-SMALLEST_SQUARE = 1e-24  # as in models.blocks.unit_vectors
+SMALLEST_SQUARE = 1e-24  # as in models.attention.unit_vectors
 
 # Bytes for bfloat16 [2, 4096, 3, 16, 128]: 101 MB in, 101 MB out, 47 us at 4.3 TB/s. Torch moves 1007 MB in six to eight kernels, most of
 # it queries and keys in float32: 234 us. Measured on an H200: 55 us, torch 559. One program per token, so that a rotation is read once for
@@ -85,7 +85,7 @@ def rotate_into_cache(
     rotation: complex64 [cells, D / 2] for the channel pairs (2i, 2i + 1); token n is cell index[r, n], or cell n without an index.
     start: a number, or one per row [R] where rows differ in length. Padding is written like any token.
     """
-    rows, width, three, heads, head_dim = qkv.shape
+    rows, tokens, three, heads, head_dim = qkv.shape
     if three != 3 or head_dim % 2:
         raise ValueError(f"qkv is [R, N, 3, H, D] with an even D; got {list(qkv.shape)}")
     if qkv.stride()[-2:] != (head_dim, 1):
@@ -94,8 +94,8 @@ def rotate_into_cache(
         require_shape(name, store, rows, store.shape[1], heads, head_dim)
         if store.stride()[-2:] != (head_dim, 1):
             raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
-    if isinstance(start, int) and not 0 <= start <= keys.shape[1] - width:
-        raise ValueError(f"{width} tokens from {start} on do not fit into {keys.shape[1]}")
+    if isinstance(start, int) and not 0 <= start <= keys.shape[1] - tokens:
+        raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
     if temperature is not None:
         temperature = temperature.flatten().float().contiguous()
         require_shape("temperature", temperature, heads)
@@ -105,19 +105,19 @@ def rotate_into_cache(
             raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
         table = torch.view_as_real(rotation.resolve_conj().contiguous())  # cosine and sine side by side
         if index is None:
-            require_shape("rotation", rotation, width, head_dim // 2)
+            require_shape("rotation", rotation, tokens, head_dim // 2)
     if index is not None:
         index = require_index(index, rows)
-        require_shape("index", index, rows, width)
+        require_shape("index", index, rows, tokens)
     starts = start.contiguous() if isinstance(start, Tensor) else None
     if starts is not None:
         require_shape("start", starts, rows)
-    q = torch.empty(rows, width, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty(rows, tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     head_block, channel_block = power_of_two(heads), power_of_two(head_dim)
     with torch.cuda.device_of(qkv):
-        rotate_into_cache_kernel[width, rows](
+        rotate_into_cache_kernel[tokens, rows](
             qkv, temperature, table, index, starts, q, keys, values,
-            0 if starts is not None else start, width, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
+            0 if starts is not None else start, tokens, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
             NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block, EPS=SMALLEST_SQUARE,
             num_warps=warps or warps_for(head_block * channel_block),
@@ -134,7 +134,7 @@ def rotate_into_cache_reference(
     values: Tensor,
     start: int | Tensor,
 ) -> Tensor:
-    rows, width, _, heads, head_dim = qkv.shape
+    rows, tokens, _, heads, head_dim = qkv.shape
     qk = qkv[:, :, :2].to(torch.promote_types(qkv.dtype, torch.float32))
     if temperature is not None:
         qk = F.rms_norm(qk, (head_dim,), eps=SMALLEST_SQUARE)
@@ -147,8 +147,8 @@ def rotate_into_cache_reference(
         q = q * temperature.view(heads, 1)
     for store, new in ((keys, k), (values, qkv[:, :, 2])):
         if isinstance(start, Tensor):
-            row, slot = torch.arange(rows, device=start.device)[:, None], torch.arange(width, device=start.device)
+            row, slot = torch.arange(rows, device=start.device)[:, None], torch.arange(tokens, device=start.device)
             store[row, start[:, None] + slot] = new.to(store.dtype)
         else:
-            store.narrow(1, start, width).copy_(new)
+            store.narrow(1, start, tokens).copy_(new)
     return q.to(qkv.dtype)

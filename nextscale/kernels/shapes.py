@@ -11,12 +11,12 @@ LARGEST_CHANNELS = 128  # of a tile of an image: 256 bytes of bfloat16 side by s
 
 
 def power_of_two(count: int) -> int:
-    """The next one from `count` on."""
+    """The smallest power of two that is not less than `count`."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def warps_for(elements: int) -> int:
-    """Of a program that holds so many elements (a power of two) of each tensor: 4 for 2048, 8 for 4096."""
+    """Warps of a program that holds this number of elements (a power of two) of each tensor: 4 for 2048, 8 for 4096."""
     return min(max(elements // (32 * ELEMENTS_PER_THREAD), 1), LARGEST_WARPS)
 
 

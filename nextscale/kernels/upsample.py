@@ -17,7 +17,7 @@ TILE = 4096  # pixels x channels that a program reads
 
 @triton.jit(do_not_specialize=["width"])
 def upsample_nearest_kernel(x_ptr, out_ptr, width, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one row of one image, some pixels and one block of channels."""
+    """One program per row of an image, some of its pixels and a block of channels."""
     row = tl.program_id(0).to(tl.int64)  # of all images
     column = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

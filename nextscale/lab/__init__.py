@@ -1,1 +1,1 @@
-"""Measuring, judging, observing and training models. The runtime never imports it."""
+"""Benchmarks, evaluation, metrics, analysis and training. The runtime never imports it."""

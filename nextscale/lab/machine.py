@@ -1,4 +1,4 @@
-"""What a measurement belongs to: the machine, the versions and the day."""
+"""Where and when a measurement was made: the machine, the versions and the day."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def where(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that this package runs from; where there is no history NEXTSCALE_COMMIT says it."""
+    """The commit of the checkout that this package runs from, or the variable NEXTSCALE_COMMIT where it is set."""
     if "NEXTSCALE_COMMIT" in os.environ:
         return os.environ["NEXTSCALE_COMMIT"]
     here = Path(__file__)
@@ -31,7 +31,7 @@ def commit() -> str:
 
 
 def git(*arguments: str, folder: Path) -> str:
-    """What it answers; nothing where it fails or is not there."""
+    """What git answers; empty where it fails or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except OSError:

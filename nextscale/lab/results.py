@@ -1,4 +1,4 @@
-"""Rows of results in a file, and which of them can be compared."""
+"""Rows of results: files of them, failures among them, and which of them can be compared."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ CONDITIONS = ("model", "size", "images", "seed", "batch", "dtype", "hardware")  
 PROBED = {"style": "style", "label": "label", "label_top5": "label among five"}
 
 Row = dict[str, Any]
+"""A line of a results file."""
 
 
 def read_rows(file: Path) -> list[Row]:
@@ -31,8 +32,13 @@ def write_rows(rows: Iterable[Row], file: Path) -> None:
     write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), file)
 
 
+def short_error(error: Exception) -> str:
+    """What a row says of a failure: its kind and the first line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def judged(rows: Iterable[Row]) -> list[Row]:
-    """Those of `nextscale quality`."""
+    """The rows of `nextscale quality`."""
     return [row for row in rows if row.get("benchmark") == BENCHMARK and all(name in row for name in (*CONDITIONS, "method"))]
 
 
@@ -42,5 +48,5 @@ def comparable(rows: Sequence[Row], one: Row) -> list[Row]:
 
 
 def real_agreement(row: Row) -> str:
-    """How often the probes are right about real images; empty if that is not known."""
+    """How often the probes are right about real images, in words; empty if that is not known."""
     return ", ".join(f"{title} {row[name]['real']:.0%}" for name, title in PROBED.items() if name in row and row[name]["real"] is not None)

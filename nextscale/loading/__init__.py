@@ -1,4 +1,4 @@
-"""From a model's name and its published files to a pipeline."""
+"""Pipelines from a model's name and its published files."""
 
 from .load import load
 from .presets import MODELS, ModelSpec

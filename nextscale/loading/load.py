@@ -1,4 +1,4 @@
-"""`load`: from a model's name and its published files to a pipeline."""
+"""`load` makes a pipeline from a model's name and its published files."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def load(
 
 def released_spec(spec: ModelSpec) -> ModelSpec:
     if not isinstance(spec.model, StarConfig):
-        raise SettingError(f"{spec.name} draws as its released program does, there is no other way: leave out as_released, which is STAR's")
+        raise SettingError(f"{spec.name} always does what its reference implementation does: leave out as_released, which is STAR's")
     return replace(spec, model=replace(spec.model, as_released=True))
 
 
 def checkpoint_spec(spec: ModelSpec, weights: Path | None, tokenizer: Path | None) -> ModelSpec:
-    """The spec as its checkpoints are built, where they tell: HART's do. None for a part that is not going to be loaded."""
+    """The spec as the checkpoints themselves have it, where they say so: HART's do. None for a part that is not going to be loaded."""
     if not isinstance(spec.model, HartConfig) or not isinstance(spec.tokenizer, HartTokenizerConfig):
         return spec
     model = spec.model if weights is None else hart_model_config(spec.model, weights)
@@ -112,7 +112,7 @@ def prompt_reader(spec: ModelSpec, text_encoder: Encoder | PathLike | None, devi
         return TextReader(partial(open_encoder, source, spec.model, text_encoder, device, offload), source.reads_empty)
     assert isinstance(spec.model, ClassConfig)
     if text_encoder is not None:
-        raise SettingError(f"{spec.name} draws classes, not texts: leave out text_encoder")
+        raise SettingError(f"{spec.name} generates classes and reads no text: leave out text_encoder")
     return ClassReader(spec.model.classes)
 
 
@@ -137,7 +137,7 @@ def find(given: PathLike | None, source: Source | Embedded | None, what: str) ->
             raise CheckpointError(f"{what}: {source.path} comes with the package, but it is not there. Install nextscale again")
         return source.path
     if source is None:
-        raise CheckpointError(f"the authors have not released the {what}: pass weights=... with your own file")
+        raise CheckpointError(f"the {what} have not been released: pass weights=... with your own file")
     path = home() / source.local
     if not path.exists():
         raise CheckpointError(f"{what}: nothing at {path}. Fetch {source.url} and put it there, or pass its path")

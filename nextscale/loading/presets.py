@@ -46,7 +46,7 @@ TokenizerConfig = VarTokenizerConfig | FlexVarTokenizerConfig | InfinityTokenize
 
 @dataclass(frozen=True)
 class Source:
-    """Where the authors publish a file or folder, and where we look for it. `file` is empty where its name is not known."""
+    """Where a file or folder is published, and where we look for it. `file` is empty where its name is not known."""
 
     repository: str
     file: str
@@ -81,7 +81,7 @@ class TextSource:
 
     origin: str | Embedded  # hub name, or a file that comes with the package
     encoder: Callable[..., Encoder]  # opens a path or hub name on a device
-    reads_empty: bool = False  # guidance steers away from what it makes of the empty text
+    reads_empty: bool = False  # guidance steers away from the features of the empty prompt
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ModelSpec:
     model: ModelConfig
     tokenizer: TokenizerConfig
     settings: Settings
-    weights: Source | Embedded | None  # None: the layout is known, but its authors have released no weights
+    weights: Source | Embedded | None  # None: the layout is known, but no weights are released
     tokenizer_weights: Source | Embedded
     text_encoder: TextSource | None = None
 
@@ -184,9 +184,9 @@ def _infinity(name: str, config: InfinityConfig, weights: str | None, tokenizer:
     )
 
 
-def _infinity_layout(name: str, depth: int, width: int, heads: int, chunks: int = 4) -> ModelSpec:
+def _infinity_layout(name: str, depth: int, dim: int, heads: int, chunks: int = 4) -> ModelSpec:
     """A configuration of the training script for which no weights are released."""
-    return _infinity(name, InfinityConfig(depth, width, heads, chunks), None, "infinity_vae_d32.pth", infinity_settings(4.0, 0.5))
+    return _infinity(name, InfinityConfig(depth, dim, heads, chunks), None, "infinity_vae_d32.pth", infinity_settings(4.0, 0.5))
 
 
 HART_REPOSITORY = "mit-han-lab/hart-0.7b-1024px"

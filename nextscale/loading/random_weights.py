@@ -17,7 +17,7 @@ from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model
 def random_pipeline(
     spec: str | ModelSpec, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Pipeline:
-    """A pipeline of a known layout whose images mean nothing; texts are read by a random encoder."""
+    """A pipeline of a known layout whose images mean nothing; prompts are read by a random encoder."""
     if isinstance(spec, str):
         spec = model_spec(spec)
     with torch.device("meta"):
@@ -30,7 +30,7 @@ def random_pipeline(
 
 
 def random_encoder(config: ModelConfig, device: torch.device) -> RandomEncoder | None:
-    """In the form that the model reads; None where it reads classes."""
+    """An encoder whose features have the form that the model reads; None where it reads classes."""
     match config:
         case HartConfig():
             return RandomEncoder(config.text_channels, tokens=config.text_tokens, device=device)

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import CacheSpec, Env
+from ..cache import CacheSpec
+from ..canvas import Canvas
 from ..checkpoints import Layout
 from ..errors import SettingError, SizeError
 from ..guidance import GuidedRows
-from ..sampling import Sampling, choose
+from ..sampling import Refinement, Rng, Sampling, choose
 from ..stage import Schedule, Stage, Tokens
-from .blocks import Block, BlockConfig, ModulatedBlock, Modulation, temperature
-from .rope import Rope
-from .text_context import TextBuffer, TextContext, TextInputs
-
-if TYPE_CHECKING:
-    from ..canvas import Canvas
-    from ..request import Request
-
-
-class HeadModulation(NamedTuple):
-    """What the condition does to the hidden states before the head, [R, 1, C] each; the scale is stored with the 1 added."""
-
-    scale: Tensor
-    shift: Tensor
-
-    def rows(self, rows: slice) -> HeadModulation:
-        return HeadModulation(self.scale[rows], self.shift[rows])
+from .attention import temperature
+from .block_config import BlockConfig
+from .blocks import Block, ModulatedBlock
+from .env import Conditioning, Env
+from .macs import macs_per_token
+from .modulation import HeadModulation
+from .text_context import TextBuffer, TextInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,32 +33,21 @@ class PromptInputs:
     text: TextInputs | TextBuffer | None = None
 
 
-@dataclass(slots=True)
-class Conditioning:
-    """Everything that follows from the prompt or class, computed once per request."""
+class ModelRequest(Protocol):
+    """What models read of a request when they turn hidden states into codes."""
 
-    start: Tensor  # [R, 1, C], the first stage's token before the level is added
-    temperatures: list[Tensor | None]  # per layer, [H, 1]
-    modulation: list[Modulation] = field(default_factory=list)  # per layer; empty where blocks are not modulated
-    head: HeadModulation | None = None
-    prefix: Tensor | None = None  # [R, S, C], text tokens that stand before it, without the level too
-    text: TextContext | None = None
-    rope: Rope | None = None
-    refiner: Conditioning | None = None  # of a second, smaller stack of blocks (STAR)
-
-    def copy(self) -> Conditioning:
-        """With the same tensors; rows that leave the copy stay here."""
-        return replace(self, refiner=None if self.refiner is None else self.refiner.copy())
-
-    def keep_rows(self, rows: slice) -> None:
-        self.start = self.start[rows]
-        self.modulation = [modulation.rows(rows) for modulation in self.modulation]
-        self.head = None if self.head is None else self.head.rows(rows)
-        self.prefix = None if self.prefix is None else self.prefix[rows]
-        self.text = None if self.text is None else self.text.rows(rows)
-        self.rope = None if self.rope is None else self.rope.rows(rows)
-        if self.refiner is not None:
-            self.refiner.keep_rows(rows)
+    @property
+    def batch(self) -> int: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def guidance(self) -> GuidedRows: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def rng(self) -> Rng: ...
+    @property
+    def method_rng(self) -> Rng: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +55,27 @@ class Hidden:
     """A stage's last hidden states, the cells they stand for, and what is needed to turn them into codes."""
 
     x: Tensor  # [R, N, C]
-    tokens: Tokens  # of one branch's rows
+    tokens: Tokens  # of the rows of one cfg branch
     canvas: Canvas
     env: Env
-    request: Request
+    request: ModelRequest
     finite: list[Tensor] = field(default_factory=list)  # whether what was computed after the logits is finite, one entry each
 
     @property
     def cfg_branches(self) -> int:
+        """How many cfg branches run."""
         return self.x.shape[0] // self.request.batch
 
 
 class NextScaleModel(nn.Module):
     """A backbone: turns a canvas into tokens, runs its blocks, turns hidden states into logits and logits into codes."""
 
+    family: ClassVar[str]  # "var", "flexvar", "infinity", "hart" or "star"
     layout: Layout
     float32: ClassVar[tuple[str, ...]] = ()  # parameters that keep full precision whatever the dtype
     adds_residual: ClassVar[bool] = False  # `residual` has something to add to the last stage
+    replaces_codes: ClassVar[bool] = False  # a stage replaces what earlier ones have generated, and is no residual to them
+    rotates_in_float32: ClassVar[bool] = False  # queries and keys are rotated by torch in float32, not by a kernel
     text_prefix: int = 0  # text tokens that enter together with the first stage, before its cell
     block_config: BlockConfig
     word_embed: nn.Linear
@@ -104,6 +88,11 @@ class NextScaleModel(nn.Module):
     def stack(self) -> tuple[Block, ...]:
         """The blocks in order."""
         return tuple(self.blocks)  # type: ignore[arg-type]
+
+    @property
+    def rows_share_text(self) -> bool:
+        """Whether the first row's attention to the text is used for all rows (STAR as released)."""
+        return False
 
     @property
     def modulated(self) -> tuple[ModulatedBlock, ...]:
@@ -127,40 +116,40 @@ class NextScaleModel(nn.Module):
             raise SettingError(f"refine: {type(self).__name__} has no refiner; leave it out")
 
     def check_schedule(self, schedule: Schedule) -> None:
-        """SizeError if the model cannot draw these stages."""
+        """SizeError if the model cannot generate these stages."""
 
     def condition(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Conditioning:
         """Rows for the prompts, then, if guided, as many for what to steer away from."""
         return self.condition_from(self.prompt_inputs(prompts, guided, schedule, negative), self.schedule_tables(schedule))
 
     def prompt_inputs(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> PromptInputs:
-        """The part of `condition` that looks at the prompts; what the model cannot draw is refused."""
+        """The part of `condition` that looks at the prompts; what the model cannot generate is refused."""
         raise NotImplementedError
 
     def schedule_tables(self, schedule: Schedule) -> Any:
         """The part of `condition` that follows from the schedule alone, whatever the prompts and the weights."""
         return None
 
-    def condition_from(self, given: PromptInputs, tables: Any) -> Conditioning:
-        """The rest of `condition`: runs on the device alone, so that it can be recorded."""
+    def condition_from(self, inputs: PromptInputs, tables: Any) -> Conditioning:
+        """The rest of `condition`: runs on the device alone, so that it can be captured."""
         raise NotImplementedError
 
     def embed(self, seen: Tensor | None, stage: Stage, env: Env) -> Tensor:
-        """The tokens of `stage` [R, cells, C] from what the canvas shows of it; both branches read the same canvas."""
+        """The tokens of `stage` [R, cells, C] from what the canvas shows of it; both cfg branches read the same canvas."""
         x = env.cond.start if seen is None else self.word_embed(seen.to(self.dtype))
         x = x + self.positions(stage)
         rows = env.cond.start.shape[0]
         return x if x.shape[0] == rows else x.repeat(rows // x.shape[0], 1, 1)
 
     def with_text(self, x: Tensor, tokens: Tokens, env: Env) -> tuple[Tensor, Tokens]:
-        """At the first stage the text tokens, where the model has any, come before the grid's."""
+        """Puts the text tokens, where the model has any, before the cell of the first stage."""
         if tokens.stage.index > 0 or env.cond.prefix is None:
             return x, tokens
         text = env.cond.prefix + self.positions(tokens.stage)
         return torch.cat([text, x], dim=1), tokens.with_prefix(text.shape[1])
 
     def positions(self, stage: Stage) -> Tensor:
-        """What tells the cells of `stage` apart from those of others, and from one another: [cells or 1, C]."""
+        """Position and level embeddings of the cells of `stage`: [cells or 1, C]."""
         raise NotImplementedError
 
     def logits(self, x: Tensor, env: Env) -> Tensor:
@@ -172,12 +161,12 @@ class NextScaleModel(nn.Module):
         return self.head(y).float()
 
     def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Guided logits [B, N, V] of `tokens` to the drawn code numbers and to what goes on the canvas."""
+        """Guided logits [B, N, V] of `tokens` to the sampled code numbers and to what goes on the canvas."""
         request = hidden.request
         return choose(logits, tokens, len(request.schedule), request.sampling, request.rng)
 
     def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
-        """How strongly the residual is guided; 1 is the conditional branch alone."""
+        """Guidance scale of the residual; 1 is the conditional rows alone."""
         return 1.0
 
     def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
@@ -192,6 +181,24 @@ class NextScaleModel(nn.Module):
         """Condition [R, C] to what it does before the head."""
         scale, shift = self.head_ada(F.silu(condition.to(self.head_ada.weight.dtype)))[:, None].chunk(2, dim=-1)
         return HeadModulation(1 + scale, shift)
+
+    # --- MACs, for planning
+
+    def embedding_macs(self, stage: Stage, images: int) -> int:
+        """MACs of `embed` for all cells of a stage, computed once for both cfg branches. The first stage starts from the condition."""
+        return 0 if stage.index == 0 else images * stage.cells * macs_per_token(self.word_embed)
+
+    def logits_macs(self, rows: int, num_tokens: int) -> int:
+        """MACs of `logits` for this number of tokens per row."""
+        return rows * num_tokens * macs_per_token(self.head)
+
+    def residual_macs(self, images: int, rows: int, num_tokens: int) -> int:
+        """MACs of `residual`; `rows` take part in it, one per image where it is not guided."""
+        return 0
+
+    def refinement_macs(self, refine: Refinement, stage: Stage, images: int, rows: int, num_tokens: int) -> int:
+        """MACs of `choose` in rounds, where the model has a refiner."""
+        return 0
 
 
 def temperatures(blocks: tuple[Block, ...]) -> list[Tensor | None]:

@@ -22,6 +22,8 @@ class FlexVarConfig(ClassConfig):
 
 
 class FlexVar(ClassConditioned):
+    family = "flexvar"
+    replaces_codes = True
     layout = Layout(
         rules=(Rule(r"pos_table", ("pos_1LC",), shape=lambda s: (1, *s)), *CLASS_RULES),
         wrappers=(("trainer", "var_wo_ddp"),),

@@ -13,15 +13,18 @@ from ..guidance import GuidedRows
 from ..schedules import HART_1024
 from ..stage import Schedule, Stage
 from ..text.features import TextFeatures
-from .base import Conditioning, Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
-from .blocks import BlockConfig, build_blocks, rms_norm
+from .base import Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
+from .block_config import BlockConfig
+from .blocks import build_blocks, rms_norm
+from .env import Conditioning
+from .macs import macs_per_token
 from .naming import SHARED_RULES, block_rules
 from .residual_head import ResidualHead
 from .rope import GridPlaces, HalvesRope
 from .sinusoid import SinusoidEmbedding
 from .text_context import check_channels
 
-# The released program takes a guidance of exactly 1 (that is, a scale of 2) for "no guidance" in the diffusion, and only there.
+# The reference implementation takes a guidance of exactly 1 (that is, a scale of 2) for "no guidance" in the diffusion, and only there.
 UNGUIDED = 1.0
 
 
@@ -50,8 +53,10 @@ class HartConfig:
 
 
 class Hart(NextScaleModel):
+    family = "hart"
     float32 = ("text_norm.", "head_norm.", "head_ada.", "head.")
     adds_residual = True
+    rotates_in_float32 = True
     layout = Layout(
         rules=(
             Rule(r"text_norm\.(.*)", (r"context_norm.\1",)),
@@ -149,3 +154,10 @@ class Hart(NextScaleModel):
 
     def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
         return 1.0 if guidance.above_one[stage.index] == UNGUIDED else guidance.output_scale(stage)
+
+    def embedding_macs(self, stage: Stage, images: int) -> int:
+        levels = 2 if stage.index == 0 and self.text_prefix else 1  # the text's is computed by itself
+        return super().embedding_macs(stage, images) + levels * macs_per_token(self.level_embed)
+
+    def residual_macs(self, images: int, rows: int, num_tokens: int) -> int:
+        return images * num_tokens * macs_per_token(self.word_embed) + self.residual_head.macs(rows, num_tokens)

@@ -9,13 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import Env
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Conditioning, NextScaleModel, PromptInputs, check_levels, temperatures
-from .blocks import BlockConfig, ModulatedBlock, Modulation, TextAttentionConfig, attend, plain_norm, rms_norm
+from .attention import attend
+from .base import NextScaleModel, PromptInputs, check_levels, temperatures
+from .block_config import BlockConfig, TextAttentionConfig
+from .blocks import ModulatedBlock, plain_norm, rms_norm
+from .env import Conditioning, Env
+from .modulation import Modulation
 from .naming import SHARED_RULES, block_rules
 from .rope import PairRope, RopeMode, infinity_rotations
 from .text_context import Padding, TextInputs, check_channels
@@ -77,6 +80,7 @@ class ChunkStart(ModulatedBlock):
 
 
 class Infinity(NextScaleModel):
+    family = "infinity"
     float32 = ("text_norm.", "shared_modulation.", "head_ada.", "head.")
 
     def __init__(self, config: InfinityConfig) -> None:
@@ -156,7 +160,7 @@ class Infinity(NextScaleModel):
         )
 
     def rotations(self, schedule: Schedule) -> list[Tensor]:
-        """Of the cells of every stage, [cells, head_dim / 2] each."""
+        """Rotations of the cells of every stage, [cells, head_dim / 2] each."""
         head_dim = self.block_config.head_dim
         return [infinity_rotations(stage, schedule.extent, head_dim, self.config.rope, self.device) for stage in schedule]
 

@@ -1,4 +1,4 @@
-"""STAR's refiner: a second, small stack of blocks that draws a stage in rounds and sees what earlier rounds have settled."""
+"""STAR's refiner: a second, small stack of blocks that samples a stage in rounds and sees what earlier rounds have settled."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..cache import Env, NoCache, StageMemory
+from ..cache import NoCache, StageMemory
 from ..sampling import cell_noise, sample_codes
 from ..stage import Tokens
-from .base import Conditioning, Hidden, temperatures
-from .blocks import Block, BlockConfig, attention_backend, build_blocks, plain_norm, run_in_order
+from .attention import attention_backend
+from .base import Hidden, temperatures
+from .block_config import BlockConfig
+from .blocks import Block, build_blocks, plain_norm, run_in_order
+from .env import Conditioning, Env
+from .macs import macs_per_token
 from .rope import Rope
 
 
 def cells_per_round(rounds: int, cells: Tensor) -> Tensor:
-    """How many of `cells` [...] each round settles, [rounds, ...]: one at first, then more and more; together all of them."""
+    """How many of `cells` [...] each round settles, [rounds, ...]: one at first, then more and more, all of them together."""
     weights = [math.acos(1 - i / (rounds - 1)) if rounds > 1 else 1.0 for i in range(rounds)]
     *early, _ = [(weight / sum(weights) * cells.double()).round().clamp(min=1).long() for weight in weights]
     return torch.stack([*early, (cells - sum(early)).clamp(min=0)])
@@ -40,14 +44,14 @@ class Refiner(nn.Module):
         return tuple(self.blocks)  # type: ignore[arg-type]
 
     def condition(self, pooled: Tensor, rope: Rope) -> Conditioning:
-        """One token for the prompt [R, channels] stands before the cells."""
+        """The condition of the refiner's blocks; one token for the prompt [R, channels] stands before the cells."""
         return Conditioning(start=self.text_proj(pooled)[:, None] + self.pos_start, temperatures=temperatures(self.stack), rope=rope)
 
     def forward(self, x: Tensor, known: Tensor, tokens: Tokens, env: Env) -> Tensor:
         """The main model's hidden states [R, N, C] and settled code vectors [B, N, Z], zero elsewhere, to logits [R, N, V]."""
-        told = self.word_embed(known.to(x.dtype)) + self.level_embed.weight[tokens.stage.index]
-        told = torch.cat([env.cond.start, told.repeat(x.shape[0] // told.shape[0], 1, 1)], dim=1)
-        y = self.merge(torch.cat([told, torch.cat([env.cond.start, x], dim=1)], dim=-1))
+        codes = self.word_embed(known.to(x.dtype)) + self.level_embed.weight[tokens.stage.index]
+        codes = torch.cat([env.cond.start, codes.repeat(x.shape[0] // codes.shape[0], 1, 1)], dim=1)
+        y = self.merge(torch.cat([codes, torch.cat([env.cond.start, x], dim=1)], dim=-1))
         y = run_in_order(self.stack, y, tokens, env)
         return self.head(self.head_norm(tokens.on_grid(y)[0])).float()
 
@@ -68,14 +72,22 @@ class Refiner(nn.Module):
                     raw = self(hidden.x, tokens.gather(known), with_prompt, env)
                 out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
                 hidden.finite.append(out.isfinite().all())
-            drawn, kept = sample_codes(out, tokens, sampling, request.rng)
-            certainty = kept.softmax(dim=-1).gather(-1, drawn[..., None]).squeeze(-1)
+            codes, kept = sample_codes(out, tokens, sampling, request.rng)
+            certainty = kept.softmax(dim=-1).gather(-1, codes[..., None]).squeeze(-1)
             if turn < drafted:  # a drafted round settles twice; at first the most certain of all cells, those already settled included
-                board.settle(certainty, count, drawn)
+                board.settle(certainty, count, codes)
             if turn < sampling.refine.random:
                 certainty = cell_noise(request.rng.uniform, tokens, certainty.shape, certainty.device)
-            board.settle(certainty * ~board.at(board.settled), count, drawn)
+            board.settle(certainty * ~board.at(board.settled), count, codes)
         return board.at(board.numbers)
+
+    def macs(self, images: int, rows: int, num_tokens: int) -> int:
+        """MACs of one round. One token for the prompt stands before the cells, and nothing is cached."""
+        dim, entered = self.merge.out_features, num_tokens + 1
+        per_token = macs_per_token(self.merge, *(part for block in self.stack for part in (block.attention, block.feed_forward)))
+        products = 2 * dim * len(self.blocks) * entered * entered
+        embedding, head = macs_per_token(self.word_embed), macs_per_token(self.head)
+        return images * num_tokens * embedding + rows * (entered * per_token + products + num_tokens * head)
 
 
 class Board:
@@ -91,13 +103,13 @@ class Board:
         """Values [B, cells] where the tokens are, [B, N]."""
         return self.tokens.gather(grid[..., None]).squeeze(-1)
 
-    def settle(self, score: Tensor, count: Tensor, drawn: Tensor) -> None:
-        """The `count` [B] cells of each image with the best score [B, N] take what was drawn for them, unless they are settled."""
+    def settle(self, score: Tensor, count: Tensor, codes: Tensor) -> None:
+        """The `count` [B] cells of each image with the best score [B, N] take their sampled codes, unless they are settled."""
         absent = torch.full_like(self.numbers, -1, dtype=score.dtype)
         order = self._on_grid(score, absent).argsort(dim=1, descending=True, stable=True)  # of equals, the first cells
         best = torch.arange(order.shape[1], device=order.device) < count[:, None]
         new = torch.zeros_like(self.settled).scatter(1, order, best) & ~self.settled
-        self.numbers = torch.where(new, self._on_grid(drawn, self.numbers), self.numbers)
+        self.numbers = torch.where(new, self._on_grid(codes, self.numbers), self.numbers)
         self.settled = self.settled | new
 
     def _on_grid(self, values: Tensor, grid: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from ..guidance import mix
 from ..sampling import Rng, cell_noise
 from ..stage import Tokens
 from .blocks import plain_norm
+from .macs import macs_per_token
 from .sinusoid import SinusoidEmbedding
 
 TRAINED_STEPS = 1000
@@ -99,7 +100,7 @@ class ResidualHead(nn.Module):
         self.final = nn.Linear(dim, 2 * channels)
 
     def forward(self, state: Tensor, condition: Tensor, timestep: Tensor) -> Tensor:
-        """State [R, N, Z], embedded condition [R, N, width] and timestep [1] to noise and variance [R, N, 2Z], float32."""
+        """State [R, N, Z], embedded condition [R, N, dim] and timestep [1] to noise and variance [R, N, 2Z], float32."""
         activated = F.silu(condition + self.time_embed(timestep))
         h = self.input_proj(state.to(condition.dtype))
         for block in self.blocks:
@@ -107,16 +108,16 @@ class ResidualHead(nn.Module):
         shift, scale = self.final_modulation(activated).chunk(2, dim=-1)
         return self.final(torch.addcmul(shift, self.final_norm(h), 1 + scale)).float()
 
-    def sample(self, condition: Tensor, tokens: Tokens, scale: float, draws: Rng, batch: int) -> Tensor:
+    def sample(self, condition: Tensor, tokens: Tokens, scale: float, rng: Rng, batch: int) -> Tensor:
         """Residuals [B, N, Z] for the condition [R, N, C] of `tokens`, guided by `scale`."""
         if scale == 1:
             condition = condition[:batch]
         embedded = self.condition_embed(condition.to(self.condition_embed.weight.dtype))
-        noise = self._noise(draws, tokens, batch, embedded.device)
+        noise = self._noise(rng, tokens, batch, embedded.device)
         state = next(noise)
         for step in diffusion_steps(self.steps):
             timestep = torch.full((1,), step.timestep, device=state.device)
-            both = state.repeat(embedded.shape[0] // batch, 1, 1)  # the branches share their state
+            both = state.repeat(embedded.shape[0] // batch, 1, 1)  # the cfg branches share their state
             predicted, variance = self(both, embedded, timestep).chunk(2, dim=-1)
             predicted, variance = mix(predicted, scale, batch), variance[:batch]
             clean = (step.clean_from_state * state - step.clean_from_noise * predicted).clamp(-1, 1)
@@ -129,7 +130,13 @@ class ResidualHead(nn.Module):
             state = state_mean + (0.5 * log_variance).exp() * next(noise)
         raise AssertionError("the steps end with the first")
 
-    def _noise(self, draws: Rng, tokens: Tokens, batch: int, device: torch.device) -> Iterator[Tensor]:
+    def macs(self, rows: int, num_tokens: int) -> int:
+        """MACs of `sample`. The number of a step is embedded once for all tokens."""
+        per_token = macs_per_token(self.input_proj, self.blocks, self.final_modulation, self.final)
+        embedding = macs_per_token(self.condition_embed)
+        return rows * num_tokens * (embedding + self.steps * per_token) + self.steps * macs_per_token(self.time_embed)
+
+    def _noise(self, rng: Rng, tokens: Tokens, batch: int, device: torch.device) -> Iterator[Tensor]:
         """Standard normal numbers [B, N, Z] for the start and for every step but the last."""
         while True:
-            yield cell_noise(draws.normal, tokens, (batch, tokens.num_tokens, self.channels), device)
+            yield cell_noise(rng.normal, tokens, (batch, tokens.num_tokens, self.channels), device)

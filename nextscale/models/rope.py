@@ -1,4 +1,4 @@
-"""Two-dimensional rotary positions: where a token lies on the image turns the channels of its queries and keys."""
+"""Two-dimensional rotary positions: where a token lies on the image rotates the channels of its queries and keys."""
 
 from __future__ import annotations
 

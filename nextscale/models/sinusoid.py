@@ -27,5 +27,5 @@ class SinusoidEmbedding(nn.Module):
         self.fc2 = nn.Linear(dim, dim)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """[N] to [N, width]."""
+        """Embeds numbers [N] as [N, dim]."""
         return self.fc2(F.silu(self.fc1(sinusoids(numbers).to(self.fc1.weight.dtype))))

@@ -1,4 +1,4 @@
-"""STAR: text by cross-attention, positions by rotation, and optionally a refiner that draws the late stages in rounds."""
+"""STAR: text by cross-attention, positions by rotation, and optionally a refiner that samples the late stages in rounds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError, SettingError
-from ..sampling import Sampling, choose, sample_codes
+from ..sampling import Refinement, Sampling, choose, sample_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Conditioning, Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
-from .blocks import BlockConfig, TextAttentionConfig, build_blocks, plain_norm
+from .base import Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
+from .block_config import BlockConfig, TextAttentionConfig
+from .blocks import build_blocks, plain_norm
+from .env import Conditioning
 from .naming import SHARED_RULES, block_rules
 from .refiner import Refiner
 from .rope import PairRope, star_rotations
@@ -34,7 +36,7 @@ class StarConfig:
     span: float = 64.0  # coordinate of the last row and column of every stage
     norm_before_head: bool = True
     refiner_blocks: int = 0
-    as_released: bool = False  # all rows read the first prompt's text, as the released program does
+    as_released: bool = False  # the first row's text attention is used for all rows, as in the reference implementation
 
     @property
     def block(self) -> BlockConfig:
@@ -43,6 +45,7 @@ class StarConfig:
 
 
 class Star(NextScaleModel):
+    family = "star"
     layout = Layout(
         rules=(
             Rule(r"text_proj\.(.*)", (r"encoder_proj.\1",)),
@@ -81,14 +84,18 @@ class Star(NextScaleModel):
         return Refiner(blocks, config.refiner_blocks, len(config.sides), config.latent_channels, config.text_channels, config.codes)
 
     def prompt_inputs(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> PromptInputs:
-        """Rows of the prompts, then, if guided, of the negative prompts, which are empty texts unless the caller says otherwise."""
+        """Rows of the prompts, then, if guided, of the negative prompts, which are empty unless the caller says otherwise."""
         self.check_schedule(schedule)
         if guided and negative is None:
-            raise PromptError("guidance of STAR needs the features of an empty text: pass them as the negative prompt, or a text encoder")
-        texts = [self._checked(text) for text in (prompts, negative) if text is not None]
-        pooled = torch.cat([text.pooled for text in texts if text.pooled is not None]).to(self.dtype)
-        rows = [row for text in texts for row in text.rows][: 1 if self.config.as_released else None]
+            raise PromptError("guidance of STAR needs the features of an empty prompt: pass them as the negative prompt, or a text encoder")
+        both = [self._checked(features) for features in (prompts, negative) if features is not None]
+        pooled = torch.cat([features.pooled for features in both if features.pooled is not None]).to(self.dtype)
+        rows = [row for features in both for row in features.rows][: 1 if self.rows_share_text else None]
         return PromptInputs((pooled,), TextInputs(torch.cat(rows).to(self.dtype), tuple(row.shape[0] for row in rows)))
+
+    @property
+    def rows_share_text(self) -> bool:
+        return self.config.as_released
 
     def schedule_tables(self, schedule: Schedule) -> PairRope:
         head_dim, span, theta = self.block_config.head_dim, self.config.span, self.config.theta
@@ -134,13 +141,19 @@ class Star(NextScaleModel):
                 sampling = replace(sampling, top_k=0, top_p=0.0)
             return choose(logits, tokens, len(request.schedule), sampling, request.rng)
         ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
-        speaks = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # a method, for tokens that were not run
-        if speaks or (hidden.env.data_dependent and request.method_rng is not request.rng):
-            # Also where nothing was left out at this stage: so an image draws the same in every batch and on every rung.
-            spoken, _ = sample_codes(logits, tokens, sampling, request.method_rng)
+        propagated = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # logits of a method, for tokens that were not run
+        if propagated or (hidden.env.data_dependent and request.method_rng is not request.rng):
+            # Also where nothing was left out at this stage: so an image takes the same noise in every batch and bucket.
+            sampled, _ = sample_codes(logits, tokens, sampling, request.method_rng)
         if hidden.tokens.whole:
             ids = hidden.tokens.move(ids, tokens)
-        elif speaks:  # those keep what it says
+        elif propagated:  # tokens that were not run keep what was sampled from these logits
             settled = hidden.tokens.move(ids + 1, tokens)
-            ids = torch.where(settled > 0, settled - 1, spoken)
+            ids = torch.where(settled > 0, settled - 1, sampled)
         return ids, ids
+
+    def refinement_macs(self, refine: Refinement, stage: Stage, images: int, rows: int, num_tokens: int) -> int:
+        if self.refiner is None or stage.index < refine.first_stage:
+            return 0
+        rounds, drafted = refine.at(stage)
+        return max(rounds - drafted, 0) * self.refiner.macs(images, rows, num_tokens)

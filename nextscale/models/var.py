@@ -12,8 +12,11 @@ from ..checkpoints import Layout, Rule
 from ..errors import SizeError
 from ..stage import Schedule, Stage
 from ..text.prompts import Labels
-from .base import Conditioning, NextScaleModel, PromptInputs, temperatures
-from .blocks import BlockConfig, Modulation, build_blocks, plain_norm
+from .base import NextScaleModel, PromptInputs, temperatures
+from .block_config import BlockConfig
+from .blocks import build_blocks, plain_norm
+from .env import Conditioning
+from .modulation import Modulation
 from .naming import CLASS_RULES
 
 
@@ -86,6 +89,7 @@ class ClassConditioned(NextScaleModel):
 
 
 class Var(ClassConditioned):
+    family = "var"
     layout = Layout(
         rules=(
             Rule(r"pos_embed", ("pos_1LC",), shape=lambda s: (1, *s)),

@@ -16,7 +16,7 @@ class ClipEncoder(TextEncoder):
     """Encode prompts with the text encoder of Stable Diffusion 2.1.
 
     `source` is a folder with the subfolders `tokenizer` and `text_encoder`, or a hub name such as "stabilityai/stable-diffusion-2-1".
-    A folder never touches the network. `dtype` defaults to float32 on every device, as in the official program.
+    A folder never touches the network. `dtype` defaults to float32 on every device, as in the reference implementation.
     Prompts longer than the tokenizer's maximum (77 tokens, start and end included) are refused, not cut.
     Unlike Stable Diffusion, the model does not attend to padding. The features of the last `cache_size` prompts are kept (0 keeps none).
 
@@ -42,11 +42,11 @@ class ClipEncoder(TextEncoder):
         return min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
 
     def empty(self) -> TextFeatures:
-        """The features of the empty text."""
+        """The features of the empty prompt."""
         return self._features([""])
 
-    def _encode(self, texts: list[str]) -> TextFeatures:
-        tokens = self._tokenise(texts, self.max_length, padding="max_length")
+    def _encode(self, prompts: list[str]) -> TextFeatures:
+        tokens = self._tokenise(prompts, self.max_length, padding="max_length")
         mask = torch.tensor(tokens["attention_mask"]).bool()  # [B, max_length]
         output = self._run(torch.tensor(tokens["input_ids"]), mask)
         hidden = output.last_hidden_state.float()  # [B, max_length, channels]

@@ -71,7 +71,7 @@ class TextEncoder(ABC):
 
     @property
     def channels(self) -> int:
-        """Width of the features."""
+        """Channels of the features."""
         return self._model.config.hidden_size
 
     def to(self, device: torch.device | str) -> Self:
@@ -90,30 +90,30 @@ class TextEncoder(ABC):
         """The features that stand for "no prompt" in guidance; None where the model has its own."""
         return None
 
-    def _features(self, texts: Sequence[str]) -> TextFeatures:
-        features = {text: known for text in texts if (known := self._cache.get(text)) is not None}
-        new_texts = [text for text in dict.fromkeys(texts) if text not in features]
-        if new_texts:
-            encoded = TextFeatures.of(self._encode(new_texts))
+    def _features(self, prompts: Sequence[str]) -> TextFeatures:
+        features = {prompt: known for prompt in prompts if (known := self._cache.get(prompt)) is not None}
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in features]
+        if new:
+            encoded = TextFeatures.of(self._encode(new))
             # Copies, because a view would keep the whole batch alive in the cache.
-            features.update((text, encoded.one(position).clone()) for position, text in enumerate(new_texts))
-        for text in dict.fromkeys(texts):
-            self._cache.put(text, features[text])
+            features.update((prompt, encoded.one(position).clone()) for position, prompt in enumerate(new))
+        for prompt in dict.fromkeys(prompts):
+            self._cache.put(prompt, features[prompt])
         # Copies, so that a caller who writes into the result does not change the cache.
-        return TextFeatures.joined([features[text].clone() for text in texts])
+        return TextFeatures.joined([features[prompt].clone() for prompt in prompts])
 
     @abstractmethod
-    def _encode(self, texts: list[str]) -> TextFeatures:
+    def _encode(self, prompts: list[str]) -> TextFeatures:
         """Run the model; float32, on the encoder's device."""
 
-    def _tokenise(self, texts: list[str], limit: int, padding: Literal["max_length", False]) -> BatchEncoding:
-        """One list of ids per text, refused where it is longer than `limit`; padding "max_length" fills each up to it."""
-        tokens = self._tokenizer(texts, padding=padding, max_length=limit, truncation=False, verbose=False)
-        for text, ids in zip(texts, tokens["input_ids"], strict=True):
+    def _tokenise(self, prompts: list[str], limit: int, padding: Literal["max_length", False]) -> BatchEncoding:
+        """One list of ids per prompt, refused where it is longer than `limit`; padding "max_length" fills each up to it."""
+        tokens = self._tokenizer(prompts, padding=padding, max_length=limit, truncation=False, verbose=False)
+        for prompt, ids in zip(prompts, tokens["input_ids"], strict=True):
             if len(ids) > limit:
                 raise PromptError(
                     f"prompt has {len(ids)} tokens; expected at most {limit} ({self.limit_name}). Shorten the prompt that begins with "
-                    f"{' '.join(text.split()[:8])[:80]!r}"
+                    f"{' '.join(prompt.split()[:8])[:80]!r}"
                 )
         return tokens
 
@@ -124,7 +124,7 @@ class TextEncoder(ABC):
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """While they are needed, where they rest elsewhere. What rests is kept, so that nothing has to be copied back."""
+        """Keeps the weights on the device inside the `with` block. Those on the host stay there, so that nothing has to be copied back."""
         if not self.offload:
             yield
             return

@@ -172,7 +172,7 @@ class TextFeatures:
         )
 
     def unpadded(self) -> TextFeatures:
-        """Without the padding that `mask` tells of, for models that do not read it."""
+        """The features without padding, for models that do not read it."""
         if self.mask is None:
             return self
         return TextFeatures(tuple(row[mask] for row, mask in zip(self.rows, self.mask, strict=True)), self.pooled)
@@ -188,7 +188,7 @@ def _joined_field(name: str, tensors: list[Tensor | None]) -> Tensor | None:
         return None
     if len(given) < len(tensors):
         raise PromptError(f"{len(given)} of {len(tensors)} text features have `{name}`; expected all or none, so use one encoder for all")
-    widths = sorted({tensor.shape[1] for tensor in given})
-    if len(widths) > 1:
-        raise PromptError(f"text features have `{name}` of widths {widths}; expected one width, so use one encoder for all")
+    sizes = sorted({tensor.shape[1] for tensor in given})
+    if len(sizes) > 1:
+        raise PromptError(f"text features have `{name}` of sizes {sizes}; expected one size, so use one encoder for all")
     return torch.cat(given)

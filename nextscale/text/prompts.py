@@ -15,13 +15,13 @@ from . import Encoder, TextFeatures
 
 
 class Prompts(Protocol):
-    """One entry per image."""
+    """What the images of a request are generated from, one entry per image."""
 
     def __len__(self) -> int: ...
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text; 0 where there is none."""
+        """Tokens of the longest prompt; 0 where there is no text."""
         ...
 
     def repeat(self, images: int) -> Prompts:
@@ -76,9 +76,9 @@ class ClassReader:
 
 
 class TextReader:
-    """Text through an encoder that is opened at the first text prompt, or features as they are.
+    """Reads prompts through an encoder that is opened at the first of them, or takes features as they are.
 
-    `reads_empty`: the model's guidance steers away from the empty text, so the encoder is needed for that as well.
+    `reads_empty`: the model's guidance steers away from the empty prompt, so the encoder is needed for that as well.
     """
 
     def __init__(self, open_encoder: Callable[[], Encoder], reads_empty: bool = False) -> None:
@@ -90,12 +90,12 @@ class TextReader:
         return self._open_encoder()
 
     def read(self, prompt: Any) -> TextFeatures:
-        texts: Any = [prompt] if isinstance(prompt, str) else prompt
-        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
-            return self.encoder(texts)
-        if isinstance(texts, TextFeatures | Tensor) or (isinstance(texts, Sequence) and texts):
-            return TextFeatures.of(texts)
-        raise PromptError(f"prompt {prompt!r}: give a text, a non-empty list of texts, or text features [tokens, channels]")
+        prompts: Any = [prompt] if isinstance(prompt, str) else prompt
+        if isinstance(prompts, Sequence) and prompts and all(isinstance(one, str) for one in prompts):
+            return self.encoder(prompts)
+        if isinstance(prompts, TextFeatures | Tensor) or (isinstance(prompts, Sequence) and prompts):
+            return TextFeatures.of(prompts)
+        raise PromptError(f"prompt {prompt!r}: give a prompt, a non-empty list of prompts, or text features [tokens, channels]")
 
     def empty(self) -> TextFeatures | None:
         if not self._reads_empty:
@@ -104,5 +104,5 @@ class TextReader:
             return self.encoder.empty()
         except TextEncoderUnavailable as error:
             raise TextEncoderUnavailable(
-                f"this model's guidance reads the empty text, for which it needs its text encoder or negative=<its features>. {error}"
+                f"this model's guidance reads the empty prompt, for which it needs its text encoder or negative=<its features>. {error}"
             ) from error

@@ -25,7 +25,7 @@ class QwenEncoder(TextEncoder):
 
     `source` is a folder with the files of the model, or a hub name such as "mit-han-lab/Qwen2-VL-1.5B-Instruct". A folder never touches
     the network. `dtype` defaults to bfloat16 on CUDA and float32 elsewhere; the features are float32 in either case.
-    Every prompt gets `tokens` rows, padding included, on the side that the published tokenizer names; `mask` tells the real tokens.
+    Every prompt gets `tokens` rows, padding included, on the side that the published tokenizer names; `mask` marks the real tokens.
     Prompts longer than `tokens` are refused, not cut. The model reads `system_prompt` in front of each; its own features are dropped.
     The features of the last `cache_size` prompts are kept (0 keeps none): a prompt takes 1.8 MiB with the published model.
 
@@ -61,11 +61,11 @@ class QwenEncoder(TextEncoder):
         system_ids = [] if system_prompt is None else self._tokenizer(system_prompt)["input_ids"]
         self._system_ids = torch.tensor(system_ids, dtype=torch.long)
 
-    def _encode(self, texts: list[str]) -> TextFeatures:
-        prompt_ids = torch.tensor(self._tokenise(texts, self.tokens, padding="max_length")["input_ids"])  # [B, tokens]
-        # By id, as the official program does: a pad token that the prompt spells out is padding too.
+    def _encode(self, prompts: list[str]) -> TextFeatures:
+        prompt_ids = torch.tensor(self._tokenise(prompts, self.tokens, padding="max_length")["input_ids"])  # [B, tokens]
+        # By id, as the reference implementation does: a pad token that the prompt spells out is padding too.
         mask = prompt_ids != self._tokenizer.pad_token_id
-        system_ids = self._system_ids.expand(len(texts), -1)
+        system_ids = self._system_ids.expand(len(prompts), -1)
         read_ids = torch.cat([system_ids, prompt_ids], dim=1)
         read_mask = torch.cat([torch.ones_like(system_ids, dtype=torch.bool), mask], dim=1)
         hidden = self._run(read_ids, read_mask, use_cache=False).last_hidden_state[:, system_ids.shape[1] :]

@@ -14,11 +14,11 @@ from .features import TextFeatures
 
 
 class RandomEncoder:
-    """Normally distributed features that follow from the text alone: the same in every process and on every device.
+    """Normally distributed features that follow from the prompt alone: the same in every process and on every device.
 
     A prompt has one token per word and an end token. With `tokens` its rows are padded to that many on the right, the padding has features
-    too, and `mask` tells the real tokens; tokens beyond that number are left out. With `pooled` there is one vector per prompt as well, and
-    the empty text stands for "no prompt".
+    too, and `mask` marks the real tokens; tokens beyond that number are left out. With `pooled` there is one vector per prompt as well, and
+    the empty prompt stands for "no prompt".
     """
 
     def __init__(self, channels: int, *, tokens: int | None = None, pooled: bool = False, device: torch.device | str = "cpu") -> None:
@@ -42,9 +42,9 @@ class RandomEncoder:
     def empty(self) -> TextFeatures | None:
         return self._features("") if self.pooled else None
 
-    def _features(self, text: str) -> TextFeatures:
-        generator = torch.Generator().manual_seed(zlib.crc32(text.encode("utf-8")))
-        real_tokens = len(text.split()) + 1
+    def _features(self, prompt: str) -> TextFeatures:
+        generator = torch.Generator().manual_seed(zlib.crc32(prompt.encode("utf-8")))
+        real_tokens = len(prompt.split()) + 1
         rows = torch.randn(self.tokens or real_tokens, self.channels, generator=generator)
         pooled = torch.randn(1, self.channels, generator=generator) if self.pooled else None
         mask = None if self.tokens is None else torch.arange(self.tokens).unsqueeze(0) < real_tokens

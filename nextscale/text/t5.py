@@ -27,7 +27,7 @@ _FACE_WORDS = ". very smooth faces, good looking faces, face to the camera, perf
 def with_positive_prompt(prompt: str) -> str:
     """Infinity's optional prompt addition: words for good faces after any prompt that seems to mention a person.
 
-    The test is a case-sensitive substring test, as in the official program, so "season" counts through "son".
+    The test is a case-sensitive substring test, as in the reference implementation, so "season" counts through "son".
     """
     return prompt + _FACE_WORDS if any(word in prompt for word in _PERSON_WORDS) else prompt
 
@@ -68,8 +68,8 @@ class T5Encoder(TextEncoder):
         self.max_length = max_length
         super().__init__(source, device=device, dtype=dtype, cache_size=cache_size, offload=offload)
 
-    def _encode(self, texts: list[str]) -> TextFeatures:
-        token_ids = self._tokenise(texts, self.max_length, padding=False)["input_ids"]
+    def _encode(self, prompts: list[str]) -> TextFeatures:
+        token_ids = self._tokenise(prompts, self.max_length, padding=False)["input_ids"]
         lengths = [len(ids) for ids in token_ids]
         padded = pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True)  # [B, longest]
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, longest]

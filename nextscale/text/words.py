@@ -76,11 +76,11 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From plain text with one entry per line."""
+        """A vocabulary from plain text with one entry per line."""
         return cls(text.splitlines())
 
     def text(self) -> str:
-        """One entry per line."""
+        """Plain text with one entry per line."""
         return "\n".join(self.entries) + "\n"
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class Vocabulary:
 class WordEncoderConfig:
     words: int  # entries of the vocabulary
     vector_channels: int = 128
-    width: int = 192  # channels of the features
+    width: int = 192  # channels of the features; not `dim`, since stored files have it under this name
     layers: int = 2
     heads: int = 3
     longest: int = 48  # tokens of a text, the begin token included
@@ -133,12 +133,12 @@ class WordEncoderConfig:
 class Layer(nn.Module):
     def __init__(self, config: WordEncoderConfig) -> None:
         super().__init__()
-        width = config.width
+        dim = config.width
         self.heads = config.heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.feed_forward = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x [B, T, C]; mask [B, 1, 1, T] is True on the tokens that are read."""
@@ -163,7 +163,7 @@ class WordEncoder(nn.Module):
         self.norm = nn.LayerNorm(config.width)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Ids [B, T] of words to features [B, 1 + T, width], the begin token first. mask [B, T] is False on padding, whatever its ids."""
+        """Ids [B, T] of words to features [B, 1 + T, dim], the begin token first. mask [B, T] is False on padding, whatever its ids."""
         words = self.embed(self.vectors[ids])
         x = torch.cat([self.begin.to(words.dtype).expand(len(ids), 1, -1), words], dim=1)
         x = x + self.positions[: x.shape[1]]
@@ -233,7 +233,7 @@ class WordTextEncoder:
 
     @classmethod
     def load(cls, source: str | Path, *, device: torch.device | str = "cpu") -> Self:
-        """From the file that `save` wrote, or from a folder with it under its usual name. Float32, whatever the file has."""
+        """Reads the file that `save` wrote, or a folder with it under its usual name. Float32, whatever the file has."""
         path = Path(source).expanduser()
         if not path.exists():
             raise CheckpointError(f"{source} is not there; pass the {FILE_NAME} of a word encoder, or its folder")
@@ -259,13 +259,13 @@ class WordTextEncoder:
         return cls(vocabulary, model.eval())
 
     def save(self, target: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """One safetensors file with the weights as `dtype`, the vocabulary and the configuration; whole or not at all."""
+        """Writes one safetensors file with the weights as `dtype`, the vocabulary and the configuration; whole or not at all."""
         target = Path(target)
         if target.is_dir() or not target.parent.is_dir():
             raise CheckpointError(f"{target} cannot be written. Expected a file name in an existing folder, for example {FILE_NAME}")
         weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in self.model.state_dict().items()}
-        texts = {"vocabulary": self.vocabulary.text(), "config": json.dumps(asdict(self.model.config))}
-        stored = {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+        settings = {"vocabulary": self.vocabulary.text(), "config": json.dumps(asdict(self.model.config))}
+        stored = {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in settings.items()}
         write_whole(weights | stored, target)
 
 

@@ -29,13 +29,14 @@ class AutoencoderConfig:
         return 2 ** (len(self.multipliers) - 1)
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def level_channels(self) -> tuple[int, ...]:
+        """Channels of each level, finest first."""
         return tuple(self.channels * factor for factor in self.multipliers)
 
 
 class GroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
-        """Also of a single 1x1 image with one channel per group, which the parent refuses because it is meant for training."""
+        """Takes a single 1x1 image with one channel per group too, which the parent refuses because it is meant for training."""
         return torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
 
@@ -50,7 +51,7 @@ class NormAct(GroupNorm):
         return self.fused(x) if fusable(x) else F.silu(super().forward(x), inplace=not torch.is_grad_enabled())
 
     def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Of x + shift [C], by the kernel."""
+        """The kernel's norm and SiLU of x + shift [C]."""
         return kernels.group_norm_silu(x, self.num_groups, self.weight, self.bias, self.eps, shift)
 
 
@@ -60,25 +61,25 @@ def fusable(x: Tensor) -> bool:
 
 
 def convolve(conv: nn.Conv2d, x: Tensor, padding: int | tuple[int, int]) -> Tensor:
-    """With this padding instead of its own. On a GPU a kernel adds the bias."""
+    """Applies a convolution with this padding instead of its own. On a GPU a kernel adds the bias."""
     if fusable(x):
         return add_bias_(without_bias(conv, x, padding), conv)
     return F.conv2d(x, conv.weight, conv.bias, padding=padding)
 
 
 def without_bias(conv: nn.Conv2d, x: Tensor, padding: int | tuple[int, int]) -> Tensor:
-    """Since torch adds the bias in a pass of its own after cuDNN. In the layout that kernels expect, which cuDNN makes of such an x."""
+    """Applies a convolution and leaves out its bias, which torch adds in a pass of its own after cuDNN. The result is channels-last."""
     return F.conv2d(x, conv.weight, padding=padding).contiguous(memory_format=torch.channels_last)
 
 
 def add_bias_(y: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
-    """What is still missing of a convolution, and a residual with what is missing of that, into y itself."""
+    """Adds the bias of `conv`, and a residual with the bias that it still lacks, to y itself."""
     assert conv.bias is not None
     return kernels.add_bias_residual_(y, conv.bias, residual, residual_bias)
 
 
 def upsample_nearest(x: Tensor) -> Tensor:
-    """Every pixel as two by two."""
+    """Repeats every pixel as two by two."""
     return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
 
 
@@ -95,7 +96,7 @@ def norm_act(channels: int) -> NormAct:
 
 
 def lay_out(module: M) -> M:
-    """Weights of convolutions as a GPU's tensor cores want them, channels last. Once, when a module is loaded: cuDNN converts
+    """Stores the weights of convolutions as a GPU's tensor cores want them, channels last. Once, when a module is loaded: cuDNN converts
     weights that are not, for every image anew. Elsewhere nothing changes, and results are the same to rounding everywhere."""
     for parameter in module.parameters():
         if parameter.is_cuda and parameter.ndim == 4:
@@ -104,7 +105,7 @@ def lay_out(module: M) -> M:
 
 
 def as_laid_out(x: Tensor) -> Tensor:
-    """Channels last on a GPU. Everything after it keeps the layout."""
+    """The same values with channels last on a GPU. Everything after it keeps the layout."""
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x
 
 
@@ -122,7 +123,7 @@ class ResidualBlock(nn.Module):
         return self.shortcut(x) + y  # not the other way round: what the shortcut makes would wait in memory
 
     def fused(self, x: Tensor) -> Tensor:
-        """Kernels add the biases on their way: the norm that of the convolution before it, the sum of both branches the others."""
+        """Kernels add the biases on their way: the norm that of the convolution before it, the residual sum the others."""
         y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x), 1), self.conv1.bias), 1)
         if isinstance(self.shortcut, nn.Conv2d):
             return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), self.shortcut.bias)
@@ -130,7 +131,7 @@ class ResidualBlock(nn.Module):
 
 
 class PixelAttention(nn.Module):
-    """One head over all pixels."""
+    """Attention of one head over all pixels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Level(nn.Module):
         return tuple(self.blocks)  # type: ignore[arg-type]
 
     def features(self, x: Tensor) -> Tensor:
-        """Without the last step."""
+        """What comes out of the blocks, before the step to the next resolution."""
         for block, attention in zip(self.blocks, self.attention, strict=True):
             x = attention(block(x))
         return x
@@ -195,21 +196,21 @@ class Encoder(nn.Module):
 
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
-        widths, coarsest = config.widths, len(config.widths) - 1
+        channels, coarsest = config.level_channels, len(config.level_channels) - 1
         self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
         self.levels = nn.ModuleList(
             Level(
-                widths[i - 1] if i else config.channels,
-                widths[i],
+                channels[i - 1] if i else config.channels,
+                channels[i],
                 config.blocks_per_level,
                 config.attention and i == coarsest,
-                Downsample(widths[i]) if i < coarsest else None,
+                Downsample(channels[i]) if i < coarsest else None,
             )
             for i in range(coarsest + 1)
         )
-        self.middle = middle(widths[-1], config.attention)
-        self.norm_out = norm_act(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], config.latent_channels, 3, padding=1)
+        self.middle = middle(channels[-1], config.attention)
+        self.norm_out = norm_act(channels[-1])
+        self.conv_out = nn.Conv2d(channels[-1], config.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(as_laid_out(x))
@@ -223,24 +224,24 @@ class Decoder(nn.Module):
 
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
-        widths, coarsest = config.widths[::-1], len(config.widths) - 1
-        self.conv_in = nn.Conv2d(config.latent_channels, widths[0], 3, padding=1)
-        self.middle = middle(widths[0], config.attention)
+        channels, coarsest = config.level_channels[::-1], len(config.level_channels) - 1
+        self.conv_in = nn.Conv2d(config.latent_channels, channels[0], 3, padding=1)
+        self.middle = middle(channels[0], config.attention)
         self.levels = nn.ModuleList(
             Level(
-                widths[max(i - 1, 0)],
-                widths[i],
+                channels[max(i - 1, 0)],
+                channels[i],
                 config.blocks_per_level + 1,
                 config.attention and i == 0,
-                Upsample(widths[i]) if i < coarsest else None,
+                Upsample(channels[i]) if i < coarsest else None,
             )
             for i in range(coarsest + 1)
         )
-        self.norm_out = norm_act(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
+        self.norm_out = norm_act(channels[-1])
+        self.conv_out = nn.Conv2d(channels[-1], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Where no gradient is wanted, in as many steps as keep the memory within bounds (see `tiles`)."""
+        """Decodes in as many steps as keep the memory within bounds (see `tiles`); at once where gradients are wanted."""
         if torch.is_grad_enabled():
             return self.at_once(z)
         from .tiles import decode  # which is written in terms of this class

@@ -1,4 +1,4 @@
-"""What every tokenizer offers: images to codes per stage, a canvas to draw on, and the latent back to an image."""
+"""What every tokenizer offers: images to codes per stage, a canvas for codes, and the latent back to an image."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .var import VarTokenizer, VarTokenizerConfig
 
 @dataclass(frozen=True)
 class HartTokenizerConfig(VarTokenizerConfig):
-    """As VAR's; the type tells which tokenizer to build."""
+    """The same fields as VAR's; the type decides which tokenizer to build."""
 
 
 class HartTokenizer(VarTokenizer):
@@ -26,7 +26,7 @@ class HartTokenizer(VarTokenizer):
         return HybridCanvas(self, schedule, batch)
 
     def discrete_canvas(self, schedule: Schedule, batch: int) -> ResidualCanvas:
-        """For codes alone: the last stage passes its convolution like the others. The codes of an image are the same."""
+        """A canvas for codes alone: the last stage passes its convolution like the others. The codes of an image are the same."""
         return ResidualCanvas(self, schedule, batch)
 
     @torch.inference_mode()

@@ -37,6 +37,7 @@ class InfinityTokenizer(Tokenizer):
     def __init__(self, config: InfinityTokenizerConfig) -> None:
         super().__init__()
         self.config = config
+        self.bits = config.bits
         self.cells = 2 if config.patchify else 1  # latent cells along one side of a token
         self.pixels_per_token = self.cells * config.autoencoder.stride
         self.encoder = Encoder(config.autoencoder)
@@ -57,7 +58,7 @@ class InfinityTokenizer(Tokenizer):
 
     def signs(self, bits: Tensor) -> Tensor:
         """Bits 0 and 1 to vectors of unit length per latent cell."""
-        return (2.0 * bits - 1.0) / math.sqrt(self.config.bits)
+        return (2.0 * bits - 1.0) / math.sqrt(self.bits)
 
     def spread_cells(self, tokens: Tensor) -> Tensor:
         """[B, bits per token, h, w] to [B, bits, cells * h, cells * w]: token bit 4c + 2dy + dx is bit c of cell (dy, dx)."""

@@ -1,14 +1,14 @@
 """Decoding within a bound of memory.
 
 Group norm takes its mean and variance from a whole image, so an image cannot be cut into tiles that are decoded one by one: every tile
-would be normalised by itself, and seams and shifts of colour would show. Instead the image is cut anew for every layer: a level of the
+would be normalised by itself, and boundaries and shifts of colour would show. Instead the image is cut anew for every layer: a level of the
 decoder runs in strips of rows, each convolution with the one row above and below that it reads, and a norm's statistics are collected
 from all strips before the next layer starts. The result is that of decoding at once, to rounding: no overlap to blend, no tolerance to
 choose.
 
 Two maps of a level are kept, the residual stream and the inside of a block, and written in place; all else exists for one strip at a
 time. The upsampled input of a level, four times as large as what it is made of, is never kept: it is computed twice, once for the
-statistics of the first norm and once for the first convolution. That is an eighth more work with Infinity's decoder.
+statistics of the first norm and once for the first convolution. That is an eighth more MACs with Infinity's decoder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import OutOfMemory
 from .autoencoder import Decoder, GroupNorm, Level, PixelAttention, Upsample, as_laid_out, convolve, fusable, upsample_nearest
 
 MEMORY = 4 * 2**30  # bytes for the activations of the decoder, where that is enough
-BUSY_PIXELS = 2**20  # an image of so many pixels keeps a large GPU busy: several at a time would only take more memory
+BUSY_PIXELS = 2**20  # an image of this size keeps a large GPU busy: several at a time would only take more memory
 SMALLEST_STRIP = 32  # rows: a strip of fewer saves little, since maps of the whole level remain, and its edges are computed twice
 
 Rows = Callable[[int, int], Tensor]
@@ -34,7 +34,7 @@ Rows = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class Strips:
-    """The last `levels` of the decoder run in strips of so many rows."""
+    """The last `levels` of the decoder run in strips of `rows` rows."""
 
     rows: int
     levels: int
@@ -67,7 +67,7 @@ def images_at_a_time(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype
 
 
 def choose_strips(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, max_memory: int | None) -> Strips | None:
-    """With which one image stays within `max_memory`: in as few levels as possible, and as high as possible. None: without."""
+    """Strips that keep one image within `max_memory`: in as few levels as possible, and as high as possible. None: no strips are needed."""
     bound = max_memory or MEMORY
     if decode_bytes(decoder, latent[2:], dtype) <= bound:
         return None
@@ -78,13 +78,13 @@ def choose_strips(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, m
     if max_memory is not None and needs[least] > bound:
         raise OutOfMemory(
             f"decoding {width}x{height} pixels in {str(dtype).removeprefix('torch.')} takes {needs[least] / 2**30:.2f} GiB even in strips"
-            f" of {least.rows} rows, more than the {bound / 2**30:.2f} GiB that it may take: allow more, or draw a smaller image"
+            f" of {least.rows} rows, more than the {bound / 2**30:.2f} GiB that it may take: allow more, or choose a smaller image"
         )
     return next((strips for strips in choices if needs[strips] <= bound), least)
 
 
 def halves(height: int) -> Iterator[int]:
-    """A half, a quarter and so on, down to the smallest strips."""
+    """Heights of strips: a half, a quarter and so on, down to the smallest."""
     while height > SMALLEST_STRIP:
         height = max(height // 2, SMALLEST_STRIP)
         yield height
@@ -98,7 +98,7 @@ def stride(decoder: Decoder) -> int:
 
 
 def decode_bytes(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, strips: Strips | None = None) -> int:
-    """Most that the activations of one image take, at once or in strips; without workspaces of the convolutions.
+    """The most bytes that the activations of one image take, at once or in strips; without workspaces of the convolutions.
 
     With Infinity's decoder in bfloat16 1298 bytes per pixel at once, and 658 besides what belongs to a strip.
     """
@@ -122,13 +122,13 @@ def decode_bytes(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, st
 
 
 def strip_elements(inner: int, outer: int, dtype: torch.dtype) -> int:
-    """Per pixel of a strip: the input of a level upsampled, convolved and normalised, with statistics in float32."""
+    """Elements per pixel of a strip: the input of a level upsampled, convolved and normalised, with statistics in float32."""
     wide = 1 + 4 // dtype.itemsize
     return max(2 * inner + max(wide * inner, inner + outer), (2 + wide) * outer)
 
 
 def runs_whole(decoder: Decoder, number: int, height: int, strips: Strips | None) -> bool:
-    """Early levels do, small ones, and those with attention over all pixels, which are the coarsest."""
+    """Whether a level runs without strips: early levels do, small ones, and those with attention over all pixels, the coarsest."""
     if strips is None or height <= strips.rows or number < len(decoder.levels) - strips.levels:
         return True
     return any(isinstance(part, PixelAttention) for part in decoder.stack[number].attention)
@@ -138,7 +138,7 @@ def runs_whole(decoder: Decoder, number: int, height: int, strips: Strips | None
 
 
 def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
-    """Like `decoder.at_once`. One image at a time takes the least memory."""
+    """Decodes like `decoder.at_once`, in strips. One image at a time takes the least memory."""
     x = decoder.middle(decoder.conv_in(as_laid_out(z)))
     resize: Upsample | None = None
     for number, level in enumerate(decoder.stack):
@@ -197,12 +197,12 @@ def level_in_strips(level: Level, source: Tensor, resize: Upsample | None, rows:
 
 
 def places(height: int, rows: int) -> Iterator[tuple[int, int]]:
-    """First row of every strip, and the one after its last."""
+    """First row of every strip, and the row after its last."""
     return ((top, min(top + rows, height)) for top in range(0, height, rows))
 
 
 def rows_around(rows: Rows, top: int, bottom: int, height: int) -> tuple[Tensor, int]:
-    """With one row more on either side, as far as there is one, and the number of the first."""
+    """These rows with one more on either side, as far as there is one, and the number of the first."""
     above = max(top - 1, 0)
     return rows(above, min(bottom + 1, height)), above
 
@@ -229,7 +229,7 @@ def upsampled(x: Tensor, resize: Upsample) -> Rows:
 
 
 def normalised(norm: Norm, x: Tensor, first: int = 0) -> Rows:
-    """Of a map, or of a window of it that starts at its row `first`."""
+    """The normalised rows of a map, or of a window of it that starts at its row `first`."""
     return lambda top, bottom: norm(x[:, :, top - first : bottom - first])
 
 

@@ -32,7 +32,7 @@ class VarTokenizerConfig:
 
 
 def blend_index(stage: int, stages: int, blends: int) -> int:
-    """Which convolution serves a stage: the tick nearest to its place in the schedule.
+    """Number of the convolution that serves a stage: the tick nearest to its place in the schedule.
 
     Several places lie exactly between two ticks, and the published models were trained with what double precision makes of them,
     so the arithmetic below must stay as it is.

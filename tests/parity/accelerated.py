@@ -1,4 +1,4 @@
-"""What the cases of acceleration methods on Infinity have in common."""
+"""Shared by the cases of acceleration methods on Infinity."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nextscale.tokenizers import InfinityTokenizer
 from .compare import Expected, Tolerance
 from .infinity_cases import to_tokens
 
-SAMPLING = {"sampling": "argmax per bit"}  # all else at the top of a case is findings of its making
+SAMPLING = {"sampling": "argmax per bit"}  # all else at the top of a case describes how it was made
 
 
 class SettledBits:
-    """Passed as `revise`. A bit that differs from the stored one, whose two logits were as close as rounding may bring them, is set to it.
+    """Sets a bit to the stored one where its two logits are as close as rounding may bring them. Passed to the pipeline as `revise`.
 
-    `noise`: the largest difference of a logit between two runs of the authors' program.
+    `noise` is the largest difference of a logit between two runs of the reference implementation.
     """
 
     def __init__(self, tokenizer: InfinityTokenizer, expected: Expected, noise: float) -> None:
@@ -46,6 +46,6 @@ class SettledBits:
 
 
 def stated_tolerance(case: dict[str, Any]) -> Tolerance:
-    """Of "atol 1e-3 + rtol 1e-3 per stage; ..."."""
+    """The tolerance that a case states, such as "atol 1e-3 + rtol 1e-3 per stage; ..."."""
     atol, rtol = re.search(r"atol ([\d.e+-]+) \+ rtol ([\d.e+-]+)", case["suggested_tolerance"]["float"]).groups()
     return Tolerance(float(atol), float(rtol))

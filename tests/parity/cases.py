@@ -14,6 +14,7 @@ from .fastvar_cases import replay_fastvar_hart, replay_fastvar_infinity
 from .hart_cases import replay_hart
 from .infinity_cases import replay_infinity, replay_rope, replay_roundtrip
 from .recipe import drawn_tensors
+from .sparsevar_cases import replay_sparsevar
 from .stagevar_cases import replay_stagevar
 from .star_cases import replay_star, replay_star_encoder
 
@@ -24,7 +25,7 @@ class Case:
     description: Path | None  # the json file; None: the folder holds files but no case
 
     def replay(self) -> int:
-        """Number of tensors compared; AssertionError if one differs or the case is not understood."""
+        """Returns how many tensors were compared. AssertionError if one differs or the case is not understood."""
         assert self.description is not None, f"{self.name}: no case here, that is no .json with a .safetensors of the same name"
         return replay(self.description)
 
@@ -46,7 +47,7 @@ def find_cases(root: Path) -> list[Case]:
 
 
 def weights_elsewhere(root: Path) -> set[Path]:
-    """Files that a case reads from another folder, e.g. "../vae/vae.safetensors"."""
+    """Files that a case reads from another folder, such as "../vae/vae.safetensors"."""
     mentions = [(path, name) for path in root.rglob("case.json") for name in re.findall(r"\.\./[\w./-]+\.safetensors", path.read_text())]
     return {Path(os.path.normpath(path.parent / name)) for path, name in mentions}
 
@@ -67,6 +68,8 @@ def replay(description: Path) -> int:
         replay_fastvar_infinity(folder, case, expected)
     elif case.get("what", "").startswith("StageVAR on Infinity"):
         replay_stagevar(folder, case, expected)
+    elif case.get("what", "").startswith("SparseVAR on Infinity"):
+        replay_sparsevar(folder, case, expected)
     elif "vae_bits" in config and "cfg_list" in case:
         replay_infinity(folder, case, expected)
     elif "vae_scale_schedule" in case:

@@ -23,9 +23,15 @@ from nextscale.tokenizers import FlexVarTokenizer, FlexVarTokenizerConfig, VarTo
 from nextscale.tokenizers.base import Tokenizer
 
 from .compare import Expected, Reading, Readings, Tolerance
-from .recorder import Recorder, RecordingDraws, Watch, outputs_of
+from .settings import AUTOENCODER, QUANTIZER, RESIDUAL_QUANTIZER, TRUNK, translated
+from .trace import StageTrace, Trace, TracedRng, outputs_of
 from .weights import fill
 
+MODEL = {**TRUNK, "attn_l2_norm": "cosine", "num_classes": "classes", "mlp_ratio": "mlp_ratio"}
+VAR = {**MODEL, "patch_nums": "sides", "shared_aln": "shared_modulation"}
+FLEXVAR = {**MODEL, "pos_table": "table"}
+FLEXVAR_QUANTIZER = {"codebook_size": "codes", "codebook_embed_dim": "code_channels", "z_channels": "latent_channels"}
+VQGAN = {**AUTOENCODER, "num_res_blocks": "blocks_per_level"}
 UNGUIDED = ConstantGuidance(strength=1.0)
 
 
@@ -39,31 +45,12 @@ class Tolerances:
 
 def var_tokenizer(config: dict[str, Any]) -> VarTokenizer:
     assert not config.get("using_znorm"), "no published model searches codes by angle"
-    return VarTokenizer(
-        VarTokenizerConfig(
-            codes=config["vocab_size"],
-            latent_channels=config["z_channels"],
-            channels=config["ch"],
-            multipliers=tuple(config["ch_mult"]),
-            blocks_per_level=config["num_res_blocks"],
-            blends=config["share_quant_resi"],
-            blend_share=config["quant_resi"],
-        )
-    )
+    return VarTokenizer(VarTokenizerConfig(**translated(config, RESIDUAL_QUANTIZER | VQGAN)))
 
 
 def flexvar_tokenizer(config: dict[str, Any]) -> FlexVarTokenizer:
     assert config["codebook_l2_norm"], "no published model has codes of other lengths"
-    return FlexVarTokenizer(
-        FlexVarTokenizerConfig(
-            codes=config["codebook_size"],
-            code_channels=config["codebook_embed_dim"],
-            latent_channels=config["z_channels"],
-            channels=config["ch"],
-            multipliers=tuple(config["ch_mult"]),
-            blocks_per_level=config["num_res_blocks"],
-        )
-    )
+    return FlexVarTokenizer(FlexVarTokenizerConfig(**translated(config, FLEXVAR_QUANTIZER | VQGAN)))
 
 
 def split_stages(tokens: Tensor, schedule: Schedule) -> list[Tensor]:
@@ -102,33 +89,33 @@ class ClassCase:
         return self.expected.input(name)
 
     def teacher_forced(self, schedule: Schedule) -> None:
-        """Given codes through the stage loop: the cached pass equals the masked one."""
+        """Runs given codes through the stage loop: the cached pass equals the masked one."""
         expected, model = self.expected, self.model
         codes = split_stages(expected.input("tf.tokens"), schedule)
-        recorder, watch = Recorder(taps=(0, len(model.blocks) - 1)), Watch(schedule)
+        trace, stages = Trace(taps=(0, len(model.blocks) - 1)), StageTrace(schedule)
         out = self.pipe(
             self.labels("tf.labels"),
             seed=0,
             size=schedule,
             guidance=UNGUIDED,
             greedy=True,
-            method=recorder,
-            on_stage=watch,
+            method=trace,
+            on_stage=stages,
             revise=lambda stage, _: codes[stage.index],
         )
         layer = {"tf.block0_out": 0, "tf.last_block_out": len(model.blocks) - 1}
         for name, tensor in {
-            "tf.var_input": torch.cat(watch.next_inputs, dim=1),
-            "tf.block0_in": torch.cat(recorder.first_inputs, dim=1),
-            **{key: torch.cat([recorder.outputs[s.index, at] for s in schedule], dim=1) for key, at in layer.items()},
+            "tf.var_input": torch.cat(stages.next_inputs, dim=1),
+            "tf.block0_in": torch.cat(trace.first_inputs, dim=1),
+            **{key: torch.cat([trace.outputs[s.index, at] for s in schedule], dim=1) for key, at in layer.items()},
             "tf.image_from_tokens": out.pixels.clamp(-1, 1),
         }.items():
             if name in expected:
                 expected.close(name, tensor, self.tolerance.other)
-        expected.close("tf.logits", torch.cat([done.logits for done in watch.done], dim=1), self.tolerance.logits)
+        expected.close("tf.logits", torch.cat([done.logits for done in stages.done], dim=1), self.tolerance.logits)
 
     def run(self, name: str, labels: Tensor, schedule: Schedule, guidance: Guidance, **settings: Any) -> None:
-        """A generation whose stored tensors start with `name`."""
+        """Compares a generation whose stored tensors start with `name`."""
         run = partial(self.readings, name, labels, schedule, guidance, settings)
         if settings.get("smooth"):
             self.expected.compare_grown(run, self.tolerance.logits.atol)
@@ -145,27 +132,27 @@ class ClassCase:
         noise: float = 0.0,
         noise_seed: int = 0,
     ) -> Readings:
-        """Everything the case may have stored of this run; `noise` is added to the guided logits."""
+        """Everything that the case may have stored of this run; `noise` is added to the guided logits."""
         settings, tolerance = dict(settings), self.tolerance
-        draws = RecordingDraws(torch.Generator().manual_seed(settings.pop("g_seed", 0)))
-        recorder, watch = Recorder(noise=noise, noise_seed=noise_seed), Watch(schedule)
+        rng = TracedRng(torch.Generator().manual_seed(settings.pop("g_seed", 0)))
+        trace, stages = Trace(noise=noise, noise_seed=noise_seed), StageTrace(schedule)
         with outputs_of({"head": self.model.head}) as seen:
-            out = self.pipe(labels, seed=draws, size=schedule, guidance=guidance, method=recorder, on_stage=watch, **settings)
+            out = self.pipe(labels, seed=rng, size=schedule, guidance=guidance, method=trace, on_stage=stages, **settings)
         found = {f"{name}.image": Reading(self.image(out.pixels), tolerance.other)}
-        for i, done in enumerate(watch.done):
+        for i, done in enumerate(stages.done):
             found |= {
                 f"{name}.s{i}.tokens": Reading(done.ids, None),
                 f"{name}.s{i}.logits_cond_uncond": Reading(seen["head"][i], tolerance.logits),
                 f"{name}.s{i}.logits_cfg": Reading(done.logits, tolerance.guided),
                 f"{name}.s{i}.logits_masked": Reading(filter_logits(done.logits, settings["top_k"], settings["top_p"]), tolerance.guided),
-                f"{name}.s{i}.fhat": Reading(watch.latents[i], tolerance.other),
-                f"{name}.s{i}.block0_in": Reading(recorder.first_inputs[i], tolerance.other),
+                f"{name}.s{i}.fhat": Reading(stages.latents[i], tolerance.other),
+                f"{name}.s{i}.block0_in": Reading(trace.first_inputs[i], tolerance.other),
                 f"{name}.s{i}.soft_onehot": Reading(done.codes, tolerance.other),
             }
             if not done.stage.last:
-                found[f"{name}.s{i}.next_map"] = Reading(self.next_map(watch.next_inputs[i], schedule[i + 1]), tolerance.other)
+                found[f"{name}.s{i}.next_map"] = Reading(self.next_map(stages.next_inputs[i], schedule[i + 1]), tolerance.other)
             if settings.get("smooth"):
-                found[f"{name}.s{i}.gumbel_noise"] = Reading(-draws.drawn[2 * i + 1].log(), tolerance.other)
+                found[f"{name}.s{i}.gumbel_noise"] = Reading(-rng.exponentials[2 * i + 1].log(), tolerance.other)
         return found
 
     def filters(self) -> None:
@@ -185,20 +172,7 @@ class VarCase(ClassCase):
 def replay_var(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     config = case["config"]
     schedule = Schedule(config["patch_nums"])
-    model = Var(
-        VarConfig(
-            depth=config["depth"],
-            dim=config["embed_dim"],
-            heads=config["num_heads"],
-            sides=tuple(config["patch_nums"]),
-            shared_modulation=config["shared_aln"],
-            cosine=config["attn_l2_norm"],
-            classes=config["num_classes"],
-            codes=config["vae"]["vocab_size"],
-            latent_channels=config["vae"]["z_channels"],
-            mlp_ratio=config["mlp_ratio"],
-        )
-    )
+    model = Var(VarConfig(**translated(config, VAR), **translated(config["vae"], QUANTIZER)))
     tokenizer = var_tokenizer(config["vae"])
     fill(model, folder, "weights_transformer.safetensors", case)
     fill(tokenizer, folder, "weights_vae.safetensors", case)
@@ -243,19 +217,8 @@ class FlexVarCase(ClassCase):
 def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     config = case["config"]
     assert not config["shared_aln"], "no published FlexVAR shares its modulation"
-    model = FlexVar(
-        FlexVarConfig(
-            depth=config["depth"],
-            dim=config["embed_dim"],
-            heads=config["num_heads"],
-            cosine=config["attn_l2_norm"],
-            classes=config["num_classes"],
-            codes=config["vae"]["codebook_size"],
-            latent_channels=config["vae"]["codebook_embed_dim"],
-            mlp_ratio=config["mlp_ratio"],
-            table=tuple(config["pos_table"]),
-        )
-    )
+    vae = translated(config["vae"], {"codebook_size": "codes", "codebook_embed_dim": "latent_channels"})
+    model = FlexVar(FlexVarConfig(**translated(config, FLEXVAR), **vae))
     tokenizer = flexvar_tokenizer(config["vae"])
     fill(model, folder, "weights_transformer.safetensors", case)
     fill(tokenizer, folder, "weights_vae.safetensors", case)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -41,7 +40,7 @@ class Expected:
 
     @classmethod
     def read(cls, path: Path, left_out: Mapping[str, Tensor] | None = None) -> Expected:
-        """`left_out`: tensors that are not in the file but computed."""
+        """Reads a file. `left_out` are tensors that are not in it but computed."""
         return cls({**(left_out or {}), **load_file(path)})
 
     def __contains__(self, name: str) -> bool:
@@ -53,7 +52,7 @@ class Expected:
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 
     def equal(self, name: str, actual: Tensor) -> None:
-        """Codes, labels, positions: exact."""
+        """Fails unless all entries are the same: for codes, labels and positions."""
         expected = self._expected(name, actual)
         wrong = int((actual != expected).sum())
         assert wrong == 0, f"{name}: {wrong} of {expected.numel()} differ"
@@ -74,7 +73,7 @@ class Expected:
         return float(beyond.topk(spared + 1).values[-1]) if beyond.numel() > spared else 0.0
 
     def compare(self, readings: Readings) -> None:
-        """What was stored of these; the others are left alone."""
+        """Compares those readings that are stored; the others are left alone."""
         for name, reading in readings.items():
             if name in self and reading.tolerance is None:
                 self.equal(name, reading.tensor)
@@ -82,10 +81,10 @@ class Expected:
                 self.close(name, reading.tensor, reading.tolerance)
 
     def compare_grown(self, run: Callable[..., Readings], noise: float) -> None:
-        """Like `compare`, for a smoothed run: its tensors may differ as far as they move when the guided logits differ by `noise`.
+        """Compares a smoothed run: its tensors may differ as far as they move when the guided logits differ by `noise`.
 
         Smoothing divides logits by a temperature down to 0.0135 and feeds the mixture back, so rounding grows from stage to stage:
-        other orders of the same float32 sums move the image of var/shared by 2e-4 to 3e-3. A drawn code may differ where it also
+        other orders of the same float32 sums move the image of var/shared by 2e-4 to 3e-3. A sampled code may differ where it also
         changes with such logits.
         """
 
@@ -121,15 +120,3 @@ class Expected:
         expected = self.tensors[name]
         assert tuple(actual.shape) == tuple(expected.shape), f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
         return expected
-
-
-def understood(settings: Mapping[str, Any], read: Collection[str], fixed: Mapping[str, Any]) -> None:
-    """Fails where a case has another value than all published models; warns of what its reader does not read.
-
-    A setting that matters shows in the tensors, so one that is only unknown is no failure by itself.
-    """
-    unknown = set(settings) - set(read) - set(fixed)
-    if unknown:
-        warnings.warn(f"settings that no reader knows: {sorted(unknown)}", stacklevel=2)
-    other = {name: settings[name] for name, value in fixed.items() if name in settings and settings[name] != value}
-    assert not other, f"no published model has {other}"

@@ -21,32 +21,34 @@ from nextscale import Method, Schedule, Stage, Tokens
 from nextscale.accel import fastvar
 from nextscale.accel.fastvar import FastVAR, ThinnedBlocks, memory_key
 from nextscale.accel.select import distance_from_mean, top_share
-from nextscale.cache import Env, StageMemory
+from nextscale.cache import StageMemory
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
 
 from . import hart_cases, infinity_cases
 from .accelerated import SAMPLING, SettledBits, stated_tolerance
-from .compare import Expected, Reading, Readings, Tolerance, understood
+from .compare import Expected, Reading, Readings, Tolerance
 from .infinity_cases import Read, schedule_of
-from .recorder import Recorder
+from .settings import understood
+from .trace import Trace
 
-INFINITY_PARTS, INFINITY_CACHED = ("sa", "ca", "ffn"), ("self_attn", "cross_attn", "ffn")
+INFINITY_SUBLAYERS, INFINITY_CACHED = ("sa", "ca", "ffn"), ("self_attn", "cross_attn", "ffn")
 INFINITY_CACHED_SIDE = 24
-HART_PARTS = ("attn", "ffn")
+HART_SUBLAYERS = ("attn", "ffn")
 LARGE_GAP = 2e-5  # of scores, relative: where no two tokens at the threshold are closer, every selection must be the stored one
 IMAGE = Tolerance(3e-3)
 RESTORED = Tolerance(1e-6)  # sums of two numbers
 
 StoredChoice = Callable[[Stage, int, int], Tensor | None]
-"""Which tokens a part of a layer has kept at a stage [R, N]; None: nothing is stored about it."""
+"""Which tokens a sublayer of a block keeps at a stage, [R, N]; None if nothing is stored about it."""
 
 
 class Place(NamedTuple):
-    """Where tokens were chosen."""
+    """The sublayer of a block, at a stage, that chose tokens."""
 
     stage: int
     layer: int
-    part: int
+    sublayer: int
 
 
 class Choice(NamedTuple):
@@ -65,20 +67,22 @@ def mask_of(selection: Tensor, tokens: int) -> Tensor:
 
 
 class Choices:
-    """Notes what FastVAR chooses. Where only tokens that rounding may have swapped differ from the stored run, those of that run are taken:
-    otherwise one near-tie would change all that follows.
+    """The tokens that FastVAR keeps, sublayer by sublayer.
+
+    Where only tokens that rounding may have swapped differ from the stored run, those of that run are taken: otherwise one near-tie would
+    change all that follows.
 
     `tie`: how far from the threshold, in distances from the mean, such tokens may lie.
     """
 
-    def __init__(self, layers: range, parts: int, stored: StoredChoice, tie: float) -> None:
-        self.layers, self.parts, self.stored, self.tie = layers, parts, stored, tie
+    def __init__(self, layers: range, sublayers: int, stored: StoredChoice, tie: float) -> None:
+        self.layers, self.sublayers, self.stored, self.tie = layers, sublayers, stored, tie
         self.made: dict[Place, Choice] = {}
         self.settled = 0  # rows of selections
         self._x = torch.empty(0)
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def traced(self) -> Iterator[None]:
         with mock.patch.object(fastvar, "distance_from_mean", self._score), mock.patch.object(fastvar, "top_share", self._choose):
             yield
         if self.settled:
@@ -89,11 +93,11 @@ class Choices:
         return distance_from_mean(x, tokens)
 
     def _choose(self, tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Tokens]:
-        layer, part = divmod(len(self.at(tokens.stage)), self.parts)
+        layer, sublayer = divmod(len(self.at(tokens.stage)), self.sublayers)
         assert layer < len(self.layers), f"blocks beyond {self.layers} choose tokens at stage {tokens.stage.index}"
-        place = Place(tokens.stage.index, self.layers[layer], part)
+        place = Place(tokens.stage.index, self.layers[layer], sublayer)
         selection, kept = top_share(tokens, score, ratio)
-        stored = self.stored(tokens.stage, place.layer, part)
+        stored = self.stored(tokens.stage, place.layer, sublayer)
         if stored is not None:
             selection, settled = settle(score, selection, stored, self.tie)
             kept = tokens.take(selection) if settled else kept
@@ -104,15 +108,18 @@ class Choices:
     def at(self, stage: Stage) -> dict[Place, Choice]:
         return {place: choice for place, choice in self.made.items() if place.stage == stage.index}
 
-    def added(self, recorder: Recorder) -> dict[Place, Tensor]:
-        """What every branch added to all tokens of its stage, restored ones included: [R, N, C]."""
-        end = {stage: recorder.outputs[stage, self.layers[-1]] for stage in {place.stage for place in self.made}}
+    def added(self, trace: Trace) -> dict[Place, Tensor]:
+        """What every sublayer adds to all tokens of its stage, restored ones included: [R, N, C]."""
+        end = {stage: trace.outputs[stage, self.layers[-1]] for stage in {place.stage for place in self.made}}
         following = {first: self.made[second].x for first, second in pairwise(self.made) if first.stage == second.stage}
         return {place: following.get(place, end[place.stage]) - choice.x for place, choice in self.made.items()}
 
 
 def settle(score: Tensor, selection: Tensor, stored: Tensor, tie: float) -> tuple[Tensor, int]:
-    """`selection` [R, K], but of `stored` [R, N] in rows where all tokens in which they differ score like the threshold; how many rows."""
+    """Takes `stored` [R, N] in place of `selection` [R, K] in rows where all tokens in which they differ score like the threshold.
+
+    Returns the selection and the number of such rows.
+    """
     chosen = mask_of(selection, score.shape[1])
     threshold = score.gather(1, selection).amin(dim=1, keepdim=True)
     near = ((chosen == stored) | ((score - threshold).abs() <= tie)).all(dim=1) & (chosen.sum(dim=1) == stored.sum(dim=1))
@@ -144,50 +151,50 @@ def replay_fastvar_infinity(folder: Path, case: dict[str, Any], expected: Expect
     layers = range(pruned[0], pruned[-1] + 1)
     near_ties = case["min_relative_selection_gap"] is not None and case["min_relative_selection_gap"] < LARGE_GAP
     tie = rounding_of_distances(noise["hidden"], case["config"]["embed_dim"]) if near_ties else 0.0
-    choices = Choices(layers, len(INFINITY_PARTS), partial(stored_choice, expected, layers), tie)
+    choices = Choices(layers, len(INFINITY_SUBLAYERS), partial(stored_choice, expected, layers), tie)
     square = all(stage.height == stage.width for stage in schedule)
-    # Of other shapes the program draws most as if it were dense, and fails on the rest.
-    recorder = Recorder(taps=(len(pipe.model.blocks) - 1,), method=FastVAR(as_released=True) if square else Method())
-    with choices.noted(), SettledBits(pipe.tokenizer, expected, noise["logits"]) as revise:
-        read, _ = infinity_cases.generation(pipe, case, expected, recorder, seed=0, revise=revise, greedy=True)
-    check_counts(case, schedule, choices, recorder)
-    read |= choice_readings(expected, schedule, choices, recorder) | cache_readings(pipe.model.stack, schedule, recorder.memory)
+    # On other aspect ratios the reference implementation mostly runs as if it were dense, and fails on the rest.
+    trace = Trace(taps=(len(pipe.model.blocks) - 1,), method=FastVAR(as_released=True) if square else Method())
+    with choices.traced(), SettledBits(pipe.tokenizer, expected, noise["logits"]) as revise:
+        read = infinity_cases.generation(pipe, case, expected, trace, seed=0, revise=revise, greedy=True).read
+    check_counts(case, schedule, choices, trace)
+    read |= choice_readings(expected, schedule, choices, trace) | cache_readings(pipe.model.stack, schedule, trace.memory)
     infinity_cases.compare(expected, read, stated_tolerance(case), {"image_float": IMAGE})
 
 
 def unpacked(expected: Expected, stage: Stage) -> Tensor | None:
-    """[layers, parts, R, cells]"""
+    """The kept tokens of a stage, [layers, sublayers, R, cells]."""
     packed = expected.tensors.get(f"s{stage.index}.kept_mask_packed")
     return None if packed is None else torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=stage.cells)).bool()
 
 
-def stored_choice(expected: Expected, layers: range, stage: Stage, layer: int, part: int) -> Tensor | None:
+def stored_choice(expected: Expected, layers: range, stage: Stage, layer: int, sublayer: int) -> Tensor | None:
     masks = unpacked(expected, stage)
-    return None if masks is None else masks[layers.index(layer), part]
+    return None if masks is None else masks[layers.index(layer), sublayer]
 
 
-def check_counts(case: dict[str, Any], schedule: Schedule, choices: Choices, recorder: Recorder) -> None:
-    """As many tokens, in as many places, as the case says in words."""
+def check_counts(case: dict[str, Any], schedule: Schedule, choices: Choices, trace: Trace) -> None:
+    """Fails unless as many sublayers keep as many tokens as the case says in words."""
     for stage in schedule:
         made = choices.at(stage)
         said = case["pruned"].get(str((1, *stage.size)))
-        assert len(made) == (len(choices.layers) * choices.parts if said else 0), f"{len(made)} selections at stage {stage.index}"
+        assert len(made) == (len(choices.layers) * choices.sublayers if said else 0), f"{len(made)} selections at stage {stage.index}"
         assert all(choice.selection.shape[1] == said["kept"] for choice in made.values()), f"pruned: stage {stage.index}"
-        assert not made or recorder.groups[stage.index] == [choices.layers], f"pruned_layers: stage {stage.index}"
+        assert not made or trace.groups[stage.index] == [choices.layers], f"pruned_layers: stage {stage.index}"
 
 
-def choice_readings(expected: Expected, schedule: Schedule, choices: Choices, recorder: Recorder) -> Read:
+def choice_readings(expected: Expected, schedule: Schedule, choices: Choices, trace: Trace) -> Read:
     read: Read = {}
-    added = choices.added(recorder)
+    added = choices.added(trace)
     for place, choice in choices.made.items():
-        name = f"s{place.stage}.layer{place.layer}.{INFINITY_PARTS[place.part]}"
+        name = f"s{place.stage}.layer{place.layer}.{INFINITY_SUBLAYERS[place.sublayer]}"
         read[f"{name}.score"] = lambda choice=choice: choice.score**2
         read[f"{name}.restored"] = lambda place=place: added[place]
         order = f"{name}.kept_order"
         read[order] = lambda order=order, choice=choice: in_order_of(expected.tensors[order], choice.selection)
     for stage in schedule:
         masks = [choice.mask for choice in choices.at(stage).values()]
-        read[f"s{stage.index}.kept_mask_packed"] = lambda masks=masks: packed_bits(torch.stack(masks).unflatten(0, (-1, choices.parts)))
+        read[f"s{stage.index}.kept_mask_packed"] = lambda masks=masks: packed_bits(torch.stack(masks).unflatten(0, (-1, choices.sublayers)))
     return read
 
 
@@ -197,17 +204,17 @@ def packed_bits(mask: Tensor) -> Tensor:
 
 def cache_readings(blocks: Sequence[Block], schedule: Schedule, memory: StageMemory) -> Read:
     return {
-        f"cache.layer{block.layer}.{name}": partial(cached, memory, stage, block, part)
+        f"cache.layer{block.layer}.{name}": partial(cached, memory, stage, block, sublayer)
         for stage in schedule
         for block in blocks
-        for part, name in enumerate(INFINITY_CACHED)
+        for sublayer, name in enumerate(INFINITY_CACHED)
         if stage.size == (INFINITY_CACHED_SIDE, INFINITY_CACHED_SIDE)
     }
 
 
-def cached(memory: StageMemory, stage: Stage, block: Block, part: int) -> Tensor:
-    """What a branch has left at the stage whose outputs are kept: [R, cells, C]."""
-    return memory.fill(memory_key(block, part), Tokens(stage))
+def cached(memory: StageMemory, stage: Stage, block: Block, sublayer: int) -> Tensor:
+    """The output of a sublayer at the stage whose outputs are remembered: [R, cells, C]."""
+    return memory.fill(memory_key(block, sublayer), Tokens(stage))
 
 
 # --- HART
@@ -220,21 +227,21 @@ def replay_fastvar_hart(folder: Path, case: dict[str, Any], expected: Expected) 
     tie = rounding_of_distances(noise, case["transformer_config"]["embed_dim"])
 
     def run(**noise: Any) -> Readings:
-        choices = Choices(range(len(pipe.model.blocks)), len(HART_PARTS), partial(stored_hart_choice, expected), tie)
-        recorder = Recorder(hart_cases.ends_of(pipe), **noise, method=FastVAR(as_released=True))
-        with choices.noted():
-            found = hart_cases.readings(pipe, case["sampling"], expected, recorder)
+        choices = Choices(range(len(pipe.model.blocks)), len(HART_SUBLAYERS), partial(stored_hart_choice, expected), tie)
+        trace = Trace(hart_cases.ends_of(pipe), **noise, method=FastVAR(as_released=True))
+        with choices.traced():
+            found = hart_cases.readings(pipe, case["sampling"], expected, trace)
         schedule = pipe.settings.schedules.choose(None, None)
         found |= hart_choice_readings(schedule, choices)
-        return found | hart_cache_readings(expected, schedule, pipe.model.stack, recorder.memory)
+        return found | hart_cache_readings(expected, schedule, pipe.model.stack, trace.memory)
 
     hart_cases.compare_generation(pipe, case["sampling"], expected, run)
     for unit in sorted({name.split(".")[1] for name in expected.tensors if name.startswith("unit.")}):
         compare_unit(expected, f"unit.{unit}")
 
 
-def hart_choice_name(side: int, layer: int, part: int) -> str:
-    return f"keep.s{side}.block{layer}.{HART_PARTS[part]}"
+def hart_choice_name(side: int, layer: int, sublayer: int) -> str:
+    return f"keep.s{side}.block{layer}.{HART_SUBLAYERS[sublayer]}"
 
 
 def make_sets(expected: Expected) -> None:
@@ -244,30 +251,30 @@ def make_sets(expected: Expected) -> None:
             expected.tensors[name] = mask_of(stored.long(), int(match[1]) ** 2)
 
 
-def stored_hart_choice(expected: Expected, stage: Stage, layer: int, part: int) -> Tensor | None:
-    return expected.tensors.get(hart_choice_name(stage.width, layer, part))
+def stored_hart_choice(expected: Expected, stage: Stage, layer: int, sublayer: int) -> Tensor | None:
+    return expected.tensors.get(hart_choice_name(stage.width, layer, sublayer))
 
 
 def hart_choice_readings(schedule: Schedule, choices: Choices) -> Readings:
     return {
-        hart_choice_name(schedule[place.stage].width, place.layer, place.part): Reading(choice.mask, None)
+        hart_choice_name(schedule[place.stage].width, place.layer, place.sublayer): Reading(choice.mask, None)
         for place, choice in choices.made.items()
     }
 
 
 def hart_cache_readings(expected: Expected, schedule: Schedule, blocks: Sequence[Block], memory: StageMemory) -> Readings:
-    """Of the cached maps as many tokens as are stored, at equal distances."""
+    """The cached maps, at as many equally spaced tokens as are stored."""
     found: Readings = {}
     for name, stored in expected.tensors.items():
         if match := re.fullmatch(r"cache(\d+)\.block(\d+)\.(\w+)", name):
             (stage,) = (stage for stage in schedule if stage.width == int(match[1]))
-            tokens = cached(memory, stage, blocks[int(match[2])], HART_PARTS.index(match[3]))
+            tokens = cached(memory, stage, blocks[int(match[2])], HART_SUBLAYERS.index(match[3]))
             found[name] = Reading(tokens[:, :: tokens.shape[1] // stored.shape[1]], hart_cases.HIDDEN)
     return found
 
 
-class StoredBranch:
-    """A block with one branch, which gives stored answers for the tokens that are expected to be chosen."""
+class StoredSublayer:
+    """A block with one sublayer, which gives stored answers for the tokens that are expected to be chosen."""
 
     layer = 0
 
@@ -288,17 +295,17 @@ class StoredBranch:
 
 def compare_unit(expected: Expected, name: str) -> None:
     """One selection and restoration alone, at a ratio that keeps as many tokens as are stored."""
-    x, cache, answers, keep = (expected.input(f"{name}.{part}") for part in ("x", "cache", "branch_out", "keep"))
+    x, cache, answers, keep = (expected.input(f"{name}.{end}") for end in ("x", "cache", "branch_out", "keep"))
     tokens = Tokens(square(x.shape[1]))
-    branch, memory = StoredBranch(keep, answers), StageMemory()
-    block: Any = branch
+    sublayer, memory = StoredSublayer(keep, answers), StageMemory()
+    block: Any = sublayer
     memory.store(memory_key(block, 0), cache, Tokens(square(cache.shape[1])))
     span = ThinnedBlocks(range(1), "unit", (x.shape[1] - keep.shape[1] + 0.5) / x.shape[1])
     nothing: Any = None
-    result = span([block], x, tokens, Env(x.shape[0], nothing, (), memory, "cond"))
-    expected.equal(f"{name}.keep", in_order_of(keep, branch.index))
+    result = span([block], x, tokens, Env(x.shape[0], nothing, (), memory, "cond", nothing))
+    expected.equal(f"{name}.keep", in_order_of(keep, sublayer.index))
     order = keep.argsort(dim=1).argsort(dim=1)  # from raster order to the stored one
-    expected.close(f"{name}.merged", branch.asked.gather(1, order[..., None].expand_as(branch.asked)), RESTORED)
+    expected.close(f"{name}.merged", sublayer.asked.gather(1, order[..., None].expand_as(sublayer.asked)), RESTORED)
     expected.close(f"{name}.unmerged", result - x, RESTORED)
 
 

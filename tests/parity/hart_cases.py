@@ -17,15 +17,37 @@ from nextscale.models import Hart, HartConfig
 from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig
 
 from .class_cases import inputs_of
-from .compare import Expected, Reading, Readings, Tolerance, understood
-from .recorder import Call, Recorder, Watch, calls_of
-from .supplied import FeatureReader, StoredDraws, images_with_features, with_both_branches
+from .compare import Expected, Reading, Readings, Tolerance
+from .settings import AUTOENCODER, QUANTIZER, RESIDUAL_QUANTIZER, TRUNK, translated, understood
+from .supplied import FeatureReader, StoredRng, images_with_features, with_both_cfg_branches
+from .trace import Call, StageTrace, Trace, calls_of
 from .weights import NETWORKS, NOTHING, fill, fill_with
 
 LOGITS, SMOOTH_LOGITS = Tolerance(2e-3), Tolerance(1e-4)
 HIDDEN = Tolerance(5e-4)
 LATENT = Tolerance(2e-4)
 DIFFUSED = Tolerance(2e-4, outliers=1e-3)  # the first step's estimate is nearly a sign, and a number close to zero may flip
+MODEL = {
+    **TRUNK,
+    "patch_nums": "sides",
+    "context_dim": "text_channels",
+    "context_token": "text_tokens",
+    "mlp_ratio": "mlp_ratio",
+    "attn_l2_norm": "cosine",
+    "use_context_norm": "text_norm",
+    "diff_width": "residual_dim",
+    "diff_depth": "residual_depth",
+}
+MODEL_FIXED = {
+    "mlp_type": "llama",
+    "attn_type": "llama",
+    "disable_aln": True,
+    "shared_aln": False,
+    "use_cross_attn": False,
+    "norm_eps": 1e-6,
+}
+TOKENIZER = {**RESIDUAL_QUANTIZER, **AUTOENCODER}
+TOKENIZER_FIXED = {"quantizer_type": "var_hybrid", "quant_conv_ks": 3, "using_znorm": False, "double_decoder": False}
 
 
 def replay_hart(folder: Path, case: dict[str, Any], expected: Expected) -> None:
@@ -34,7 +56,7 @@ def replay_hart(folder: Path, case: dict[str, Any], expected: Expected) -> None:
         pipe,
         case["sampling"],
         expected,
-        lambda **noise: readings(pipe, case["sampling"], expected, Recorder(ends_of(pipe), **noise)),
+        lambda **noise: readings(pipe, case["sampling"], expected, Trace(ends_of(pipe), **noise)),
     )
     if "ae.f" in expected:
         round_trip(expected, pipe.tokenizer, Schedule(case["autoencoder_config"]["v_patch_nums"]), bool(case.get("vae_weights_left_out")))
@@ -59,65 +81,22 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
 
 
 def model_config(config: dict[str, Any], autoencoder: dict[str, Any]) -> HartConfig:
-    read = {
-        "depth",
-        "embed_dim",
-        "num_heads",
-        "patch_nums",
-        "context_dim",
-        "context_token",
-        "mlp_ratio",
-        "attn_l2_norm",
-        "use_context_norm",
-        "use_timestep_embed",
-        "diff_width",
-        "diff_depth",
-        "num_sampling_steps",
-    }
-    fixed = {
-        "mlp_type": "llama",
-        "attn_type": "llama",
-        "disable_aln": True,
-        "shared_aln": False,
-        "use_cross_attn": False,
-        "norm_eps": 1e-6,
-    }
-    understood(config, read, fixed)
+    understood(config, {*MODEL, "use_timestep_embed", "num_sampling_steps"}, MODEL_FIXED)
     return HartConfig(
-        depth=config["depth"],
-        dim=config["embed_dim"],
-        heads=config["num_heads"],
-        sides=tuple(config["patch_nums"]),
-        codes=autoencoder["vocab_size"],
-        latent_channels=autoencoder["z_channels"],
-        text_channels=config["context_dim"],
-        text_tokens=config["context_token"],
-        mlp_ratio=config["mlp_ratio"],
-        cosine=config["attn_l2_norm"],
-        text_norm=config["use_context_norm"],
+        **translated(config, MODEL),
+        **translated(autoencoder, QUANTIZER),
         level_table=not config["use_timestep_embed"],
-        residual_dim=config["diff_width"],
-        residual_depth=config["diff_depth"],
         residual_steps=int(config["num_sampling_steps"]),
     )
 
 
 def tokenizer_config(config: dict[str, Any]) -> HartTokenizerConfig:
-    read = {"vocab_size", "z_channels", "ch", "ch_mult", "v_patch_nums", "share_quant_resi", "quant_resi"}
-    fixed = {"quantizer_type": "var_hybrid", "quant_conv_ks": 3, "using_znorm": False, "double_decoder": False}
-    understood(config, read, fixed)
-    return HartTokenizerConfig(
-        codes=config["vocab_size"],
-        latent_channels=config["z_channels"],
-        channels=config["ch"],
-        multipliers=tuple(config["ch_mult"]),
-        blends=config["share_quant_resi"],
-        blend_share=config["quant_resi"],
-    )
+    understood(config, {*TOKENIZER, "v_patch_nums"}, TOKENIZER_FIXED)
+    return HartTokenizerConfig(**translated(config, TOKENIZER))
 
 
 def check_sampling(pipe: Pipeline, sampling: dict[str, Any]) -> None:
-    """What the released program has built in is not passed but must be as the case says."""
+    """Fails unless what the reference implementation has built in is as the case says."""
     read = {
         "batch",
         "cfg",
@@ -140,59 +119,59 @@ def ends_of(pipe: Pipeline) -> tuple[int, int]:
     return 0, len(pipe.model.blocks) - 1
 
 
-def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, recorder: Recorder) -> Readings:
-    """Everything a case may have stored of its generation. `recorder` has tapped both ends."""
+def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, trace: Trace) -> Readings:
+    """Everything that a case may have stored of its generation. `trace` taps the first and the last block."""
     model, schedule, smooth = pipe.model, pipe.settings.schedules.choose(None, None), sampling["more_smooth"]
     guidance = pipe.settings.guidance.with_strength(sampling["cfg"])
     assert abs(1 + sampling["cfg_at_last_stage"] - guidance.scales(schedule)[-1]) < 1e-6
     first, last = ends_of(pipe)
-    watch = Watch(schedule)
+    stages = StageTrace(schedule)
     with calls_of({"condition": model.residual_norm, "network": model.residual_head}) as seen:
         out = pipe(
             text_of(expected, sampling),
-            seed=StoredDraws(
+            seed=StoredRng(
                 smoothing=[expected.input(f"gumbel_exp.{stage.index}") for stage in schedule if smooth],
                 normal=[expected.input("diff.noise_init"), *expected.input("diff.noise_steps")],
             ),
-            guidance=with_both_branches(guidance, schedule),
+            guidance=with_both_cfg_branches(guidance, schedule),
             smooth=smooth,
             top_p=sampling["top_p"],
-            method=recorder,
-            on_stage=watch,
+            method=trace,
+            on_stage=stages,
         )
     diffused = stored_rows(expected, "diff.rows")
     found = {
         "f_hat.final": Reading(out.latent, DIFFUSED),
         "image": Reading((out.pixels.clamp(-1, 1) + 1) / 2, DIFFUSED),
         "diff.cond": Reading(rows_of(seen["condition"][0].output, sampling["batch"], diffused), HIDDEN),
-        "diff.out": Reading(watch.done[-1].residual.flatten(0, 1), DIFFUSED),
+        "diff.out": Reading(stages.done[-1].residual.flatten(0, 1), DIFFUSED),
         **diffusion_readings(seen["network"], sampling["batch"], expected.tensors.get("diff.net_out"), diffused),
     }
     assert found["diff.t"].tensor.tolist() == sampling["diffusion_steps"]
-    for i, done in enumerate(watch.done):
+    for i, done in enumerate(stages.done):
         rows = stored_rows(expected, f"rows.{i}")
         found |= {
-            f"x_in.{i}": Reading(recorder.inputs[i, first][:, rows], HIDDEN),
-            f"x_out.{i}": Reading(recorder.outputs[i, last][:, rows], HIDDEN),
+            f"x_in.{i}": Reading(trace.inputs[i, first][:, rows], HIDDEN),
+            f"x_out.{i}": Reading(trace.outputs[i, last][:, rows], HIDDEN),
             f"logits.{i}": Reading(done.logits[:, rows], SMOOTH_LOGITS if smooth else LOGITS),
             f"idx.{i}": Reading(done.ids, None),
             f"h.{i}": Reading(to_map(done.canvas.vectors(done.codes), done.stage), LATENT),
         }
         if not done.stage.last:
             found |= {
-                f"f_hat.{i}": Reading(watch.latents[i], LATENT),
-                f"next_map.{i + 1}": Reading(to_map(watch.next_inputs[i], schedule[i + 1]), LATENT),
+                f"f_hat.{i}": Reading(stages.latents[i], LATENT),
+                f"next_map.{i + 1}": Reading(to_map(stages.next_inputs[i], schedule[i + 1]), LATENT),
             }
     return found
 
 
 def stored_rows(expected: Expected, name: str) -> Tensor | slice:
-    """Of large tensors, which rows are stored; all where nothing is said."""
+    """Which rows of a large tensor are stored; all where nothing is said."""
     return expected.input(name) if name in expected else slice(None)
 
 
 def rows_of(x: Tensor, batch: int, rows: Tensor | slice) -> Tensor:
-    """x [branches * B, cells, C] at some of the B * cells rows of every branch: [branches * rows, C]."""
+    """Some of the B * cells rows of every guidance branch of x [branches * B, cells, C]: [branches * rows, C]."""
     return x.unflatten(0, (-1, batch)).flatten(1, 2)[:, rows].flatten(0, 1)
 
 
@@ -209,10 +188,10 @@ def mask_of(sampling: dict[str, Any], tokens: int) -> Tensor:
 
 
 def diffusion_readings(calls: list[Call], batch: int, stored_outputs: Tensor | None, rows: Tensor | slice) -> Readings:
-    """Of every step, in the order in which they are taken. `rows`: those that are stored of each branch."""
+    """The diffusion head, step by step. `rows` are those that are stored of each guidance branch."""
     outputs = torch.stack([rows_of(call.output, batch, rows) for call in calls])
     if calls[0].output.shape[0] == batch and stored_outputs is not None:
-        # Unguided. The program runs the other half all the same, from noise that it does not keep: there is nothing to compare.
+        # Unguided. The reference implementation runs the other half too, from noise that it does not keep: there is nothing to compare.
         outputs = torch.cat([outputs, stored_outputs[:, outputs.shape[1] :]], dim=1)
     return {
         "diff.net_out": Reading(outputs, DIFFUSED),
@@ -223,7 +202,7 @@ def diffusion_readings(calls: list[Call], batch: int, stored_outputs: Tensor | N
 
 @torch.inference_mode()
 def round_trip(expected: Expected, tokenizer: HartTokenizer, schedule: Schedule, features_given: bool) -> None:
-    """Images to codes and back. `features_given`: the networks' weights are left out, so that their output is taken from the case."""
+    """Encodes and decodes images. With `features_given` the networks' weights are left out and their output is taken from the case."""
     if features_given:
         images = images_with_features(tokenizer, expected.input("ae.f"), schedule)
     else:

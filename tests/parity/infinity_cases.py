@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +22,19 @@ from nextscale.sampling import filter_logits
 from nextscale.schedules import INFINITY_SIZES, InfinityBook
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 
-from .compare import Expected, Tolerance, understood
-from .recorder import Recorder, RecordingDraws, Watch, outputs_of
+from .compare import Expected, Tolerance
+from .settings import TRUNK, translated, understood
 from .supplied import FeatureReader, without_decoder
+from .trace import StageTrace, Trace, TracedRng, outputs_of
 from .weights import fill
 
 TOLERANCE = Tolerance(2e-4, 1e-4)
 TABLE_TOLERANCE = Tolerance(1e-5, 0.0)
 ROPE_MODES: dict[int, RopeMode] = {0: "raw", 1: "resampled", 2: "normalized"}
 OFFICIAL_SAMPLER = {"top_k": 900, "top_p": 0.97}
-PARTS = {"sa_out": "attention", "ca_out": "text_attention", "ffn_out": "feed_forward"}
+MODEL = {**TRUNK, "block_chunks": "chunks", "text_channels": "text_channels", "text_maxlen": "longest_text"}
+TOKENIZER = {"codebook_dim": "bits", "base_ch": "channels", "ch_mult": "multipliers", "num_res_blocks": "blocks_per_level"}
+SUBLAYERS = {"sa_out": "attention", "ca_out": "text_attention", "ffn_out": "feed_forward"}
 Read = dict[str, Callable[[], Tensor]]
 
 
@@ -40,19 +43,11 @@ def schedule_of(scales: list[list[int]], template: float) -> Schedule:
 
 
 def tokenizer_of(config: dict[str, Any], patchify: bool) -> InfinityTokenizer:
-    return InfinityTokenizer(
-        InfinityTokenizerConfig(
-            bits=config["codebook_dim"],
-            channels=config["base_ch"],
-            multipliers=tuple(config["ch_mult"]),
-            blocks_per_level=config["num_res_blocks"],
-            patchify=patchify,
-        )
-    )
+    return InfinityTokenizer(InfinityTokenizerConfig(**translated(config, TOKENIZER), patchify=patchify))
 
 
 def weights_file(case: dict[str, Any], part: str) -> str:
-    """Beside the case, or where it says: "../dense/weights_*.safetensors" or "../dense"."""
+    """The file beside the case, or where the case says: "../dense/weights_*.safetensors" or "../dense"."""
     where = case.get("weights", ".")
     return (where if where.endswith(".safetensors") else f"{where}/weights_*.safetensors").replace("*", part)
 
@@ -72,24 +67,21 @@ def split_text(expected: Expected, name: str) -> TextFeatures:
     return TextFeatures.of(list(expected.input(f"in.{name}_kv").split(lengths)))
 
 
-def build(folder: Path, case: dict[str, Any]) -> Pipeline:
-    config = case["config"]
-    check_config(config)
-    patchify = bool(config["apply_spatial_patchify"])
-    tokenizer = tokenizer_of(config["vae"], patchify)
-    model = Infinity(
+def infinity_model(config: dict[str, Any]) -> Infinity:
+    return Infinity(
         InfinityConfig(
-            depth=config["depth"],
-            dim=config["embed_dim"],
-            heads=config["num_heads"],
-            chunks=config["block_chunks"],
-            bits_per_token=tokenizer.config.bits_per_token,
-            text_channels=config["text_channels"],
-            longest_text=config["text_maxlen"],
+            **translated(config, MODEL),
+            bits_per_token=config["vae_bits"] * (4 if config["apply_spatial_patchify"] else 1),
             rope=ROPE_MODES[config["rope2d_normalized_by_hw"]],
             level_every_chunk=not config["add_lvl_embeding_only_first_block"],
         )
     )
+
+
+def build(folder: Path, case: dict[str, Any]) -> Pipeline:
+    config = case["config"]
+    check_config(config)
+    model, tokenizer = infinity_model(config), tokenizer_of(config["vae"], bool(config["apply_spatial_patchify"]))
     fill(model, folder, weights_file(case, "transformer"), case)
     if case.get("vae_weights_left_out"):
         for parameter in tokenizer.parameters():
@@ -102,78 +94,70 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    read = {
-        "depth",
-        "embed_dim",
-        "num_heads",
-        "block_chunks",
-        "text_channels",
-        "text_maxlen",
-        "apply_spatial_patchify",
-        "rope2d_normalized_by_hw",
-        "add_lvl_embeding_only_first_block",
-        "h_div_w_template",
-        "scale_schedule",
-        "vae",
-        "pn",  # says what the schedule says
-        "B",  # says what the texts say
-    }
+    said_elsewhere = {"pn", "B"}  # by the schedule and the prompts
+    switches = {"apply_spatial_patchify", "rope2d_normalized_by_hw", "add_lvl_embeding_only_first_block"}
+    read = {*MODEL, *switches, *said_elsewhere, "h_div_w_template", "scale_schedule", "vae"}
     understood(config, read, {"mlp_ratio": 4, "vae_bits": config["vae"]["codebook_dim"]})
-    vae = {"codebook_dim", "base_ch", "ch_mult", "num_res_blocks"}
     patch = 2 ** (len(config["vae"]["ch_mult"]) - 1)
-    understood(config["vae"], vae, {"patch_size": patch, "norm_groups": "32 if channels % 32 == 0 else 24"})
+    understood(config["vae"], TOKENIZER, {"patch_size": patch, "norm_groups": "32 if channels % 32 == 0 else 24"})
 
 
 def replay_infinity(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     pipe, chosen = build(folder, case), case.get("settings", {})
     understood(chosen, {"gt_leak", "trunk_scale", "g_seed", "cfg_insertion_layer"}, {})
     forced = {i: to_tokens(pipe.tokenizer, expected.input(f"in.gt_bits{i}")) for i in range(chosen.get("gt_leak", 0))}
-    read, out = generation(
+    generated = generation(
         pipe,
         {"cfg_insertion_layer": [0]} | case | chosen,
         expected,
-        Recorder(taps=range(len(pipe.model.blocks)), stages=chosen.get("trunk_scale")),
-        seed=RecordingDraws(torch.Generator().manual_seed(chosen.get("g_seed", 0))),
+        Trace(taps=range(len(pipe.model.blocks)), stages=chosen.get("trunk_scale")),
+        seed=TracedRng(torch.Generator().manual_seed(chosen.get("g_seed", 0))),
         revise=lambda stage, codes: forced.get(stage.index, codes),
         **(OFFICIAL_SAMPLER if "g_seed" in chosen else {"greedy": True}),
     )
-    compare(expected, read, TOLERANCE)
+    compare(expected, generated.read, TOLERANCE)
     if "image_uint8_mean" in case and "vae_weights_left_out" not in case:
-        means = bgr(out.pixels).float().mean(dim=(1, 2)).flatten()
+        means = bgr(generated.out.pixels).float().mean(dim=(1, 2)).flatten()
         assert (means - torch.tensor(case["image_uint8_mean"])).abs().max() < 0.05, "image_uint8_mean"
 
 
-def generation(pipe: Pipeline, case: dict[str, Any], expected: Expected, recorder: Recorder, **request: Any) -> tuple[Read, Output]:
-    """What a case has stored of its generation, by its name there, and the output. `request`: what else the pipeline is called with."""
+class Generation(NamedTuple):
+    read: Read  # what a case may have stored of it, by its name there
+    out: Output
+    stages: StageTrace
+
+
+def generation(pipe: Pipeline, case: dict[str, Any], expected: Expected, trace: Trace, **request: Any) -> Generation:
+    """Runs the generation of a case. `request` goes to the pipeline too."""
     schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
-    insertion, watch = case["cfg_insertion_layer"], Watch(schedule)
-    with outputs_of(recorded_modules(pipe.model)) as seen:
+    insertion, stages = case["cfg_insertion_layer"], StageTrace(schedule)
+    with outputs_of(traced_modules(pipe.model)) as seen:
         out = pipe(
             split_text(expected, "text"),
             negative=split_text(expected, "neg") if "in.neg_kv" in expected else None,
             size=schedule,
             guidance=StageGuidance(0 in insertion, tuple(layer for layer in insertion if layer < 0), tuple(case["cfg_list"])),
             temperature=tuple(case["tau_list"]),
-            method=recorder,
-            on_stage=watch,
+            method=trace,
+            on_stage=stages,
             **request,
         )
     if "stages_run" in case:
-        assert [done.stage.index for done in watch.done] == case["stages_run"], "stages_run"
-    return readings(pipe, recorder, watch, seen, out, case), out
+        assert [done.stage.index for done in stages.done] == case["stages_run"], "stages_run"
+    return Generation(readings(pipe, trace, stages, seen, out, case), out, stages)
 
 
-def recorded_modules(model: Infinity) -> dict[str, torch.nn.Module]:
+def traced_modules(model: Infinity) -> dict[str, torch.nn.Module]:
     return {
         "text_normed": model.text_norm,
         "cond": model.text_pool,
         "ca_kv": model.text_proj,
         "gss": model.shared_modulation,
-        **{f"block{i}.{name}": getattr(block, part) for i, block in enumerate(model.blocks) for name, part in PARTS.items()},
+        **{f"block{i}.{name}": getattr(block, sublayer) for i, block in enumerate(model.blocks) for name, sublayer in SUBLAYERS.items()},
     }
 
 
-def readings(pipe: Pipeline, recorder: Recorder, watch: Watch, seen: dict[str, list[Tensor]], out: Output, case: dict[str, Any]) -> Read:
+def readings(pipe: Pipeline, trace: Trace, stages: StageTrace, seen: dict[str, list[Tensor]], out: Output, case: dict[str, Any]) -> Read:
     read: Read = {
         "text_normed": lambda: seen["text_normed"][0],
         "cond": lambda: seen["cond"][0],
@@ -182,23 +166,23 @@ def readings(pipe: Pipeline, recorder: Recorder, watch: Watch, seen: dict[str, l
         "final_codes": lambda: out.latent,
         "image_uint8_bgr": lambda: every(bgr(out.pixels), said_of(case, "image_uint8_bgr")),
         "image_float": lambda: every(out.pixels.clamp(-1, 1), case.get("image_float_subsample") or said_of(case, "image_float")),
-        "kv_len_per_layer": lambda: torch.tensor([cache.length for cache in recorder.caches]),
+        "kv_len_per_layer": lambda: torch.tensor([cache.lengths[-1] for cache in trace.caches]),
     }
     last = len(pipe.model.blocks) - 1
-    for i, done in enumerate(watch.done):
-        read[f"s{i}.block_in"] = lambda i=i: recorder.first_inputs[i]
-        read[f"s{i}.hidden"] = lambda i=i: recorder.outputs[i, last]
+    for i, done in enumerate(stages.done):
+        read[f"s{i}.block_in"] = lambda i=i: trace.first_inputs[i]
+        read[f"s{i}.hidden"] = lambda i=i: trace.outputs[i, last]
         read[f"s{i}.logits"] = lambda done=done: done.logits
         read[f"s{i}.bits"] = lambda done=done: to_cells(pipe.tokenizer, done.codes, done.stage)
-        read[f"s{i}.summed_codes"] = lambda i=i: watch.latents[i]
+        read[f"s{i}.summed_codes"] = lambda i=i: stages.latents[i]
         read[f"s{i}.probs"] = lambda done=done: filter_logits(done.logits, **OFFICIAL_SAMPLER).softmax(-1).flatten(0, 2)
         for j in range(last + 1):
-            read[f"s{i}.block{j}.out"] = lambda i=i, j=j: recorder.outputs[i, j]
-            for part in PARTS:
-                read[f"s{i}.block{j}.{part}"] = lambda i=i, key=f"block{j}.{part}": seen[key][i]
+            read[f"s{i}.block{j}.out"] = lambda i=i, j=j: trace.outputs[i, j]
+            for sublayer in SUBLAYERS:
+                read[f"s{i}.block{j}.{sublayer}"] = lambda i=i, key=f"block{j}.{sublayer}": seen[key][i]
         if not done.stage.last:
-            read[f"s{i}.next_tokens"] = lambda i=i: watch.next_inputs[i]
-            read[f"s{i}.next_embed"] = lambda i=i: pipe.model.word_embed(watch.next_inputs[i]).detach()
+            read[f"s{i}.next_tokens"] = lambda i=i: stages.next_inputs[i]
+            read[f"s{i}.next_embed"] = lambda i=i: pipe.model.word_embed(stages.next_inputs[i]).detach()
     return read
 
 
@@ -207,16 +191,19 @@ def said_of(case: dict[str, Any], name: str) -> str:
 
 
 def every(x: Tensor, said: str) -> Tensor:
-    """The entries that a case says it has stored: "[:, ::4, ::4]" somewhere in its words; all if there is nothing like it."""
+    """The entries that a case says it has stored, as "[:, ::4, ::4]" somewhere in its words; all if there is nothing like it."""
     found = re.search(r"\[:(, :|, ::\d+)*\]", said)
     steps = [int(step or 1) for step in re.findall(r":(?::(\d+))?", found.group())] if found else []
     return x[tuple(slice(None, None, step) for step in steps)]
 
 
 def compare(expected: Expected, read: Read, tolerance: Tolerance, special: dict[str, Tolerance] | None = None) -> None:
-    """What was stored of these. A name that ends in ".sub4" is every fourth token. `special`: tolerances by the end of a name."""
+    """Compares what is stored. A name with ".sub4" that is not read as such is every fourth token.
+
+    `special` has tolerances by the end of a name.
+    """
     for name, stored in expected.tensors.items():
-        whole, _, step = name.partition(".sub")
+        whole, _, step = (name, "", "") if name in read else name.partition(".sub")
         if whole not in read:
             continue
         actual = read[whole]()[:, :: int(step)] if step else read[whole]()
@@ -260,7 +247,7 @@ def replay_roundtrip(folder: Path, case: dict[str, Any], expected: Expected) -> 
 
 
 def replay_rope(case: dict[str, Any], expected: Expected) -> None:
-    """Tables [cos | sin, tokens, half] and the integer positions of the one-megapixel schedules."""
+    """Compares tables [cos | sin, tokens, half] and the integer positions of the one-megapixel schedules."""
     for name in expected.tensors:
         ratio, mode, axis = re.fullmatch(r"ratio([\d.]+)\.mode(\d)(?:\.(row|col)_index_1M)?", name).groups()
         sizes = INFINITY_SIZES[float(ratio)]

@@ -104,7 +104,7 @@ def replace_(tensor: Tensor, replaced: dict[str, float]) -> None:
 
 
 def diffusion_noise(seed: int, rows: int, channels: int, steps: int) -> dict[str, Tensor]:
-    """HART: what the residual starts from, and what every step adds to its conditional half. Numbers are drawn for both halves."""
+    """The noise of HART's diffusion: its start, and what every step adds to the conditional half. Numbers are made for both halves."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(rows, channels, generator=generator)
     noise = [torch.randn(2, rows, channels, generator=generator)[0] for _ in range(steps)]
@@ -112,16 +112,16 @@ def diffusion_noise(seed: int, rows: int, channels: int, steps: int) -> dict[str
 
 
 def projections(seed: int, tensors: dict[str, dict[str, Any]], half: bool = True) -> dict[str, Tensor]:
-    """StageVAR: Q [1, cells, rank] by name, rounded to float16, each drawn after the numbers that choose its representatives."""
+    """StageVAR's projections Q [1, cells, rank] by name, rounded to float16, each after the numbers that choose its representatives."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = {}
+    found = {}
     for name, how in tensors.items():
         cells, rank = how["shape"]
         torch.rand(cells, dtype=torch.float64, generator=generator)  # takes as much off the stream as exponential numbers do
-        drawn[name] = torch.randn(1, cells, rank, generator=generator) * rank**-0.5
-        drawn[name] = drawn[name].half() if half else drawn[name]
-        replace_(drawn[name], how.get("replaced", {}))
-    return drawn
+        found[name] = torch.randn(1, cells, rank, generator=generator) * rank**-0.5
+        found[name] = found[name].half() if half else found[name]
+        replace_(found[name], how.get("replaced", {}))
+    return found
 
 
 RECIPES = {"diffusion_noise": diffusion_noise, "projections": projections}

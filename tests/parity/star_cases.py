@@ -28,27 +28,39 @@ from nextscale.schedules import SquareBook
 from nextscale.tokenizers import VarTokenizer
 
 from .class_cases import inputs_of, var_tokenizer
-from .compare import Expected, Reading, Readings, Tolerance, understood
-from .recorder import Call, Recorder, Watch, calls_of
-from .supplied import FeatureReader, StoredDraws, images_with_features, with_both_branches
+from .compare import Expected, Reading, Readings, Tolerance
+from .settings import TRUNK, translated, understood
+from .supplied import FeatureReader, StoredRng, images_with_features, with_both_cfg_branches
+from .trace import Call, StageTrace, Trace, calls_of
 from .weights import ENCODER, NETWORKS, NOTHING, fill, fill_with
 
 FILE = r"[\w./-]+\.safetensors"
 HIDDEN, LATENT = Tolerance(5e-4), Tolerance(1e-4)
 LOGITS, CONFIDENCE = HIDDEN, LATENT
 TABLE = Tolerance(1e-5)
-# Of smoothed runs, as long as rounding has not grown more than in the stored program's own repetition
+# Of smoothed runs, as long as rounding has not grown more than in the reference implementation's own repetition
 SMOOTH_SCALED, SMOOTH_LATENT, SMOOTH_IMAGE = Tolerance(0.3), Tolerance(0.05), Tolerance(5e-3)
 ROUNDING = 5e-5  # in the logits of a stage, found with other orders of the same sums
 SCALED = Tolerance(2 * LOGITS.atol)  # logits times at most 2
 OWN_MIXTURE = Tolerance(5e-3)  # made of logits that differ by rounding, divided by a temperature down to 0.0135
 TIGHT = {SMOOTH_SCALED: SCALED, SMOOTH_LATENT: LATENT, SMOOTH_IMAGE: LATENT}  # where rounding cannot grow
+MODEL = {
+    **TRUNK,
+    "patch_nums": "sides",
+    "vocab_size": "codes",
+    "Cvae": "latent_channels",
+    "in_dim_cross": "text_channels",
+    "rope_theta": "theta",
+    "rope_norm": "span",
+}
+MODEL_FIXED = {"mlp_ratio": 4.0, "norm_eps": 1e-6, "shared_aln": False, "absolute_lvl_emb": True, "rotary_pos_emb": True}
+STATED_OF_VAE = ("vocab_size", "Cvae", "share_quant_resi")
 FIRST_REFINED = 9
 SETTLED_IN_15 = 13  # the stage that version "1024" settles in 15 rounds, those before it in 8
 
 
 def replay_star(folder: Path, case: dict[str, Any], expected: Expected) -> int:
-    """All runs of a case. `expected` is the first one's; returns how many tensors of the others were compared."""
+    """Replays all runs of a case, of which `expected` is the first one's. Returns how many tensors of the others were compared."""
     tokenizer = shared_tokenizer(folder, case)
     stored = {
         name: expected if run["file"] == "case.safetensors" else Expected.read(folder / run["file"]) for name, run in case["runs"].items()
@@ -72,16 +84,16 @@ def transformer_file(case: dict[str, Any]) -> str:
 
 
 def tokenizer_beside(weights: Path, **stated: Any) -> VarTokenizer:
-    """As the json beside a shared weights file describes it, which must be what a case has stated; not yet filled."""
+    """The tokenizer that the json beside a shared weights file describes, not yet filled. It must be what the case has stated."""
     config = json.loads(weights.with_suffix(".json").read_text())["config"]
     assert stated.items() <= config.items(), f"the case describes another tokenizer: {stated}"
     return var_tokenizer({**config, "z_channels": config["Cvae"]})
 
 
 def shared_tokenizer(folder: Path, case: dict[str, Any]) -> VarTokenizer:
-    """Of the generating cases, whose weights come without an encoder."""
+    """The tokenizer of the generating cases, whose weights come without an encoder."""
     weights, config = folder / re.match(FILE, case["weights"]["vae"]).group(), case["config"]
-    stated = {name: config[name] for name in ("vocab_size", "Cvae", "share_quant_resi")}
+    stated = {name: config[name] for name in STATED_OF_VAE}
     tokenizer = tokenizer_beside(weights, ch=config["vae_ch"], **stated)
     fill_with(tokenizer, load_file(weights), zero=NETWORKS if case.get("vae_weights_left_out") else ENCODER)
     return tokenizer
@@ -89,36 +101,12 @@ def shared_tokenizer(folder: Path, case: dict[str, Any]) -> VarTokenizer:
 
 def model_config(case: dict[str, Any], run: dict[str, Any]) -> StarConfig:
     config = case["config"]
-    read = {
-        "vocab_size",
-        "Cvae",
-        "vae_ch",
-        "share_quant_resi",
-        "patch_nums",
-        "depth",
-        "embed_dim",
-        "num_heads",
-        "in_dim_cross",
-        "rope_theta",
-        "rope_norm",
-        "enable_logit_norm",
-        "enable_adaptive_norm",
-        "sample_from_idx",
-    }
+    read = {*MODEL, *STATED_OF_VAE, "vae_ch", "enable_logit_norm", "enable_adaptive_norm", "sample_from_idx"}
     understood(config, read, {})
-    fixed = {"mlp_ratio": 4.0, "norm_eps": 1e-6, "shared_aln": False, "absolute_lvl_emb": True, "rotary_pos_emb": True}
-    understood({name: case[name] for name in fixed}, (), fixed)
+    understood({name: case[name] for name in MODEL_FIXED}, (), MODEL_FIXED)
     return StarConfig(
-        depth=config["depth"],
-        dim=config["embed_dim"],
-        heads=config["num_heads"],
-        sides=tuple(config["patch_nums"]),
-        codes=config["vocab_size"],
-        latent_channels=config["Cvae"],
-        text_channels=config["in_dim_cross"],
+        **translated(config, MODEL),
         cosine=case["attn_l2_norm"],
-        theta=config["rope_theta"],
-        span=config["rope_norm"],
         norm_before_head=run["enable_logit_norm"],
         refiner_blocks=3 if config["enable_adaptive_norm"] else 0,
         as_released=run["cross_attention"].startswith("official"),
@@ -132,7 +120,7 @@ class Round:
     logits: Tensor
     ids: Tensor
     confidence: Tensor
-    known: Tensor | None  # what the refiner was told
+    known: Tensor | None  # the codes that the refiner was given, embedded
 
 
 def confidence(kept: Tensor, ids: Tensor) -> Tensor:
@@ -141,17 +129,17 @@ def confidence(kept: Tensor, ids: Tensor) -> Tensor:
 
 @contextmanager
 def rounds_of(model: Star) -> Iterator[dict[int, list[Round]]]:
-    """What is drawn in every round, by stage."""
+    """Traces what is sampled in every round, by stage."""
     rounds: dict[int, list[Round]] = defaultdict(list)
     with calls_of({} if model.refiner is None else {"refiner": model.refiner}) as seen:
 
-        def recording(logits: Tensor, tokens: Tokens, sampling: Sampling, draws: Rng) -> tuple[Tensor, Tensor]:
-            ids, kept = sample_codes(logits, tokens, sampling, draws)
+        def traced(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
+            ids, kept = sample_codes(logits, tokens, sampling, rng)
             known = seen["refiner"].pop().inputs[1] if seen["refiner"] else None
             rounds[tokens.stage.index].append(Round(logits, ids, confidence(kept, ids), known))
             return ids, kept
 
-        with mock.patch.object(refiner, "sample_codes", recording):
+        with mock.patch.object(refiner, "sample_codes", traced):
             yield rounds
 
 
@@ -168,7 +156,7 @@ class StarRun:
         self.sampling = Sampling(top_k=run["top_k"], top_p=run["top_p"], smooth=run["more_smooth"], refine=refine)
         settings = Settings(SquareBook((self.model.config.sides,)), RampGuidance(strength=run["cfg"]), self.sampling)
         self.pipe = Pipeline(self.model, tokenizer, FeatureReader(), settings)
-        self.prompts, self.negative = self.texts()
+        self.prompts, self.negative = self.text_features()
 
     @staticmethod
     def check(run: dict[str, Any]) -> None:
@@ -188,7 +176,7 @@ class StarRun:
         before = max(SETTLED_IN_15 - first_stage, 0)
         return Refinement(first_stage, rounds=(*(8,) * before, 15), drafted=(*(5,) * before, 0))
 
-    def texts(self) -> tuple[TextFeatures, TextFeatures]:
+    def text_features(self) -> tuple[TextFeatures, TextFeatures]:
         hidden, mask, pooled = (self.expected.input(f"text.{name}") for name in ("hidden", "mask", "pooled"))
         rows = [features[real.bool()] for features, real in zip(hidden, mask, strict=True)]
         batch = self.run["B"]
@@ -220,39 +208,39 @@ class StarRun:
             self.expected.compare({f"s{stage.index}.h": Reading(to_map(canvas.vectors(own[stage.index]), stage), OWN_MIXTURE)})
 
     def readings(self, noise: float = 0.0, noise_seed: int = 0, revise: Revise = as_sampled) -> Readings:
-        """Everything a case may have stored of a run; `noise` is added to the guided logits."""
+        """Everything that a case may have stored of a run; `noise` is added to the guided logits."""
         model, schedule = self.model, self.schedule
         latent, image = (SMOOTH_LATENT, SMOOTH_IMAGE) if self.sampling.smooth else (LATENT, LATENT)
-        recorder, watch = Recorder(taps=range(len(model.blocks)), noise=noise, noise_seed=noise_seed), Watch(schedule)
+        trace, stages = Trace(taps=range(len(model.blocks)), noise=noise, noise_seed=noise_seed), StageTrace(schedule)
         attentions = {
-            f"{part}{i}": getattr(block, part) for i, block in enumerate(model.blocks) for part in ("attention", "text_attention")
+            f"{name}{i}": getattr(block, name) for i, block in enumerate(model.blocks) for name in ("attention", "text_attention")
         }
         with calls_of(attentions) as seen, rounds_of(model) as rounds:
             out = self.pipe(
                 self.prompts,
                 negative=self.negative,
-                seed=self.draws(),
-                guidance=with_both_branches(self.pipe.settings.guidance, schedule),
-                method=recorder,
-                on_stage=watch,
+                seed=self.rng(),
+                guidance=with_both_cfg_branches(self.pipe.settings.guidance, schedule),
+                method=trace,
+                on_stage=stages,
                 revise=revise,
             )
         last_layer = len(model.blocks) - 1
-        found = {"image": Reading((out.pixels.clamp(-1, 1) + 1) / 2, image), **self.probes(recorder, seen)}
-        for i, done in enumerate(watch.done):
+        found = {"image": Reading((out.pixels.clamp(-1, 1) + 1) / 2, image), **self.probes(trace, seen)}
+        for i, done in enumerate(stages.done):
             kept = filter_logits(done.logits, self.sampling.top_k_at(done.stage), self.sampling.top_p)
             found |= {
-                f"s{i}.x_in": Reading(recorder.inputs[i, 0], HIDDEN),
-                f"s{i}.hidden": Reading(recorder.outputs[i, last_layer], HIDDEN),
+                f"s{i}.x_in": Reading(trace.inputs[i, 0], HIDDEN),
+                f"s{i}.hidden": Reading(trace.outputs[i, last_layer], HIDDEN),
                 f"s{i}.logits": Reading(done.logits, LOGITS),
                 f"s{i}.logits_scaled": Reading(done.logits * (1 + self.sampling.progress(done.stage, len(schedule))), SMOOTH_SCALED),
                 f"s{i}.idx": Reading(done.ids, None),
                 f"s{i}.conf": Reading(confidence(kept, done.ids), CONFIDENCE),
                 f"s{i}.h": Reading(to_map(done.canvas.vectors(done.codes), done.stage), latent),
-                f"s{i}.f_hat": Reading(watch.latents[i], latent),
+                f"s{i}.f_hat": Reading(stages.latents[i], latent),
             }
             if not done.stage.last:
-                found[f"s{i}.next_map"] = Reading(to_map(watch.next_inputs[i], schedule[i + 1]), latent)
+                found[f"s{i}.next_map"] = Reading(to_map(stages.next_inputs[i], schedule[i + 1]), latent)
             for k, turn in enumerate(rounds[i]):
                 found |= {
                     f"s{i}.k{k}.logits": Reading(turn.logits, LOGITS),
@@ -263,29 +251,29 @@ class StarRun:
                     found[f"s{i}.k{k}.known_emb"] = Reading(turn.known, LATENT)
         return found
 
-    def probes(self, recorder: Recorder, seen: dict[str, list[Call]]) -> Readings:
+    def probes(self, trace: Trace, seen: dict[str, list[Call]]) -> Readings:
         """Intermediate results of blocks, as far as the case has stored any."""
         found = {}
         for name in self.expected.tensors:
             if match := re.fullmatch(r"probe\.s(\d+)\.block(\d+)\.(\w+)", name):
                 stage, layer = int(match[1]), int(match[2])
                 if match[3] == "out":
-                    found[name] = Reading(recorder.outputs[stage, layer], HIDDEN)
+                    found[name] = Reading(trace.outputs[stage, layer], HIDDEN)
                 elif match[3] == "self_attn_out":
                     found[name] = Reading(seen[f"attention{layer}"][stage].output, HIDDEN)
                 elif match[3] == "cross_attn_out_full":
                     found[name] = Reading(self.own_text_for_every_row(seen[f"text_attention{layer}"][stage], layer), HIDDEN)
         return found
 
-    def draws(self) -> StoredDraws:
+    def rng(self) -> StoredRng:
         smoothing = [(-self.expected.input(f"s{stage.index}.gumbel_noise")).exp() for stage in self.schedule if self.sampling.smooth]
         picks = [name for name in self.expected.tensors if name.endswith(".rand_conf")]
         picks.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])  # by stage and round
-        return StoredDraws(smoothing=smoothing, uniform=[self.expected.input(name) for name in picks])
+        return StoredRng(smoothing=smoothing, uniform=[self.expected.input(name) for name in picks])
 
     @torch.inference_mode()
     def own_text_for_every_row(self, call: Call, layer: int) -> Tensor:
-        """Cross-attention before the released program throws away all rows but the first."""
+        """Cross-attention before the reference implementation throws away all rows but the first."""
         model = copy(self.model)
         model.config = replace(model.config, as_released=False)
         x, env = call.inputs
@@ -300,7 +288,7 @@ class StarRun:
 
 @torch.inference_mode()
 def replay_star_encoder(folder: Path, case: dict[str, Any], expected: Expected) -> None:
-    """An image to codes and back; the decoder's weights are those of the generating cases."""
+    """Encodes and decodes an image; the decoder's weights are those of the generating cases."""
     encoder = load_file(folder / re.match(FILE, case["weights"]).group())
     decoder_path = folder / re.search(rf"decoder weights in ({FILE})", case["what"]).group(1)
     decoder = load_file(decoder_path)

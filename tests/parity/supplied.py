@@ -1,4 +1,4 @@
-"""What a replay hands to the pipeline in place of prompts and random numbers."""
+"""Stand-ins for prompts, random numbers and networks that a replay hands to the pipeline."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale import Guidance, Schedule, StageGuidance, TextFeatures
+from nextscale import Guidance, Schedule, Stage, StageGuidance, TextFeatures
+from nextscale.canvas import BitCanvas, to_rows
+from nextscale.tokenizers import InfinityTokenizer
 from nextscale.tokenizers.base import Tokenizer
 
 
 class FeatureReader:
-    """Features as they are."""
+    """Reads prompts that are features already."""
 
     def read(self, prompt: TextFeatures) -> TextFeatures:
         return prompt
@@ -23,8 +26,8 @@ class FeatureReader:
         return None
 
 
-class StoredDraws:
-    """Stored random numbers in the order of their use. A code is not drawn but the most likely one: all codes get the same noise."""
+class StoredRng:
+    """Stored random numbers in the order of their use. All codes get the same noise, so that the most likely one is sampled."""
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class StoredDraws:
         normal: Iterable[Tensor] = (),
         exponential: Iterable[Tensor] = (),
     ) -> None:
-        """`smoothing`: exponential numbers of every smoothed stage, asked for after those that draw its codes. `exponential`: before."""
+        """`exponential` comes first. `smoothing` has those of every smoothed stage, used after the ones that sample its codes."""
         pairs = chain.from_iterable((None, noise) for noise in smoothing)
         self._exponential, self._uniform, self._normal = chain(exponential, pairs, repeat(None)), iter(uniform), iter(normal)
 
@@ -53,8 +56,8 @@ def shaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
     return stored.view(tuple(shape))
 
 
-def with_both_branches(guidance: Guidance, schedule: Schedule) -> StageGuidance:
-    """The same scales, but the second branch runs even if no stage mixes it in, as in the authors' programs."""
+def with_both_cfg_branches(guidance: Guidance, schedule: Schedule) -> StageGuidance:
+    """The same scales, but the unconditional branch runs even if no stage mixes it in, as in the reference implementations."""
     return StageGuidance(values=(*guidance.scales(schedule), 0.0))
 
 
@@ -67,3 +70,15 @@ def images_with_features(tokenizer: Tokenizer, features: Tensor, schedule: Sched
 def without_decoder(tokenizer: Tokenizer) -> None:
     """Images become black dots: spares the largest part of a replay whose decoder is left out."""
     tokenizer.decode = lambda latent: torch.zeros(latent.shape[0], 3, 1, 1)
+
+
+class AreaCanvas(BitCanvas):
+    """Shrinks the sum of codes to the next stage by averaging."""
+
+    def input(self, stage: Stage) -> Tensor | None:
+        return None if stage.index == 0 else to_rows(F.interpolate(self.latent, size=stage.size, mode="area"))
+
+
+def with_area_inputs(tokenizer: InfinityTokenizer) -> None:
+    """Makes a tokenizer's stages begin as in the public SparseVAR program, which averages where Infinity interpolates."""
+    tokenizer.canvas = lambda schedule, batch: AreaCanvas(tokenizer, schedule, batch)

@@ -1,4 +1,4 @@
-"""Every stored case of the authors' programs, replayed through the library."""
+"""Every stored case of the reference implementations, replayed through the library."""
 
 from __future__ import annotations
 

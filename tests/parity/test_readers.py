@@ -1,10 +1,11 @@
-"""The parity tests can fail: damaged cases and unknown folders are told apart from good ones."""
+"""The parity tests can fail: on damaged cases, on unknown ones, and on nothing else."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextscale import Schedule
+from nextscale.errors import SettingError
 
 from .accelerated import SettledBits
 from .cases import find_cases, replay
 from .compare import Expected, Tolerance
 from .fastvar_cases import settle
-from .infinity_cases import tokenizer_of
+from .infinity_cases import infinity_model, schedule_of, tokenizer_of
 from .make_compact import TARGET as COMPACT
 from .recipe import drawn_tensors, drawn_weights
+from .stagevar_cases import method_of as stagevar_method
 
 INFINITY, HART, STAR, SAMPLER = "infinity/dense", "hart/a_base", "star/base", "star/sampler"
 FASTVAR, FASTVAR_HART, STAGEVAR = "fastvar_infinity/shallow_025M_same_weights", "fastvar_hart/a", "stagevar_infinity/as_released_1M"
@@ -222,6 +225,64 @@ def test_another_representative_fails(tmp_path: Path) -> None:
         replay(folder / "case.json")
 
 
+def regroup(folder: Path, groups: int) -> Path:
+    """The case of StageVAR with the same blocks in other groups. Expected is what does not depend on where the groups end."""
+    path, tensors = folder / "case.json", load_file(folder / "case.safetensors")
+    case = json.loads(path.read_text())
+    before, size = case["config"]["depth"] // case["config"]["block_chunks"], case["config"]["depth"] // groups
+
+    def renamed(key: str) -> str:
+        if match := re.fullmatch(r"block_chunks\.(\d+)\.module\.(\d+)\.(.*)", key):
+            block = int(match[1]) * before + int(match[2])
+            return f"block_chunks.{block // size}.module.{block % size}.{match[3]}"
+        return key
+
+    dense = case["kv_len_per_layer"][0] - case["ranks"]["s10"][0]
+    case["config"]["block_chunks"] = groups
+    case["ranks"]["s10"] = case["ranks"]["s10"][:groups]
+    case["kv_len_per_layer"] = [dense + rank for rank in case["ranks"]["s10"] for _ in range(size)]
+    case["drawn_weights"]["tensors"] = {renamed(key): how for key, how in case["drawn_weights"]["tensors"].items()}
+    projections = case["drawn_tensors"]["projections"]["tensors"]
+    case["drawn_tensors"]["projections"]["tensors"] = {f"s10.g{group}.q": projections[f"s10.g{group}.q"] for group in range(groups)}
+    path.write_text(json.dumps(case))
+    same = r"in\..*|s\d\..*|s10\.g0\.(in.*|index|probability|projected)"
+    save_file({name: tensor for name, tensor in tensors.items() if re.fullmatch(same, name)}, folder / "case.safetensors")
+    return path
+
+
+def test_all_blocks_may_be_one_group(tmp_path: Path) -> None:
+    """The first group draws and projects as the stored one of four blocks does, and all 32 blocks run its rows."""
+    path = regroup(copy_of(STAGEVAR, tmp_path), 1)
+    assert replay(path) == 14
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"kv_len_per_layer": [2532] * 4 + [2551] * 28}))
+    with pytest.raises(AssertionError, match="kv_len_per_layer"):
+        replay(path)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_groups_and_their_ratios_follow_the_case(groups: int, tmp_path: Path) -> None:
+    case = json.loads(regroup(copy_of(STAGEVAR, tmp_path), groups).read_text())
+    schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
+    method = stagevar_method(case, schedule)
+    plan = method.forecast(infinity_model(case["config"]), schedule)[10]
+    size = 32 // groups
+    assert [span.layers for span in plan.spans] == [range(first, first + size) for first in range(0, 32, size)]
+    assert [span.num_tokens(1600) for span in plan.spans] == [11, 30, 48, 60, 67, 58, 64, 80][:groups]
+    if groups < 8:  # only as released a table gives ratios that were measured of other blocks
+        with pytest.raises(SettingError, match=f"no published ranks for Infinity with {groups} groups"):
+            replace(method, as_released=False).forecast(infinity_model(case["config"]), schedule)
+
+
+def test_more_groups_than_the_published_table_fail(tmp_path: Path) -> None:
+    path = copy_of(STAGEVAR, tmp_path) / "case.json"
+    case = json.loads(path.read_text())
+    case["config"]["block_chunks"] = 16
+    schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
+    with pytest.raises(SettingError, match="no published ranks for Infinity with 16 groups"):
+        stagevar_method(case, schedule).forecast(infinity_model(case["config"]), schedule)
+
+
 @pytest.mark.parametrize(
     ("case", "said", "other"),
     [
@@ -255,11 +316,11 @@ def test_only_near_ties_are_settled() -> None:
 def test_only_bits_of_nearly_equal_logits_are_settled() -> None:
     tokenizer = tokenizer_of({"codebook_dim": 4, "base_ch": 24, "ch_mult": [1], "num_res_blocks": 1}, patchify=False)
     (stage,) = Schedule([1])
-    stored, drawn = torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[1, 0, 1, 0]]])
+    stored, sampled = torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[1, 0, 1, 0]]])
     logits = torch.tensor([[[[1e-6, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]]]])
     with pytest.warns(UserWarning, match="1 bits"), SettledBits(tokenizer, expected_bits(stored, logits), 1e-6) as revise:
-        assert revise(stage, drawn).tolist() == [[[0, 0, 1, 0]]]
-    assert SettledBits(tokenizer, expected_bits(stored, logits), 1e-7)(stage, drawn).tolist() == drawn.tolist()
+        assert revise(stage, sampled).tolist() == [[[0, 0, 1, 0]]]
+    assert SettledBits(tokenizer, expected_bits(stored, logits), 1e-7)(stage, sampled).tolist() == sampled.tolist()
 
 
 def expected_bits(bits: torch.Tensor, logits: torch.Tensor) -> Expected:
@@ -295,7 +356,7 @@ def test_a_setting_of_no_published_model_fails(case: str, part: str | None, sett
 
 
 @pytest.mark.parametrize(("case", "part"), [(HART, "transformer_config"), (HART, "sampling"), (STAR, "config"), (INFINITY, "config")])
-def test_an_entry_nobody_reads_is_told(case: str, part: str, tmp_path: Path) -> None:
+def test_an_entry_nobody_reads_is_reported(case: str, part: str, tmp_path: Path) -> None:
     path = copy_of(case, tmp_path) / "case.json"
     content = json.loads(path.read_text())
     content[part]["new_entry"] = 1

@@ -24,7 +24,7 @@ NETWORKS = r"(vae\.)?(encoder|quant_conv|post_quant_conv|decoder)\..*"  # all of
 
 
 def fill(module: NextScaleModel | Tokenizer, folder: Path, file: str, case: Mapping[str, Any]) -> None:
-    """From a file, or computed where the case gives a recipe instead."""
+    """Fills a module from a file, or with computed weights where the case gives a recipe instead."""
     if "salt" in case:
         slots = published_slots(module, module.layout)
         fill_with(module, {key: torch.from_numpy(recipe_value(key, slot.shape, case["salt"])) for key, slot in slots.items()})
@@ -35,7 +35,7 @@ def fill(module: NextScaleModel | Tokenizer, folder: Path, file: str, case: Mapp
 
 
 def fill_with(module: NextScaleModel | Tokenizer, tensors: Mapping[str, Tensor], zero: str = NOTHING) -> None:
-    """`zero`: pattern of the published names that become zero where they are not among the tensors."""
+    """Fills a module with tensors. Published names that match `zero` and are not among them become zero."""
     slots = published_slots(module, module.layout)
     absent = {key: torch.zeros(slot.shape) for key, slot in slots.items() if key not in tensors and re.fullmatch(zero, key)}
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,5 +1,5 @@
 """StageVAR: late stages without guidance, at low rank, or skipped."""
 
-from .method import StageVAR, measure_ranks
+from .method import StageVAR
 
-__all__ = ["StageVAR", "measure_ranks"]
+__all__ = ["StageVAR"]

@@ -1,7 +1,7 @@
 """Few rows in place of many: projections, their inverses and how many rows are enough. Pure tensors in, tensors out.
 
-Shapes: R rows of the batch, N tokens of C channels, r rows that stand for them. Where rows of the batch differ, `count` [R] says how
-many of their entries are real; what follows repeats the last real one, or is zero where that is said.
+Shapes: R rows of the batch, N tokens of C channels, r rows that stand for them. Where rows of the batch differ, `count` [R] is the
+number of their real entries; the others repeat the last real one, or are zero where a function says so.
 """
 
 from __future__ import annotations
@@ -12,14 +12,6 @@ import torch
 from torch import Tensor
 
 from ...stage import Tokens
-
-
-def repeat_tail(x: Tensor, count: Tensor | None) -> Tensor:
-    """x [R, N, ...] with every entry beyond a row's `count` replaced by its last real one."""
-    if count is None:
-        return x
-    place = torch.minimum(torch.arange(x.shape[1], device=x.device), count[:, None] - 1)
-    return x.gather(1, place.view(*place.shape, *[1] * (x.ndim - 2)).expand_as(x))
 
 
 def zero_tail(x: Tensor, count: Tensor | None) -> Tensor:
@@ -33,14 +25,14 @@ def zero_tail(x: Tensor, count: Tensor | None) -> Tensor:
 
 
 def squared_norms(x: Tensor) -> Tensor:
-    """[R, N, C] to [R, N], in float32."""
+    """Squared lengths of the tokens of x [R, N, C], in float32: [R, N]."""
     return x.float().square().sum(dim=-1)
 
 
 def representatives(weight: Tensor, noise: Tensor, rank: int, count: Tensor | None = None) -> Tensor:
-    """`rank` of N tokens without replacement, with probability proportional to `weight` [R, N], in the order of being drawn: [R, rank].
+    """Samples `rank` of N tokens without replacement, with probability proportional to `weight` [R, N]: [R, rank], in this order.
 
-    A race: with unit exponential `noise` the largest ratios win, which is what torch.multinomial makes of the same random numbers.
+    The largest ratios of weight to unit exponential `noise` win, as in torch.multinomial, which makes the same of the same noise.
     """
     ratio = weight / noise
     if count is not None:
@@ -70,30 +62,30 @@ def singular_energies(x: Tensor, count: Tensor | None = None) -> Tensor:
 
 
 def energy_ranks(energies: Tensor, alpha: float) -> Tensor:
-    """Smallest numbers of leading `energies` [R, n] that hold `alpha` of their sum (equation 4): [R]."""
+    """The smallest number of leading `energies` [R, n] that holds `alpha` of their sum (equation 4): [R]."""
     held = energies.cumsum(dim=1)
     return ((held < alpha * held[:, -1:]).sum(dim=1) + 1).clamp(max=energies.shape[1])
 
 
 @dataclass(frozen=True)
 class Share:
-    """A fixed share: int(ratio * tokens) + 1 rows. With `counted`, tokens beyond that number do not count (STAR, HART: the width)."""
+    """A fixed share: int(ratio * tokens) + 1 rows."""
 
     ratio: float
-    counted: int | None = None
-    most: int | None = None  # rows that there can be at all
+    counted: int | None = None  # tokens beyond this number do not count: the dim, for all but Infinity
+    most: int | None = None  # the largest possible rank
 
     def rows(self, tokens: int) -> int:
         counted = tokens if self.counted is None else min(tokens, self.counted)
         rows = min(int(self.ratio * counted) + 1, tokens)
         return rows if self.most is None else min(rows, self.most)
 
-    def drawn(self, cells: int) -> int:
-        """Columns of Q that are drawn for a stage, whatever is kept of it."""
+    def columns(self, cells: int) -> int:
+        """Columns of Q for which a stage takes noise, however many of its cells run."""
         return self.rows(cells)
 
     def of(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
-        """Rows for x [R, N, C]: the padded number, and where rows of the batch differ, those of each [R]."""
+        """The rank of x [R, N, C]: the largest of the batch, and where they differ, that of each row [R]."""
         rows = self.rows(x.shape[1])
         if tokens.count is None:
             return rows, None
@@ -109,13 +101,13 @@ class Energy:
     """As many rows as singular directions that hold `alpha` of the energy. The host waits for a decomposition on the device."""
 
     alpha: float
-    dim: int  # channels of the network
-    assumed: float = 1.0  # share of the possible rows that a forecast counts with
+    dim: int  # of the network
+    assumed: float = 1.0  # share of the largest possible rank that a forecast assumes
 
     def rows(self, tokens: int) -> int:
-        return max(1, round(self.assumed * self.drawn(tokens)))
+        return max(1, round(self.assumed * self.columns(tokens)))
 
-    def drawn(self, cells: int) -> int:
+    def columns(self, cells: int) -> int:
         return min(cells, self.dim)
 
     def of(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
@@ -151,10 +143,13 @@ def approximation(x: Tensor, ranks: Tensor) -> Tensor:
 
 
 def same_direction(u: Tensor, like: Tensor) -> Tensor:
-    """Columns of u [R, N, r] turned round where they point away from those of `like`."""
+    """u [R, N, r], with columns that point away from those of `like` turned round."""
     return torch.where((u * like).sum(dim=1, keepdim=True) < 0, -u, u)
 
 
 def least_squares_weights(rows: Tensor, x: Tensor) -> Tensor:
-    """W [R, N, r] for which W `rows` comes nearest to x (equation 6): rows [R, r, C], x [R, N, C]; in float32. Rows of zeros get 0."""
+    """W [R, N, r] for which W `rows` comes nearest to x (equation 6), for rows [R, r, C] and x [R, N, C], in float32.
+
+    Rows of zeros get the weight 0.
+    """
     return x.float() @ torch.linalg.pinv(rows.float())

@@ -2,78 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
-from ...cache import Env
+from ...checks import is_whole
 from ...errors import SettingError
-from ...models import Infinity, NextScaleModel, Star
-from ...models.blocks import Block, run_in_order
-from ...stage import Schedule, Stage, Tokens
-from ..combine import Combined
-from ..method import Method, RunSetup, StagePlan
-from .groups import LowRank, RunState, first_tokens, memory_name
-from .lowrank import Energy, Rank, Share, project, projection, repeat_tail, representatives, squared_norms, zero_tail
-from .ranks import CONSTANT_RATIO, RankProbe, counted_tokens, no_table, table_for, table_ratios
-from .settings import (
-    PUBLISHED,
-    PUBLISHED_ALPHA,
-    RELEASED_SIDES,
-    Alphas,
-    StageRatios,
-    checked_alphas,
-    checked_ranks,
-    group_layers,
-    is_count,
-    is_share,
-    published_for,
-)
-from .variants import ApproximatedRows, LeastSquaresRows, SingularRows
-
-if TYPE_CHECKING:
-    from ...canvas import Canvas
-    from ...pipeline import Pipeline
-
-Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
+from ...models.base import NextScaleModel
+from ...stage import Schedule, Stage
+from ..method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from ..select import require_own_text
+from .groups import LowRank, Remember
+from .lowrank import Energy, Rank, Share
+from .ranks import CONSTANT_RATIO, counted_tokens, no_table, table_for, table_ratios
+from .released import released_alphas, released_sides, require_released
+from .settings import PUBLISHED_ALPHA, Alphas, StageRatios, Variant, checked_alphas, checked_ranks, group_layers, published_for
+from .variants import SPANS
 
 
 @dataclass(frozen=True)
 class StageVAR(Method):
     """Late stages run on the unconditional rows alone, on few projected rows per group of blocks, or not at all.
 
-    Three savings, each with its own setting; `StageVAR()` is the published combination.
+    There are three savings, each with its own setting; `StageVAR()` is the published combination.
 
-    guidance_off: from this stage on only the unconditional rows run. None: as published (Infinity stage 10 of 13, STAR and HART stage
-        12 of 14), elsewhere the last two stages. The number of stages, or any larger number, is never. In a request without guidance
-        there are no such rows, and those that there are go on. With a negative prompt the unconditional rows are its rows, and the late
-        stages are drawn from it: use guidance_off with the empty prompt only.
-    alphas: stage to alpha, as a mapping or pairs. 0 skips the stage; 1 runs it in full; between, the stage runs at the rank that holds
-        this share of its energy. None: as published (Infinity {10: 0.96, 11: 0, 12: 0}, STAR and HART {13: 0.96}), elsewhere the last
-        stage at 0.96. `StageVAR(guidance_off=99, alphas=())` is dense generation.
-    ranks: where the rank of an alpha comes from. None: the published table ("table") where the model has as many groups, at the side
-        with the nearest number of tokens; elsewhere alpha 0.96 stands for the constant ratio 0.177, which is ours. A number is the same
-        ratio for all groups, a tuple one per group, a mapping has such a tuple per stage (`measure_ranks` returns them). "measured"
-        finds the rank from singular values while drawing: every image has its own, and every group waits for the host.
-        A ratio makes int(ratio * tokens) + 1 rows; on backbones other than Infinity min(tokens, width) takes the place of tokens.
-    groups: blocks per group. None: as published (Infinity an eighth of the depth, STAR and HART 1), elsewhere an eighth of the depth.
+    The knobs that matter:
+    guidance_off: from this stage on only the unconditional rows run. None is the published stage (Infinity 10 of 13, STAR and HART 12 of
+        14), elsewhere the last but one. The number of stages, or any larger number, is never. A request without guidance has no
+        unconditional rows, and its conditional ones go on. With a negative prompt the unconditional rows read that, and the late stages
+        are generated from it: use guidance_off with the empty prompt only.
+    alphas: stage index to alpha, as a mapping or as pairs. 0 skips the stage, 1 runs it in full, and in between it runs at the rank that
+        holds this share of its energy. None is as published (Infinity {10: 0.96, 11: 0, 12: 0}, STAR and HART {13: 0.96}), elsewhere
+        the last stage at 0.96. `StageVAR(guidance_off=99, alphas=())` is dense generation.
+
+    To tinker with:
+    ranks: where the rank of an alpha comes from. None is the published table ("table") if that has as many groups as the model, at the
+        side with the nearest number of tokens; elsewhere alpha 0.96 means the constant ratio 0.177, which is ours. A number is the same
+        ratio for all groups, a tuple has one per group, and a mapping has such a tuple per stage (`measure_ranks` returns them).
+        "measured" finds the rank from singular values during generation: every image has its own, and every group waits for the host.
+        A ratio makes int(ratio * tokens) + 1 rows; on backbones other than Infinity min(tokens, dim) takes the place of tokens.
+    groups: blocks per group. None is as published (Infinity an eighth of the depth, STAR and HART 1), elsewhere an eighth of the depth.
     variant: how a stage runs at low rank, in the order of the paper's table 2. "vanilla" does not; "svd_approximation" runs all
         tokens of the best approximation; "svd" runs the leading singular directions, as many as the energy asks for, and "svd_fixed" as
         many as `ranks` says; "least_squares" runs random projections and solves for the tokens; "representative" is the method. The
         SVD variants are for study: they take longer than what they save.
-    as_released: the released program for Infinity gives the projected rows the first positions of the stage, not those of their
-        representative tokens, and goes by the sides 40 (low rank), 48 and 64 (skipped) of square images, with nothing after them. On STAR
-        and HART it does as we do; other numbers of stages than their 14 need guidance_off and alphas.
+    as_released: does what the reference implementation does. For Infinity that gives the projected rows the first positions of the
+        stage, not those of their representative tokens, and finds stages by the sides 40 (low rank), 48 and 64 (skipped) of square
+        images, with nothing after them. With fewer groups than the published table it takes the table's first ratios, though those
+        were measured of other blocks. On STAR and HART it does as we do; other numbers of stages than their 14 need guidance_off and
+        alphas.
 
     Every low-rank stage needs the whole grid of the stage before it: a method that reduces or skips that stage is refused.
 
-    All random numbers come from the request's draws for methods, per low-rank stage and group: first exponential [B, cells], whose
-    smallest ratios to the squared norms of the tokens choose the representatives, in this order; then normal [B, cells, rank], which is
-    Q times sqrt(rank). "least_squares" draws only the second. To replay stored draws give `seed=` an object with these two methods.
+    All noise comes from the request's rng for methods. Every group of a low-rank stage takes first exponential noise [B, cells], whose
+    smallest ratios to the squared norms of the tokens choose the representatives, in this order; then normal noise [B, cells, rank],
+    which is Q times sqrt(rank). "least_squares" takes only the second. To replay stored noise give `seed=` an object with these two
+    methods.
     """
 
     guidance_off: int | None = None
@@ -84,9 +69,9 @@ class StageVAR(Method):
     as_released: bool = False
 
     def __post_init__(self) -> None:
-        if self.guidance_off is not None and not is_count(self.guidance_off, least=0):
+        if self.guidance_off is not None and not is_whole(self.guidance_off):
             raise SettingError(f"guidance_off is the first stage without guidance, a whole number from 0; got {self.guidance_off!r}")
-        if self.groups is not None and not is_count(self.groups, least=1):
+        if self.groups is not None and not is_whole(self.groups, least=1):
             raise SettingError(f"groups is a number of blocks per group, 1 or more; got {self.groups!r}")
         if self.variant not in get_args(Variant):
             raise SettingError(f"variant {self.variant!r}: choose one of {', '.join(get_args(Variant))}")
@@ -96,7 +81,7 @@ class StageVAR(Method):
             object.__setattr__(self, "ranks", checked_ranks(self.ranks))
             self._check_ranks()
         if self.as_released and self.variant != "representative":
-            raise SettingError(f'as_released: the released program knows the variant "representative" only, not {self.variant!r}')
+            raise SettingError(f'as_released: the reference implementation has the variant "representative" only, not {self.variant!r}')
 
     def _check_ranks(self) -> None:
         if self.variant == "vanilla":
@@ -106,31 +91,20 @@ class StageVAR(Method):
         if self.variant == "svd_fixed" and self.ranks == "measured":
             raise SettingError('ranks "measured": that is the variant "svd"')
 
-    def start(self, setup: RunSetup) -> Method:
-        state = RunState(setup)
-        plans = self._plans(setup.model, setup.schedule, setup.guided, state=state)
-        own_rows = any(isinstance(span, LowRank) and span.restores_from_memory for plan in plans for span in plan.spans)
-        if own_rows and setup.batch > 1 and isinstance(setup.model, Star) and setup.model.config.as_released:
-            raise SettingError(
-                "StageVAR runs other rows of every image; with as_released the first row of STAR's text attention speaks for all: "
-                "load it without, or draw one image at a time"
-            )
-        return _Run(plans, state)
+    def start(self, setup: RunSetup) -> MethodRun:
+        if any(isinstance(span, LowRank) and span.restores_from_memory for plan in setup.plans for span in plan.spans):
+            require_own_text(setup.model, setup.batch, "StageVAR runs other rows")
+        return super().start(setup)
 
     @property
     def capturable(self) -> bool:
-        """Measured ranks are read by the host, and solvers tell it whether they succeeded."""
+        """Measured ranks are read by the host, and solvers report to it whether they succeeded."""
         return self.variant in ("vanilla", "representative") and self.ranks != "measured"
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        """Of a guided request. `kept` matters for measured ranks only: the share of the largest possible rank."""
-        return self._plans(model, schedule, guided=True, kept=kept)
-
-    def _plans(
-        self, model: NextScaleModel, schedule: Schedule, guided: bool, kept: float = 1.0, state: RunState | None = None
-    ) -> tuple[StagePlan, ...]:
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        """The plans of all stages. `kept` matters for measured ranks only, as the assumed share of the largest possible rank."""
         if self.as_released:
-            self._check_released(model, schedule)
+            require_released(self, model, schedule)
         guidance_off = self.first_unguided(model, schedule)
         alphas = self.stage_alphas(model, schedule)
         layers = group_layers(model, self.groups)
@@ -138,90 +112,64 @@ class StageVAR(Method):
         source = restored_from([stage for stage in schedule if alphas.get(stage.index) != 0], low)
         if low and not SPANS[self.variant].restores_from_memory:
             source = set()
-        released = self.as_released and isinstance(model, Infinity)
+        first_positions = self.as_released and bool(released_sides(model))
         plans = []
         for stage in schedule:
             if alphas.get(stage.index) == 0:
                 plans.append(StagePlan(skip=True))
                 continue
             remember = stage.index in source
-            spans: list[Any] = []  # the protocol's attributes can be set, those of a frozen dataclass cannot
+            spans: list[Span] = []
             if stage.index in low:
                 ranks = self._ranks(model, stage, low[stage.index], len(layers), kept)
                 for group, (blocks, rank) in enumerate(zip(layers, ranks, strict=True)):
-                    spans.append(SPANS[self.variant](blocks, stage.index, group, rank, remember, released, state))
+                    spans.append(SPANS[self.variant](blocks, group, rank, remember, first_positions))
             elif remember:
                 spans += [Remember(blocks, group) for group, blocks in enumerate(layers)]
-            branches: Literal["both", "uncond"] = "uncond" if guided and stage.index >= guidance_off else "both"
-            plans.append(StagePlan(cfg_branches=branches, spans=tuple(spans)))
+            cfg_branches: Literal["both", "uncond"] = "uncond" if guided and stage.index >= guidance_off else "both"
+            plans.append(StagePlan(cfg_branches=cfg_branches, spans=tuple(spans)))
         return tuple(plans)
 
     def first_unguided(self, model: NextScaleModel, schedule: Schedule) -> int:
-        """The first stage of the unconditional rows alone."""
+        """Index of the first stage that runs the unconditional rows alone."""
         if self.guidance_off is not None:
             return self.guidance_off
-        if self.as_released and isinstance(model, Infinity):
-            return next((stage.index for stage in schedule if stage.width in RELEASED_SIDES), len(schedule))
+        if self.as_released and released_sides(model):
+            return min(released_alphas(model, schedule), default=len(schedule))
         published = published_for(model)
         if published is not None and published.stages == len(schedule):
             return published.guidance_off
         return max(1, len(schedule) - 2)
 
     def stage_alphas(self, model: NextScaleModel, schedule: Schedule) -> dict[int, float]:
+        """Alphas by stage index; stages without one run in full."""
         if self.alphas is not None:
             chosen = dict(self.alphas)
             beyond = [stage for stage in chosen if stage >= len(schedule)]
             if beyond:
                 raise SettingError(f"alphas name stage {beyond[0]}; {schedule} has stages 0 to {len(schedule) - 1}")
             return chosen
-        if self.as_released and isinstance(model, Infinity):
-            return {stage.index: RELEASED_SIDES[stage.width] for stage in schedule if stage.width in RELEASED_SIDES}
+        if self.as_released and released_sides(model):
+            return released_alphas(model, schedule)
         published = published_for(model)
         if published is not None and published.stages == len(schedule):
             return dict(published.alphas)
         return {len(schedule) - 1: PUBLISHED_ALPHA} if len(schedule) > 1 else {}
 
-    def _check_released(self, model: NextScaleModel, schedule: Schedule) -> None:
-        published = published_for(model)
-        if published is None:
-            known = ", ".join(backbone.__name__ for backbone in PUBLISHED)
-            raise SettingError(f"as_released: there are programs for {known} only, not for {type(model).__name__}; leave it out")
-        if any(stage.height != stage.width for stage in schedule):
-            raise SettingError(f"as_released: the released program draws square images only, not {schedule}; leave as_released out")
-        if not isinstance(model, Infinity) and len(schedule) != published.stages and None in (self.alphas, self.guidance_off):
-            raise SettingError(
-                f"as_released: the released program for {type(model).__name__} has {published.stages} stages, and {schedule} has"
-                f" {len(schedule)}: give both alphas and guidance_off, or leave as_released out"
-            )
-        alphas = self.stage_alphas(model, schedule)
-        skipped = [stage.index for stage in schedule if alphas.get(stage.index) == 0]
-        if skipped and skipped != list(range(skipped[0], len(schedule))):
-            raise SettingError(
-                f"as_released: stage {skipped[0]}, {schedule[skipped[0]].width} wide, is skipped and a later one is not, which the released"
-                f" program does not do; got {schedule}: give other alphas, or leave as_released out"
-            )
-        if not isinstance(model, Infinity):
-            return
-        sides = ", ".join(str(side) for side in RELEASED_SIDES)
-        if self.alphas is None and not any(stage.width in RELEASED_SIDES for stage in schedule):
-            raise SettingError(f"as_released: the released program acts at sides {sides}; {schedule} has none of them")
-        for stage in (schedule[index] for index, alpha in alphas.items() if 0 < alpha < 1):
-            if stage.width not in RELEASED_SIDES:
-                raise SettingError(f"as_released: the released program runs sides {sides} at low rank, not {stage.width} of {schedule}")
-
     def _ranks(self, model: NextScaleModel, stage: Stage, alpha: float, groups: int, kept: float) -> list[Rank]:
-        """One per group."""
-        width = model.block_config.dim
+        """The rank of each group at a low-rank stage."""
+        dim = model.block_config.dim
         if self.ranks == "measured" or self.variant in ("svd", "svd_approximation"):
-            return [Energy(alpha, width, kept)] * groups
-        most = width if self.variant == "svd_fixed" else None  # there are no more singular directions
+            return [Energy(alpha, dim, kept)] * groups
+        most = dim if self.variant == "svd_fixed" else None  # there are no more singular directions
         return [Share(ratio, counted_tokens(model), most) for ratio in self._ratios(model, stage, alpha, groups)]
 
     def _ratios(self, model: NextScaleModel, stage: Stage, alpha: float, groups: int) -> tuple[float, ...]:
+        """The ratio of each group, from the table or as given."""
         if self.ranks is None or self.ranks == "table":
-            table = table_for(model, groups)
+            table = table_for(model, groups, self.as_released)
             if table is not None:
-                return table_ratios(table, alpha, stage)
+                return table_ratios(table, alpha, stage, groups)
             if self.ranks is None and alpha == PUBLISHED_ALPHA:
                 return (CONSTANT_RATIO,) * groups
             raise no_table(model, groups)
@@ -240,118 +188,7 @@ class StageVAR(Method):
 
 
 def restored_from(executed: Sequence[Stage], low: Mapping[int, float]) -> set[int]:
-    """Stages whose outputs a later low-rank stage needs: each time the one that runs before it."""
+    """Stages whose outputs a low-rank stage is restored from: always the one that runs before it."""
     if executed and executed[0].index in low:
         raise SettingError(f"stage {executed[0].index} cannot run at low rank: no stage runs before it to restore its tokens from")
     return {before.index for before, stage in pairwise(executed) if stage.index in low}
-
-
-@dataclass(frozen=True)
-class _Run(Method):
-    plans: tuple[StagePlan, ...]
-    state: RunState
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return self.plans[stage.index]
-
-    def compute_mask(self, stage: Stage) -> Tensor | None:
-        return self.state.take()
-
-
-# --- the groups of blocks of a stage
-
-
-@dataclass(frozen=True)
-class Remember:
-    """Runs a group of blocks as it is and keeps its output for the next stage."""
-
-    whole_stage: ClassVar[bool] = True
-
-    layers: range
-    group: int
-
-    @property
-    def key(self) -> Hashable:
-        return f"stagevar memory of group {self.group}"
-
-    @property
-    def stores(self) -> frozenset[Hashable]:
-        return frozenset({memory_name(self.group)})
-
-    def num_tokens(self, tokens: int) -> int:
-        return tokens
-
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        x = run_in_order(blocks, x, tokens, env)
-        env.memory.store(memory_name(self.group), x, tokens)
-        return x
-
-
-class RepresentativeRows(LowRank):
-    """Random projection, put back at representative tokens (equation 8): the method itself."""
-
-    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        width, ranks = self.ranks(x, tokens)
-        noise = self.run_state.race(x, tokens)
-        chosen = repeat_tail(representatives(squared_norms(x), noise, width, tokens.count), ranks)  # [R, r]
-        normal = self.run_state.normal(x, tokens, self.rank.drawn(tokens.stage.cells))[..., :width]
-        q = projection(normal, width if ranks is None else ranks)
-        rows = repeat_tail(project(zero_tail(x, tokens.count), q), ranks)
-        places = tokens.take(chosen, ranks)
-        y = run_in_order(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, env)
-        self.run_state.record(places, rows, len(self.layers))
-        return self.remembered(tokens, env).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
-
-
-SPANS: dict[str, type[LowRank]] = {
-    "svd_approximation": ApproximatedRows,
-    "svd": SingularRows,
-    "svd_fixed": SingularRows,
-    "least_squares": LeastSquaresRows,
-    "representative": RepresentativeRows,
-}
-
-
-# --- measuring ranks
-
-
-def measure_ranks(
-    pipe: Pipeline,
-    prompts: Iterable[Any],
-    alphas: Sequence[float] = (PUBLISHED_ALPHA,),
-    method: StageVAR | None = None,
-    stages: Sequence[int] | None = None,
-    seed: int = 0,
-    **request: Any,
-) -> dict[float, dict[int, tuple[float, ...]]]:
-    """Rank ratios of any model: {alpha: {stage: one ratio per group}}, mean over prompts, for `StageVAR(ranks=measured[alpha])`.
-
-    Draws one image per prompt at full rank, the i-th with seed + i, guidance off where `method` (StageVAR()) says, and without its
-    skips. Measured are `stages`, by default all those without guidance. `request`: size, guidance and so on, as for `pipe`.
-    The authors took 553 prompts; the spread over prompts is a tenth of the mean.
-    """
-    method = StageVAR() if method is None else method
-    schedule = pipe.settings.schedules.choose(request.get("size"), request.get("aspect"))
-    first = method.first_unguided(pipe.model, schedule)
-    measured = range(first, len(schedule)) if stages is None else stages
-    unknown = [stage for stage in measured if not 0 <= stage < len(schedule)]
-    if unknown or not len(measured):
-        raise SettingError(f"no ranks to measure at stages {list(measured)}: {schedule} has stages 0 to {len(schedule) - 1}")
-    if not all(is_share(alpha) for alpha in alphas) or not alphas:
-        raise SettingError(f"alphas {alphas!r}: give one or more numbers above 0 and up to 1")
-    layers = group_layers(pipe.model, method.groups)
-    probe = RankProbe(layers, frozenset(measured), tuple(alphas))
-    dense = replace(method, guidance_off=first, alphas=(), ranks=None, variant="vanilla", as_released=False)
-    for image, prompt in enumerate(prompts):
-        pipe(prompt, seed=seed + image, method=Combined((dense, probe)), **request)
-    if not probe.found:
-        raise SettingError("no ranks to measure: give at least one prompt")
-    counted = counted_tokens(pipe.model)
-
-    def ratio(alpha: float, stage: int, group: int) -> float:
-        cells = schedule[stage].cells
-        return float(torch.stack(probe.found[alpha, stage, group]).mean()) / (cells if counted is None else min(cells, counted))
-
-    return {
-        alpha: {stage: tuple(ratio(alpha, stage, group) for group in range(len(layers))) for stage in sorted(measured)} for alpha in alphas
-    }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
+from ...checks import is_share, is_whole
 from ...errors import SettingError
-from ...models import Hart, Infinity, NextScaleModel, Star
+from ...models.base import NextScaleModel
 
+Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
 Alphas = tuple[tuple[int, float], ...]
 StageRatios = tuple[tuple[int, tuple[float, ...]], ...]
 
 PUBLISHED_ALPHA = 0.96
-RELEASED_SIDES = {40: PUBLISHED_ALPHA, 48: 0.0, 64: 0.0}  # what the released program for Infinity goes by
 
 
 # --- as published
@@ -22,28 +22,39 @@ RELEASED_SIDES = {40: PUBLISHED_ALPHA, 48: 0.0, 64: 0.0}  # what the released pr
 
 @dataclass(frozen=True)
 class Published:
-    """What the authors' program does for one backbone."""
+    """What the paper and its reference implementation do for one family."""
 
-    table: str  # in stagevar_ranks.json
+    table: str  # in ranks.json
     stages: int
     guidance_off: int
     alphas: Alphas
     blocks_per_group: int | None = None  # None: an eighth of the depth
+    sides: Mapping[int, float] | None = None  # alphas by the stage's side, where the reference implementation finds stages by it
+    counts_all_tokens: bool = False  # a ratio is a share of all tokens; False: of at most as many as the network has channels
+    first_ratios: bool = False  # with fewer groups than its table the program takes the first ratios
 
 
-PUBLISHED: dict[type[NextScaleModel], Published] = {
-    Infinity: Published("infinity", 13, 10, ((10, PUBLISHED_ALPHA), (11, 0.0), (12, 0.0))),
-    Star: Published("star", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
-    Hart: Published("hart", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
+PUBLISHED: Mapping[str, Published] = {
+    "infinity": Published(
+        "infinity",
+        13,
+        10,
+        ((10, PUBLISHED_ALPHA), (11, 0.0), (12, 0.0)),
+        sides={40: PUBLISHED_ALPHA, 48: 0.0, 64: 0.0},
+        counts_all_tokens=True,
+        first_ratios=True,
+    ),
+    "star": Published("star", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
+    "hart": Published("hart", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
 }
 
 
 def published_for(model: NextScaleModel) -> Published | None:
-    return next((published for backbone, published in PUBLISHED.items() if isinstance(model, backbone)), None)
+    return PUBLISHED.get(model.family)
 
 
 def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[range, ...]:
-    """Consecutive blocks; the last group may have fewer."""
+    """Groups of consecutive blocks, of which the last may have fewer. None is the published number of blocks per group, or an eighth."""
     depth = len(model.blocks)
     published = published_for(model)
     size = blocks_per_group or (published and published.blocks_per_group) or max(1, depth // 8)
@@ -55,21 +66,9 @@ def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[r
 # --- as given
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_count(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-
-
-def is_share(value: Any) -> bool:
-    return is_number(value) and 0 < value <= 1
-
-
 def checked_alphas(given: object) -> Alphas:
     pairs = pairs_of(given)
-    if pairs is None or not all(is_count(stage, least=0) and is_number(alpha) and 0 <= alpha <= 1 for stage, alpha in pairs):
+    if pairs is None or not all(is_whole(stage) and is_share(alpha) for stage, alpha in pairs):
         raise SettingError(f"alphas is a mapping of stages to numbers from 0 (skip) to 1 (full rank), or such pairs; got {given!r}")
     if len({stage for stage, _ in pairs}) < len(pairs):
         raise SettingError(f"alphas names a stage twice: {given!r}")
@@ -77,15 +76,15 @@ def checked_alphas(given: object) -> Alphas:
 
 
 def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios:
-    if is_share(given):
+    if is_share(given, above_zero=True):
         return float(given)
     if isinstance(given, str) and given in ("table", "measured"):
         return given
-    if isinstance(given, Sequence) and given and all(is_share(ratio) for ratio in given):
+    if isinstance(given, Sequence) and given and all(is_share(ratio, above_zero=True) for ratio in given):
         return tuple(float(ratio) for ratio in given)
     pairs = pairs_of(given)
     if not pairs or not all(
-        is_count(stage, least=0) and isinstance(ratios, Sequence) and ratios and all(is_share(ratio) for ratio in ratios)
+        is_whole(stage) and isinstance(ratios, Sequence) and ratios and all(is_share(ratio, above_zero=True) for ratio in ratios)
         for stage, ratios in pairs
     ):
         raise SettingError(
@@ -96,7 +95,7 @@ def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios:
 
 
 def pairs_of(given: object) -> list[tuple[Any, Any]] | None:
-    """Of a mapping or a sequence of pairs; None if it is neither."""
+    """The pairs of a mapping or of a sequence of pairs; None if it is neither."""
     items = list(given.items()) if isinstance(given, Mapping) else given
     if not isinstance(items, Sequence) or isinstance(items, str):
         return None

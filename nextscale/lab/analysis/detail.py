@@ -1,4 +1,4 @@
-"""Where an image has detail, and whether two maps agree on it: tensors in, tensors out."""
+"""Where an image has detail, and whether two maps agree about it: tensors in, tensors out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEVELS = 127.5  # of 255 per unit of a tensor in [-1, 1]
-FEWEST_CELLS = 4  # fewer have no quarters, and no correlation to speak of
+LEVELS = 127.5  # levels, of 255, per unit of a tensor in [-1, 1]
+FEWEST_CELLS = 4  # fewer have no quarters and no meaningful correlation
 
 
 def luminance(pixels: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def local_detail(pixels: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Of every row [B, N], from 0; equal values share the mean of their places."""
+    """Ranks within every row of [B, N], from 0; equal values share the mean of theirs."""
     values = values.contiguous()
     ordered = values.sort(dim=1).values
     first, behind = torch.searchsorted(ordered, values), torch.searchsorted(ordered, values, right=True)
@@ -33,7 +33,7 @@ def ranks(values: Tensor) -> Tensor:
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Spearman's, of every row of [B, N]: [B]; NaN for a constant row or too few cells."""
+    """Spearman's correlation of every row of [B, N]: [B]; NaN for a constant row or too few cells."""
     if a.shape[1] < FEWEST_CELLS:
         return torch.full(a.shape[:1], torch.nan, dtype=torch.double, device=a.device)
     x, y = ranks(a.float()), ranks(b.float())

@@ -22,12 +22,12 @@ EDGES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # cycles per pixel: octaves
 
 @dataclass(frozen=True)
 class Changes:
-    """Of the images of one call, for every stage."""
+    """What every stage changed in the images of one request; the fields are those of `numbers.Frequency`."""
 
-    smooth: Tensor  # [B, stages], as all of these
-    detailed: Tensor
-    correlation: Tensor
-    foreseen: Tensor
+    smooth: Tensor  # [B, stages]
+    detailed: Tensor  # [B, stages]
+    correlation: Tensor  # [B, stages]
+    foreseen: Tensor  # [B, stages]
     power: Tensor  # [B, stages, bands]
     image_power: Tensor  # [B, bands]
 
@@ -35,7 +35,7 @@ class Changes:
 def band_power(grey: Tensor) -> Tensor:
     """Mean square of images [B, H, W] by band of frequency: [B, bands].
 
-    Under a Hann window, as an image does not continue at its opposite edge; its mean belongs to the coarsest band.
+    A Hann window is applied, as an image does not continue at its opposite edge; the mean belongs to the coarsest band.
     """
     height, width = grey.shape[1:]
     window = torch.outer(torch.hann_window(height, device=grey.device), torch.hann_window(width, device=grey.device))
@@ -48,9 +48,9 @@ def band_power(grey: Tensor) -> Tensor:
 
 
 def stage_changes(images: Iterable[Tensor], final: Tensor, grid: tuple[int, int]) -> tuple[Changes, list[Tensor]]:
-    """From the images after each stage, [B, 3, H, W] in [-1, 1]; smaller ones are enlarged (FlexVAR's grow with the stage).
+    """Compares the images after each stage, [B, 3, H, W] in [-1, 1]; smaller ones are enlarged (FlexVAR's grow with the stage).
 
-    Also returns the maps that this is about: the change of every cell of `grid` by each stage, in levels, [B, cells]; zeros for stage 0.
+    Also returns the change of every cell of `grid` by each stage, in levels, [B, cells]; zeros for stage 0.
     """
     final = final.clamp(-1, 1)
     detail = local_detail(final, grid)
@@ -80,6 +80,8 @@ def stage_changes(images: Iterable[Tensor], final: Tensor, grid: tuple[int, int]
 
 
 def summary(calls: Sequence[Changes]) -> Frequency:
+    """Means over the images of all requests."""
+
     def curve(name: str) -> Curve:
         return Curve.of(torch.cat([getattr(call, name) for call in calls]))
 

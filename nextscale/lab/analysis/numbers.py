@@ -26,7 +26,7 @@ class Curve:
 
     @classmethod
     def of(cls, values: Tensor) -> Curve:
-        """From [images, stages]; NaN is no value. The error of a single image is None."""
+        """Averages [images, stages]; NaN is no value. The error of a single image is None."""
         values = values.double().cpu()
         number = values.isfinite().sum(dim=0)
         mean = values.nanmean(dim=0)
@@ -36,7 +36,7 @@ class Curve:
 
 
 def plain(values: Tensor) -> Numbers:
-    """NaN and infinity have no place in JSON."""
+    """Values for JSON, which has neither NaN nor infinity: None stands for them."""
     return [value if abs(value) < float("inf") else None for value in values.tolist()]
 
 
@@ -45,21 +45,21 @@ class Frequency:
     """Where and how finely each stage changes the image. Stage 0 has nothing before it, and no values."""
 
     smooth: Curve  # mean absolute change of the quarter of the cells with the least detail, in levels of 255
-    detailed: Curve  # of the quarter with the most
+    detailed: Curve  # the same of the quarter with the most detail
     correlation: Curve  # rank correlation of a cell's change with its detail in the final image
-    foreseen: Curve  # with its detail in the image before the stage, which a method can know
+    foreseen: Curve  # the same with its detail in the image before the stage, which a method can know
     edges: list[float]  # between the bands, cycles per pixel
-    power: list[Numbers]  # [stage][band], squared levels, of what the stage adds
-    image_power: Numbers  # [band], of the final image without its mean
+    power: list[Numbers]  # [stage][band], power of what the stage adds, in squared levels
+    image_power: Numbers  # [band], power of the final image without its mean
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Where each block acts: one curve per block."""
 
-    correlation: list[Curve]  # of a token's change (SparseVAR, eq. 1) with the detail of its cell in the final image
-    foresight: list[Curve]  # of its change one stage earlier with the change of the image by the stage: what SparseVAR relies on
-    distance: list[Curve]  # of the distance of its input from the mean (FastVAR, eq. 4) with the detail
+    correlation: list[Curve]  # rank correlation of a token's change (SparseVAR, eq. 1) with the detail of its cell in the final image
+    foresight: list[Curve]  # the same of its change one stage earlier with the image's change by the stage: what SparseVAR relies on
+    distance: list[Curve]  # the same of the distance of its input from the mean (FastVAR, eq. 4) with the detail
     strength: list[Curve]  # mean squared change by the block, against the mean square of its input
 
 
@@ -74,23 +74,27 @@ class Effect:
 
 @dataclass(frozen=True)
 class Prompt:
+    """What replacing the prompt, the guidance or the seed from a stage on does to the image."""
+
     switches: list[int]  # the first stage with the replacement
     effects: dict[str, Effect]  # by what is replaced; see prompt.py
 
 
 @dataclass(frozen=True)
 class Rank:
-    """How many directions the inputs of the blocks have: `ranks[a][b]` of energy share alphas[a] at block layers[b]."""
+    """How many directions the inputs of the blocks have: `ranks[a][b]` is for the energy share alphas[a] at block layers[b]."""
 
     images: int
     layers: list[int]
     alphas: list[float]
     ranks: list[list[Curve]]
-    full: list[int]  # per stage: the most there could be, min(tokens, channels)
+    full: list[int]  # per stage the largest possible rank, min(tokens, channels)
 
 
 @dataclass(frozen=True)
 class Observations:
+    """All numbers of one `nextscale observe`."""
+
     about: dict[str, Any]  # model, machine, settings
     stages: list[list[int]]  # (height, width) of every token map
     frequency: Frequency
@@ -132,7 +136,7 @@ def from_content(content: dict[str, Any]) -> Observations:
 
 
 def require_whole(found: Observations) -> None:
-    """ValueError unless every list has an entry for each of what it is about."""
+    """Raises ValueError unless every list has an entry for each stage, block, band or switch."""
     frequency, blocks, prompt, rank = found.frequency, found.blocks, found.prompt, found.rank
     stages, bands, depth = len(found.stages), len(frequency.edges) + 1, len(blocks.correlation)
     effects = [curve for effect in prompt.effects.values() for curve in (effect.rms, effect.codes, effect.lpips) if curve is not None]

@@ -1,4 +1,4 @@
-"""All observations of one model: images are drawn once under watch, then again with other prompts."""
+"""All observations of one model: images are generated once under a probe, then again with other prompts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ...errors import SettingError
 from ...pipeline import Output, Pipeline
 from ...stage import Schedule
 from ..metrics import Lpips
-from . import blocks, frequency, prompt, rank
+from . import blocks, frequency, prompt, ranks
 from .numbers import Observations
 from .pictures import image_tile, map_tile, sheet
-from .recorder import Recorder
+from .probe import FeatureProbe
 
 MOST_EXAMPLES = 4
 REPLACED: dict[prompt.Replacement, str] = {"none": "no prompt", "other": "another prompt", "seed": "another seed"}  # on the sheet
@@ -26,7 +26,7 @@ REPLACED: dict[prompt.Replacement, str] = {"none": "no prompt", "other": "anothe
 
 @dataclass(frozen=True)
 class Sample:
-    """The images to draw: one prompt and one seed each."""
+    """The images to generate: one prompt and one seed each."""
 
     prompts: list[Any]
     seeds: list[int]
@@ -37,7 +37,7 @@ class Sample:
 
     @classmethod
     def of(cls, prompts: Sequence[Any], images: int | None, seed: int) -> Sample:
-        """`images` of them, taking the prompts in turn; None: one per prompt."""
+        """Takes the prompts in turn for `images` images; None: one per prompt."""
         number = len(prompts) if images is None else images
         return cls([prompts[index % len(prompts)] for index in range(number)], list(range(seed, seed + number)))
 
@@ -48,11 +48,13 @@ class Examples:
 
     stages: Image.Image  # every image after each stage, and below it how much each stage changed it where
     blocks: Image.Image  # the final image, then where each block changed its tokens at the last stage
-    prompts: Image.Image  # per replacement: the first drawing, then the replacement from each switch on
+    prompts: Image.Image  # per replacement: the image as it was, then with the replacement from each switch on
 
 
 @dataclass
 class Tiles:
+    """Rows of the sheets, with their names."""
+
     stages: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     blocks: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     prompts: dict[tuple[int, prompt.Replacement], list[Tensor]] = field(default_factory=dict)  # (image, what is replaced)
@@ -60,7 +62,7 @@ class Tiles:
 
 @dataclass
 class Found:
-    """What the calls have found so far."""
+    """What the requests have shown so far."""
 
     changes: list[frequency.Changes] = field(default_factory=list)
     relations: list[dict[str, Tensor]] = field(default_factory=list)
@@ -78,39 +80,40 @@ def observe(
     batch: int = 16,
     switches: int = 4,
     lpips: Lpips | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[Observations, Examples]:
     """Measures what the papers observed.
 
-    batch: images at a time. switches: at how many stages prompts are replaced; each costs as much as three drawings of all images.
-    lpips: where it is at hand, distances of images are measured with it as well. progress: is told the share that is done.
+    batch: images per request. switches: at how many stages prompts are replaced; each costs as much as generating all images three times.
+    lpips: measures distances of images where its network is at hand. on_progress: called with the share that is done.
+    Requests under the probe or with codes of earlier stages run eagerly; those that replace everything can be captured.
     """
     others = prompt.other_prompts(sample.prompts)
     switched = prompt.spread_switches(len(schedule), switches)
     again = [(kind, switch) for kind in prompt.replacements(pipeline, schedule, others is not None) for switch in switched]
-    layers = rank.spread_layers(len(pipeline.model.blocks))
+    layers = ranks.spread_layers(len(pipeline.model.blocks))
     found = Found()
     total, done = math.ceil(len(sample.seeds) / batch) * (1 + len(again)), 0
     for start in range(0, len(sample.seeds), batch):
         part = slice(start, start + batch)
-        drawn = draw_watched(pipeline, sample.prompts[part], sample.seeds[part], schedule, layers, start, found)
+        first = generate_probed(pipeline, sample.prompts[part], sample.seeds[part], schedule, layers, start, found)
         done += 1
-        progress(done / total)
+        on_progress(done / total)
         moves: prompt.Moves = {}
         for kind, switch in again:
-            output = prompt.draw_again(pipeline, drawn, others[part] if others else None, kind, switch, schedule)
-            moves.setdefault(kind, []).append(prompt.moved(drawn.output, output, switch, lpips))
-            add_prompt_tiles(found.tiles, drawn.output, output, kind, start)
+            output = prompt.generate_again(pipeline, first, others[part] if others else None, kind, switch, schedule)
+            moves.setdefault(kind, []).append(prompt.moved(first.output, output, switch, lpips))
+            add_prompt_tiles(found.tiles, first.output, output, kind, start)
             done += 1
-            progress(done / total)
+            on_progress(done / total)
         found.moves.append(moves)
     observations = Observations(
-        about(drawn.output, sample, batch, lpips),
+        about(first.output, sample, batch, lpips),
         [list(stage.size) for stage in schedule],
         frequency.summary(found.changes),
         blocks.summary(found.relations),
         prompt.summary(found.moves, switched),
-        rank.summary(found.ranks, layers, schedule, pipeline.model.block_config.dim),
+        ranks.summary(found.ranks, layers, schedule, pipeline.model.block_config.dim),
     )
     return observations, examples(found.tiles, schedule, switched, len(pipeline.model.blocks))
 
@@ -121,36 +124,36 @@ def examples(tiles: Tiles, schedule: Schedule, switched: Sequence[int], blocks: 
     return Examples(
         sheet(tiles.stages, names),
         sheet(tiles.blocks, ["image", *(f"block {block}" for block in range(blocks))]),
-        sheet(replaced, ["as it was drawn", *(f"from {names[switch]} on" for switch in switched)]),
+        sheet(replaced, ["as it was", *(f"from {names[switch]} on" for switch in switched)]),
     )
 
 
-def draw_watched(
+def generate_probed(
     pipeline: Pipeline, prompts: list[Any], seeds: list[int], schedule: Schedule, layers: Sequence[int], start: int, found: Found
-) -> prompt.Drawn:
-    """The first drawing of some images, of which `start` others were drawn before."""
-    record = blocks.BlockRecord()
-    ranks = rank.RankRecord(layers, first_of(rank.MOST_IMAGES, start, len(seeds)))
+) -> prompt.Baseline:
+    """Images under the probe, `start` others having been generated before."""
+    acting = blocks.BlockWatcher(len(seeds))
+    ranked = ranks.RankWatcher(layers, ranks.ALPHAS, first_of(ranks.MOST_IMAGES, start, len(seeds)))
     latents: list[Tensor] = []
     output = pipeline(
         prompts,
         seed=seeds,
         size=schedule,
-        method=Recorder((record.watch, ranks.watch)),
+        method=FeatureProbe((acting.watch, ranked.watch)),
         on_stage=lambda preview: latents.append(preview.latent),
     )
     shown: list[list[Tensor]] = [[] for _ in range(first_of(MOST_EXAMPLES, start, len(seeds)))]
     changes, maps = frequency.stage_changes(decoded(pipeline, latents, shown), output.pixels, schedule.grid)
-    found.relations.append(blocks.block_relations(record, schedule, output.pixels, maps))
+    found.relations.append(blocks.block_relations(acting, schedule, output.pixels, maps))
     found.changes.append(changes)
-    if ranks.images:
-        found.ranks.append(ranks.ranks(schedule))
-    add_tiles(found.tiles, shown, maps, record, schedule, output)
-    return prompt.Drawn(prompts, seeds, output)
+    if ranked.rows:
+        found.ranks.append(ranked.ranks(schedule))
+    add_tiles(found.tiles, shown, maps, acting, schedule, output)
+    return prompt.Baseline(prompts, seeds, output)
 
 
 def first_of(most: int, start: int, images: int) -> int:
-    """How many of a call's images are among the first `most` of all."""
+    """How many of a request's images are among the first `most` of all."""
     return max(0, min(most - start, images))
 
 
@@ -164,12 +167,12 @@ def decoded(pipeline: Pipeline, latents: Sequence[Tensor], shown: list[list[Tens
 
 
 def add_tiles(
-    tiles: Tiles, shown: list[list[Tensor]], maps: Sequence[Tensor], record: blocks.BlockRecord, schedule: Schedule, first: Output
+    tiles: Tiles, shown: list[list[Tensor]], maps: Sequence[Tensor], watched: blocks.BlockWatcher, schedule: Schedule, first: Output
 ) -> None:
     for index, row in enumerate(shown):
         size = row[-1].shape[1], row[-1].shape[2]
         tiles.stages += [("after stage", row), ("its change", [map_tile(change[index], schedule.grid, size) for change in maps])]
-        acting = [block.change[index] for (stage, _), block in sorted(record.maps.items()) if stage == len(schedule) - 1]
+        acting = [block.change[index] for (stage, _), block in sorted(watched.maps.items()) if stage == len(schedule) - 1]
         tiles.blocks.append(("change", [image_tile(first.pixels[index]), *(map_tile(change, schedule.grid, size) for change in acting)]))
 
 

@@ -1,4 +1,4 @@
-"""Figures of the observations, drawn from their numbers alone."""
+"""Figures of the observations, from their numbers alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart with any colour vision (Okabe and Ito).
+# Distinct for any colour vision (Okabe and Ito).
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#aa4499", "#777777"
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -42,7 +42,7 @@ EFFECTS = {
 
 
 def figures(found: Observations) -> dict[str, str]:
-    """SVG by name."""
+    """All figures as SVG, by name."""
     try:
         import matplotlib
     except ImportError as error:
@@ -62,12 +62,12 @@ def as_svg(draw: Callable[[Figure, Observations], None], found: Observations) ->
 
 
 def real(values: Numbers) -> list[float]:
-    """Without a value there is a gap."""
+    """Values to plot: NaN, which leaves a gap, where there is none."""
     return [math.nan if value is None else value for value in values]
 
 
 def draw_line(axes: Axes, x: Sequence[float], curve: Curve, label: str, colour: str) -> None:
-    """With its standard error; `label_lines` writes the label beside it."""
+    """Plots a curve with its standard error; `label_lines` writes the label beside it."""
     mean, error = real(curve.mean), [0.0 if math.isnan(value) else value for value in real(curve.error)]
     low, high = [m - e for m, e in zip(mean, error, strict=True)], [m + e for m, e in zip(mean, error, strict=True)]
     axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)

@@ -15,16 +15,18 @@ LATE_SHARE = 4  # the last quarter of the stages is late: 40, 48 and 64 of Infin
 COARSE, FINE = 1 / 32, 1 / 8  # cycles per pixel: periods of more than 32 pixels, and of less than 8
 
 # Where a claim begins to hold: our choices.
-DETAIL_RATIO = 2.0  # how many times as much the detailed quarter changes as the smooth one
-FINE_RATIO = 4.0  # how many times as large a share of the fine power is replaced as of the coarse power
+DETAIL_RATIO = 2.0  # change of the detailed quarter against that of the smooth one
+FINE_RATIO = 4.0  # share of the fine power that is replaced against that of the coarse power
 CLEAR_CORRELATION = 0.3  # of one block's map with the detail, and between the most and the least agreeing block
-PROMPT_SHARE = 0.2  # of the effect of another prompt from the start
-LOW_RANK = 0.25  # of the possible rank, at ALPHA; StageVAR found 0.177 for Infinity-2B
+PROMPT_SHARE = 0.2  # share of the effect of another prompt from the start
+LOW_RANK = 0.25  # share of the possible rank, at ALPHA; StageVAR found 0.177 for Infinity-2B
 ALPHA = 0.96
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """Whether a claim of a paper holds for this model, and the numbers that say so."""
+
     topic: Topic
     claim: str
     holds: bool | None  # None: not measured
@@ -43,7 +45,7 @@ def verdicts(found: Observations) -> list[Verdict]:
 
 
 def late_stages(stages: int) -> range:
-    """At least one, never the first."""
+    """The last quarter of the stages: at least one, never the first."""
     return range(min(stages - max(1, stages // LATE_SHARE), stages - 1), stages)
 
 
@@ -52,7 +54,7 @@ def known(values: Iterable[float | None]) -> list[float]:
 
 
 def mean(values: Iterable[float | None]) -> float:
-    """NaN if there is none."""
+    """Mean of the known values; NaN if there is none."""
     real = known(values)
     return sum(real) / len(real) if real else math.nan
 
@@ -62,12 +64,12 @@ def late_mean(curve: Curve, stages: range) -> float:
 
 
 def ratio(a: float, b: float) -> float:
-    """Infinite for something against nothing; NaN where either is NaN or both are zero."""
+    """a / b: infinite where only b is zero, NaN where either is NaN or both are zero."""
     return math.inf if b == 0 and a > 0 else a / b if b else math.nan
 
 
 def at_least(value: float, bound: float) -> bool | None:
-    """None where there is no value."""
+    """Whether the value reaches the bound; None where there is no value."""
     return None if math.isnan(value) else value >= bound
 
 
@@ -119,7 +121,7 @@ def block_correlations(found: Observations) -> list[float]:
 
 
 def extremes(values: Sequence[float]) -> tuple[int, int]:
-    """Places of the largest and the smallest number; of NaN if there is no number."""
+    """Places of the largest and the smallest number, NaN left out; 0 and 0 if there is no number."""
     places = [place for place, value in enumerate(values) if not math.isnan(value)] or [0]
     return max(places, key=lambda place: values[place]), min(places, key=lambda place: values[place])
 
@@ -134,8 +136,9 @@ def block_verdict(found: Observations) -> Verdict:
         "blocks",
         "some blocks act where the image has detail",
         at_least(agreement[most], CLEAR_CORRELATION),
-        f"{named(found, late)}: block {most} agrees best with the detail of the image (rank correlation {agreement[most]:.2f}); what a"
-        f" stage will change is told best by block {best} one stage earlier ({ahead[best]:.2f}), which SparseVAR calls block={best + 1}",
+        f"{named(found, late)}: block {most} agrees best with the detail of the image (rank correlation {agreement[most]:.2f}); what"
+        f" a stage will change is predicted best by block {best} one stage earlier ({ahead[best]:.2f}), which SparseVAR calls"
+        f" block={best + 1}",
     )
 
 
@@ -153,7 +156,7 @@ def blocks_differ(found: Observations) -> Verdict:
 
 
 def late_switch(found: Observations) -> int | None:
-    """Place of the first switch among the late stages, None if there is none."""
+    """Place of the first switch to a late stage; None if there is none."""
     late = late_stages(len(found.stages))
     return next((place for place, stage in enumerate(found.prompt.switches) if stage in late), None)
 
@@ -177,7 +180,7 @@ def prompt_verdicts(found: Observations) -> list[Verdict]:
     reference = "another prompt" if "other" in effects else "another seed"
     results = []
     for name, title in TITLES.items():
-        claim = f"late stages drawn {title} give nearly the same image"
+        claim = f"late stages generated {title} give nearly the same image"
         if name not in effects or place is None:
             results.append(Verdict("prompt", claim, None, "not measured: it needs two different prompts, a guided model and a late switch"))
             continue

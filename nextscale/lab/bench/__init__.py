@@ -1,1 +1,1 @@
-"""How fast requests are, beside the roofline of the machine."""
+"""How fast requests are, beside their roofline."""

@@ -1,4 +1,4 @@
-"""Energy that a GPU has spent, as its driver counts it."""
+"""Energy that a GPU spends, as its driver counts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EnergyMeter:
 
     @staticmethod
     def of(device: torch.device) -> EnergyMeter | None:
-        """None where there is no such library, or where it does not tell."""
+        """The meter of this device; None where there is no such library or counter."""
         if device.type != "cuda":
             return None
         try:
@@ -30,7 +30,7 @@ class EnergyMeter:
         return meter if meter.joules() is not None else None
 
     def joules(self) -> float | None:
-        """Since the driver was loaded."""
+        """Energy spent since the driver was loaded; None where it cannot be read."""
         millijoules = ctypes.c_ulonglong()
         failed = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(millijoules))
         return None if failed else millijoules.value / 1000

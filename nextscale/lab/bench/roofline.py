@@ -1,5 +1,5 @@
-"""The least time of a request at this machine's measured rates: its arithmetic at that of one large matrix product, its weights at that
-of a copy, if they come from memory once in every stage."""
+"""The roofline of a request: its least time if arithmetic ran at the measured rate of one large matrix product, and if weights were read
+once in every stage at the measured rate of a copy."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 import torch
 
 from ...models.base import NextScaleModel
-from ...planning.cost import BlockMacs, Workload, request_cost, weights
+from ...models.macs import macs_per_token
+from ...planning.cost import BlockMacs, Workload, request_cost
 from ...report import Stopwatch
 
 MATRIX_SIDE, COPIED_BYTES = 8192, 2**31  # on a GPU
-SMALL_SIDE, SMALL_BYTES = 256, 2**22  # elsewhere, where limits are not what one wants to know
-TIMED = 20
+SMALL_SIDE, SMALL_BYTES = 256, 2**22  # elsewhere, where the roofline matters little
+TIMED = 20  # runs
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine reaches, measured."""
+    """Measured rates of the machine, per second."""
 
     flops: float  # a MAC is two
-    bytes: float  # per second, read and written
+    bytes: float  # read and written
 
     @staticmethod
     def measured(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -39,7 +40,7 @@ class Rates:
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Median of several runs after a few that are not timed."""
+    """Median time of several runs after a few that are not timed."""
     clock = Stopwatch(device)
     for number in range(-3, TIMED):
         clock.start("work", number)
@@ -50,20 +51,20 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Roofline:
-    """In seconds."""
+    """Least times in seconds."""
 
     arithmetic: float  # of all stages
-    reading: float  # of the weights, in every stage that runs
+    reading: float  # weights, in every stage that runs
     both: float  # per stage the longer of the two, since they can overlap
 
 
 def request_roofline(model: NextScaleModel, workload: Workload, shares: Sequence[float], rates: Rates) -> Roofline:
-    """shares: MACs of every stage against dense generation, as a report gives them; 0 where it is skipped.
+    """The roofline of generation, without decoding, reading keys and values, and everything that is no matrix product.
 
-    Decoding, keys and values, and everything that is no matrix product are left out.
+    shares: MACs of every stage against dense generation, as a report gives them; 0 where it is skipped.
     """
     block = BlockMacs.of(model, workload)
-    read = len(model.blocks) * (block.attention + block.text + block.feed_forward) + weights(model.head, model.word_embed)
+    read = len(model.blocks) * (block.attention + block.text + block.feed_forward) + macs_per_token(model.head, model.word_embed)
     reading = read * model.dtype.itemsize / rates.bytes
     dense = request_cost(model, workload).stages
     arithmetic = [2 * stage.total * share / rates.flops for stage, share in zip(dense, shares, strict=True) if share > 0]

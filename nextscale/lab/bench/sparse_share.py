@@ -1,4 +1,4 @@
-"""SparseVAR where random weights draw noise, which has detail everywhere: a share takes the place of its threshold."""
+"""SparseVAR for random weights, whose images are noise with detail everywhere: a share takes the place of its threshold."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...accel.method import Method, RunSetup
-from ...accel.sparsevar import SparseVAR, _Run
+from ...accel.method import MethodRun, RunSetup
+from ...accel.sparsevar import SparseRun, SparseVAR
 from ...canvas import Canvas
 from ...stage import Stage
 
 
 @dataclass(frozen=True)
 class SparseVARShare(SparseVAR):
-    """Each stage keeps this share of its cells, those that change most, and the anchors. With an anchor in 16 cells, 0.25 is about 30 %."""
+    """Each stage keeps the top `share` of its cells by change, and the anchors. One anchor in 16 cells makes 30 % of a quarter."""
 
     share: float = 0.25
 
     @property
     def label(self) -> str:
-        return f"SparseVAR, the liveliest {self.share:.0%} and anchors"
+        return f"SparseVAR, top {self.share:.0%} by change and anchors"
 
-    def start(self, setup: RunSetup) -> Method:
+    def start(self, setup: RunSetup) -> MethodRun:
         super().start(setup)  # refuses what does not fit
-        return _ShareRun(self, setup, self.forecast(setup.model, setup.schedule))
+        return ShareRun(self, setup)
 
 
 @dataclass(eq=False)
-class _ShareRun(_Run):
+class ShareRun(SparseRun):
     settings: SparseVARShare
 
     def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -37,8 +37,8 @@ class _ShareRun(_Run):
         return None if score is None else (score[0], all_but_topk(score[0], self.settings.share, left_out))
 
 
-def all_but_topk(detail: Tensor, share: float, left_out: Tensor | None) -> Tensor:
-    """Cells [B, cells] without the liveliest of those that were not left out before."""
-    score = detail if left_out is None else detail.masked_fill(left_out, -torch.inf)
-    liveliest = score.topk(max(1, round(share * detail.shape[1])), dim=1).indices
-    return torch.ones_like(detail, dtype=torch.bool).scatter(1, liveliest, False)
+def all_but_topk(change: Tensor, share: float, left_out: Tensor | None) -> Tensor:
+    """True for all of the cells [B, cells] but the top `share` by change; cells that were left out before are not among the top."""
+    score = change if left_out is None else change.masked_fill(left_out, -torch.inf)
+    top = score.topk(max(1, round(share * change.shape[1])), dim=1).indices
+    return torch.ones_like(change, dtype=torch.bool).scatter(1, top, False)

@@ -1,4 +1,4 @@
-"""What is measured together: named lists of models, sizes and methods."""
+"""Cases that are measured together: named lists of models, sizes and methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sparse_share import SparseVARShare
 SPARSE = "SparseVAR, 30 % kept"
 ALL = "all"
 
-METHODS: Mapping[str, tuple[Method | str, ...]] = {
+TIMED_METHODS: Mapping[str, tuple[Method | str, ...]] = {
     "skip the last two stages": ("skip:last=2",),
     SPARSE: (SparseVARShare(),),
     "FastVAR": ("fastvar",),
@@ -37,7 +37,7 @@ class Case:
     size: SizeLike = None
     batch: int = 1
     methods: tuple[str, ...] = ()  # besides dense generation
-    suite: str | None = None  # that it was measured with
+    suite: str | None = None  # the suite that it belongs to
 
 
 def _sized(*sides: int, methods: tuple[str, ...]) -> tuple[Case, ...]:
@@ -52,7 +52,7 @@ SUITES: Mapping[str, tuple[Case, ...]] = {
         Case("8b-1024", "infinity-8b", (1024, 1024)),
     ),
     "growth": _sized(256, 512, 1024, 2048, methods=("skip the last two stages", *PUBLISHED)),
-    "large": _sized(1344, 2048, methods=("FastVAR",)),  # past training: what the paper of FastVAR shows there
+    "large": _sized(1344, 2048, methods=("FastVAR",)),  # beyond the size of training, as in the paper of FastVAR
     "throughput": (Case("2b-1024-batch8", "infinity-2b", (1024, 1024), batch=8, methods=PUBLISHED),),
     "families": (
         Case("hart-1024", "hart-0.7b", (1024, 1024), methods=PUBLISHED),
@@ -98,6 +98,6 @@ def timed_methods(names: Iterable[str]) -> dict[str, Method]:
     """Dense generation first, then those asked for: names of the table above, "all" of it, or methods such as "fastvar + skip:last=1"."""
     chosen: dict[str, Method] = {DENSE: Method()}
     for name in names:
-        for one in METHODS if name == ALL else (name,):
-            chosen[one] = resolve_method(METHODS[one] if one in METHODS else one.split(" + "))
+        for one in TIMED_METHODS if name == ALL else (name,):
+            chosen[one] = resolve_method(TIMED_METHODS[one] if one in TIMED_METHODS else one.split(" + "))
     return chosen

@@ -2,7 +2,7 @@
 
 Read are rows of `nextscale bench` and of the programs that it replaced ("dense", "methods"): their rows have fewer columns. Only rows of
 random weights on a GPU count, of one kind of GPU and one dtype; outside the waterfall only those with kernels. Of rows that are alike the
-last one counts, of engines recorded graphs, and of methods those of one run.
+last one counts, of engines captured graphs, and of methods those of one run. Rows "reference" are the models' reference implementations.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ from .suites import APART, SPARSE
 Row = dict[str, Any]
 CaseKey = tuple[str, str, int]  # model, image, batch
 
-AUTHORS: Mapping[CaseKey, tuple[int, float, int | None]] = {
-    ("infinity-2b", "1024x1024", 1): (790, 13.0, 99),
-    ("infinity-2b", "1024x1024", 4): (1684, 38.0, None),
-    ("infinity-8b", "1024x1024", 1): (1367, 34.3, None),
-}
-"""The authors' program on such a GPU, same sizes, random weights: generation in ms, peak memory in GB, decoding in ms."""
-AUTHORS_HARDWARE = "NVIDIA H200"
-NOT_KNOWN = (None, None, None)
+REFERENCE = "reference implementation"
 OLD_NAMES = {"SparseVAR": SPARSE, "SparseVAR + guidance off": f"{SPARSE} + guidance off"}  # as benchmarks before this one called them
 CHAIN = ("eager, plain torch", "graphs, plain torch", "graphs")  # steps of a waterfall; those that were given a name follow
 SPEED = ("dense", "methods", "bench")
+SUMMARY_CASE: CaseKey = ("infinity-2b", "1024x1024", 1)
+SUMMARY_METHODS = (DENSE, "skip the last two stages", SPARSE, "FastVAR", "StageVAR")
 
 
 # --- which rows count
@@ -61,6 +56,16 @@ def renewed(row: Row) -> Row:
 def with_kernels(rows: Iterable[Row]) -> list[Row]:
     """Those that show what a user gets; others are steps of the waterfall."""
     return [row for row in timed(rows) if row["kernels"] and row["step"] == row["engine_asked"]]
+
+
+def references(rows: Iterable[Row]) -> dict[tuple[str, CaseKey], Row]:
+    """What the models' own programs took, by kind of GPU and case."""
+    return {(row["hardware"], case_of(row)): row for row in rows if row["benchmark"] == "reference"}
+
+
+def reference_of(row: Row, known: Mapping[tuple[str, CaseKey], Row]) -> Row | None:
+    """Of the same case on the same kind of GPU."""
+    return known.get((row["hardware"], case_of(row)))
 
 
 def case_of(row: Row) -> CaseKey:
@@ -105,7 +110,7 @@ def dense_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def method_rows(rows: Iterable[Row]) -> list[Row]:
-    """Of every model, size and batch that was drawn with methods: dense generation and the methods that were measured beside it.
+    """Of every model, size and batch that was measured with methods: dense generation and the methods that were measured beside it.
 
     Rows of eager generation do not count where a table of its own has graphs.
     """
@@ -117,6 +122,11 @@ def method_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 # --- tables
+
+SPARSE_NOTE = (
+    "Random weights generate noise, which has detail everywhere, so a share takes the place of SparseVAR's threshold: a quarter of the"
+    " cells and the anchors."
+)
 
 
 def table(heads: str, aligned: str, lines: Iterable[Sequence[str]], note: str) -> str:
@@ -131,53 +141,82 @@ def failed(row: Row, start: Sequence[str], columns: int) -> list[str]:
     return [*start, row["error"].replace("|", "/"), *[""] * (columns - len(start) - 1)]
 
 
-def dense_table(rows: Iterable[Row]) -> str:
-    """Empty where nothing was measured; the same holds for all tables."""
+def summary_table(rows: Sequence[Row]) -> str:
+    """A row for the reference implementation, for dense generation and for each published method: what a visitor asks first.
+
+    Empty where nothing was measured; the same holds for all tables.
+    """
+    found = {row["method"]: row for row in method_rows(rows) if case_of(row) == SUMMARY_CASE}
+    shown = [found[name] for name in SUMMARY_METHODS if name in found]
+    if DENSE not in found:
+        return ""
+    known = references(rows)
+    theirs = reference_of(found[DENSE], known)
+    lines = [] if theirs is None else [[REFERENCE, f"{theirs['median_ms']:.0f}", "", "1.00", "", f"{theirs['peak_gb']:.1f} GB"]]
+    for row in shown:
+        if "error" in row:
+            lines.append(failed(row, [row["method"]], 6))
+            continue
+        against = "" if theirs is None else f"{theirs['median_ms'] / row['median_ms']:.2f}"
+        gain = "" if row["speedup"] is None else f"**{row['speedup']['median']:.2f}**"
+        lines.append([row["method"], f"{row['median_ms']:.0f}", gain, against, f"{row['cost_share']:.0%}", f"{row['peak_gb']:.1f} GB"])
+    model, size, _ = SUMMARY_CASE
+    heads = f"`{model}`, {size} px | generate, ms | speedup over dense | over the reference implementation | MACs | peak memory"
+    note = (
+        f"Medians; {machines(shown)}, batch 1, guided, captured graphs, random weights, decoding not included. Methods were measured in"
+        f" turns with dense generation. {SPARSE_NOTE}{reference_note(shown, known)}"
+    )
+    return table(heads, "lrrrrr", lines, note)
+
+
+def dense_table(rows: Sequence[Row]) -> str:
     shown = dense_rows(rows)
     if not shown:
         return ""
+    known = references(rows)
     heads = (
-        "model | image | batch | engine | generate, ms | authors' program | of this, ms | decode, ms | end to end, ms"
-        " | least at measured rates, ms | peak memory | authors' program"
+        "model | image | batch | engine | generate, ms | reference implementation, ms | of which, ms | decode, ms | end to end, ms"
+        " | roofline, ms | x roofline | peak memory | reference implementation"
     )
     lines = []
     for row in shown:
         start = [row["model"], image(row), str(row["batch"]), row["engine"]]
         if "error" in row:
-            lines.append(failed(row, start, 12))
+            lines.append(failed(row, start, 13))
             continue
-        time, memory, decode = authors(row)
+        theirs = reference_of(row, known)
+        decode = theirs and theirs["decode"]
         cells = (
             f"**{row['median_ms']:.0f}** ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})",
-            f"{time} ms" if time else "",
+            f"{theirs['median_ms']:.0f}" if theirs else "",
             own_head(row),
-            f"{row['decode']['median_ms']:.0f}" + (f" (authors {decode})" if decode else ""),
+            f"{row['decode']['median_ms']:.0f}" + (f" (reference {decode['median_ms']:.0f})" if decode else ""),
             median(row, "end_to_end"),
-            of_limit(row),
+            *roofline(row),
             f"{row['peak_gb']:.1f} GB",
-            f"{memory:.1f} GB" if memory else "",
+            f"{theirs['peak_gb']:.1f} GB" if theirs else "",
         )
         lines.append([*start, *cells])
     note = (
         f"Median of {repeats(shown)} runs (20th–80th percentile); {machines(shown)}; dense, guided, random weights, so no quality column."
-        f' "End to end" is from prompt features to pixels.{authors_note(shown)}{limit_note(shown)}'
+        f' "End to end" is from prompt features to pixels.{reference_note(shown, known)}{roofline_note(shown)}'
     )
-    return table(heads, "llrlrrrrrrrr", lines, note)
+    return table(heads, "llrlrrrrrrrrr", lines, note)
 
 
-def methods_table(rows: Iterable[Row]) -> str:
+def methods_table(rows: Sequence[Row]) -> str:
     shown = method_rows(rows)
     if not shown:
         return ""
     heads = (
-        "model | image | batch | method | engine | generate, ms | times faster than dense | end to end, ms | times faster than dense"
-        " | MACs | least at measured rates, ms | peak memory"
+        "model | image | batch | method | engine | generate, ms | speedup | end to end, ms | end-to-end speedup"
+        " | MACs | roofline, ms | x roofline | peak memory"
     )
     lines = []
     for row in shown:
         start = [row["model"], image(row), str(row["batch"]), row["method"], row["engine"]]
         if "error" in row:
-            lines.append(failed(row, start, 12))
+            lines.append(failed(row, start, 13))
             continue
         cells = (
             f"{row['median_ms']:.0f}",
@@ -185,21 +224,20 @@ def methods_table(rows: Iterable[Row]) -> str:
             median(row, "end_to_end"),
             faster(row, "speedup_end_to_end"),
             f"{row['cost_share']:.0%}",
-            of_limit(row),
+            *roofline(row),
             f"{row['peak_gb']:.1f} GB",
         )
         lines.append([*start, *cells])
     note = (
         f"Median of {repeats(shown)} runs in which the methods take turns (20th–80th percentile); {machines(shown)}; guided, random"
-        " weights, so no quality column. Noise has detail everywhere, so SparseVAR's threshold is replaced by a share there: a quarter of"
-        f" the cells and the anchors.{recording_note(shown)}{limit_note(shown)}"
+        f" weights, so no quality column. {SPARSE_NOTE}{capture_note(shown)}{roofline_note(shown)}"
     )
-    return table(heads, "llrllrrrrrrr", lines, note)
+    return table(heads, "llrllrrrrrrrr", lines, note)
 
 
-def waterfall_table(rows: Iterable[Row]) -> str:
+def waterfall_table(rows: Sequence[Row]) -> str:
     """What each step brought: dense generation step by step, then every method on top of the last step."""
-    lines, shown = [], []
+    lines, shown, known = [], [], references(rows)
     cases: dict[CaseKey, dict[str, list[Row]]] = {}
     for row in common(timed(rows)):
         if is_step(row):
@@ -211,37 +249,37 @@ def waterfall_table(rows: Iterable[Row]) -> str:
             continue
         start = [case[0], case[1], str(case[2])]
         last, last_row = [*dense.items()][-1]
-        theirs, *_ = authors(last_row)
-        first = before = theirs or next(iter(dense.values()))["median_ms"]
+        theirs = reference_of(last_row, known)
+        first = before = (theirs or next(iter(dense.values())))["median_ms"]
         if theirs:
-            lines.append([*start, "authors' program", f"{theirs}", "", "", ""])
+            lines.append([*start, REFERENCE, f"{first:.0f}", "", "", "", ""])
         for step, row in dense.items():
             own = row["median_ms"]
-            lines.append([*start, step, f"{own:.0f}", f"{before / own:.2f}", f"**{first / own:.2f}**", of_limit(row)])
+            lines.append([*start, step, f"{own:.0f}", f"{before / own:.2f}", f"**{first / own:.2f}**", *roofline(row)])
             before = own
         on_top = [row for row in steps[last] if row["method"] != DENSE]
         for row in on_top:
             gain = "" if row["speedup"] is None else f"{row['speedup']['median']:.2f}"
             named = f"{last}, {row['method']}" + (" (eager)" if row["engine"] != row["engine_asked"] else "")
-            lines.append([*start, named, f"{row['median_ms']:.0f}", gain, f"**{first / row['median_ms']:.2f}**", of_limit(row)])
+            lines.append([*start, named, f"{row['median_ms']:.0f}", gain, f"**{first / row['median_ms']:.2f}**", *roofline(row)])
         shown += [*dense.values(), *on_top]
     if not shown:
         return ""
-    heads = "model | image | batch | step | generate, ms | times faster than the step before | in all | least at measured rates, ms"
+    heads = "model | image | batch | step | generate, ms | speedup over the step before | total speedup | roofline, ms | x roofline"
     note = (
         f"Medians; {machines(shown)}. Steps were measured one after another on machines of this kind, methods in turns with dense"
-        f" generation of the last step, with which they are compared.{authors_note(shown)}{limit_note(shown)}"
+        f" generation of the last step, with which they are compared.{reference_note(shown, known)}{roofline_note(shown)}"
     )
-    return table(heads, "llrlrrrr", lines, note)
+    return table(heads, "llrlrrrrr", lines, note)
 
 
 def is_step(row: Row) -> bool:
-    """Eager generation with kernels is beside the chain; dense generation that could not be recorded is no step of graphs."""
-    drawn_as_asked = row["engine"] == row["engine_asked"] or row["method"] != DENSE
-    return row["benchmark"] == "bench" and "error" not in row and row["step"] != "eager" and drawn_as_asked
+    """Eager generation with kernels is beside the chain; dense generation that could not be captured is no step of graphs."""
+    ran_as_asked = row["engine"] == row["engine_asked"] or row["method"] != DENSE
+    return row["benchmark"] == "bench" and "error" not in row and row["step"] != "eager" and ran_as_asked
 
 
-def growth_table(rows: Iterable[Row]) -> str:
+def growth_table(rows: Sequence[Row]) -> str:
     """Time against the size of the image."""
     found = suite_rows(rows, "growth")
     shown = [row for own in found.values() for row in own]
@@ -253,8 +291,8 @@ def growth_table(rows: Iterable[Row]) -> str:
         cells = {row["method"]: growth_cell(row) for row in own}
         lines.append([model, size, *(cells.get(method, "") for method in methods)])
     note = (
-        f"Generation in ms and times faster than dense; medians of {repeats(shown)} runs; {machines(shown)}; guided, batch 1, random"
-        f" weights.{recording_note(shown)} Images above 1024 px are larger than what the models were trained for."
+        f"Generation in ms and speedup over dense; medians of {repeats(shown)} runs; {machines(shown)}; guided, batch 1, random"
+        f" weights.{capture_note(shown)} Images above 1024 px are larger than what the models were trained for."
     )
     return table(f"model | image | {' | '.join(methods)}", "ll" + "r" * len(methods), lines, note)
 
@@ -271,7 +309,7 @@ def growth_cell(row: Row) -> str:
     return f"{row['median_ms']:.0f}" + ("" if row["method"] == DENSE or ratio is None else f" (**{ratio['median']:.2f}**)")
 
 
-def throughput_table(rows: Iterable[Row]) -> str:
+def throughput_table(rows: Sequence[Row]) -> str:
     shown = [row for own in suite_rows(rows, "throughput").values() for row in own]
     if not shown:
         return ""
@@ -284,12 +322,12 @@ def throughput_table(rows: Iterable[Row]) -> str:
         energy = row.get("joules_per_image")
         cells = (f"**{row['images_per_second']:.2f}**", faster(row, "speedup_end_to_end"), f"{energy:.0f} J" if energy else "")
         lines.append([*start, *cells, f"{row['peak_gb']:.1f} GB"])
-    heads = "model | image | batch | method | engine | images per second | times dense | energy per image | peak memory"
+    heads = "model | image | batch | method | engine | images per second | relative throughput | energy per image | peak memory"
     note = f"From prompt features to pixels; medians of {repeats(shown)} runs; {machines(shown)}; guided, random weights."
     return table(heads, "llrllrrrr", lines, note)
 
 
-TABLES: Mapping[str, Callable[[Iterable[Row]], str]] = {
+TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "dense": dense_table,
     "waterfall": waterfall_table,
     "methods": methods_table,
@@ -330,12 +368,12 @@ def faster(row: Row, name: str) -> str:
     return "" if ratio is None else f"**{ratio['median']:.2f}** ({ratio['p20']:.2f}–{ratio['p80']:.2f})"
 
 
-def of_limit(row: Row) -> str:
-    return f"{row['limit_ms']:.0f} ({row['times_limit']:.1f} times that)" if row.get("limit_ms") else ""
+def roofline(row: Row) -> tuple[str, str]:
+    return (f"{row['roofline_ms']:.0f}", f"{row['times_roofline']:.1f}x") if row.get("roofline_ms") else ("", "")
 
 
 def own_head(row: Row) -> str:
-    """What a model computes after its transformer: HART's diffusion, STAR's refinement. Recordings do not tell."""
+    """What a model computes after its transformer: HART's diffusion, STAR's refinement. Not known of captured graphs."""
     residual, choice = ((row.get(name) or {}).get("median_ms") for name in ("residual", "choice"))
     if residual:
         return f"diffusion head {residual:.0f}"
@@ -352,13 +390,13 @@ def machines(rows: Sequence[Row]) -> str:
     return "; ".join(sorted({f"{row['hardware']}, torch {row['torch']}, {row['dtype']}" for row in rows if row["dtype"]}))
 
 
-def limit_note(rows: Sequence[Row]) -> str:
-    rates = {(row["matmul_tflops"], row["copy_tb_per_s"]) for row in rows if row.get("limit_ms")}
+def roofline_note(rows: Sequence[Row]) -> str:
+    rates = {(row["matmul_tflops"], row["copy_tb_per_s"]) for row in rows if row.get("roofline_ms")}
     if not rates:
         return ""
     flops, copied = zip(*rates, strict=True)
     return (
-        ' "Least at measured rates" is generation without decoding if all its arithmetic ran at the speed of one large matrix product'
+        " The roofline is generation without decoding if all its arithmetic ran at the speed of one large matrix product"
         f" ({between(flops, 0)} TFLOP/s), or, in stages where that takes longer, if the weights came from memory once at the speed of a"
         f" copy ({between(copied, 2)} TB/s); both speeds are measured."
     )
@@ -369,27 +407,21 @@ def between(values: Sequence[float], digits: int) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def recording_note(rows: Sequence[Row]) -> str:
+def capture_note(rows: Sequence[Row]) -> str:
     reasons: dict[str, list[str]] = {}
     for row in rows:
-        if row.get("not_recorded"):
-            reasons.setdefault(row["not_recorded"], []).append(row["method"])
-    told = (f"{', '.join(dict.fromkeys(methods))} ({reason})" for reason, methods in reasons.items())
-    return f" Not recorded, so drawn eagerly: {'; '.join(told)}." if reasons else ""
+        if row.get("not_captured"):
+            reasons.setdefault(row["not_captured"], []).append(row["method"])
+    given = (f"{', '.join(dict.fromkeys(methods))} ({reason})" for reason, methods in reasons.items())
+    return f" Not captured, so run eagerly: {'; '.join(given)}." if reasons else ""
 
 
-def authors(row: Row) -> tuple[int, float, int | None] | tuple[None, None, None]:
-    """What their program took for the same on the same kind of GPU, where that is known."""
-    return AUTHORS.get(case_of(row), NOT_KNOWN) if row["hardware"] == AUTHORS_HARDWARE else NOT_KNOWN
-
-
-def authors_note(rows: Sequence[Row]) -> str:
-    if not any(authors(row)[0] for row in rows):
+def reference_note(rows: Sequence[Row], known: Mapping[tuple[str, CaseKey], Row]) -> str:
+    found = [theirs for row in rows if (theirs := reference_of(row, known)) is not None]
+    if not found:
         return ""
-    return (
-        " The authors' program ran on the same kind of GPU; at batch 4 it fails as released and was measured with its recompile limit"
-        " raised."
-    )
+    remarks = dict.fromkeys(f"at batch {row['batch']} {row['remark']}" for row in found if row.get("remark"))
+    return f" The reference implementation ran on the same kind of GPU with random weights{''.join(f'; {one}' for one in remarks)}."
 
 
 # --- the picture
@@ -417,6 +449,6 @@ def stages_svg(row: Row) -> str:
 
 
 def pictured_row(rows: Iterable[Row]) -> Row | None:
-    """Of the model and size that the README speaks of first."""
-    found = [row for row in dense_rows(rows) if case_of(row) == ("infinity-2b", "1024x1024", 1) and "error" not in row]
+    """Of the model and size that the README shows first."""
+    found = [row for row in dense_rows(rows) if case_of(row) == SUMMARY_CASE and "error" not in row]
     return found[0] if found else None

@@ -1,7 +1,7 @@
-"""Does an image show what its prompt asks for? Linear probes on EfficientNet features name its style and its label.
+"""Whether an image shows what its prompt asks for: linear probes of EfficientNet features name its style and its label.
 
 A probe errs on real images too: its accuracy on real images that it was not trained on is the most that a generator can reach, and stands
-beside every use. It says what a network sees in an image, not what a person would.
+beside every use. A probe says what a network sees in an image, not what a person would.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Probe:
     def train(
         features: Tensor, labels: Sequence[str], *, epochs: int = 20, decay: float = 0.05, smoothing: float = 0.1, seed: int = 0
     ) -> Probe:
-        """From features [N, D] and a label for each; a few seconds for 24,000 images."""
+        """Fits features [N, D] with a label for each; takes a few seconds for 24,000 images."""
         classes = tuple(sorted(set(labels)))
         if len(labels) != len(features) or len(classes) < 2:
             raise SettingError(
@@ -76,20 +76,20 @@ class Probe:
         return Probe(classes, mean, scale, weight.detach(), bias.detach())
 
     def scores(self, features: Tensor) -> Tensor:
-        """[N, D] to [N, C]."""
+        """Logits [N, C] of features [N, D]."""
         return F.linear((features.to(self.mean) - self.mean) / self.scale, self.weight, self.bias)
 
     def knows(self, labels: Sequence[str | None]) -> Flags:
         return torch.tensor([label in self.classes for label in labels])
 
     def hits(self, features: Tensor, labels: Sequence[str], top: int = 1) -> Flags:
-        """Whether the label, one of the classes, is among the `top` best of each image."""
+        """Whether the label, one of the classes, is among the `top` best scores of each image."""
         target = torch.tensor([self.classes.index(label) for label in labels])
         best = self.scores(features).topk(min(top, len(self.classes)), dim=1).indices.cpu()
         return (best == target[:, None]).any(dim=1)
 
     def checked(self) -> Probe:
-        """ValueError unless it can judge features of the network, and tells which of its classes it sees."""
+        """The probe itself; raises ValueError unless it fits the network's features and its numbers make sense."""
         tensors = {name: getattr(self, name) for name in PROBE_TENSORS}
         classes = len(self.classes)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -109,21 +109,21 @@ class Agreement:
     """Probes of styles and of labels, and how often each is right about real images that it was not trained on."""
 
     probes: Mapping[str, Probe]
-    real: Mapping[str, float]  # as `hits` names them
+    real: Mapping[str, float]  # by the names that `hits` uses
 
     @staticmethod
     def train(features: Tensor, prompts: Sequence[EvalPrompt], held_features: Tensor, held_prompts: Sequence[EvalPrompt]) -> Agreement:
-        """One vector of features per prompt; those of `held_prompts`, which are not trained on, tell how good the probes are."""
+        """Fits one vector of features per prompt; those of `held_prompts`, which are not trained on, show how good the probes are."""
         probes = {}
         for attribute in ATTRIBUTES:
             labels = [getattr(prompt, attribute) for prompt in prompts]
-            told = [index for index, label in enumerate(labels) if label is not None]
-            probes[attribute] = Probe.train(features[told], [labels[index] for index in told])
+            known = [index for index, label in enumerate(labels) if label is not None]
+            probes[attribute] = Probe.train(features[known], [labels[index] for index in known])
         hits = Agreement(probes, {}).hits(held_features, held_prompts)
         return Agreement(probes, {name: round(float(flags.double().mean()), 4) for name, (flags, _) in hits.items() if len(flags)})
 
     def hits(self, features: Tensor, prompts: Sequence[EvalPrompt]) -> dict[str, tuple[Flags, Tensor]]:
-        """For style, label and label_top5: which images agree, among those whose prompt tells what the probe knows, and their numbers."""
+        """Which images agree, for style, label and label_top5, among those whose class the probe knows; and their numbers."""
         found = {}
         for attribute, probe in self.probes.items():
             labels = [getattr(prompt, attribute) for prompt in prompts]
@@ -135,7 +135,7 @@ class Agreement:
         return found
 
     def save(self, file: str | Path) -> None:
-        """As one safetensors file, weights in float16."""
+        """Writes one safetensors file, weights in float16."""
         tensors = {
             f"{attribute}.{name}": getattr(probe, name).half().contiguous().cpu()
             for attribute, probe in self.probes.items()
@@ -168,7 +168,7 @@ class Agreement:
 
 
 def real_features(network: EfficientNetLite0, prompts: Sequence[EvalPrompt], augmented: bool = False) -> Tensor:
-    """Features of the prompts' real images, [N, 1280]; augmented: of images that are mirrored, cut and blurred a little, at random."""
+    """Features of the prompts' real images, [N, 1280]; augmented: images are mirrored, cropped and blurred a little, at random."""
     device = network.fc.weight.device
     generator = torch.Generator().manual_seed(0)
     found = []
@@ -179,7 +179,7 @@ def real_features(network: EfficientNetLite0, prompts: Sequence[EvalPrompt], aug
 
 
 def vary(image: Tensor, generator: torch.Generator) -> Tensor:
-    """[1, 3, S, S]: mirrored or not, cut to 88 % or more of its side and reduced to half or more of it, at its old size."""
+    """An image [1, 3, S, S] mirrored or not, cropped to 88 % or more of its side, and blurred by a detour over half the side or more."""
     mirror, cut, across, down, blur = torch.rand(5, generator=generator).tolist()
     side = image.shape[-1]
     left_side = round(side * (0.88 + 0.12 * cut))

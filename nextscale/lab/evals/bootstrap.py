@@ -1,4 +1,4 @@
-"""How sure a mean over images is: percentile intervals from resampled images."""
+"""Confidence intervals of means over images, from resampled images."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class Interval:
 
 
 def resampled(images: int, resamples: int, seed: int = 0) -> Tensor:
-    """Numbers of images drawn with replacement, [resamples, images]: the same for every measurement of the same images."""
+    """Indices of images, sampled with replacement, [resamples, images]: the same for every measurement of the same images."""
     if images < 1 or resamples < 1:
         raise SettingError(f"an interval needs one or more images and resamples; got {images} and {resamples}")
     return torch.randint(images, (resamples, images), generator=torch.Generator().manual_seed(seed))
 
 
 def mean_interval(values: Tensor | Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Of the mean of one number per image. For a difference to dense generation give the differences of the images: that pairs them."""
+    """The interval of the mean of one number per image. Give differences to the dense images for a paired difference."""
     numbers = torch.as_tensor(values, dtype=torch.float64).cpu()
     means = numbers[resampled(len(numbers), resamples, seed)].mean(dim=1)
     return Interval(float(numbers.mean()), *_bounds(means))
 
 
 def set_interval(measure: Callable[[Tensor], Tensor], images: int, resamples: int, seed: int = 0, chunk: int = 50) -> Interval:
-    """Of a measure of a whole set, given as a function of image numbers [R, images].
+    """The interval of a measure of a whole set, given as a function of image indices [R, images].
 
     A resample holds fewer different images than the set, which shifts biased measures such as Fréchet distances. So the bounds are the
-    resamples' percentiles moved by the difference of the set's own value and the resamples' mean: they tell the spread, not the bias.
+    resamples' percentiles moved by the difference of the set's own value and the resamples' mean: they show the spread, not the bias.
     """
     value = float(measure(torch.arange(images)[None])[0])
     values = torch.cat([measure(part) for part in resampled(images, resamples, seed).split(chunk)]).cpu()

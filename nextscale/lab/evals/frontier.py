@@ -17,14 +17,14 @@ FEWEST_TICKS = 4
 
 
 def frontier_svg(rows: Sequence[Row]) -> str:
-    """Two panels for the methods of one model and size: LPIPS to the dense image, and agreement with the prompt, both against the time
-    that dense generation takes for every second of the method; on a CPU, whose times mean little, against the share of the work."""
+    """Two panels for the methods of one model and size: LPIPS to the dense image, and agreement with the prompt, both against the
+    speedup over dense generation; on a CPU, whose times mean little, against the share of the MACs."""
     usable = [row for row in rows if "error" not in row]
     if not usable:
         raise SettingError("there is nothing to draw: the results hold no row of a method that ran")
     timed = not usable[0]["hardware"].startswith("CPU") and all(row["speedup"] for row in usable)
     across = (lambda row: row["speedup"]["median"]) if timed else (lambda row: row["cost_share"])
-    named = "times faster than dense" if timed else "MACs against dense"
+    named = "speedup over dense" if timed else "MACs against dense"
     agreement = next((name for name in ("label_top5", "style") if name in usable[0]), None)
     panels = [("LPIPS to the dense image", "lpips", True)]
     if agreement is not None:

@@ -1,4 +1,4 @@
-"""Which methods are judged together: named lists, and single ones written out."""
+"""Methods that are judged together: named lists, and single ones written out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...accel.method import Method
 from ...accel.registry import resolve_method
-from ...accel.sparsevar import INFINITY_BLOCK
+from ...accel.sparsevar import OTHER_BLOCK
 from ...errors import SettingError
 
 DENSE = "dense"
@@ -43,7 +43,7 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
     """What the paper of SparseVAR leaves open or picks by eye, each changed alone at tau 0.6; other metrics at thresholds of their own."""
     first = 10 if stages > 10 else stages - 1  # what from_stage is when it is not given
-    published = max(1, round(INFINITY_BLOCK * blocks))  # what block is then, except for HART
+    published = max(1, round(OTHER_BLOCK * blocks))  # what block is then, except for HART
     chosen: dict[str, dict[str, object]] = {
         "SparseVAR 0.6": {},
         "rows both": {"rows": "both"},
@@ -75,6 +75,6 @@ def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, 
     return {DENSE: Method(), **methods}
 
 
-def parse_methods(*texts: str) -> Method:
-    """Several methods at once are several texts, or joined by +; none is dense generation."""
-    return resolve_method([part.strip() for text in texts for part in text.split("+")] or None)
+def parse_methods(*specs: str) -> Method:
+    """One method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
+    return resolve_method([part.strip() for spec in specs for part in spec.split("+")] or None)

@@ -1,4 +1,4 @@
-"""How far images are from others: distances of pairs, and of whole sets. The networks behind some of them are files of their own."""
+"""Distances of images: of pairs, and of whole sets. The networks behind some of them are files of their own."""
 
 from .files import metric_file
 from .lpips import Lpips

@@ -26,7 +26,7 @@ STAGES = (  # repeats, kernel, stride of the first, expansion, channels
 
 
 class SameConv(nn.Conv2d):
-    """As TensorFlow pads: so that the size is divided by the stride and rounded up, the odd pixel at the right and bottom."""
+    """A convolution padded as in TensorFlow: the size is divided by the stride and rounded up, the odd pixel is at the right and bottom."""
 
     def forward(self, x: Tensor) -> Tensor:
         (kernel, _), (stride, _) = self.kernel_size, self.stride
@@ -36,13 +36,13 @@ class SameConv(nn.Conv2d):
 
 
 class InvertedResidual(nn.Module):
-    def __init__(self, width: int, channels: int, kernel: int, stride: int, expansion: int) -> None:
+    def __init__(self, dim: int, channels: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
-        inner = width * expansion
-        self.expand = SameConv(width, inner, 1) if expansion > 1 else None
+        inner = dim * expansion
+        self.expand = SameConv(dim, inner, 1) if expansion > 1 else None
         self.depthwise = SameConv(inner, inner, kernel, stride, groups=inner)
         self.project = SameConv(inner, channels, 1)
-        self.adds_input = stride == 1 and width == channels
+        self.adds_input = stride == 1 and dim == channels
 
     def forward(self, x: Tensor) -> Tensor:
         y = x if self.expand is None else F.relu6(self.expand(x))
@@ -56,18 +56,18 @@ class EfficientNetLite0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = SameConv(3, 32, 3, 2)
-        blocks, width = [], 32
+        blocks, dim = [], 32
         for repeats, kernel, first_stride, expansion, channels in STAGES:
             for repeat in range(repeats):
-                blocks.append(InvertedResidual(width, channels, kernel, first_stride if repeat == 0 else 1, expansion))
-                width = channels
+                blocks.append(InvertedResidual(dim, channels, kernel, first_stride if repeat == 0 else 1, expansion))
+                dim = channels
         self.blocks = nn.Sequential(*blocks)
-        self.head = SameConv(width, FEATURES, 1)
+        self.head = SameConv(dim, FEATURES, 1)
         self.fc = nn.Linear(FEATURES, CLASSES)
 
     @classmethod
     def load(cls, given: Path | None = None, device: str | torch.device = "cpu") -> Self:
-        """From the folder of metric networks `given`, or wherever `metric_file` looks; in float32."""
+        """Loads from the folder of metric networks `given`, or wherever `metric_file` looks; in float32."""
         with torch.device("meta"):
             network = cls()
         load_weights(network, metric_file(EFFICIENTNET, given), Layout(), device=torch.device(device), dtype=torch.float32)
@@ -86,7 +86,7 @@ class EfficientNetLite0(nn.Module):
 
 
 def central_crop(images: Tensor) -> Tensor:
-    """The short side to 256, then 224 x 224 pixels around the centre."""
+    """Images with the short side resized to 256, cropped to 224 x 224 pixels around the centre."""
     height, width = images.shape[2:]
     if min(height, width) != SHORT_SIDE:
         factor = SHORT_SIDE / min(height, width)

@@ -1,4 +1,4 @@
-"""Where the networks lie with which images are measured."""
+"""Files of the networks that measure images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORIGINS = {
 
 
 def metric_file(name: str, given: Path | None = None) -> Path:
-    """The file `name`: `given` itself or in that folder, else in the folder NEXTSCALE_METRICS, else in metrics under the home folder."""
+    """Path of the file `name`: `given` or in that folder, else in the folder NEXTSCALE_METRICS, else in metrics under the home folder."""
     if given is not None:
         place = Path(given).expanduser()
     elif named := os.environ.get(VARIABLE):

@@ -12,10 +12,10 @@ from ...checkpoints import Layout, load_weights
 from ...errors import SizeError
 from .files import LPIPS, metric_file
 
-WIDTHS = (64, 192, 384, 256, 256)
+CHANNELS = (64, 192, 384, 256, 256)
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # per channel
 POOLED_AFTER = 2  # the first two convolutions
-SMALLEST_SIDE = 31  # of an image of which every pooling leaves something
+SMALLEST_SIDE = 31  # of an image from which every pooling leaves something
 
 
 class Lpips(nn.Module):
@@ -24,30 +24,30 @@ class Lpips(nn.Module):
     shift: Tensor
     scale: Tensor
 
-    def __init__(self, widths: tuple[int, ...] = WIDTHS) -> None:
+    def __init__(self, channels: tuple[int, ...] = CHANNELS) -> None:
         super().__init__()
-        first, second, *rest = widths
+        first, second, *rest = channels
         self.features = nn.ModuleList(
             [
                 nn.Conv2d(3, first, 11, stride=4, padding=2),
                 nn.Conv2d(first, second, 5, padding=2),
-                *(nn.Conv2d(inner, outer, 3, padding=1) for inner, outer in zip(widths[1:], rest, strict=False)),
+                *(nn.Conv2d(inner, outer, 3, padding=1) for inner, outer in zip(channels[1:], rest, strict=False)),
             ]
         )
-        self.lin = nn.ModuleList(nn.Conv2d(width, 1, 1, bias=False) for width in widths)
+        self.lin = nn.ModuleList(nn.Conv2d(each, 1, 1, bias=False) for each in channels)
         self.register_buffer("shift", torch.tensor(SHIFT).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("scale", torch.tensor(SCALE).view(1, 3, 1, 1), persistent=False)
         self.requires_grad_(False)
 
     @classmethod
     def load(cls, given: Path | None = None, device: torch.device | str = "cpu") -> Lpips:
-        """With the published weights; `given` is their file or its folder, see `metric_file`."""
+        """Loads the published weights; `given` is their file or its folder, see `metric_file`."""
         network = cls()
         load_weights(network, metric_file(LPIPS, given), Layout())
         return network.to(device)
 
     def forward(self, a: Tensor, b: Tensor, features_dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of images [B, 3, H, W] in [-1, 1], one distance each: [B].
+        """Distances [B] of images [B, 3, H, W] in [-1, 1].
 
         features_dtype: training may run the convolutions in bfloat16; the distance of what they find is always float32.
         """

@@ -1,4 +1,4 @@
-"""Different words for the same picture, so that the model learns the subject and not the sentence."""
+"""Several captions of the same picture, so that the model learns the subject and not the sentence."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .data import Record
+from ..shards import Record
 
 PLACE = "{}"
 
 
 def caption_variants(records: Sequence[Record], count: int, seed: int = 0) -> list[list[str]]:
-    """`count` captions of every record, its own first: with a colour where one is known, in another's wording of the same style,
-    or under another name of the subject."""
+    """`count` captions of every record, its own first. Others name a colour where one is known, take the wording of another picture of
+    the same style, or use another name of the subject."""
     templates = style_templates(records)
     chance = random.Random(seed)
     return [[record.caption, *(_variant(record, templates, chance) for _ in range(count - 1))] for record in records]
 
 
 def style_templates(records: Sequence[Record]) -> dict[str, list[str]]:
-    """The wordings of each style, with a place for the subject, the most common first."""
+    """Templates of the captions of each style, with a place for the subject, the most common first."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for record in records:
         if record.subject and record.subject in record.caption:

@@ -1,4 +1,4 @@
-"""The loss curves of runs as a picture."""
+"""A plot of the loss curves of runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...errors import MissingExtra, SettingError
 from ...io import replacing
 from .run import CURVE, CurveError, read_lines
 
-LEFT_OUT = ("step", "seconds", "gradient", "learning_rate", "discriminator", "generator", "entropy")  # of other size or sign than losses
+LEFT_OUT = ("step", "seconds", "gradient", "learning_rate", "discriminator", "generator", "entropy")  # other size or sign than losses
 FORMATS = (".svg", ".png", ".pdf")
 LINES = ("-", ":", "-.", "--")
-KIND = re.compile(r"_(\d+(px_\d+)?)$")  # of a batch: its side, and how many stages
+KIND = re.compile(r"_(\d+(px_\d+)?)$")  # kind of batch: its side, and the number of stages
 
 Curve = dict[str, list[tuple[float, float]]]
 
 
 def read_curve(folder: Path) -> Curve:
-    """(minutes, value) by name. Of the losses of all stages the first, the middle and the last."""
+    """Points (minutes, value) by name; of the losses per stage only the first, the middle and the last."""
     path = folder / CURVE
     if not path.exists():
         raise CurveError(f"{folder} holds no {CURVE}: expected the folder of a training run")
@@ -44,14 +44,14 @@ def _numbers(name: str, value: Any) -> list[tuple[str, float]]:
 
 
 def plot_curves(folders: Sequence[Path], target: Path) -> None:
-    """One panel per run; logarithmic, since the parts of a loss differ in size. A colour for each kind of batch, the sum drawn boldly."""
+    """One panel per run; logarithmic, since the parts of a loss differ in size. A colour for each kind of batch; the sum is bold."""
     if target.suffix.lower() not in FORMATS:
         raise SettingError(f"{target}: expected a file name that ends in one of {', '.join(FORMATS)}")
     curves = [(folder, read_curve(folder)) for folder in folders]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("curves are drawn with matplotlib: pip install 'nextscale[plots]'") from error
+        raise MissingExtra("curves are plotted with matplotlib: pip install 'nextscale[plots]'") from error
     figure = Figure(figsize=(6.5 * len(curves), 4.8), layout="constrained", facecolor="white")
     for axes, (folder, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
         kinds = list(dict.fromkeys(_kind(name) for name in curve))
@@ -77,6 +77,6 @@ def _kind(name: str) -> str:
 
 
 def _label(name: str) -> str:
-    """loss_256px_10: "loss, 256 px, 10 stages"."""
+    """What the legend says: "loss, 256 px, 10 stages" for loss_256px_10."""
     part, (side, _, stages) = KIND.sub("", name).replace("_", " "), _kind(name).partition("px_")
     return ", ".join([part, *([f"{side} px"] if side else []), *([f"{stages} stages"] if stages else [])])

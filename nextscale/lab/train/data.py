@@ -1,4 +1,4 @@
-"""Captioned pictures from tar shards, held in memory as bytes."""
+"""Captioned pictures, held in memory as bytes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import hashlib
 import io
 import json
 import os
-import tarfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,48 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from ...errors import NextscaleError
-
-CAPTIONS = "captions.jsonl"
-
-
-class DataError(NextscaleError):
-    """A shard that cannot be read, or not in the expected form."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is known of one picture. Only file and caption are required of a shard."""
-
-    file: str
-    caption: str
-    style: str = ""
-    label: str = ""
-    group: str = ""
-    subject: str = ""  # the part of the caption that names what is shown
-    alt: str = ""  # another name of it
-    keywords: tuple[str, ...] = ()
-    caption_color: str = ""  # the caption with a colour
-    unseen: bool = False  # held-out pictures: nothing of this subject is in the training shards
-
-    @classmethod
-    def of(cls, line: Any) -> Record:
-        """From a line of captions.jsonl; fields that are not ours are left out."""
-        if not isinstance(line, dict):
-            raise ValueError(f"{str(line)[:80]!r} is no object")
-        known = {field.name: line[field.name] for field in fields(cls) if line.get(field.name) is not None}
-        kinds = {"keywords": list, "unseen": bool}
-        if odd := [name for name, value in known.items() if not isinstance(value, kinds.get(name, str))]:
-            raise ValueError(f"{odd[0]} is {known[odd[0]]!r}: expected texts, a list of them as keywords, true or false as unseen")
-        if not known.get("file") or not known.get("caption", "").strip():
-            raise ValueError(f"{str(line)[:80]!r} lacks its file or its caption")
-        return cls(**known | {"keywords": tuple(map(str, known.get("keywords", ())))})
-
-    @property
-    def mirrored_alike(self) -> bool:
-        """Whether the mirrored picture still shows what the caption says: not signs, flags, clocks and directions."""
-        sided = ("left", "right", "clock", "hand", "keycap", "thirty", "twelve", "button")
-        return self.group not in ("Symbols", "Flags") and not any(word in self.label.lower() for word in sided)
+from ..shards import DataError, Record, read_shard
 
 
 class Pictures:
@@ -85,7 +41,7 @@ class Pictures:
         return Pictures(self.pixels.to(device), self.records)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Float32 pictures in [-1, 1]; with a generator half of them zoomed, all shifted a little, some mirrored."""
+        """Pictures in [-1, 1], float32; a generator zooms half of them, shifts all a little and mirrors some."""
         images = self.pixels[indices].float() / 127.5 - 1
         return images if generator is None else self._varied(images, self.mirrors[indices], generator)
 
@@ -102,7 +58,7 @@ class Pictures:
 
 
 def read_pictures(shards: Sequence[Path], sides: Sequence[int]) -> dict[int, Pictures]:
-    """All pictures of some shards, by side. A shard is a tar file with captions.jsonl and the pictures that its lines name."""
+    """All pictures of some shards, by side."""
     records: list[Record] = []
     files: list[bytes] = []
     for shard in shards:
@@ -130,37 +86,13 @@ def read_pictures(shards: Sequence[Path], sides: Sequence[int]) -> dict[int, Pic
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """As RGB; what is transparent becomes white."""
+    """The image as RGB; what is transparent becomes white."""
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
 
 
 def fingerprint(sets: Mapping[int, Pictures]) -> str:
-    """Of which pictures a run learns from: their names and captions in their order, and the sides."""
+    """A hash of the pictures that a run learns from: their names and captions in their order, and the sides."""
     known = {side: [(record.file, record.caption) for record in pictures.records] for side, pictures in sorted(sets.items())}
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
-
-
-def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
-    """The records of a shard and the bytes of their pictures."""
-    try:
-        with tarfile.open(shard, "r:") as tar:
-            members = {member.name.removeprefix("./"): member for member in tar if member.isfile()}
-            if CAPTIONS not in members:
-                raise DataError(f"{shard} holds no {CAPTIONS}: expected a tar file with that and the pictures it names")
-            lines = _content(tar, members[CAPTIONS]).decode().splitlines()
-            records = [Record.of(json.loads(line)) for line in lines if line.strip()]
-            if absent := [record.file for record in records if record.file not in members]:
-                raise DataError(f"{shard} lacks {len(absent)} pictures that its {CAPTIONS} names, such as {absent[0]}")
-            return records, [_content(tar, members[record.file]) for record in records]
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{shard} cannot be read as a tar file without compression: {error}") from error
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{CAPTIONS} of {shard} has a line that is no record with a file and a caption: {error}") from error
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    assert file is not None  # only regular files are asked for
-    return file.read()

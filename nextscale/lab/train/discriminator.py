@@ -1,4 +1,4 @@
-"""Tells patches of photographs from patches of reconstructions (Isola et al., 2017), with the hinge loss."""
+"""A classifier of patches, real or reconstructed (Isola et al., 2017), with the hinge loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLOPE = 0.2
 
 
 class PatchDiscriminator(nn.Module):
-    """Images [B, 3, H, W] to one score per patch, [B, 1, about H / 8, about W / 8]: high for photographs."""
+    """Images [B, 3, H, W] to one score per patch, [B, 1, about H / 8, about W / 8]: high for real ones."""
 
     def __init__(self, channels: int = 64) -> None:
         super().__init__()
@@ -26,10 +26,11 @@ class PatchDiscriminator(nn.Module):
         return self.layers(images).float()
 
 
-def discriminator_loss(real: Tensor, drawn: Tensor) -> Tensor:
-    """From the scores of both; zero once real ones are above 1 and drawn ones below -1."""
-    return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + drawn).mean())
+def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
+    """Hinge loss of the scores of both; zero once real ones are above 1 and reconstructed ones below -1."""
+    return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + fake).mean())
 
 
-def generator_loss(drawn: Tensor) -> Tensor:
-    return -drawn.mean()
+def generator_loss(fake: Tensor) -> Tensor:
+    """Low where reconstructions score high."""
+    return -fake.mean()

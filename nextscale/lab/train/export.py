@@ -1,4 +1,4 @@
-"""Writes a trained model as the files that the package carries."""
+"""Writes a trained model as the files of the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...text.words import WordTextEncoder
 from ...tokenizers import InfinityTokenizer
 
 MODEL, TOKENIZER = "model.safetensors", "tokenizer.safetensors"
-MOST_BYTES = 40_000_000  # of all files together: everyone who installs the package downloads them
+MOST_BYTES = 40_000_000  # all files together: everyone who installs the package downloads them
 
 
 def write_bundle(
@@ -25,7 +25,7 @@ def write_bundle(
 ) -> int:
     """Writes model, tokenizer and word encoder under the names that the presets expect; returns their bytes.
 
-    All three take the place of older ones at the end, when they are written and found small enough and finite in `dtype`.
+    All three replace older ones at the end, once they are written, small enough and finite in `dtype`.
     """
     for part, module in (("model", model), ("tokenizer", tokenizer), ("word encoder", words.model)):
         require_finite(module, part, dtype)

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.base import Conditioning
-from ...models.blocks import ModulatedBlock, Modulation, attend
+from ...models.attention import attend
+from ...models.blocks import ModulatedBlock
+from ...models.env import Conditioning
 from ...models.infinity import Infinity
+from ...models.modulation import Modulation
 from ...stage import Schedule, Stage, Tokens
 from ...tokenizers import InfinityTokenizer
 
@@ -22,7 +24,7 @@ MASK_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Pyramid:
-    """What the model reads and what it should answer, all stages under one another."""
+    """What the model reads and the bits that it should predict, all stages concatenated."""
 
     seen: Tensor  # [B, tokens - 1, bits]: the canvas before every stage but the first
     bits: Tensor  # [B, tokens, bits], bool
@@ -34,8 +36,8 @@ def forced_pyramid(
 ) -> Pyramid:
     """The bits of encoder features [B, bits, h, w] for the first `stages` of a schedule.
 
-    Bitwise self-correction: of every picture a random share of the bits, up to `most_flips`, is drawn wrong, and the bits of the later
-    stages make up for it, as they must when the model errs.
+    Bitwise self-correction: a random share of every picture's bits, up to `most_flips`, is flipped on the canvas, and the bits of later
+    stages correct it, as they must when the model errs.
     """
     batch, device = features.shape[0], features.device
     canvas = tokenizer.canvas(schedule, batch)
@@ -54,7 +56,7 @@ def forced_pyramid(
 
 @dataclass(frozen=True)
 class Window:
-    """Queries `start` to `end`, which see all keys before `end`, or of those what the mask lets them."""
+    """Queries from `start` to `end`, which see all keys before `end` that the mask allows."""
 
     start: int
     end: int
@@ -107,13 +109,13 @@ def stage_weights(stages: Sequence[Stage]) -> Tensor:
 
 
 class ForcedPass:
-    """An Infinity over the first stages of a schedule at once; computes what the stage loop would compute one after another."""
+    """An Infinity over the first stages of a schedule at once; computes what the stage loop computes one after another."""
 
     def __init__(self, model: Infinity, schedule: Schedule, stages: int, run_block: Callable[..., Tensor] = forced_block) -> None:
         self.model, self.run_block = model, run_block
         self.stages = schedule.stages[:stages]
         self.windows = stage_windows(self.stages, model.device)
-        self.weights = stage_weights(self.stages).to(model.device)  # of the stages' losses in their sum
+        self.weights = stage_weights(self.stages).to(model.device)
         turns = torch.cat(model.rotations(schedule)[:stages])[:, None, None]
         self.rotation = (turns.real.contiguous(), turns.imag.contiguous())
         self.levels = torch.cat([torch.full((stage.cells,), stage.index, device=model.device) for stage in self.stages])

@@ -1,4 +1,4 @@
-"""How the transformer is trained, and whether what it is trained with fits together."""
+"""How the transformer is trained, and checks that its parts fit together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...models import InfinityConfig
 from ...text.words import WordTextEncoder
 from ...tokenizers import InfinityTokenizer
 from .data import Pictures
-from .tokenizer import square_schedule
+from .tokenizer_settings import square_schedule
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step learns from: so many pictures of this side, as far as this stage."""
+    """What one step learns from: a number of pictures of one side, up to a stage."""
 
     side: int
     stages: int
@@ -35,7 +35,7 @@ class Phase:
 
     @classmethod
     def of(cls, given: Phase | Sequence[Any]) -> Phase:
-        """Also from plain numbers: [share, [[side, stages, pictures], ...]]."""
+        """A phase, also from plain numbers: [share, [[side, stages, pictures], ...]]."""
         if isinstance(given, Phase):
             return given
         expected = SettingError(f"phase {given!r}: expected [share, [[side, stages, pictures], ...]], the last three whole numbers")
@@ -53,8 +53,8 @@ class Phase:
 class ModelTraining:
     """What is trained and how. The knobs that matter: phases, learning_rate and the length of the run.
 
-    Phases go from coarse to fine, as Infinity itself was trained: the first stages decide what is drawn and cost a fifth of the rest.
-    flips: the largest share of bits drawn wrong (bitwise self-correction). no_prompt: share of pictures without their prompt, which
+    Phases go from coarse to fine, as Infinity itself was trained: the first stages decide what is shown and cost a fifth of the rest.
+    flips: the largest share of bits that are flipped (bitwise self-correction). no_prompt: share of pictures without their prompt, which
     guidance needs. variants: encodings of every picture, each shifted, zoomed and mirrored at random, and as many captions.
     """
 
@@ -99,7 +99,7 @@ class ModelTraining:
 
     @property
     def sides(self) -> list[int]:
-        """Of the pictures that the phases take, from small to large."""
+        """Sides of the pictures that the phases take, from small to large."""
         return sorted({batch.side for phase in self.phases for batch in phase.batches})
 
     def batch_at(self, progress: float, step: int) -> Batch:
@@ -109,16 +109,16 @@ class ModelTraining:
 
 
 def check_model(config: InfinityConfig) -> None:
-    """Whether this can be built and trained."""
+    """Raises SettingError unless this can be built and trained."""
     numbers = {name: value for name, value in asdict(config).items() if type(value) is int}
     if low := [name for name, value in numbers.items() if value < 1]:
         raise SettingError(f"model.{low[0]} is {numbers[low[0]]}; expected at least 1")
     if config.dim % (4 * config.heads):
-        raise SettingError(f"a model of width {config.dim} has {config.heads} heads; expected heads of a multiple of 4 channels each")
+        raise SettingError(f"a model of dim {config.dim} has {config.heads} heads; expected heads of a multiple of 4 channels each")
     if not config.pool_heads or config.dim % config.pool_heads:
         raise SettingError(
-            f"a model of width {config.dim} pools {config.text_channels} text channels with {config.pool_heads} heads; expected 128 "
-            "channels or more, and a number of heads that divides the width"
+            f"a model of dim {config.dim} pools {config.text_channels} text channels with {config.pool_heads} heads; expected 128 "
+            "channels or more, and a number of heads that divides the dim"
         )
     if config.depth % config.chunks:
         raise SettingError(f"a model of depth {config.depth} has {config.chunks} chunks; expected a divisor of the depth")
@@ -127,7 +127,7 @@ def check_model(config: InfinityConfig) -> None:
 
 
 def check_parts(model: InfinityConfig, tokenizer: InfinityTokenizer, words: WordTextEncoder) -> None:
-    """Whether they speak of the same bits and channels."""
+    """Raises SettingError unless all three have the same bits and channels."""
     if words.channels != model.text_channels:
         raise SettingError(
             f"the word encoder has {words.channels} channels, the model reads {model.text_channels}: set model.text_channels to "
@@ -141,7 +141,7 @@ def check_parts(model: InfinityConfig, tokenizer: InfinityTokenizer, words: Word
 
 
 def check_training(settings: ModelTraining, tokenizer: InfinityTokenizer, words: WordTextEncoder) -> None:
-    """Everything that can be known before pictures are read."""
+    """Checks everything that can be known before pictures are read."""
     check_parts(settings.model, tokenizer, words)
     for batch in (batch for phase in settings.phases for batch in phase.batches):
         stages = len(square_schedule(batch.side, tokenizer.pixels_per_token))
@@ -152,6 +152,7 @@ def check_training(settings: ModelTraining, tokenizer: InfinityTokenizer, words:
 
 
 def check_pictures(settings: ModelTraining, train: Mapping[int, Pictures], held_out: Mapping[int, Pictures]) -> None:
+    """Raises SettingError unless there are the same pictures at every side that the phases take."""
     for what, sets in (("training", train), ("held-out", held_out)):
         if sorted(sets) != settings.sides:
             raise SettingError(f"{what} pictures of sides {sorted(sets)}: the phases take {settings.sides}, expected just these")

@@ -1,4 +1,4 @@
-"""Which optimizer trains which weights."""
+"""The optimizers and the weights that each trains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Optimizers:
         }
 
     def step(self, rate: float, longest_gradient: float) -> Tensor:
-        """One step; returns the norm of the gradient before it was cut."""
+        """One step; returns the norm of the gradient before clipping."""
         norm = nn.utils.clip_grad_norm_([*self.matrices, *self.others], longest_gradient)
         for optimizer in self.all.values():
             set_learning_rate(optimizer, rate)

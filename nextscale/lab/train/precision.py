@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nn.Module)
 class MasterWeights(Generic[M]):
     """`module` is what is optimised and saved, in float32; `working` is its copy in another type, which computes the gradients.
 
-    Parameters whose name starts with one of `float32` keep full precision in the copy as well, as they do when the model draws.
+    Parameters whose name starts with one of `float32` keep full precision in the copy as well, as they do in generation.
     """
 
     def __init__(self, module: M, dtype: torch.dtype, float32: tuple[str, ...] = ()) -> None:
@@ -26,12 +26,12 @@ class MasterWeights(Generic[M]):
         self._theirs: list[Tensor] = list(self.working.parameters())
 
     def take_gradients(self) -> None:
-        """From the copy to the weights."""
+        """Moves gradients from the copy to the weights."""
         for ours, theirs in zip(self._ours, self._theirs, strict=True):
             ours.grad = None if theirs.grad is None else theirs.grad.float()
             theirs.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
-        """From the weights to the copy."""
+        """Copies the weights to the copy."""
         torch._foreach_copy_(self._theirs, self._ours)

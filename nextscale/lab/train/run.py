@@ -1,4 +1,4 @@
-"""What every training run needs: a budget of steps or seconds, a state that can be taken up again, averaged weights, a curve."""
+"""What every training run needs: a budget of steps or seconds, a state that can be resumed, averaged weights, a curve."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Diverged(NextscaleError):
 
 @dataclass(frozen=True)
 class Budget:
-    """When a run ends: after so many steps, or so many seconds of training, those of earlier sessions included."""
+    """When a run ends: after a number of steps, or of seconds of training, those of earlier sessions included."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -50,7 +50,7 @@ class Budget:
 
 
 class Run:
-    """Counts, saves and takes up again. Everything that must survive an interruption is named in `modules` and `optimizers`.
+    """Counts, saves and resumes. Everything that must survive an interruption is named in `modules` and `optimizers`.
 
     State and curve live in `folder`; a run with other settings than the folder's is refused. Steps after the last state are made again,
     so their lines leave the curve.
@@ -98,14 +98,14 @@ class Run:
         self.save()
 
     def log(self, values: Mapping[str, Value]) -> None:
-        """What the step that is being made found: numbers, or rows of them. Averages over `log_every` steps go to the curve; the device
-        is read only then."""
+        """Notes the numbers of the current step, or rows of them. Averages over `log_every` steps go to the curve; the device is read
+        only then."""
         self._waiting.append({name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()})
         if (self.step + 1) % self.log_every == 0:
             self._flush(self.step + 1)
 
     def _flush(self, step: int) -> None:
-        """`step`: how many steps are made."""
+        """Writes what is waiting to the curve. `step`: the number of steps that are made."""
         if not self._waiting:
             return
         line = {name: mean([values[name] for values in self._waiting if name in values]) for name in dict.fromkeys(chain(*self._waiting))}
@@ -118,14 +118,14 @@ class Run:
         self.note({"step": step, "seconds": round(self.seconds, 1), **line})
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """One line of the curve; shown as well."""
+        """Appends one line to the curve, and prints it."""
         with (self.folder / CURVE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in line.items())
         print("  ".join(shown), flush=True)
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        """Held-out results: a line of the curve, and the file metrics.json."""
+        """Writes held-out results: a line of the curve, and the file metrics.json."""
         self.note({"step": self.step, "held_out": results})
         metrics = {"steps": self.step, "seconds": round(self.seconds, 1), **results}
         write_text(json.dumps(metrics, indent=2) + "\n", self.folder / METRICS)
@@ -162,7 +162,7 @@ class Run:
         self.step, self.seconds = state["step"], state["seconds"]
 
     def _kept_lines(self) -> list[dict[str, Any]]:
-        """Of the curve, up to the state. Results of a run that is over are about to be found again."""
+        """Lines of the curve up to the state. Results of a run that is over are about to be found again."""
         path = self.folder / CURVE
         lines = read_lines(path) if self.step and path.exists() else []
         over = self.progress >= 1
@@ -174,11 +174,11 @@ def memory_errors(advice: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(f"memory ran out: {advice}. What the run has learnt so far is kept in its folder") from error
+        raise OutOfMemory(f"memory ran out: {advice}. What the run has learned so far is kept in its folder") from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Of a curve. The last line may have been cut off by an interruption; it is left out."""
+    """Lines of a curve. The last one may have been cut off by an interruption; it is left out."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     except (OSError, ValueError) as error:
@@ -194,7 +194,7 @@ def mean(values: Sequence[Value]) -> float | list[float]:
 
 
 class Ema(Generic[M]):
-    """A running average of a module's weights, which draws better than the last ones."""
+    """A running average of a module's weights, which generates better images than the last ones."""
 
     def __init__(self, module: M, decay: float) -> None:
         self.module: M = copy.deepcopy(module).float().requires_grad_(False).eval()
@@ -211,12 +211,12 @@ class Ema(Generic[M]):
 
 
 def learning_rate(progress: float, step: int, peak: float, warmup_steps: int = 100, floor: float = 0.02) -> float:
-    """Linear up to `peak`, and all along a cosine down to `floor` times it. Warm-up counts steps: the first ones may compile for long."""
+    """A linear warm-up to `peak` times a cosine down to `floor` of it. Warm-up counts steps: the first ones may compile for long."""
     cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return peak * cosine * min(1.0, (step + 1) / warmup_steps)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Groups may have a `factor` of their own."""
+    """Sets the rate of all groups, each times its `factor` if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)

@@ -1,4 +1,4 @@
-"""Changes to a training's settings from texts such as "learning_rate=1e-3" or "model.depth=12", and which of them a run keeps."""
+"""Changes to settings written as "learning_rate=1e-3" or "model.depth=12", and the settings that a resumed run must share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...errors import SettingError
 
 S = TypeVar("S")
-KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", dict: "an object", str: "a text"}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", dict: "an object", str: "a string"}
 
 
 def changed(settings: S, changes: Sequence[str]) -> S:
@@ -30,7 +30,7 @@ def changed(settings: S, changes: Sequence[str]) -> S:
 
 
 def lasting(settings: Any) -> dict[str, Any]:
-    """What a run that is taken up again has to share; how fast it runs may differ."""
+    """The settings that a resumed run must share; how fast it runs may differ."""
     return {name: value for name, value in asdict(settings).items() if name != "compile"}
 
 
@@ -46,7 +46,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _checked(settings: Any, path: Sequence[str], value: Any, change: str) -> Any:
-    """The value, if such a setting is there and is of its kind."""
+    """The value; raises SettingError unless there is such a setting of this kind."""
     known = [field.name for field in fields(settings)] if is_dataclass(settings) else []
     if path[0] not in known:
         raise SettingError(f"setting {change!r}: there is no {path[0]!r} here; known: {', '.join(sorted(known)) or 'nothing'}")

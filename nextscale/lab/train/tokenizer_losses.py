@@ -1,4 +1,4 @@
-"""The parts of the tokenizer's loss that are not distances of images: multi-scale quantisation and what keeps its bits useful.
+"""The parts of the tokenizer's loss that are not distances of images: multi-scale quantisation, commitment and entropy.
 
 Notation: z the encoder's map [B, bits, h, w]; the stages of a schedule quantise what is left of it, one after the other.
 """
@@ -20,12 +20,14 @@ LEAST_PROBABILITY = 1e-6  # of a bit in a batch, for the logarithm
 
 @dataclass(frozen=True)
 class Quantised:
+    """An encoder's map after multi-scale quantisation."""
+
     latent: Tensor  # [B, bits, h, w]: the sum of all stages, without gradient
-    rests: tuple[Tensor, ...]  # per stage what it quantises, [B, bits, its height, its width], with the gradient of z
+    rests: tuple[Tensor, ...]  # what each stage quantises, [B, bits, its height, its width], with the gradient of z
 
 
 def quantise(tokenizer: InfinityTokenizer, z: Tensor, schedule: Schedule) -> Quantised:
-    """As `Tokenizer.encode` does, on the same canvas, and keeping what each stage was given."""
+    """Quantises as `Tokenizer.encode` does, on the same canvas, and keeps what each stage was given."""
     canvas = tokenizer.canvas(schedule, z.shape[0])
     rests = []
     for stage in schedule:
@@ -40,7 +42,7 @@ def straight_through(z: Tensor, latent: Tensor) -> Tensor:
 
 
 def commitment(z: Tensor, latent: Tensor) -> Tensor:
-    """Keeps z near what the bits can say."""
+    """Keeps z near what the bits can express."""
     return F.mse_loss(z, latent.detach())
 
 

@@ -1,4 +1,4 @@
-"""The frozen half of `nano`'s text encoder: which words it knows, and their vectors, distilled from a sentence model."""
+"""The frozen half of `nano`'s text encoder: its vocabulary, and word vectors distilled from a sentence model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...text.encoder import TextEncoder
 from ...text.features import TextFeatures
 from ...text.files import EncoderFiles
 from ...text.words import PART_MARK, SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder, plain_words, stems
-from .data import Record
+from ..shards import Record
 
 # Of the 3 nearest of 517 emoji names, in the same Unicode subgroup with 128 channels: 42.0 % for the word alone, 45.7 % in the sentence,
 # 44.3 % averaged. Averaged, because colours hardly look alike in the sentence: cosine of "red" and "blue" 0.75, 0.04 and 0.46.
@@ -31,7 +31,7 @@ COMMON_WORDS = 150  # of the sentence model's vocabulary, which is ordered by fr
 CANDIDATES = 12000  # further words of it among which to choose
 RIDGE = 10.0
 
-# What people ask to see; captions of emoji and clothes lack many of them.
+# What people ask for; captions of emoji and clothes lack many of them.
 EVERYDAY_WORDS = (package_files(__package__) / "everyday_words.txt").read_text(encoding="utf-8").split()
 
 
@@ -40,18 +40,18 @@ def make_word_encoder(records: Sequence[Record], model_folder: str | Path, size:
 
     Held-out records may be among them: their words get vectors, which come from the sentence model alone, and nothing is trained on them.
     """
-    texts = [text for record in records for text in record_texts(record)]
-    build_vocabulary(texts, [], size)  # refuses a size without room for the captions before the sentence model reads thousands of words
+    captions = [text for record in records for text in record_captions(record)]
+    build_vocabulary(captions, [], size)  # refuses a size without room for the captions before the sentence model reads thousands of words
     model = SentenceModel(model_folder)
-    known = list(dict.fromkeys(word for text in texts for word in plain_words(text)))
+    known = list(dict.fromkeys(word for text in captions for word in plain_words(text)))
     further = further_words(list(dict.fromkeys([*known, *EVERYDAY_WORDS])), model)
-    vocabulary = build_vocabulary(texts, [*model.words()[:COMMON_WORDS], *EVERYDAY_WORDS, *further], size)
+    vocabulary = build_vocabulary(captions, [*model.words()[:COMMON_WORDS], *EVERYDAY_WORDS, *further], size)
     encoder = WordEncoder(WordEncoderConfig(words=len(vocabulary)))
     encoder.vectors.copy_(distil_vectors(vocabulary.entries, model, encoder.config.vector_channels))
     return WordTextEncoder(vocabulary, encoder.eval())
 
 
-def record_texts(record: Record) -> Iterator[str]:
+def record_captions(record: Record) -> Iterator[str]:
     """Everything that a caption of this picture may be made of."""
     yield from (record.caption, record.subject, record.label, record.alt, record.caption_color, *record.keywords)
 
@@ -59,7 +59,7 @@ def record_texts(record: Record) -> Iterator[str]:
 def build_vocabulary(captions: Iterable[str], extra_words: Iterable[str], size: int) -> Vocabulary:
     """All words of the captions, the most common first; parts; then extra words, in their order, until there are `size` entries.
 
-    Extra words whose stem is there are left out: texts are read by the stem.
+    Extra words whose stem is there are left out: prompts are read by the stem.
     """
     counts = Counter(word for caption in captions for word in plain_words(caption))
     words = [word for word, _ in counts.most_common()]
@@ -105,7 +105,7 @@ def further_words(known: Sequence[str], model: SentenceModel) -> list[str]:
 def distil_vectors(words: Sequence[str], model: SentenceModel | str | Path, channels: int = 128) -> Tensor:
     """Float32 [words, channels]: the sentence model's vectors, centred, on their principal directions, of unit variance overall.
 
-    A part ("##ing") is the mean of the words that contain it, which says little where it says many things.
+    A part ("##ing") is the mean of the words that contain it, which carries little where they differ much.
     """
     model = model if isinstance(model, SentenceModel) else SentenceModel(model)
     whole = [position for position, word in enumerate(words) if not word.startswith(PART_MARK)]
@@ -150,13 +150,13 @@ class SentenceModel(TextEncoder):
         return [word for word, _ in entries if re.fullmatch("[a-z]{3,}|in|of|on|to|at|by|up|an|is|it", word)]
 
     def vectors(self, words: Sequence[str]) -> Tensor:
-        """[words, channels]: of each word in all carriers, averaged."""
-        texts = [carrier.format(word) for word in words for carrier in CARRIERS]
-        order = sorted(range(len(texts)), key=lambda position: len(texts[position]))  # texts of about one length share a batch
-        vectors = torch.empty(len(texts), self.channels)
+        """Vectors [words, channels]: means over all carriers of each word."""
+        prompts = [carrier.format(word) for word in words for carrier in CARRIERS]
+        order = sorted(range(len(prompts)), key=lambda position: len(prompts[position]))  # prompts of about one length share a batch
+        vectors = torch.empty(len(prompts), self.channels)
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
-            rows = self._encode([texts[position] for position in batch]).rows
+            rows = self._encode([prompts[position] for position in batch]).rows
             vectors[batch] = F.normalize(torch.stack([row.mean(0) for row in rows]), dim=1)
         return vectors.unflatten(0, (-1, len(CARRIERS))).mean(1)
 

@@ -1,10 +1,10 @@
-"""Watches a generation through the library's own hooks."""
+"""Traces of a generation, taken through the library's own hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -12,19 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import RunSetup, Span
-from nextscale.cache import CacheSpec, Env, LayerCache, StageMemory, Workspace
+from nextscale.accel.method import MethodRun, Plans, RunSetup, Span
+from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
+from nextscale.models.env import Env
 from nextscale.sampling import SharedRng
 
 
-class Recorder(Method):
-    """Block inputs and outputs per stage. `stages`: how many to run, the rest is skipped. `noise`: added to the guided logits.
+class Trace(Method):
+    """Traces the inputs and outputs of blocks, stage by stage, while `method` runs.
 
-    `method`: what runs meanwhile. Of blocks that it runs as a group the input of the first and the output of the last one are seen.
+    Of blocks that the method runs as a group the input of the first and the output of the last are seen. `stages` is how many stages to
+    run, the rest is skipped. `noise` is the size of random numbers that are added to the guided logits.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Recorder(Method):
         self.generator = torch.Generator().manual_seed(noise_seed)
         self.taps = tuple(sorted(set(taps)))
         self.stages = stages
-        self.method = self.run = Method() if method is None else method
+        self.method = Method() if method is None else method
         self.first_inputs: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers, and of the first ones of groups
         self.outputs: dict[tuple[int, int], Tensor] = {}  # likewise, and of the last ones of groups
@@ -47,44 +49,68 @@ class Recorder(Method):
         self.memory = StageMemory()
         self.caches: list[CountingCache] = []
 
-    def start(self, setup: RunSetup) -> Method:
+    @property
+    def data_dependent(self) -> bool:
+        return self.method.data_dependent
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return self.method.forecast(model, schedule, guided, kept)
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        self.schedule = setup.schedule
         self.run = self.method.start(setup)
-        return self
+        return TraceRun(self, self.run)
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
-        return self.method.forecast(model, schedule, kept)
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        plan = self.run.plan(stage, canvas)
-        self.groups[stage.index] = [span.layers for span in plan.spans]
-        grouped = {layer for layers in self.groups[stage.index] for layer in layers}
+@dataclass(frozen=True)
+class TraceRun(MethodRun):
+    """Runs what the trace's method would, and notes it."""
+
+    trace: Trace
+    run: MethodRun
+
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        trace = self.trace
+        plan = self.run.plan(planned, stage, canvas)
+        trace.groups[stage.index] = [span.layers for span in plan.spans]
+        grouped = {layer for layers in trace.groups[stage.index] for layer in layers}
         return replace(
             plan,
-            skip=plan.skip or (self.stages is not None and stage.index >= self.stages),
-            spans=tuple(ObservedSpan(span, self) for span in plan.spans),
-            taps=tuple(layer for layer in self.taps if layer not in grouped),
+            skip=plan.skip or (trace.stages is not None and stage.index >= trace.stages),
+            spans=tuple(TracedSpan(span, trace) for span in plan.spans),
+            taps=tuple(sorted({*plan.taps, *(layer for layer in trace.taps if layer not in grouped)})),
         )
 
+    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        return self.run.count_tokens(stage, canvas)
+
+    def set_counts(self, fewest: int, num_tokens: int) -> None:
+        self.run.set_counts(fewest, num_tokens)
+
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        self.first_inputs.append(x)
+        self.trace.first_inputs.append(x)
         return self.run.reduce(x, tokens)
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if self.noise:
-            out = out + self.noise * (2 * torch.rand(out.shape, generator=self.generator) - 1)
+        if self.trace.noise:
+            out = out + self.trace.noise * (2 * torch.rand(out.shape, generator=self.trace.generator) - 1)
         return self.run.restore(out, tokens)
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        self.inputs[tokens.stage.index, layer], self.outputs[tokens.stage.index, layer] = before, after
+        stage = tokens.stage.index
+        self.trace.inputs[stage, layer], self.trace.outputs[stage, layer] = before, after
+        self.run.observe(layer, before, after, tokens)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        self.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
-        return self.caches[-1]
+        self.trace.caches.append(CountingCache(self.run.layer_cache(spec, workspace)))
+        return self.trace.caches[-1]
 
 
-class ObservedSpan:
-    def __init__(self, span: Span, recorder: Recorder) -> None:
-        self.span, self.recorder = span, recorder
+class TracedSpan:
+    """A span whose input and output are traced."""
+
+    def __init__(self, span: Span, trace: Trace) -> None:
+        self.span, self.trace = span, trace
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.span, name)
@@ -92,27 +118,29 @@ class ObservedSpan:
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         out = self.span(blocks, x, tokens, env)
         stage, layers = tokens.stage.index, self.span.layers
-        self.recorder.inputs[stage, layers[0]], self.recorder.outputs[stage, layers[-1]] = x, out
-        self.recorder.memory = env.memory
+        self.trace.inputs[stage, layers[0]], self.trace.outputs[stage, layers[-1]] = x, out
+        self.trace.memory = env.memory
         return out
 
 
 class CountingCache:
+    """A layer cache that knows how many keys the latest stage has seen."""
+
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
-        self.length = 0  # keys that the last stage so far has seen
+        self.lengths: list[int] = []  # keys that each stage has seen, with its own
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         keys, values, mask = self.cache.append(q, k, v, tokens)
-        self.length = keys.shape[1]
+        self.lengths.append(keys.shape[1])
         return keys, values, mask
 
     def keep_rows(self, rows: slice) -> None:
         self.cache.keep_rows(rows)
 
 
-class Watch:
-    """What `on_stage` shows, kept: logits, ids, codes, canvas and the next stage's input."""
+class StageTrace:
+    """Everything that `on_stage` shows: logits, ids, codes, canvas and the next stage's input."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -132,14 +160,16 @@ class Watch:
             self.next_inputs.append(seen)
 
 
-class RecordingDraws(SharedRng):
+class TracedRng(SharedRng):
+    """A generator whose exponential numbers are kept."""
+
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__(generator)
-        self.drawn: list[Tensor] = []
+        self.exponentials: list[Tensor] = []
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        self.drawn.append(super().exponential(shape, device))
-        return self.drawn[-1]
+        self.exponentials.append(super().exponential(shape, device))
+        return self.exponentials[-1]
 
 
 class Call(NamedTuple):
@@ -149,7 +179,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def calls_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """Every call of some modules, in order, while the block runs."""
+    """Traces every call of some modules, in order, while the context is open."""
     seen: dict[str, list[Call]] = {name: [] for name in modules}
     handles = [
         module.register_forward_hook(lambda _, inputs, output, name=name: seen[name].append(Call(inputs, output)))
@@ -164,7 +194,7 @@ def calls_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
 
 @contextmanager
 def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Every output of some modules, in order; complete when the block has ended."""
+    """Traces every output of some modules, in order; the lists are complete when the context is closed."""
     outputs: dict[str, list[Tensor]] = {}
     with calls_of(modules) as seen:
         yield outputs
@@ -173,13 +203,13 @@ def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]
 
 @contextmanager
 def calls_to(owner: Any, name: str) -> Iterator[list[Call]]:
-    """Every call of a function that a module finds under its name, in order, while the block runs."""
+    """Traces every call of a function that a module finds under its name, in order, while the context is open."""
     seen: list[Call] = []
     function = getattr(owner, name)
 
-    def noted(*inputs: Any) -> Any:
+    def traced(*inputs: Any) -> Any:
         seen.append(Call(inputs, function(*inputs)))
         return seen[-1].output
 
-    with mock.patch.object(owner, name, noted):
+    with mock.patch.object(owner, name, traced):
         yield seen

@@ -1,4 +1,4 @@
-"""Which tokens of a row have the largest scores: FastVAR selects so before every branch."""
+"""The tokens of a row with the largest scores: FastVAR selects these before every sublayer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sortable(score):
 
 
 @triton.jit(do_not_specialize=["tokens", "keep"])
-def rank_kernel(score_ptr, kept_ptr, tokens, keep, score_row, ROUNDS: tl.constexpr, OWN: tl.constexpr, COMPARED: tl.constexpr):
+def topk_indices_rank_kernel(score_ptr, kept_ptr, tokens, keep, score_row, ROUNDS: tl.constexpr, OWN: tl.constexpr, COMPARED: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     scores = score_ptr + row * score_row
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
@@ -44,7 +44,7 @@ def rank_kernel(score_ptr, kept_ptr, tokens, keep, score_row, ROUNDS: tl.constex
 
 
 @triton.jit(do_not_specialize=["tokens", "keep"])
-def place_kernel(kept_ptr, out_ptr, tokens, keep, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+def topk_indices_place_kernel(kept_ptr, out_ptr, tokens, keep, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     found = 0
     for step in range(ROUNDS):
@@ -56,12 +56,12 @@ def place_kernel(kept_ptr, out_ptr, tokens, keep, ROUNDS: tl.constexpr, BLOCK: t
 
 
 def rounds(tokens: int, at_a_time: int) -> int:
-    """Enough for all; a power of two, so that few numbers of tokens need a kernel of their own."""
+    """Rounds that cover all tokens; a power of two, so that few numbers of tokens need a kernel of their own."""
     return power_of_two(triton.cdiv(tokens, at_a_time))
 
 
 def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
-    """Of every row of score [R, N], float32, the places of its `keep` largest, in order: [R, keep]. Of equals the first is taken."""
+    """Positions of the `keep` largest entries of every row of score [R, N], float32, ascending: [R, keep]. Of equals the first is taken."""
     rows, tokens = score.shape
     if score.dtype != torch.float32 or not 0 <= keep <= tokens:
         raise ValueError(f"expected scores [R, N] in float32 and N to keep at most; got {list(score.shape)}, {score.dtype}, {keep}")
@@ -73,10 +73,12 @@ def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
     all_tokens = max(power_of_two(tokens), 32)
     compared, block = min(all_tokens, COMPARED), min(all_tokens, ORDERED)
     with torch.cuda.device_of(score):
-        rank_kernel[triton.cdiv(tokens, OWN), rows](
+        topk_indices_rank_kernel[triton.cdiv(tokens, OWN), rows](
             score, kept, tokens, keep, score.stride(0), ROUNDS=rounds(tokens, compared), OWN=OWN, COMPARED=compared, num_warps=4
         )
-        place_kernel[(rows,)](kept, out, tokens, keep, ROUNDS=rounds(tokens, block), BLOCK=block, num_warps=max(block // 256, 1))
+        topk_indices_place_kernel[(rows,)](
+            kept, out, tokens, keep, ROUNDS=rounds(tokens, block), BLOCK=block, num_warps=max(block // 256, 1)
+        )
     return out
 
 

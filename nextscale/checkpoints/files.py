@@ -1,0 +1,180 @@
+"""Torch and safetensors files, and folders of shards, opened without ever executing anything in them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .layout import Layout, Shape, listed, matches_any, published_key
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt"})
+INDEX_SUFFIX = ".index.json"
+DOWNLOAD_AGAIN = "Download it again and compare its size with the published one."
+
+
+@dataclass(frozen=True)
+class Entry:
+    shard: Path
+    stored_key: str
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a weights file or of a folder of shards, under their published names. Holds no tensor data."""
+
+    path: Path
+    layout: Layout
+    entries: dict[str, Entry]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {key: entry.shape for key, entry in self.entries.items()}
+
+    def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields (key, tensor) shard by shard. The tensors are views of the mapped file: read them, do not write to them."""
+        wanted = list(keys)
+        if absent := [key for key in wanted if key not in self.entries]:
+            raise CheckpointError(f"{self.path} has no tensors named {listed(absent)}. Ask only for keys in `shapes`.")
+        for shard in dict.fromkeys(self.entries[key].shard for key in wanted):
+            state = _shard_state(shard, self.layout)
+            for key in wanted:
+                if self.entries[key].shard == shard:
+                    yield key, state[self.entries[key].stored_key].detach()
+
+
+def open_checkpoint(path: str | Path, layout: Layout) -> Checkpoint:
+    """Opens a torch or safetensors file, a folder of shards, or the `.index.json` of such a folder. Keeps names and shapes only."""
+    path = Path(path)
+    entries: dict[str, Entry] = {}
+    for shard in _shard_paths(path, layout.preferred_file):
+        for entry in _shard_entries(shard, layout):
+            key = published_key(entry.stored_key, layout)
+            if key in entries:
+                places = [f"{twin.stored_key!r} in {twin.shard.name}" for twin in (entries[key], entry)]
+                raise CheckpointError(f"{path} has {key!r} twice: {' and '.join(places)}. Pass the file or the folder of one checkpoint.")
+            entries[key] = entry
+    return Checkpoint(path, layout, entries)
+
+
+def _shard_paths(path: Path, preferred: str | None) -> list[Path]:
+    if os.path.isfile(path):
+        return _indexed_shards(path) if path.name.endswith(INDEX_SUFFIX) else [path]
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path} is not an existing file or folder. Pass a weights file or a folder of shards.")
+    if preferred and (path / preferred).is_file():
+        return [path / preferred]
+    files = sorted(file for file in path.glob("*") if file.is_file())
+    indexes = [file for file in files if file.name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise CheckpointError(f"{path} has several indexes: {listed([file.name for file in indexes])}. Pass the path of the one you mean.")
+    if indexes:
+        return _indexed_shards(indexes[0])
+    weights = [file for file in files if file.suffix.lower() in WEIGHT_SUFFIXES]
+    if not weights:
+        raise CheckpointError(f"{path} has no {', '.join(sorted(WEIGHT_SUFFIXES))} file. Pass the folder that holds the weights.")
+    return weights
+
+
+def _indexed_shards(index: Path) -> list[Path]:
+    try:
+        content = json.loads(index.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"The index {index} cannot be read as JSON. {DOWNLOAD_AGAIN}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f'The index {index} has no "weight_map" from tensor names to shard files. {DOWNLOAD_AGAIN}')
+    return [_shard_beside(index, name) for name in sorted(set(weight_map.values()))]
+
+
+def _shard_beside(index: Path, name: str) -> Path:
+    # Judged by the text alone: download caches keep shards as links to files elsewhere. Windows rules also cover POSIX names.
+    pure = PureWindowsPath(name)
+    if pure.anchor or ".." in pure.parts:
+        raise CheckpointError(f"The index {index} names {name!r}, outside its folder. Refused: use an index with plain file names.")
+    shard = index.parent / name
+    if not os.path.isfile(shard):
+        raise CheckpointError(f"The index {index} names the shard {name!r}, which is not there. Download the whole folder again.")
+    return shard
+
+
+def _shard_entries(path: Path, layout: Layout) -> Iterator[Entry]:
+    foreign = []
+    for key, value in _shard_state(path, layout).items():
+        if isinstance(key, str) and isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+            yield Entry(path, key, tuple(value.shape), value.dtype)
+        elif not isinstance(key, str) or not matches_any(published_key(key, layout), layout.ignored):
+            foreign.append(f"{key!r} ({type(value).__name__})")
+    if foreign:
+        wrappers = "".join(f" or {'.'.join(wrapper)}" for wrapper in layout.wrappers)
+        raise CheckpointError(
+            f"{path} has values that are not dense tensors under text keys: {listed(foreign)}. "
+            f"Expected nothing but named tensors, at the top level{wrappers}. Re-save only the state dict."
+        )
+
+
+def _shard_state(path: Path, layout: Layout) -> Mapping[Any, Any]:
+    """The content of one file, mapped wherever the format allows. The content decides which format it is, not the file's name."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from error
+    if not head:
+        raise CheckpointError(f"{path} is empty (0 bytes). {DOWNLOAD_AGAIN}")
+    if head[8:] == b"{":  # asked first: the length field of a safetensors file may begin like a zip or a pickle
+        return _safetensors_state(path)
+    if head.startswith((b"PK", b"\x80")):
+        return _unwrapped(_torch_load(path, is_zip=head.startswith(b"PK")), path, layout)
+    raise CheckpointError(
+        f"{path} is not a checkpoint: it starts like neither a torch file nor a safetensors file. "
+        "Pass a weights file; a small text file in its place is often a Git LFS pointer or an error page, so download it again."
+    )
+
+
+def _safetensors_state(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping; the tensors are views of the map
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is a truncated or damaged safetensors file. {DOWNLOAD_AGAIN}") from error
+
+
+def _unwrapped(root: object, path: Path, layout: Layout) -> Mapping[Any, Any]:
+    for wrapper in (*layout.wrappers, ()):  # the empty path is the file itself
+        member = root
+        for key in wrapper:
+            member = member.get(key) if isinstance(member, Mapping) else None
+        if member is not None:
+            break
+    if not isinstance(member, Mapping):
+        place = ".".join(wrapper) or "the top level"
+        raise CheckpointError(f"{path} has a {type(member).__name__} at {place}; expected a dict of tensors. Re-save the state dict alone.")
+    return member
+
+
+def _torch_load(path: Path, is_zip: bool) -> object:
+    can_map = is_zip and not path.name.endswith(".safetensors")  # torch takes paths so named for safetensors; older files cannot be mapped
+    try:
+        # Training programs keep their settings beside the weights; a Namespace only holds values and runs nothing.
+        with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path if can_map else file, map_location="cpu", weights_only=True, mmap=can_map)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} contains objects besides tensors (or a damaged pickle). nextscale never unpickles code. "
+            "Open it where you trust it, re-save only the weights (a dict of tensors), and pass that file."
+        ) from error
+    except Exception as error:  # a damaged archive surfaces as almost any exception type
+        raise CheckpointError(f"{path} is truncated, damaged or not made by torch.save. {DOWNLOAD_AGAIN}") from error

@@ -1,0 +1,21 @@
+"""Whether a setting that a caller gives is a number of the right kind. True and False are none."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    """A whole number, `least` or more."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def is_share(value: object, above_zero: bool = False) -> bool:
+    """A number from 0 to 1; with `above_zero` not 0 itself."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return (float(value) > 0 if above_zero else float(value) >= 0) and float(value) <= 1

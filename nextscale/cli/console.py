@@ -1,0 +1,31 @@
+"""Where results and progress are shown."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+UNLIMITED_WIDTH = 10_000
+
+
+def result_console() -> Console:
+    """Standard output; file names stay on one line where a program reads them."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=UNLIMITED_WIDTH)
+
+
+def share_bar() -> Progress:
+    """A bar for tasks with a total of 1."""
+    return _bar(TextColumn("{task.percentage:.0f} %"))
+
+
+def token_bar() -> Progress:
+    """A bar for tasks whose total is a number of tokens."""
+    return _bar(MofNCompleteColumn(), TextColumn("tokens"))
+
+
+def _bar(*amount: ProgressColumn) -> Progress:
+    """Shown on a terminal only, and gone when it ends."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

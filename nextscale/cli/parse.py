@@ -1,0 +1,103 @@
+"""From words of the command line to what the library takes; wrong ones are refused before any weights are loaded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+
+from ..accel.method import Method
+from ..errors import PromptError, SettingError, SizeError
+from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
+from ..loading.load import prompt_reader
+from ..loading.presets import MODELS, ModelSpec, build_model
+from ..schedules import ScheduleBook
+from ..stage import Schedule
+
+
+def require_no_model_names(words: Sequence[str]) -> None:
+    """Refuses prompts that are the name of a model and nothing else: whoever writes one most likely wants to choose that model."""
+    for word in words:
+        if word in MODELS:
+            raise PromptError(
+                f"prompt {word!r} is the name of a model: choose the model with -m {word}; "
+                f"if you want images of that word, say so in a sentence, such as 'the word {word}'"
+            )
+
+
+def parse_prompt(text: str, spec: ModelSpec) -> str | int:
+    """Text as it is, or a class number."""
+    if spec.text_encoder is None:
+        number = int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text
+        prompt_reader(spec, None, torch.device("cpu")).read(number)
+        return number
+    if not text.strip():
+        raise PromptError("a prompt is empty: write at least one visible character, or leave it out")
+    return text
+
+
+def method_name(text: str) -> str:
+    """Combined methods as tables name them: "fastvar + skip:last=1"."""
+    return " + ".join(part.strip() for part in text.split("+"))
+
+
+def require_fitting(method: Method, spec: ModelSpec, schedule: Schedule) -> None:
+    """SettingError if the method has settings that do not go with this model or size."""
+    with torch.device("meta"):
+        model = build_model(spec.model)
+    method.forecast(model, schedule)
+
+
+def choose_schedule(book: ScheduleBook, size: str | None, aspect: str | None = None, sides: str | None = None) -> Schedule:
+    if sides is None:
+        return book.choose(None if size is None else parse_size(size), aspect)
+    if size is not None or aspect is not None:
+        raise SizeError("--sides already fixes the size: leave out --size and --aspect")
+    parts = [parse_size(side) for side in sides.split(",")]
+    maps = [part for part in parts if not isinstance(part, str)]
+    if len(maps) < len(parts):
+        raise SizeError(f"--sides {sides!r}: give whole numbers, or HEIGHTxWIDTH, separated by commas, such as 1,2,3,5,8")
+    return book.choose(Schedule(maps), None)
+
+
+def parse_size(text: str) -> tuple[int, int] | int | str:
+    """HEIGHTxWIDTH or a side in numbers; any other text is left to the model as the name of a pixel budget."""
+    numbers = [int(part) for part in text.split("x") if part.isdecimal()]
+    if len(numbers) != text.count("x") + 1 or len(numbers) > 2:
+        return text
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def parse_guidance(text: str, published: Guidance) -> GuidanceLike:
+    form, colon, values = text.rpartition(":")
+    numbers = parse_numbers(values)
+    if not colon and len(numbers) > 1:
+        return numbers
+    if len(numbers) == 1:
+        match form if colon else None:
+            case None:
+                return numbers[0]
+            case "constant":
+                return ConstantGuidance(strength=numbers[0])
+            case "ramp":
+                ramp = published if isinstance(published, RampGuidance) else RampGuidance()
+                return ramp.with_strength(numbers[0])
+    raise SettingError(f"--guidance {text!r}: give a number, one per stage such as 3,3,1, or a form such as constant:4 or ramp:2.5")
+
+
+def parse_temperature(text: str) -> float | list[float]:
+    numbers = parse_numbers(text)
+    if not numbers:
+        raise SettingError(f"--temperature {text!r}: give a number, or one per stage such as 1,1,0.5")
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def parse_numbers(text: str) -> list[float]:
+    """Numbers between commas; empty if any of them is not one."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
+    return numbers if all(math.isfinite(number) for number in numbers) else []

@@ -1,0 +1,121 @@
+"""Observation 4: the features of late stages have low rank (StageVAR, section 3.2); and tables of such ranks for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...accel.combine import Combined
+from ...accel.stagevar import StageVAR
+from ...accel.stagevar.lowrank import energy_ranks
+from ...accel.stagevar.ranks import counted_tokens
+from ...accel.stagevar.settings import PUBLISHED_ALPHA, group_layers
+from ...checks import is_share
+from ...errors import SettingError
+from ...pipeline import Pipeline
+from ...stage import Schedule, Stage
+from .numbers import Curve, Rank
+from .probe import FeatureProbe
+
+ALPHAS = (0.9, 0.96, 0.99)  # StageVAR's published setting is 0.96
+MOST_LAYERS = 8  # StageVAR measures 8 groups of blocks
+MOST_IMAGES = 8  # the decomposition is slow, and images differ little in their ranks
+
+
+def energies(x: Tensor) -> Tensor:
+    """Squared singular values of the mean-centred x [B, N, C], largest first, [B, min(N, C)], in float64 on the CPU.
+
+    They are eigenvalues of the products along the shorter side, which a GPU forms quickly; it is slow at decomposing many matrices.
+    """
+    centred = (x - x.mean(dim=1, keepdim=True, dtype=torch.float32)).double()
+    products = centred @ centred.mT if x.shape[1] < x.shape[2] else centred.mT @ centred
+    return torch.linalg.eigvalsh(products.cpu()).flip(1).clamp(min=0)
+
+
+@dataclass
+class RankWatcher:
+    """Notes the ranks of the inputs of some blocks, for a `FeatureProbe`."""
+
+    layers: Sequence[int]
+    alphas: Sequence[float]
+    rows: int | None = None  # the first rows of the batch; None: all
+    found: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # (stage, block): [alphas, rows] of every request
+
+    def watch(self, stage: Stage, layer: int, before: Tensor, after: Tensor) -> None:
+        if layer in self.layers and self.rows != 0:
+            spectrum = energies(before[: self.rows])
+            ranks = torch.stack([energy_ranks(spectrum, alpha) for alpha in self.alphas]).double()
+            self.found.setdefault((stage.index, layer), []).append(ranks)
+
+    def ranks(self, schedule: Schedule) -> Tensor:
+        """[alphas, blocks, rows, stages], of all requests."""
+        by_layer = [torch.stack([torch.cat(self.found[stage.index, layer], dim=1) for stage in schedule], dim=-1) for layer in self.layers]
+        return torch.stack(by_layer, dim=1)
+
+
+# --- the observation
+
+
+def spread_layers(depth: int) -> list[int]:
+    """At most MOST_LAYERS blocks, evenly from the first on."""
+    number = min(depth, MOST_LAYERS)
+    return [index * depth // number for index in range(number)]
+
+
+def summary(calls: Sequence[Tensor], layers: Sequence[int], schedule: Schedule, channels: int) -> Rank:
+    whole = torch.cat(list(calls), dim=2)
+    return Rank(
+        whole.shape[2],
+        list(layers),
+        list(ALPHAS),
+        [[Curve.of(block) for block in alpha] for alpha in whole],
+        [min(stage.cells, channels) for stage in schedule],
+    )
+
+
+# --- tables for StageVAR
+
+
+def measure_ranks(
+    pipe: Pipeline,
+    prompts: Iterable[Any],
+    alphas: Sequence[float] = (PUBLISHED_ALPHA,),
+    method: StageVAR | None = None,
+    stages: Sequence[int] | None = None,
+    seed: int = 0,
+    **request: Any,
+) -> dict[float, dict[int, tuple[float, ...]]]:
+    """Rank ratios of any model: {alpha: {stage: one ratio per group}}, mean over prompts, for `StageVAR(ranks=measured[alpha])`.
+
+    Generates one image per prompt at full rank, the i-th with seed + i, guidance off where `method` (StageVAR()) says, and without its
+    skips. Measured are `stages`, by default all those without guidance. `request`: size, guidance and so on, as for `pipe`.
+    The paper took 553 prompts; the spread over prompts is a tenth of the mean.
+    """
+    method = StageVAR() if method is None else method
+    schedule = pipe.settings.schedules.choose(request.get("size"), request.get("aspect"))
+    first = method.first_unguided(pipe.model, schedule)
+    measured = sorted(range(first, len(schedule)) if stages is None else stages)
+    unknown = [stage for stage in measured if not 0 <= stage < len(schedule)]
+    if unknown or not measured:
+        raise SettingError(f"no ranks to measure at stages {measured}: {schedule} has stages 0 to {len(schedule) - 1}")
+    if not all(is_share(alpha, above_zero=True) for alpha in alphas) or not alphas:
+        raise SettingError(f"alphas {alphas!r}: give one or more numbers above 0 and up to 1")
+    layers = tuple(blocks.start for blocks in group_layers(pipe.model, method.groups))
+    watcher = RankWatcher(layers, alphas)
+    dense = replace(method, guidance_off=first, alphas=(), ranks=None, variant="vanilla", as_released=False)
+    probed = Combined((dense, FeatureProbe((watcher.watch,), layers, frozenset(measured))))
+    for image, prompt in enumerate(prompts):
+        pipe(prompt, seed=seed + image, method=probed, **request)
+    if not watcher.found:
+        raise SettingError("no ranks to measure: give at least one prompt")
+
+    def ratios(alpha: int, stage: int) -> tuple[float, ...]:
+        most = min(schedule[stage].cells, counted_tokens(pipe.model) or schedule[stage].cells)
+        found = (watcher.found[stage, layer] for layer in layers)
+        return tuple(float(torch.stack([ranks[alpha].mean() for ranks in requests]).mean()) / most for requests in found)
+
+    return {alpha: {stage: ratios(number, stage) for stage in measured} for number, alpha in enumerate(alphas)}

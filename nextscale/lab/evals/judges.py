@@ -1,0 +1,57 @@
+"""The networks that judge images, and what they find in those of one method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...report import Report
+from ..metrics import Lpips
+from ..metrics.efficientnet import EfficientNetLite0
+from ..metrics.pixels import psnr, ssim
+from .agreement import Agreement
+
+METRIC_BATCH = 64  # images that are measured at a time
+
+
+@dataclass(eq=False)
+class Measured:
+    """What was seen of one method, batch by batch; images in the order in which they were generated."""
+
+    error: str | None = None
+    untimed: list[Report] = field(default_factory=list)  # of the warm-up
+    reports: list[Report] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)  # [B, 1280]
+    pairs: dict[str, list[Tensor]] = field(default_factory=lambda: {"psnr": [], "ssim": [], "lpips": []})  # [B] against dense
+
+    def pair(self, name: str) -> Tensor:
+        """Distances of all images to the dense ones, [N]."""
+        return torch.cat(self.pairs[name]).double().cpu()
+
+
+@dataclass(frozen=True, eq=False)
+class Judges:
+    """LPIPS, the network whose features stand for what an image shows, and probes of these features."""
+
+    lpips: Lpips
+    features: EfficientNetLite0
+    agreement: Agreement | None = None
+
+    @staticmethod
+    def load(metrics: Path | None, probe: Path | None, device: torch.device) -> Judges:
+        agreement = None if probe is None else Agreement.load(probe, device)
+        return Judges(Lpips.load(metrics, device), EfficientNetLite0.load(metrics, device), agreement)
+
+    @torch.inference_mode()
+    def measure(self, images: Tensor, dense: Tensor, result: Measured) -> None:
+        """Adds what images [B, 3, H, W] in 8 bits show; those that are not `dense` themselves are compared with it."""
+        for ours, theirs in zip(images.split(METRIC_BATCH), dense.split(METRIC_BATCH), strict=True):
+            a, b = (levels.float() / 127.5 - 1 for levels in (ours, theirs))
+            result.features.append(self.features.features(a))
+            if images is not dense:
+                found = {"psnr": psnr(a, b), "ssim": ssim(a, b), "lpips": self.lpips(a, b)}
+                for name, values in found.items():
+                    result.pairs[name].append(values)

@@ -1,0 +1,91 @@
+"""Tar shards of captioned images: captions.jsonl, one JSON object per line, and the images that it names."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import NextscaleError
+
+CAPTIONS = "captions.jsonl"
+KINDS: dict[str, tuple[type, str]] = {"keywords": (list, "a list"), "unseen": (bool, "true or false")}  # other fields are strings
+
+
+class DataError(NextscaleError):
+    """A shard that cannot be read, or not in the expected form."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of one image. Only the caption is required, and in a shard the file."""
+
+    file: str
+    caption: str
+    style: str = ""
+    label: str = ""
+    group: str = ""
+    subject: str = ""  # the part of the caption that names what is shown
+    alt: str = ""  # another name of it
+    keywords: tuple[str, ...] = ()
+    caption_color: str = ""  # the caption with a colour
+    unseen: bool = False  # held-out images: nothing of this subject is in the training shards
+
+    @classmethod
+    def of(cls, line: Any) -> Record:
+        """A record from a line of captions.jsonl; unknown fields are ignored. Raises ValueError for other things."""
+        if not isinstance(line, dict) or not isinstance(line.get("caption"), str) or not line["caption"].strip():
+            raise ValueError(f"expected an object with a caption, a string that is not empty; got {str(line)[:80]!r}")
+        known = {field.name: line[field.name] for field in fields(cls) if line.get(field.name) is not None}
+        for name, value in known.items():
+            kind, expected = KINDS.get(name, (str, "a string"))
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r:.80}; expected {expected}, or nothing")
+        return cls(**{"file": "", **known, "keywords": tuple(map(str, known.get("keywords", ())))})
+
+    @property
+    def mirrored_alike(self) -> bool:
+        """Whether the mirrored image still shows what the caption says: not signs, flags, clocks and directions."""
+        sided = ("left", "right", "clock", "hand", "keycap", "thirty", "twelve", "button")
+        return self.group not in ("Symbols", "Flags") and not any(word in self.label.lower() for word in sided)
+
+
+def read_records(lines: Iterable[str], source: str) -> list[Record]:
+    """The records of these lines; empty ones are skipped. `source` is named in errors."""
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(Record.of(json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{source}, line {number} is no JSON: {error}") from error
+        except ValueError as error:
+            raise DataError(f"{source}, line {number}: {error}") from error
+    return records
+
+
+def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
+    """The records of a shard and the bytes of their images."""
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            members = {member.name.removeprefix("./"): member for member in tar if member.isfile()}
+            if CAPTIONS not in members:
+                raise DataError(f"{shard} holds no {CAPTIONS}: expected a tar file with that and the images it names")
+            records = read_records(_content(tar, members[CAPTIONS]).decode().splitlines(), f"{CAPTIONS} of {shard}")
+            if absent := [record.file for record in records if record.file not in members]:
+                raise DataError(f"{shard} lacks {len(absent)} images that its {CAPTIONS} names, such as {absent[0]!r}")
+            return records, [_content(tar, members[record.file]) for record in records]
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"{shard} cannot be read as a tar file without compression: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{CAPTIONS} of {shard} is not UTF-8: {error}") from error
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    assert file is not None  # only regular files are asked for
+    return file.read()

@@ -1,0 +1,185 @@
+"""The bitwise next-scale transformer and its word encoder while they are trained: weights, averages, optimizers, one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoints import write_weights
+from ...loading.load import load_module
+from ...loading.presets import NANO
+from ...models import Infinity
+from ...models.env import Conditioning
+from ...models.text_context import Padding
+from ...pipeline import Pipeline
+from ...schedules import InfinityBook
+from ...stage import Schedule
+from ...text.prompts import TextReader
+from ...text.words import WordEncoder, WordTextEncoder
+from ...tokenizers import InfinityTokenizer
+from .encoded import Captions, Features
+from .export import MODEL as WEIGHTS
+from .export import WORDS
+from .forcing import ForcedPass, forced_block, forced_pyramid
+from .model_settings import ModelTraining
+from .optim import Optimizers
+from .precision import MasterWeights
+from .run import Ema, learning_rate
+
+EVALUATED_TOGETHER = 16  # pictures
+FIRST_TEMPERATURE = 4.0
+SPREAD = 0.02  # standard deviation of random weights
+
+
+def initialise(model: Infinity) -> None:
+    """Small random weights; every sublayer begins as a small correction to its input."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
+            nn.init.zeros_(module.bias)
+    depth = len(model.blocks)
+    for block in model.modulated:
+        assert block.attention.log_temperature is not None
+        nn.init.constant_(block.attention.log_temperature, math.log(FIRST_TEMPERATURE))
+        nn.init.zeros_(block.modulation_table)
+        block.modulation_table.data[:2] = 1 / math.sqrt(2 * depth)  # the two gains; scales and shifts begin at none
+        block.text_attention.proj.weight.data.mul_(1 / math.sqrt(2 * depth))
+    for parameter in (model.no_text, model.pos_start, model.level_embed.weight, model.text_pool.query):
+        nn.init.normal_(parameter, std=1.0 if parameter is model.no_text else SPREAD)
+    for linear in (model.shared_modulation, model.head_ada):
+        nn.init.normal_(linear.weight, std=SPREAD / 4)
+    nn.init.normal_(model.head.weight, std=SPREAD)
+
+
+class ModelTrainer:
+    """The transformer and the word encoder with everything that changes while they are trained."""
+
+    def __init__(
+        self,
+        settings: ModelTraining,
+        words: WordTextEncoder,
+        tokenizer: InfinityTokenizer,
+        device: torch.device,
+        start: Path | None = None,
+    ) -> None:
+        torch.manual_seed(settings.seed)
+        self.settings, self.device = settings, device
+        self.tokenizer = tokenizer.to(device).eval().requires_grad_(False)
+        self.words = words.to(device)
+        model = Infinity(settings.model)
+        if start is None:
+            initialise(model)
+        else:
+            load_module(model, start, device, torch.float32)
+            model.requires_grad_(True)
+        self.weights = MasterWeights(model.to(device), torch.bfloat16 if device.type == "cuda" else torch.float32, Infinity.float32)
+        self.model, self.working = self.weights.module, self.weights.working
+        self.average, self.average_words = Ema(self.model, settings.average), Ema(self.words.model, settings.average)
+        matrices, others = self._parameters()
+        self.optimizers = Optimizers(matrices, others, settings.weight_decay)
+        self.modules: dict[str, nn.Module] = {
+            "model": self.model,
+            "words": self.words.model,
+            "average": self.average.module,
+            "average_words": self.average_words.module,
+        }
+        self._passes: dict[tuple[int, int], ForcedPass] = {}
+        self._run_block = torch.compile(forced_block, dynamic=False) if settings.compile else forced_block
+        self._generator = torch.Generator(device)
+        self._host_generator = torch.Generator()
+
+    def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The matrices inside the blocks, which Muon trains, and everything else."""
+        matrices = [
+            parameter
+            for parts in (self.model.blocks, self.words.model.layers)
+            for name, parameter in parts.named_parameters()
+            if parameter.ndim == 2 and "modulation_table" not in name
+        ]
+        chosen = {id(parameter) for parameter in matrices}
+        others = [parameter for parameter in (*self.model.parameters(), *self.words.model.parameters()) if id(parameter) not in chosen]
+        return matrices, others
+
+    def forced_pass(self, schedule: Schedule, stages: int) -> ForcedPass:
+        key = (schedule.tokens, stages)
+        if key not in self._passes:
+            self._passes[key] = ForcedPass(self.working, schedule, stages, self._run_block)
+        return self._passes[key]
+
+    def condition(
+        self, ids: Tensor, lengths: Tensor, model: Infinity, words: WordEncoder, longest: int, dropped: Tensor | None
+    ) -> Conditioning:
+        """What the model reads of captions, ids [B, T] and lengths [B], padded to `longest` tokens.
+
+        Where `dropped` [B] is True the learned "no text" takes the place of the caption.
+        """
+        places = torch.arange(ids.shape[1] + 1)
+        real = (places <= lengths[:, None]).flatten().nonzero().squeeze(1).to(self.device)  # the begin token comes before the words
+        features = words(ids.to(self.device), (places[:-1] < lengths[:, None]).to(self.device))
+        rows = features.flatten(0, 1).index_select(0, real)
+        if dropped is not None:
+            nothing = model.no_text.float()[real % len(places)]
+            rows = torch.where(dropped[real // len(places), None], nothing, rows)
+        return model.read(rows, Padding(tuple((1 + lengths).tolist()), self.device, longest))
+
+    def step(self, progress: float, step: int, features: Mapping[int, Features], captions: Captions) -> dict[str, Tensor | float]:
+        """One step; `step` counts those before it. Returns what the curve shows; nothing is read back from the device."""
+        settings, batch = self.settings, self.settings.batch_at(progress, step)
+        bank = features[batch.side]
+        self._generator.manual_seed(settings.seed + 1_000_003 * step)
+        host = self._host_generator.manual_seed(settings.seed + step)
+        variants, pictures = bank.all.shape[:2]
+        indices = torch.randint(pictures, (batch.pictures,), generator=host)
+        encodings = torch.randint(variants, (batch.pictures,), generator=host)
+        wordings = torch.randint(captions.variants, (batch.pictures,), generator=host)
+        dropped = (torch.rand(batch.pictures, generator=host) < settings.no_prompt).to(self.device)
+        encoded = bank.of(indices.to(self.device), encodings.to(self.device))
+        pyramid = forced_pyramid(self.tokenizer, encoded, bank.schedule, batch.stages, settings.flips, self._generator)
+        condition = self.condition(*captions.of(indices, wordings), self.working, self.words.model, captions.longest + 1, dropped)
+        forced = self.forced_pass(bank.schedule, batch.stages)
+        losses = forced.bit_losses(pyramid, condition)
+        loss = (losses * forced.weights).sum()
+        loss.backward()
+        self.weights.take_gradients()
+        rate = learning_rate(progress, step, settings.learning_rate)
+        norm = self.optimizers.step(rate, settings.longest_gradient)
+        self.weights.publish()
+        self.average.update(step)
+        self.average_words.update(step)
+        kind = f"{batch.side}px_{batch.stages}"
+        return {"learning_rate": rate, "gradient": norm, f"loss_{kind}": loss.detach(), f"stages_{kind}": losses.detach()}
+
+    @torch.inference_mode()
+    def evaluate(self, features: Mapping[int, Features], captions: Captions) -> dict[str, list[float]]:
+        """Held-out loss per bit of every stage, without flips, by the averaged weights: side -> stages."""
+        return {str(side): self._held_out_losses(bank, captions) for side, bank in features.items()}
+
+    def _held_out_losses(self, bank: Features, captions: Captions) -> list[float]:
+        stages = len(bank.schedule)
+        model, words = self.average.module, self.average_words.module
+        forced = ForcedPass(model, bank.schedule, stages)
+        losses, count = torch.zeros(stages, device=self.device), 0
+        for indices in torch.arange(bank.all.shape[1]).split(EVALUATED_TOGETHER):
+            first = torch.zeros_like(indices)
+            encoded = bank.of(indices.to(self.device), first.to(self.device))
+            pyramid = forced_pyramid(self.tokenizer, encoded, bank.schedule, stages, 0.0, self._generator)
+            condition = self.condition(*captions.of(indices, first), model, words, captions.longest + 1, None)
+            losses += len(indices) * forced.bit_losses(pyramid, condition)
+            count += len(indices)
+        return [round(loss, 4) for loss in (losses / count).tolist()]
+
+    def pipeline(self) -> Pipeline:
+        """Generates with the averaged weights."""
+        words = WordTextEncoder(self.words.vocabulary, self.average_words.module)
+        settings = replace(NANO.settings, schedules=InfinityBook("0.06M", self.tokenizer.pixels_per_token))
+        return Pipeline(self.average.module, self.tokenizer, TextReader(lambda: words), settings, "in training")
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.float16) -> None:
+        """Writes the averaged weights in the form that `nextscale.load` reads."""
+        write_weights(self.average.module, folder / WEIGHTS, self.model.layout, dtype)
+        WordTextEncoder(self.words.vocabulary, self.average_words.module).save(folder / WORDS, dtype)

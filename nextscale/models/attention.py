@@ -1,0 +1,161 @@
+"""Self-attention over the keys and values of all stages, and cross-attention to the prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import kernels
+from ..cache import DenseLayerCache, Slot
+from ..stage import Tokens
+from .block_config import BlockConfig, TextAttentionConfig
+from .env import Env
+from .rope import PairRope
+
+SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
+LARGEST_LOG_TEMPERATURE = math.log(100)
+FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them; ours costs the host more, which a captured graph does not pay
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """Root-mean-square norm: vectors sqrt(D) times longer than 1, which `cosine_scale` makes up for on both sides of the product."""
+    return F.rms_norm(x, x.shape[-1:], eps=SMALLEST_SQUARE)
+
+
+def cosine_scale(head_dim: int) -> float:
+    return 1 / head_dim
+
+
+def temperature(log: Tensor) -> Tensor:
+    """Learned logarithms [...], one per head, to what multiplies queries [..., 1]."""
+    return log.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None]
+
+
+def attention_backend(queries: int, device: torch.device, captured: bool) -> AbstractContextManager[None]:
+    """Chooses among torch's attention kernels for a stage with this number of query tokens over all rows.
+
+    On an H200 cuDNN's kernel, torch's own choice, is the fastest, 1.5 to 1.9 times as fast as flash (4096 queries, 10521 keys: 1.13 ms,
+    flash 2.08, memory-efficient 4.14; `benchmarks.attention`). Small stages that are not captured wait for the host: 32 blocks take 23 ms
+    with cuDNN's and 18 ms with flash, and a call of the memory-efficient kernel costs the host half of a call of flash.
+    """
+    if device.type != "cuda" or captured or queries > 2048:
+        return nullcontext()
+    if queries > 512:
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [R, N, H, D] over k, v [R, T, H, D] to [R, N, H * D]."""
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).flatten(2)
+
+
+def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool) -> Tensor:
+    """Attention over all that a cache holds; rows of different length need no mask, which fast kernels do not take."""
+    few = captured and q.shape[0] * q.shape[1] <= FEW_QUERIES
+    if (slot.lengths is None and not few) or not reads_lengths(q):
+        return attend(q, *slot.filled, scale)
+    return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
+
+
+def reads_lengths(x: Tensor) -> bool:
+    """Whether attention for tensors like this one reads a row's keys and values up to its length, and nothing that lies beyond."""
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and kernels.available(x)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, layer: int, config: BlockConfig) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.head_dim = config.heads, config.head_dim
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.proj = nn.Linear(config.dim, config.dim)
+        self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
+        self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
+
+    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        rope, cache = env.cond.rope, env.cache[self.layer]
+        turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
+        if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
+            rows, num_tokens = x.shape[:2]
+            masked = not reads_lengths(x)
+            slot = cache.reserve(rows, num_tokens, tokens, finite_tails=masked)  # at the last stage it frees memory that the rest can use
+            qkv = self.qkv(x).view(rows, num_tokens, 3, self.heads, self.head_dim)
+            rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
+            stores = (slot.keys, slot.values, slot.start)
+            q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
+            del qkv  # three times the queries, which attention and what follows can use
+            return self.proj(attend_slot(q, slot, self.scale, env.captured))
+        turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
+        q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
+        keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
+        return self.proj(attend(q.to(x.dtype), keys, values, mask, self.scale))
+
+    def queries_keys_values(
+        self, x: Tensor, temperature: Tensor | None, turn: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[R, N, H, D] each; `turn` puts queries and keys [R, N, 2, H, D] to where their tokens are."""
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
+        qk = qkv.narrow(2, 0, 2).float()  # normalised and rotated in float32, queries and keys at once
+        if temperature is not None:
+            qk = unit_vectors(qk)
+        if turn is not None:
+            qk = turn(qk)
+        q, k = qk.unbind(2)
+        if temperature is not None:
+            q = scaled(q, temperature, x.dtype)
+        return q, k, qkv.select(2, 2)
+
+
+def scaled(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in another dtype: in one pass, except where gradients are wanted, which know no `out`."""
+    return (x * by).to(dtype) if torch.is_grad_enabled() else torch.mul(x, by, out=torch.empty_like(x, dtype=dtype))
+
+
+class CrossAttention(nn.Module):
+    """Attention to the prompt, whose keys and values do not depend on the stage and are computed once per request."""
+
+    def __init__(self, layer: int, config: BlockConfig, text: TextAttentionConfig) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.head_dim = config.heads, config.head_dim
+        self.q = nn.Linear(config.dim, config.dim)
+        self.kv = nn.Linear(text.channels, 2 * config.dim)
+        self.proj = nn.Linear(config.dim, config.dim)
+        self.log_temperature = nn.Parameter(torch.empty(config.heads)) if text.cosine else None
+        self.scale = cosine_scale(config.head_dim) if text.cosine else text.sharpness / math.sqrt(config.head_dim)
+
+    def text_keys_values(self, text: Tensor) -> Tensor:
+        """Text rows [rows, C] to [rows, 2, H, D]. The keys carry the temperature, so that no stage has to apply it."""
+        kv = self.kv(text).unflatten(-1, (2, self.heads, -1))
+        if self.log_temperature is None:
+            return kv
+        keys = unit_vectors(kv[:, 0].float()) * temperature(self.log_temperature)
+        return torch.stack([keys.to(kv.dtype), kv[:, 1]], dim=1)
+
+    def forward(self, x: Tensor, env: Env) -> Tensor:
+        text = env.cond.text
+        assert text is not None
+        rows = x.shape[0]
+        keys, values = text.keys_values[self.layer]
+        q = self.queries(x[: keys.shape[0]])  # a single row of text serves all rows: see TextContext
+        if text.lengths is None or not reads_lengths(q):
+            out = attend(q, keys, values, text.mask, self.scale)
+        else:
+            out = kernels.attend_lengths(q, keys, values, text.lengths, self.scale)
+        return self.proj(out).expand(rows, -1, -1)
+
+    def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Cross-attention outside of a request, as in training."""
+        return self.proj(attend(self.queries(x), keys, values, mask, self.scale))
+
+    def queries(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(*x.shape[:2], self.heads, self.head_dim)
+        return q if self.log_temperature is None else unit_vectors(q.float()).to(x.dtype)

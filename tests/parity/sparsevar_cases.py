@@ -1,0 +1,310 @@
+"""Cases of SparseVAR on Infinity.
+
+Which cells enter the network, and what it makes of them, goes through the public path. How the reference implementation fills the other
+cells is defective and no part of the library: the reader does it (`StoredFilling`), so that every stage starts as the stored one did.
+
+The cases are not among the families of conftest.py yet: `SparseVAR` lacks blocks, keep, resize and left_out, `accel.frequency` lacks
+share_above, largest_cells and the edges of anchor_cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
+from nextscale.accel import frequency
+from nextscale.accel.frequency import GridMap, anchor_cells, best_anchor, feature_change
+from nextscale.cache import Env
+from nextscale.canvas import Canvas, on_grid
+from nextscale.generate import StageDone
+from nextscale.models import Infinity
+
+from . import infinity_cases
+from .accelerated import SAMPLING, stated_tolerance
+from .compare import Expected, Tolerance
+from .fastvar_cases import mask_of, packed_bits
+from .infinity_cases import Read, schedule_of, to_cells, to_tokens
+from .settings import understood
+from .supplied import with_area_inputs
+from .trace import Trace
+
+SETTINGS = {"start_prune_stage", "compress_ratio", "specific_mse_layer", "local_window_size", "beta"}
+NO_AUTOENCODER = {"base_ch": 24, "ch_mult": [1], "num_res_blocks": 1}  # the code sum is the result
+COMPARED_ANCHORS = 4  # the first of the list, for every cell: a defect
+TOLERANCES = {"share": Tolerance(1e-6), "change": Tolerance(1e-4, 1e-4), "similarity": Tolerance(1e-4)}
+
+
+class Rules(NamedTuple):
+    """The settings of a case."""
+
+    first: int  # stage that is reduced
+    tau: float
+    blocks: range  # whose change counts
+    spacing: int  # of anchors
+    beta: float
+
+    @classmethod
+    def of(cls, case: dict[str, Any]) -> Rules:
+        settings, config = case["settings"], case["config"]
+        understood(settings, SETTINGS, {"compress_method": "sparsevar"})
+        size, group = config["depth"] // config["block_chunks"], settings["specific_mse_layer"]
+        blocks = range(group * size, (group + 1) * size)
+        assert [blocks[0], blocks[-1]] == case["tapped_blocks"], "tapped_blocks"
+        first, tau, spacing = settings["start_prune_stage"], settings["compress_ratio"], settings["local_window_size"]
+        return cls(first, tau, blocks, spacing, settings["beta"])
+
+    @property
+    def method(self) -> SparseVAR:
+        """Without anchors, which the reference implementation adds in batches only."""
+        return SparseVAR(
+            tau=self.tau,
+            from_stage=self.first + 1,
+            blocks=(self.blocks.start, self.blocks.stop),
+            rows="both",
+            alpha=None,
+            keep="share",
+            resize="nearest",
+            left_out="zero",
+        )
+
+
+def replay_sparsevar(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    understood({"sampling": case["sampling"]}, (), SAMPLING)
+    rules, config = Rules.of(case), case["config"]
+    vae = {**NO_AUTOENCODER, "codebook_dim": config["vae_bits"]}
+    pipe = infinity_cases.build(folder, {**case, "config": {**config, "vae": vae}, "vae_weights_left_out": True})
+    if case["next_input"] == "area":
+        with_area_inputs(pipe.tokenizer)
+    else:
+        assert case["next_input"] == "trilinear", f"next_input: {case['next_input']}"
+    schedule = schedule_of(config["scale_schedule"], config["h_div_w_template"])
+    given = {stage.index: stored_bits(expected, stage) for stage in schedule}
+    trace = StoredFilling(rules, expected, config["B"], len(pipe.model.blocks))
+    with trace.fills(pipe.model):
+        generated = infinity_cases.generation(
+            pipe, case, expected, trace, seed=0, greedy=True, revise=lambda stage, _: to_tokens(pipe.tokenizer, given[stage.index])
+        )
+    read = generated.read | {"cache_len": lambda: torch.tensor([cache.lengths for cache in trace.caches]).T}
+    for stage, done in zip(schedule, generated.stages.done, strict=True):
+        name, free = f"s{stage.index}", stage.index >= case["gt_leak"]
+        bits = trace.logits[stage.index].argmax(dim=-1) if free else to_tokens(pipe.tokenizer, given[stage.index])
+        read[f"{name}.bits.packed"] = lambda bits=bits, stage=stage: packed_bits(to_cells(pipe.tokenizer, bits, stage)[:, 0])
+        read[f"{name}.logits"] = partial(trace.logits.__getitem__, stage.index)
+        read |= trace.readings(stage) | sum_readings(expected, name, done, generated.stages.latents[stage.index])
+    read |= {
+        end: partial(every_cell, generated.out.latent, int(end[len("final_codes.sub") :])) for end in ends(expected, "final_codes.sub")
+    }
+    check_words(case, schedule, trace)
+    infinity_cases.compare(expected, read, stated_tolerance(case), TOLERANCES)
+
+
+def stored_bits(expected: Expected, stage: Stage) -> Tensor:
+    """Bits [B, 1, h, w, bits] of a stage, which begin the next one as in the stored run."""
+    packed = expected.tensors[f"s{stage.index}.bits.packed"]
+    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1))[:, None].long()
+
+
+def ends(expected: Expected, start: str) -> list[str]:
+    return [name for name in expected.tensors if name.startswith(start)]
+
+
+def every_cell(grid: Tensor, step: int) -> Tensor:
+    return grid[..., ::step, ::step]
+
+
+def sum_readings(expected: Expected, name: str, done: StageDone, latent: Tensor) -> Read:
+    """The codes of a stage and the sum so far, of which every so many are stored."""
+    read: Read = {}
+    for stored in ends(expected, f"{name}.codes.sub"):
+        step = int(stored.rpartition(".sub")[2])
+        assert done.tokens is not None
+        read[stored] = lambda step=step: on_grid(done.canvas.vectors(done.codes), done.tokens).flatten(2)[..., ::step]
+    for stored in ends(expected, f"{name}.summed_codes.sub"):
+        read[stored] = partial(every_cell, latent, int(stored.rpartition(".sub")[2]))
+    return read
+
+
+def check_words(case: dict[str, Any], schedule: Schedule, trace: StoredFilling) -> None:
+    """Fails unless as many cells are kept, copied and zeroed as the case says in words."""
+    for stage in schedule[trace.rules.first :]:
+        said, matching = case["stages"][f"s{stage.index}"], trace.matching(stage)
+        assert [said["kept"]] * trace.batch == trace.program_kept(stage).sum(dim=1).tolist(), f"kept: stage {stage.index}"
+        assert said["recoverable"] == matching.recoverable.sum(dim=1).tolist(), f"recoverable: stage {stage.index}"
+        assert said["zeroed"] == matching.zeroed.sum(dim=1).tolist(), f"zeroed: stage {stage.index}"
+
+
+class Matching(NamedTuple):
+    """How the reference implementation fills the cells that did not run, [B, cells] each."""
+
+    excluded: Tensor
+    similarity: Tensor
+    anchor: Tensor  # the most similar one's cell
+    recoverable: Tensor  # excluded, and takes the hidden states of its anchor
+
+    @property
+    def zeroed(self) -> Tensor:
+        return self.excluded & ~self.recoverable
+
+
+class StoredFilling(Trace):
+    """Traces SparseVAR. Cells that did not run are filled as in the reference implementation, and the stored choices are followed.
+
+    So what a stage keeps, compares or copies is made of numbers that fit the stored ones, and a difference stays where it arises.
+    """
+
+    def __init__(self, rules: Rules, expected: Expected, batch: int, depth: int) -> None:
+        super().__init__(taps=(rules.blocks[0], rules.blocks[-1], depth - 1), method=rules.method)
+        self.rules, self.expected, self.batch, self.depth = rules, expected, batch, depth
+        self.method_kept: dict[int, Tensor] = {}  # by stage, [B, cells], as the method would go on
+        self.method_change: dict[int, Tensor] = {}  # [B, cells], of the method
+        self.logits: dict[int, Tensor] = {}  # [B, cells, bits, 2]
+        self.unfilled: dict[int, Tensor] = {}  # [R, cells, C], what ran, and the input of what did not
+        self.hidden: dict[int, Tensor] = {}  # [R, cells, C], with copies
+        self.tokens = Tokens(Stage(0, 1, 1, 0, False))  # that run
+
+    # --- a stage
+
+    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+        plan = super().plan(stage, canvas)
+        kept = self.stored(stage, "kept")
+        return plan if kept is None else replace(plan, num_tokens=kept.shape[1])
+
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        stage, (_, own) = tokens.stage, super().reduce(x, tokens)
+        kept = self.stored(stage, "kept")
+        self.tokens = tokens
+        if kept is None:
+            return x, tokens
+        assert own.index is not None, f"nothing is left out at stage {stage.index}"
+        self.method_kept[stage.index] = mask_of(own.index[: self.batch], stage.cells)
+        self.tokens = Tokens(stage, kept.sort(dim=1).values).repeat(x.shape[0] // self.batch)
+        return self.tokens.gather(x), self.tokens
+
+    @contextmanager
+    def fills(self, model: Infinity) -> Iterator[None]:
+        """The head runs on all cells, of which some were copied."""
+        head = model.logits
+
+        def filled(x: Tensor, env: Env) -> Tensor:
+            return head(self.fill(x), env)
+
+        with mock.patch.object(model, "logits", filled):
+            yield
+
+    def fill(self, x: Tensor) -> Tensor:
+        """Hidden states of the tokens that ran [R, N, C] to those of all cells."""
+        stage = self.tokens.stage
+        if self.tokens.index is None:
+            return x
+        self.unfilled[stage.index] = self.tokens.scatter(x, self.first_inputs[-1])
+        excluded, anchor, recoverable = (self.stored(stage, name) for name in ("excluded", "best_anchor", "recoverable"))
+        assert excluded is not None and anchor is not None and recoverable is not None
+        source = torch.arange(stage.cells).repeat(self.batch, 1).scatter(1, excluded, torch.where(recoverable.bool(), anchor, excluded))
+        copied = Tokens(stage, source).repeat(x.shape[0] // self.batch).gather(self.unfilled[stage.index])
+        self.hidden[stage.index] = copied
+        return copied
+
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        stage = tokens.stage
+        self.logits[stage.index] = out
+        change = getattr(self.run, "change", None)
+        if isinstance(change, GridMap) and change.size == stage.size:
+            self.method_change[stage.index] = change.values[..., 0]
+        if tokens.index is None:
+            return out, tokens
+        packed = self.expected.tensors[f"s{stage.index}.zeroed.packed"]
+        coded = 1 - torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=stage.cells)).float()
+        _, coded_tokens = Tokens(stage).top(coded, coded.sum(dim=1).long(), stage.cells)
+        return coded_tokens.gather(out.flatten(2)).unflatten(2, out.shape[2:]), coded_tokens
+
+    def stored(self, stage: Stage, name: str) -> Tensor | None:
+        found = self.expected.tensors.get(f"s{stage.index}.{name}")
+        return None if found is None else found.long()
+
+    # --- what the reference implementation decides
+
+    def change(self, stage: Stage) -> Tensor:
+        """The method's own map; of the last stage, which none follows, made of the blocks that the trace has tapped."""
+        if stage.index in self.method_change:
+            return self.method_change[stage.index]
+        change = feature_change(self.inputs[stage.index, self.rules.blocks[0]], self.outputs[stage.index, self.rules.blocks[-1]])
+        change = change.unflatten(0, (-1, self.batch)).mean(dim=0)
+        return self.tokens.rows(slice(0, self.batch)).scatter(change[..., None], torch.zeros(self.batch, stage.cells, 1))[..., 0]
+
+    def share(self, stage: Stage) -> Tensor:
+        """Relative to the largest change of the whole batch, and the largest of its images: [1]."""
+        change = self.change(stage)
+        return frequency.share_above(change, self.rules.tau, change.amax().view(1, 1)).amax(dim=0, keepdim=True)
+
+    def program_kept(self, stage: Stage) -> Tensor:
+        """Cells that enter the network, [B, cells]: of one image as the method says, in batches put together from its parts."""
+        if self.batch == 1:
+            return self.method_kept[stage.index]
+        before = self.stage_before(stage)
+        change = GridMap(self.change(before)[..., None], before.size).at(stage.size, "nearest")[..., 0]
+        count = (self.share(before) * stage.cells).long().expand(self.batch)
+        kept = frequency.largest_cells(change, count).index_fill(1, self.anchors(stage), True)
+        smallest = kept.sum(dim=1).amin()
+        return kept & (kept.cumsum(dim=1) <= smallest)  # a defect: larger sets lose their last cells
+
+    def anchors(self, stage: Stage) -> Tensor:
+        return anchor_cells(stage.size, self.rules.spacing, torch.device("cpu"), edges=True)
+
+    def matching(self, stage: Stage) -> Matching:
+        similarity, anchor = best_anchor(self.compared_vectors(stage), self.anchors(stage)[:COMPARED_ANCHORS], stage.size)
+        excluded = ~self.program_kept(stage)
+        return Matching(excluded, similarity, anchor, excluded & (similarity > self.rules.beta))
+
+    def compared_vectors(self, stage: Stage) -> Tensor:
+        """[B, cells, V]. A defect: tokens and channels of the logits are reshaped into one another, not transposed."""
+        before = self.stage_before(stage)
+        logits = self.logits[before.index].flatten(2)
+        mixed = logits.reshape(self.batch, logits.shape[2], before.cells).transpose(1, 2)
+        return GridMap(mixed, before.size).at(stage.size, "nearest")
+
+    def stage_before(self, stage: Stage) -> Stage:
+        return self.schedule[stage.index - 1]
+
+    # --- readings
+
+    def readings(self, stage: Stage) -> Read:
+        name = f"s{stage.index}"
+        if stage.index < self.rules.first - 1:
+            return {}
+        read: Read = {f"{name}.change": partial(self.change, stage), f"{name}.share": partial(self.share, stage)}
+        if stage.index < self.rules.first:
+            return read
+        matching = self.matching(stage)
+        excluded = cells_of(matching.excluded)
+        stored = {part: self.expected.tensors[f"{name}.{part}"] for part in ("kept", "best_anchor", "recoverable")}
+        self.expected.tensors[f"{name}.kept"] = stored["kept"].sort(dim=1).values  # compared as sets
+        recoverable = matching.recoverable.gather(1, excluded)
+        vectors = self.compared_vectors(stage)
+        similarities = [best_anchor(vectors, anchor, stage.size)[0] for anchor in self.anchors(stage)[:COMPARED_ANCHORS, None]]
+        return read | {
+            f"{name}.kept": lambda: cells_of(~matching.excluded),
+            f"{name}.excluded": lambda: excluded,
+            f"{name}.anchors": lambda: self.anchors(stage),
+            f"{name}.similarity": lambda: torch.stack(similarities, dim=-1),
+            f"{name}.best_similarity": lambda: matching.similarity.gather(1, excluded),
+            f"{name}.best_anchor": lambda: torch.where(recoverable, matching.anchor.gather(1, excluded), stored["best_anchor"]),
+            f"{name}.recoverable": lambda: recoverable,
+            f"{name}.zeroed.packed": lambda: packed_bits(matching.zeroed),
+            f"{name}.hidden_before_copy": lambda: self.unfilled[stage.index],
+            f"{name}.hidden": lambda: self.hidden[stage.index],
+        }
+
+
+def cells_of(mask: Tensor) -> Tensor:
+    """Cell numbers [B, n] of a mask [B, cells] that marks as many in every row."""
+    return mask.nonzero()[:, 1].view(mask.shape[0], -1)

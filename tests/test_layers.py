@@ -1,0 +1,145 @@
+"""The package is built in layers, low to high: a lower one imports no higher one, not even for types or inside a function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import nextscale
+
+PACKAGE = Path(nextscale.__file__).parent
+
+LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("basics", ("errors", "checks", "io", "kernels", "stage", "report", "checkpoints", "assets")),
+    ("parts", ("cache", "canvas", "guidance", "sampling", "schedules")),
+    ("models", ("models", "tokenizers", "text")),
+    ("method interface", ("accel.method",)),
+    ("planning", ("planning",)),
+    ("methods", ("accel",)),
+    ("generate", ("generate", "request")),
+    ("engine", ("engine",)),
+    ("pipeline", ("pipeline",)),
+    ("loading", ("loading",)),
+    ("products", ("serve", "cluster", "lab")),
+    ("command line", ("cli", "__main__")),
+)
+"""Layer to the modules and packages that it consists of, by their longest name; within a layer anything may import anything."""
+
+TOP = "nextscale"  # the package itself may import everything, and nothing imports it
+
+ALLOWED: dict[tuple[str, str], str] = {}
+"""(importing module, imported module) to the reason why that stands for now."""
+
+
+@dataclass(frozen=True)
+class Import:
+    file: Path
+    line: int
+    importer: str  # without the leading "nextscale."
+    imported: str
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Name without the leading "nextscale." to file; the package itself is called "nextscale"."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name or TOP] = file
+    return found
+
+
+def imports_of(name: str, file: Path) -> Iterator[Import]:
+    """Every import of the package in a file, wherever it stands; of `from x import y` both x and, where it is a module, x.y."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    package = [] if name == TOP else package
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [TOP, *package[: len(package) - node.level + 1]] if node.level else []
+            source = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            members = [f"{source}.{alias.name}" for alias in node.names]
+            inside = [member for member in members if member.removeprefix(f"{TOP}.") in modules()]
+            targets = inside if len(inside) == len(members) else [source, *inside]
+        else:
+            continue
+        for target in targets:
+            if target.split(".")[0] == TOP:
+                yield Import(file, node.lineno, name, target.removeprefix(f"{TOP}."))
+
+
+def layer_of(name: str) -> int:
+    """Number of the layer; the longest entry that the name starts with counts."""
+    if name == TOP:
+        return len(LAYERS)
+    known = {entry: number for number, (_, entries) in enumerate(LAYERS) for entry in entries}
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if (entry := ".".join(parts[:length])) in known:
+            return known[entry]
+    raise AssertionError(f"nextscale.{name} belongs to no layer: add it to LAYERS in {Path(__file__).name}")
+
+
+def layer_name(name: str) -> str:
+    number = layer_of(name)
+    return LAYERS[number][0] if number < len(LAYERS) else "the package itself"
+
+
+def all_imports() -> list[Import]:
+    return [found for name, file in modules().items() for found in imports_of(name, file)]
+
+
+def upward(found: Import) -> bool:
+    return layer_of(found.imported) > layer_of(found.importer)
+
+
+def test_no_layer_imports_a_higher_one() -> None:
+    wrong = [
+        f"{found.file.relative_to(PACKAGE.parent)}:{found.line}: {found.importer} ({layer_name(found.importer)}) imports"
+        f" {found.imported} ({layer_name(found.imported)})"
+        for found in all_imports()
+        if upward(found) and (found.importer, found.imported) not in ALLOWED
+    ]
+    assert not wrong, "a lower layer imports a higher one:\n" + "\n".join(wrong)
+
+
+def test_the_allowed_exceptions_still_exist() -> None:
+    needed = {(found.importer, found.imported) for found in all_imports() if upward(found)}
+    assert set(ALLOWED) <= needed, f"no longer needed, remove it: {set(ALLOWED) - needed}"
+
+
+def test_every_module_belongs_to_a_layer() -> None:
+    for name in modules():
+        layer_of(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from ..cache import Env", {"cache"}),
+        ("from .. import kernels", {"kernels"}),
+        ("from . import blocks, rope", {"models.blocks", "models.rope"}),
+        ("import nextscale.pipeline", {"pipeline"}),
+        ("from nextscale import load", {TOP}),
+        ("from nextscale.accel import method", {"accel.method"}),
+        ("def late():\n    from ..engine.graphs import Captures", {"engine.graphs"}),
+        ("if TYPE_CHECKING:\n    from ..pipeline import Pipeline", {"pipeline"}),
+        ("import torch\nfrom torch import nn", set()),
+    ],
+)
+def test_imports_are_found(source: str, expected: set[str], tmp_path: Path) -> None:
+    file = tmp_path / "base.py"
+    file.write_text(source)
+    assert {found.imported for found in imports_of("models.base", file)} == expected
+
+
+def test_the_longest_name_decides_the_layer() -> None:
+    assert layer_of("accel.method") < layer_of("planning.cost") < layer_of("accel.tome") == layer_of("accel")
+    assert layer_of(TOP) > layer_of("cli.program")
