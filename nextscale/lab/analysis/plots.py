@@ -32,7 +32,7 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
 }
 SIZE = (11.0, 3.2)  # inches
-LINE_HEIGHT = 0.075  # of the axes
+LINE_HEIGHT = 0.075  # share of the axes' height
 EFFECTS = {
     "seed": ("another seed", GREY),
     "other": ("another prompt", ORANGE),

@@ -52,7 +52,7 @@ class RankWatcher:
             self.found.setdefault((stage.index, layer), []).append(ranks)
 
     def ranks(self, schedule: Schedule) -> Tensor:
-        """[alphas, blocks, rows, stages], of all requests."""
+        """Ranks of all requests, [alphas, blocks, rows, stages]."""
         by_layer = [torch.stack([torch.cat(self.found[stage.index, layer], dim=1) for stage in schedule], dim=-1) for layer in self.layers]
         return torch.stack(by_layer, dim=1)
 

@@ -17,7 +17,7 @@ COARSE, FINE = 1 / 32, 1 / 8  # cycles per pixel: periods of more than 32 pixels
 # Where a claim begins to hold: our choices.
 DETAIL_RATIO = 2.0  # change of the detailed quarter against that of the smooth one
 FINE_RATIO = 4.0  # share of the fine power that is replaced against that of the coarse power
-CLEAR_CORRELATION = 0.3  # of one block's map with the detail, and between the most and the least agreeing block
+CLEAR_CORRELATION = 0.3  # least correlation of a block's map with the detail, and least difference of two blocks' correlations
 PROMPT_SHARE = 0.2  # share of the effect of another prompt from the start
 LOW_RANK = 0.25  # share of the possible rank, at ALPHA; StageVAR found 0.177 for Infinity-2B
 ALPHA = 0.96

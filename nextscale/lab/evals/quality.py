@@ -34,6 +34,8 @@ OnProgress = Callable[[str, float], None]
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
+    """What `evaluate` returns."""
+
     rows: list[Row]  # one per method, dense first
     shown: list[str]  # a few of the prompts
     samples: dict[str, Tensor]  # their images with every method that generated them, [n, 3, H, W], 8 bits
@@ -120,7 +122,7 @@ def evaluate(
 
 
 def warm_up(requests: Requests, methods: Mapping[str, Method], measured: Mapping[str, Measured], numbers: Sequence[int]) -> None:
-    """Batches that are not timed, of all methods in turns: the first is eager and tells how much memory that takes."""
+    """Batches that are not timed, of all methods in turns: the first is eager, and its report has the memory that this takes."""
     for _ in range(WARM_UPS):
         for name, method in methods.items():
             done = attempt(requests, name, method, measured[name], numbers)
@@ -150,7 +152,7 @@ def take_turns(
 
 
 def attempt(requests: Requests, name: str, method: Method, result: Measured, numbers: Sequence[int]) -> Batch | None:
-    """None where the method fails, and from then on; dense generation must not fail."""
+    """A batch of a method; None where it fails, and from then on. Dense generation must not fail."""
     if result.error is not None:
         return None
     try:
@@ -185,5 +187,5 @@ def mixed_batches(count: int, batch: int) -> list[list[int]]:
 
 
 def as_stored(pixels: Tensor) -> Tensor:
-    """[B, 3, H, W] in [-1, 1] as 8 bits, truncated as `io.to_pil` does."""
+    """Pixels [B, 3, H, W] in [-1, 1] as 8 bits, truncated as `io.to_pil` does."""
     return ((pixels.float().clamp(-1, 1) + 1) / 2 * 255).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""From what was measured to rows of results: time, MACs, likeness to dense images, distances of sets, agreement with the prompt."""
+"""Rows of results from what was measured: time, MACs, likeness to dense images, distances of sets, agreement with the prompt."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Summary:
 
     @cached_property
     def _directions(self) -> Directions | None:
-        """Those in which real images vary most, or dense ones where there are no real ones; None for too few images."""
+        """The directions in which real images vary most, or dense ones where there are no real ones; None for too few images."""
         number = min(DIRECTIONS, len(self.prompts) // IMAGES_PER_DIRECTION)
         if number < FEWEST_DIRECTIONS:
             return None

@@ -32,7 +32,7 @@ class Directions:
         return Directions(mean, directions[: min(count, x.shape[0] - 1)].mT)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """[..., D] to [..., K], in float64."""
+        """Coordinates [..., K] of features [..., D], in float64."""
         return (features.to(self.mean) - self.mean) @ self.basis
 
 

@@ -55,7 +55,7 @@ def plot_curves(folders: Sequence[Path], target: Path) -> None:
     figure = Figure(figsize=(6.5 * len(curves), 4.8), layout="constrained", facecolor="white")
     for axes, (folder, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
         kinds = list(dict.fromkeys(_kind(name) for name in curve))
-        others: dict[str, int] = defaultdict(int)  # of each kind, how many lines besides the sum
+        others: dict[str, int] = defaultdict(int)  # lines besides the sum, by kind
         for name in sorted(curve, key=lambda name: (kinds.index(_kind(name)), not name.startswith("loss"))):
             kind, total = _kind(name), name.startswith("loss")
             line = LINES[0] if total else LINES[1 + others[kind] % (len(LINES) - 1)]

@@ -23,7 +23,7 @@ class Pictures:
     """Square pictures of one size, [N, 3, side, side] bytes, on the device where they are used."""
 
     largest_zoom = 0.08
-    largest_shift = 0.05  # of the side
+    largest_shift = 0.05  # share of the side
 
     def __init__(self, pixels: Tensor, records: Sequence[Record]) -> None:
         self.pixels = pixels

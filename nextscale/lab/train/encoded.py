@@ -23,13 +23,13 @@ class Features:
         self.all = torch.stack([_encoded(tokenizer, pictures, generator if variant else None) for variant in range(variants)])
 
     def of(self, indices: Tensor, variants: Tensor) -> Tensor:
-        """[B, bits, h, w]."""
+        """Features [B, bits, h, w] of some pictures."""
         return self.all[variants, indices].float()
 
 
 @torch.inference_mode()
 def _encoded(tokenizer: InfinityTokenizer, pictures: Pictures, generator: torch.Generator | None) -> Tensor:
-    """[N, bits, h, w], in float16 for half the memory."""
+    """Features [N, bits, h, w] of all pictures, in float16 for half the memory."""
     everything = torch.arange(len(pictures), device=pictures.pixels.device)
     return torch.cat([tokenizer.features(pictures.batch(part, generator)).half() for part in everything.split(ENCODED_TOGETHER)])
 

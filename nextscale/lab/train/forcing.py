@@ -121,7 +121,7 @@ class ForcedPass:
         self.levels = torch.cat([torch.full((stage.cells,), stage.index, device=model.device) for stage in self.stages])
 
     def logits(self, seen: Tensor, condition: Conditioning) -> Tensor:
-        """[B, tokens, bits], float32: how much likelier a 1 is than a 0."""
+        """Log-odds of every bit, [B, tokens, bits], in float32."""
         model = self.model
         x = torch.cat([condition.start, model.word_embed(seen.to(model.dtype))], dim=1) + model.level_embed(self.levels)
         assert condition.text is not None and condition.head is not None

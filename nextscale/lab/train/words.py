@@ -90,7 +90,7 @@ def common_parts(words: Iterable[str]) -> list[str]:
 def further_words(known: Sequence[str], model: SentenceModel) -> list[str]:
     """Other words of the model's vocabulary, those first whose vectors are most like words of captions: things before names and ideas.
 
-    A ridge regression tells the words of the captions from the others; its mistakes among the others are the words we want.
+    A ridge regression separates the words of the captions from the others; its mistakes among the others are the words we want.
     """
     taken = set(known)
     others = [word for word in model.words()[:CANDIDATES] if word not in taken]
