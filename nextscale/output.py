@@ -118,6 +118,6 @@ def stage_report(done: StageDone, padding: float, cost: StageCost, cost_share: f
         cfg_branches=done.rows // batch,
         cost_share=cost_share,
         seconds=clock.seconds("stage", index) or 0.0,
-        sampling_seconds=clock.seconds("choice", index),
+        sampling_seconds=clock.seconds("sampling", index),
         residual_seconds=clock.seconds("residual", index),
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel import StagePlan
+from nextscale.accel.method import MethodRun, RunSetup, StagePlan
 from nextscale.canvas import Canvas
 from nextscale.engine import captures
 from nextscale.engine.memory import DeviceMemory
@@ -83,7 +83,12 @@ def test_what_needs_the_host_between_stages_runs_eagerly(settings: dict[str, Any
 class ReadsTheDevice(Method):
     """Says that it can be captured, and cannot."""
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
+    def start(self, setup: RunSetup) -> MethodRun:
+        return ReadingRun()
+
+
+class ReadingRun(MethodRun):
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         return StagePlan(skip=bool(canvas.latent.sum().item() == 1.5))
 
 

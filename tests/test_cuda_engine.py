@@ -234,8 +234,8 @@ def test_captures_lie_in_segments_that_grow_and_nothing_else_does() -> None:
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     pipe.warmup(prompts("infinity", 2))
     assert allocator.allocator_settings() == before
-    pool = pipe.captures._pool
-    of_pool = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool.handle)]
+    pool = pipe.captures._pool.handle
+    of_pool = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool)]
     assert of_pool and all(segment["is_expandable"] for segment in of_pool)
     fresh = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     (own,) = [s for s in torch.cuda.memory_snapshot() if s["address"] <= fresh.data_ptr() < s["address"] + s["total_size"]]

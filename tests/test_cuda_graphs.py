@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel import MethodRun, RunSetup, StagePlan
-from nextscale.canvas import Canvas
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.feed_forward import linear_gelu
 from nextscale.output import Output
-from nextscale.stage import Schedule, Stage
+from nextscale.stage import Schedule
 
+from .test_captures import ReadsTheDevice
 from .test_engine import other_prompts
 from .tiny import FAMILIES, SPECS, one_prompt, prompts
 
@@ -76,18 +74,6 @@ def test_fewer_images_run_in_a_padded_batch(family: str) -> None:
             ours = pipe(one_prompt(family, image), seed=image, method=method)
             assert (ours.report.engine, ours.report.captured_batch) == ("graphs", 3 if image == 0 else 1)
             equal(ours, eager(pipe)(one_prompt(family, image), seed=image, method=method))
-
-
-class ReadsTheDevice(Method):
-    """Says that it can be captured, and cannot."""
-
-    def start(self, setup: RunSetup) -> MethodRun:
-        return ReadsTheDeviceRun()
-
-
-class ReadsTheDeviceRun(MethodRun):
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        return replace(planned, skip=bool(canvas.latent.sum().item() == 1.5))
 
 
 def test_a_capture_that_fails_leaves_the_device_as_it_was(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,14 +16,15 @@ from torch import Tensor
 
 import nextscale
 from nextscale.accel import Method, SkipStages, StagePlan
-from nextscale.canvas import Canvas
+from nextscale.accel.method import Plans
 from nextscale.errors import NextscaleError, NonFiniteLogits, OutOfMemory, PromptError, SettingError, SizeError, UnknownModel
 from nextscale.generate import StageDone
 from nextscale.guidance import StageGuidance
 from nextscale.loading.presets import MODELS, model_spec
+from nextscale.models import NextScaleModel
 from nextscale.output import Output, Preview, mask_of
 from nextscale.pipeline import Pipeline
-from nextscale.planning.memory import ASSUMED_KEPT, reserved_bytes
+from nextscale.planning.memory import reserved_bytes
 from nextscale.sampling import SharedRng
 from nextscale.schedules import InfinityBook
 from nextscale.stage import Schedule, Stage
@@ -42,8 +43,8 @@ def picked(prompt: Any, images: Sequence[int]) -> Any:
 
 
 class SkipSecond(Method):
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(skip=stage.index == 1)
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return tuple(StagePlan(skip=stage.index == 1) for stage in schedule)
 
 
 # --- batches and seeds
@@ -579,8 +580,8 @@ def test_the_report_tells_what_happened(family: str) -> None:
     assert [stage.tokens for stage in report.stages] == [text + ran[0], *ran[1:]]
     assert [stage.computed for stage in report.stages] == ran
     assert [stage.rows for stage in report.stages] == [0 if stage.last else 6 for stage in schedule]
-    plans = SkipStages(1).forecast(pipeline.model, schedule, ASSUMED_KEPT)
-    assert report.planned_memory == reserved_bytes(pipeline.model, schedule, SkipStages(1), plans, 3, 6, max(tiny.TEXT_LENGTHS))
+    plans = SkipStages(1).forecast(pipeline.model, schedule)
+    assert report.planned_memory == reserved_bytes(pipeline.model, schedule, plans, 3, 6, max(tiny.TEXT_LENGTHS))
     assert report.peak_memory > report.planned_memory  # the whole process on a CPU
     parts = [report.condition_seconds, report.decode_seconds, *(stage.seconds for stage in report.stages)]
     assert all(part >= 0 for part in parts)

@@ -156,6 +156,8 @@ class Captures:
 
     def _with_room(self, key: CaptureKey) -> CaptureKey | None:
         """The capture with the least room for text that is enough."""
+        if key in self._captures:
+            return key
         enough = [known for known in self._captures if known.batch == key.batch and known.serves(key)]
         return min(enough, key=lambda known: known.text, default=None)
 
