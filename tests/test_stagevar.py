@@ -252,6 +252,7 @@ class Doubling:
     """A block."""
 
     layer = 0
+    changes_input = True  # so that it is called as a whole
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tokens]] = []
