@@ -166,12 +166,12 @@ def test_memory_is_reserved_for_what_is_planned(half: None) -> None:
     assert facts("var-d16", "--dtype", "float32")["memory"]["reserved"] == 2 * reserved
 
 
-def test_peak_memory_is_weights_and_the_larger_of_drawing_and_decoding() -> None:
+def test_peak_memory_is_weights_and_the_larger_of_generating_and_decoding() -> None:
     memory = facts("infinity-2b", "--method", "stagevar")["memory"]
     method, dense = memory["method_peak"], memory["dense_peak"]
     for peak in (method, dense):
-        assert peak["peak"] == peak["weights"] + max(peak["drawing"], peak["decoding"])
-        assert peak["drawing"] > peak["cache"] + peak["text"] + peak["remembered"]
+        assert peak["peak"] == peak["weights"] + max(peak["generating"], peak["decoding"])
+        assert peak["generating"] > peak["cache"] + peak["text"] + peak["stored"]
     assert dense["weights"] == method["weights"] == pytest.approx(4.7e9, rel=0.01)
     assert dense["peak"] == pytest.approx(8.5e9, rel=0.01)  # 8.81 were measured on an H200 when the last stage freed no keys
     assert method["peak"] < 7e9
