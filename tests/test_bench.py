@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from nextscale import kernels
-from nextscale.accel import Method, resolve_method
+from nextscale.accel import Method, MethodRun, RunSetup, resolve_method
 from nextscale.cli import app
 from nextscale.cli import bench as bench_command
 from nextscale.errors import OutOfMemory, SettingError
@@ -66,7 +66,7 @@ def pipeline() -> Pipeline:
 
 
 class Failing(Method):
-    def start(self, setup: object) -> Method:
+    def start(self, setup: RunSetup) -> MethodRun:
         raise RuntimeError("does not work here\nat all")
 
 
@@ -177,9 +177,9 @@ def test_methods_take_turns() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def start(self, setup: object) -> Method:
+        def start(self, setup: RunSetup) -> MethodRun:
             order.append(self.name)
-            return self
+            return MethodRun()
 
     bench_case(pipeline(), Case("tiny", "tiny-infinity"), {"dense": Noted("dense"), "b": Noted("b")}, PLAN)
     assert order == ["dense", "b"] * (2 + runners.WARM_ROUNDS)
@@ -217,11 +217,11 @@ class FailingLater(Method):
     def __init__(self) -> None:
         self.runs = 0
 
-    def start(self, setup: object) -> Method:
+    def start(self, setup: RunSetup) -> MethodRun:
         self.runs += 1
         if self.runs > runners.WARM_ROUNDS + PLAN.repeats:
             raise RuntimeError("worn out")
-        return self
+        return MethodRun()
 
 
 def meter(broken: bool = False) -> EnergyMeter:

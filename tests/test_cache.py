@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nextscale.accel import DENSE, Method
+from nextscale.accel import DENSE
 from nextscale.cache import CacheSpec, DenseLayerCache, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
-from nextscale.generate import new_env
 from nextscale.models.attention import attend
 from nextscale.models.env import Conditioning, Env
 from nextscale.models.rope import HalvesRope
@@ -280,7 +279,7 @@ def test_the_plan_of_a_request_is_what_its_run_allocates(family: str) -> None:
     empty = pipeline.reader.empty()
     for guided in (False, True):
         cond = pipeline.model.condition(prompts, guided, schedule, empty.repeat(2) if guided and empty else None)
-        env = new_env(pipeline.model, cond, schedule, 2, Method(), Method())
+        env = tiny.dense_env(pipeline.model, cond, schedule, 2)
         tensors = [tensor for cache in env.cache for tensor in (cache.keys, cache.values)]
         tensors += env.cache[0].workspace.pair(cond.start.shape[0], 0)
         if cond.text is not None:
@@ -339,7 +338,7 @@ def running_env(family: str) -> tuple[Env, Schedule]:
     """Two images with both cfg branches, after the first stage; every row's number can be read off its memory."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
     prompts, negative = two_prompts(family, (3, 5)), two_prompts(family, (7, 2), seed=1)  # no two rows have the same text mask
-    env = new_env(model, model.condition(prompts, True, schedule, negative), schedule, 2, Method(), Method())
+    env = tiny.dense_env(model, model.condition(prompts, True, schedule, negative), schedule, 2)
     x, tokens = model.with_text(model.embed(None, schedule[0], env), Tokens(schedule[0]), env)
     for block in model.blocks:
         x = block(x, tokens, env)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from nextscale.accel import DENSE, Method, StagePlan
+from nextscale.accel import DENSE, Method, Plans, StagePlan
 from nextscale.accel.registry import METHODS
 from nextscale.cli import app
 from nextscale.cli.plan import short
@@ -60,7 +60,11 @@ def refused(*arguments: object) -> str:
 class Half(Method):
     """Is data-dependent in the last three stages, on half of the rows in the last two; thins some blocks in the last."""
 
-    def forecast(self, model: NextScaleModel, schedule: Schedule, kept: float = 1.0) -> tuple[StagePlan, ...]:
+    @property
+    def data_dependent(self) -> bool:
+        return True
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         plans = [DENSE] * (len(schedule) - 3)
         for late, stage in enumerate(schedule.stages[-3:]):
             spans = (Thin(range(4)),) if stage.last else ()
@@ -224,7 +228,7 @@ def test_short_numbers() -> None:
         (("var-d16", "--method", "skip:last=10"), "cannot skip 10 of 10 stages"),
         (("var-d16", "--sides", "1,2"), "learned positions"),
         (("star-256", "--sides", ",".join(["1"] * 11)), "11 stages; this model knows 10 levels"),
-        (("var-d16", "--size", 512), "no schedule draws 512x512"),
+        (("var-d16", "--size", 512), "no schedule generates 512x512"),
         (("var-d16", "--keep-ratio", 1.5), "--keep-ratio"),
         (("var-d16", "--batch", 0), "--batch"),
     ],

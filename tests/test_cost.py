@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nextscale import pipeline as pipeline_module
 from nextscale.accel import DENSE, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.method import Span
 from nextscale.accel.registry import resolve_method
 from nextscale.canvas import Canvas
+from nextscale.engine import eager
 from nextscale.generate import StageDone
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
@@ -159,7 +159,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         sums.append((everything, sum(ops.get(torch.ops.aten.bmm, 0) for ops in named)))
         seen.append(preview.done)
 
-    generate = pipeline_module.generate
+    generate = eager.generate
 
     def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> None:
         text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
@@ -168,7 +168,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
             return generate(model, cond, canvas, request, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_module, "generate", counted)
+        patch.setattr(eager, "generate", counted)
         output = pipeline(prompts, seed=11, on_stage=watch, **{"smooth": False} | settings)
     request, model = inside["request"], pipeline.model
     workload = Workload(

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Method, StagePlan, StageVAR, kernels
+from nextscale.accel import Plans
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
-from nextscale.generate import new_env
 from nextscale.guidance import ConstantGuidance, Guidance
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models import attention
+from nextscale.models import NextScaleModel, attention
 from nextscale.models.attention import unit_vectors
 from nextscale.models.blocks import ModulatedBlock, run_in_order
 from nextscale.models.rope import PairRope
 from nextscale.sampling import ImageRng, Sampling, choose, filter_logits, sample
-from nextscale.stage import Stage, Tokens
+from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text.prompts import Labels
 
 from . import tiny
@@ -257,7 +257,7 @@ def test_blocks_in_a_row_are_one_block_after_another(
     pipe, schedule = random_pipeline(spec, device=DEVICE, dtype=dtype), tiny.schedule_of(family)
     prompts = Labels(torch.tensor([1, 2])) if family == "var" else tiny.text_features(family, (3, 5)).to(DEVICE)
     conditions = [pipe.model.condition(prompts, False, schedule) for _ in ("one by one", "in order")]
-    envs = [new_env(condition, 2, Method(), pipe.model.cache_spec(schedule, 2)) for condition in conditions]
+    envs = [tiny.dense_env(pipe.model, condition, schedule, 2) for condition in conditions]
     norms, sums = counted("norm_modulate", monkeypatch), counted("residual_norm_modulate", monkeypatch)
     for stage in schedule.stages[:2]:
         start = Maker(DEVICE, dtype).normal(2, stage.cells, tiny.WIDTH) if stage.index else pipe.model.embed(None, stage, envs[0])
@@ -276,8 +276,8 @@ def test_blocks_in_a_row_are_one_block_after_another(
 class Tap(Method):
     """Watches the first block."""
 
-    def plan(self, stage: Stage, canvas: object) -> StagePlan:
-        return StagePlan(taps=(0,))
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return (StagePlan(taps=(0,)),) * len(schedule)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("methods", ("accel",)),
     ("generate", ("generate", "request")),
     ("engine", ("engine",)),
-    ("pipeline", ("pipeline",)),
+    ("pipeline", ("pipeline", "output")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),
     ("command line", ("cli", "__main__")),

@@ -18,9 +18,8 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
 from benchmarks.table import with_tables
-from nextscale.accel.method import Method, StagePlan
+from nextscale.accel.method import Method, Plans, StagePlan
 from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
-from nextscale.canvas import Canvas
 from nextscale.cli import app, options
 from nextscale.errors import MissingExtra, SettingError
 from nextscale.generate import as_sampled
@@ -44,8 +43,9 @@ from nextscale.lab.analysis.prompt import (
 from nextscale.lab.analysis.ranks import energies, spread_layers
 from nextscale.lab.analysis.verdicts import late_stages
 from nextscale.loading import presets
+from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
-from nextscale.stage import Schedule, Stage
+from nextscale.stage import Schedule
 
 from . import tiny
 
@@ -231,8 +231,8 @@ class DropLate(Method):
     def __init__(self, branch: str) -> None:
         self.branch = branch
 
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        return StagePlan(cfg_branches=self.branch if stage.index >= 2 else "both")  # type: ignore[arg-type]
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return tuple(StagePlan(cfg_branches=self.branch if stage.index >= 2 else "both") for stage in schedule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["infinity", "var", "hart"])
@@ -448,7 +448,7 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
     [
         (["-m", "tiny-var"], "no prompt"),
         (["-m", "tiny-var", "cat"], "class 'cat'"),
-        (["-m", "tiny-var", "1", "--size", "99"], "no schedule draws 99x99"),
+        (["-m", "tiny-var", "1", "--size", "99"], "no schedule generates 99x99"),
         (["-m", "tiny-var", "1", "--metrics", "absent"], "absent"),
         (["--plot", "absent.json"], "absent.json cannot be read"),
         (["--plot", "absent.json", "--seed", "3"], "leave out --seed"),

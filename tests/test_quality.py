@@ -20,7 +20,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from benchmarks.table import quality_table
-from nextscale.accel import Method
+from nextscale.accel import Method, MethodRun, RunSetup
 from nextscale.checkpoints import Layout, write_weights
 from nextscale.cli import app, options
 from nextscale.cli import quality as quality_command
@@ -92,7 +92,7 @@ def few_images_suffice() -> Iterator[None]:
 
 
 class Failing(Method):
-    def start(self, setup: object) -> Method:
+    def start(self, setup: RunSetup) -> MethodRun:
         raise RuntimeError("does not work here\nat all")
 
 
@@ -146,11 +146,11 @@ class FailingLater(Method):
     def __init__(self, calls: list[int]) -> None:
         self.calls = calls
 
-    def start(self, setup: object) -> Method:
+    def start(self, setup: RunSetup) -> MethodRun:
         self.calls.append(1)
         if len(self.calls) > 1:
             raise RuntimeError("enough")
-        return Method()
+        return MethodRun()
 
 
 def test_images_that_are_not_finite_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,10 @@ class Doubling:
 
     layer = 0
     sublayers = (None,)
+    changes_input = False
+
+    def fused_sublayers(self, x: Tensor, env: Env) -> tuple[()]:
+        return ()
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tokens]] = []

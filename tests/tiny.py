@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nextscale.cache import DenseLayerCache, StageMemory, Workspace
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES, ModelSpec, Source, TextSource
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, StarConfig, VarConfig
+from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
+from nextscale.models.env import Conditioning, Env
 from nextscale.pipeline import Output, Pipeline, Settings
-from nextscale.sampling import Refinement, Sampling
+from nextscale.sampling import ImageRng, Refinement, Sampling
 from nextscale.schedules import AspectLike, SizeLike, SquareBook
 from nextscale.stage import Schedule
 from nextscale.text import ClipEncoder, QwenEncoder, T5Encoder, TextFeatures
@@ -195,6 +197,15 @@ def prompts(family: str, images: int) -> Any:
 def one_prompt(family: str, position: int) -> Any:
     """The prompt of one image of `prompts`."""
     return [3, 7, 1][position] if family in CLASS_FAMILIES else text_features(family, TEXT_LENGTHS).one(position)
+
+
+def dense_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int) -> Env:
+    """What the stages of a dense request share."""
+    rows = cond.start.shape[0]
+    spec = model.cache_spec(schedule, rows)
+    workspace = Workspace(spec)
+    caches = [DenseLayerCache(spec.layer(number), workspace) for number in range(len(model.blocks))]
+    return Env(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond", ImageRng([0] * batch, model.device))
 
 
 # --- comparing outputs

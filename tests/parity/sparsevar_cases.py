@@ -24,10 +24,10 @@ from torch import Tensor
 from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
 from nextscale.accel import frequency
 from nextscale.accel.frequency import GridMap, anchor_cells, best_anchor, feature_change
-from nextscale.cache import Env
 from nextscale.canvas import Canvas, on_grid
 from nextscale.generate import StageDone
 from nextscale.models import Infinity
+from nextscale.models.env import Env
 
 from . import infinity_cases
 from .accelerated import SAMPLING, stated_tolerance
