@@ -158,11 +158,6 @@ def infinity_stages(template: float, stages: int) -> Schedule:
     return Schedule((*sizes, *((round(height * factor), round(width * factor)) for factor in factors)))
 
 
-def infinity_schedule(template: float, budget: str) -> Schedule:
-    """The schedule of a published model."""
-    return infinity_stages(template, BUDGETS_BY_STRIDE[PIXELS_PER_TOKEN][budget])
-
-
 @dataclass(frozen=True)
 class InfinityBook:
     """Fifteen aspect ratios times the pixel budgets of a stride; for the published one two are larger than what was trained."""

@@ -19,10 +19,10 @@ from nextscale.generate import settle_counts
 from nextscale.guidance import ConstantGuidance, StageGuidance
 from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
-from nextscale.schedules import infinity_schedule
 from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
+from .tiny import infinity_schedule
 
 # Settings that act on the four stages of a tiny schedule.
 SPARSE, FAST, LOW_RANK = SparseVAR(tau=0.9, from_stage=3), FastVAR({2: 0.5, 3: 0.5}), StageVAR(guidance_off=2, alphas={3: 0.96})

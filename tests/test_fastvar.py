@@ -22,11 +22,12 @@ from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig
 from nextscale.pipeline import Output
-from nextscale.schedules import HART_1024, infinity_schedule
+from nextscale.schedules import HART_1024
 from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text import TextFeatures
 
 from . import tiny
+from .tiny import infinity_schedule
 from .toy_methods import STAGES, KeepShare, Planned, SkipUnannounced, keeping, one_from
 
 HARSH = FastVAR({2: 0.7, 3: 0.8})  # every tiny schedule has stages 2 and 3
@@ -63,6 +64,9 @@ class ToyBlock:
     layer: int = 0
     seen: list[Tensor] = field(default_factory=list)
     counts: list[Tensor | None] = field(default_factory=list)
+
+    def fused_sublayers(self, x: Tensor, env: object) -> tuple[()]:
+        return ()
 
     @property
     def sublayers(self) -> tuple[Callable[..., Tensor], ...]:

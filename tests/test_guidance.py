@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from nextscale.errors import SettingError
 from nextscale.guidance import ConstantGuidance, Guidance, GuidedRows, RampGuidance, StageGuidance, mix, resolve_guidance
 from nextscale.loading.presets import FLEXVAR_SETTINGS, MODELS
-from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024, VAR_256, VAR_512, infinity_schedule
+from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024, VAR_256, VAR_512
 from nextscale.stage import Schedule
 
 from . import tiny
+from .tiny import infinity_schedule
 
 THREE = Schedule((1, 2, 3))
 DEPTH = 4

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.canvas import to_map
+from nextscale.canvas import ResidualCanvas, to_map
 from nextscale.errors import NonFiniteLogits, PromptError, SettingError, SizeError
 from nextscale.guidance import GuidedRows, RampGuidance, StageGuidance
 from nextscale.loading.random_weights import fill_random, random_pipeline
@@ -29,6 +29,7 @@ from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig, VarTokenize
 from . import tiny
 from .test_canvas import nearest_by_search, with_codes
 from .test_method import first_token, keeping
+from .tiny import encode_hybrid
 
 CPU = torch.device("cpu")
 SCHEDULE = Schedule(tiny.HART_SIDES)
@@ -506,7 +507,7 @@ def some_images(tokenizer: HartTokenizer) -> Tensor:
 def test_codes_and_residual_complete_one_another_to_the_features() -> None:
     tokenizer = tiny.shared_pipeline("hart").tokenizer
     images = some_images(tokenizer)
-    codes, residual = tokenizer.encode_hybrid(images, SCHEDULE)
+    codes, residual = encode_hybrid(tokenizer, images, SCHEDULE)
     canvas = tokenizer.canvas(SCHEDULE, 2)
     for stage, numbers in zip(SCHEDULE, codes, strict=True):
         canvas.add(numbers, Tokens(stage))
@@ -521,8 +522,8 @@ def test_the_codes_are_those_of_the_discrete_tokenizer() -> None:
     """Chosen here on a canvas where the last stage is blended as well, which comes too late to change them."""
     tokenizer = tiny.shared_pipeline("hart").tokenizer
     images = some_images(tokenizer)
-    canvas, features = tokenizer.discrete_canvas(SCHEDULE, 2), tokenizer.features(images)
-    hybrid, _ = tokenizer.encode_hybrid(images, SCHEDULE)
+    canvas, features = ResidualCanvas(tokenizer, SCHEDULE, 2), tokenizer.features(images)
+    hybrid, _ = encode_hybrid(tokenizer, images, SCHEDULE)
     for stage, codes, same in zip(SCHEDULE, tokenizer.encode(images, SCHEDULE), hybrid, strict=True):
         assert torch.equal(codes, nearest_by_search(tokenizer, F.adaptive_avg_pool2d(features - canvas.latent, stage.size)))
         assert torch.equal(codes, same)
@@ -535,7 +536,7 @@ def test_codes_alone_are_decoded_as_var_decodes_them() -> None:
     var = VarTokenizer(VarTokenizerConfig(**asdict(tokenizer.config)))
     var.load_state_dict(tokenizer.state_dict())
     codes = tokenizer.encode(some_images(tokenizer), SCHEDULE)
-    discrete, hybrid, theirs = tokenizer.discrete_canvas(SCHEDULE, 2), tokenizer.canvas(SCHEDULE, 2), var.canvas(SCHEDULE, 2)
+    discrete, hybrid, theirs = ResidualCanvas(tokenizer, SCHEDULE, 2), tokenizer.canvas(SCHEDULE, 2), var.canvas(SCHEDULE, 2)
     for stage, numbers in zip(SCHEDULE, codes, strict=True):
         for canvas in (discrete, hybrid, theirs):
             canvas.add(numbers, Tokens(stage))

@@ -26,11 +26,12 @@ from nextscale.schedules import (
     VAR_512,
     InfinityBook,
     SquareBook,
-    infinity_schedule,
     parse_aspect,
     parse_size,
 )
 from nextscale.stage import Schedule
+
+from .tiny import infinity_schedule
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "infinity_schedules.json").read_text())
 TEMPLATES: list[float] = PUBLISHED["templates_in_order"]

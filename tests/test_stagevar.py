@@ -45,10 +45,11 @@ from nextscale.models.env import Env
 from nextscale.pipeline import Output
 from nextscale.planning.memory import ASSUMED_KEPT
 from nextscale.sampling import ImageRng, Rng
-from nextscale.schedules import HART_1024, INFINITY_SIZES, infinity_schedule
+from nextscale.schedules import HART_1024, INFINITY_SIZES
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 
 from . import tiny
+from .tiny import infinity_schedule
 from .toy_methods import STAGES, Planned, RunBlocks, SkipUnannounced, counts_of, top_tokens
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nextscale.cache import DenseLayerCache, StageMemory, Workspace
+from nextscale.canvas import to_rows
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES, ModelSpec, Source, TextSource
 from nextscale.loading.random_weights import random_pipeline
@@ -18,10 +19,10 @@ from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, NextScal
 from nextscale.models.env import Conditioning, Env
 from nextscale.pipeline import Output, Pipeline, Settings
 from nextscale.sampling import ImageRng, Refinement, Sampling
-from nextscale.schedules import AspectLike, SizeLike, SquareBook
-from nextscale.stage import Schedule
+from nextscale.schedules import BUDGETS_BY_STRIDE, PIXELS_PER_TOKEN, AspectLike, SizeLike, SquareBook, infinity_stages
+from nextscale.stage import Schedule, Tokens
 from nextscale.text import ClipEncoder, QwenEncoder, T5Encoder, TextFeatures
-from nextscale.tokenizers import FlexVarTokenizerConfig, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
+from nextscale.tokenizers import FlexVarTokenizerConfig, HartTokenizer, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
 
 DEPTH, WIDTH, HEADS = 3, 64, 4
 CLASSES, CODES, LATENT_CHANNELS = 10, 40, 8
@@ -197,6 +198,20 @@ def prompts(family: str, images: int) -> Any:
 def one_prompt(family: str, position: int) -> Any:
     """The prompt of one image of `prompts`."""
     return [3, 7, 1][position] if family in CLASS_FAMILIES else text_features(family, TEXT_LENGTHS).one(position)
+
+
+def infinity_schedule(template: float, budget: str) -> Schedule:
+    """The schedule of a published Infinity model for a height / width and a pixel budget."""
+    return infinity_stages(template, BUDGETS_BY_STRIDE[PIXELS_PER_TOKEN][budget])
+
+
+def encode_hybrid(tokenizer: HartTokenizer, images: Tensor, schedule: Schedule) -> tuple[list[Tensor], Tensor]:
+    """HART's codes of every stage, and the residual [B, cells, Z] that completes the last one to the continuous features."""
+    codes = tokenizer.encode(images, schedule)
+    canvas = tokenizer.canvas(schedule, images.shape[0])
+    for stage, numbers in zip(schedule, codes, strict=True):
+        canvas.add(numbers, Tokens(stage))
+    return codes, to_rows(tokenizer.features(images) - canvas.latent)
 
 
 def dense_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int) -> Env:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..checks import is_share, is_whole
 from ..errors import SettingError
-from ..models.blocks import FusedSublayer, ModulatedBlock, run_fused
+from ..models.blocks import FusedSublayer, run_fused
 from ..models.env import Env
 from ..stage import Schedule, Tokens, repeat_tail
 from .method import DENSE, Method, Plans, Span, StagePlan
@@ -247,7 +247,7 @@ class RememberedBlocks(Span):
                 f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
                 f" {tokens.num_tokens} tokens there: choose a cache_stage that the other method leaves whole"
             )
-        fused = [fused_sublayers(block, x, env) for block in blocks]
+        fused = [block.fused_sublayers(x, env) for block in blocks]
         if all(fused):
             chain = [remembering(block, i, one) for block, several in zip(blocks, fused, strict=True) for i, one in enumerate(several)]
             return run_fused(chain, x, tokens, env)
@@ -257,11 +257,6 @@ class RememberedBlocks(Span):
                 env.memory.store(memory_key(block, number), update, tokens)
                 x = x + update
         return x
-
-
-def fused_sublayers(block: Block, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
-    """Returns the block's sublayers in the form that the kernels take; none where they cannot run."""
-    return block.fused_sublayers(x, env) if isinstance(block, ModulatedBlock) else ()
 
 
 def remembering(block: Block, number: int, fused: FusedSublayer) -> FusedSublayer:
@@ -292,7 +287,7 @@ class ThinnedBlocks(Span):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for block in blocks:
-            fused = fused_sublayers(block, x, env)
+            fused = block.fused_sublayers(x, env)
             for number, sublayer in enumerate(block.sublayers):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
                 if env.computed is not None:

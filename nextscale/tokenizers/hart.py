@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
-from ..canvas import HybridCanvas, ResidualCanvas, to_rows
-from ..stage import Schedule, Tokens
+from ..canvas import HybridCanvas
+from ..stage import Schedule
 from .var import VarTokenizer, VarTokenizerConfig
 
 
@@ -24,16 +21,3 @@ class HartTokenizer(VarTokenizer):
 
     def canvas(self, schedule: Schedule, batch: int) -> HybridCanvas:
         return HybridCanvas(self, schedule, batch)
-
-    def discrete_canvas(self, schedule: Schedule, batch: int) -> ResidualCanvas:
-        """A canvas for codes alone: the last stage passes its convolution like the others. The codes of an image are the same."""
-        return ResidualCanvas(self, schedule, batch)
-
-    @torch.inference_mode()
-    def encode_hybrid(self, images: Tensor, schedule: Schedule) -> tuple[list[Tensor], Tensor]:
-        """Codes of every stage, and the residual [B, cells, Z] that completes the last one to the continuous features."""
-        codes = self.encode(images, schedule)
-        canvas = self.canvas(schedule, images.shape[0])
-        for stage, numbers in zip(schedule, codes, strict=True):
-            canvas.add(numbers, Tokens(stage))
-        return codes, to_rows(self.features(images) - canvas.latent)

@@ -282,6 +282,9 @@ class StoredSublayer:
         self.keep, self.answers = keep, answers
         self.asked = self.index = torch.empty(0)
 
+    def fused_sublayers(self, x: Tensor, env: object) -> tuple[()]:
+        return ()
+
     @property
     def sublayers(self) -> tuple[Callable[[Tensor, Tokens, Env], Tensor]]:
         return (self.answer,)

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nextscale import Pipeline, Schedule, TextFeatures, Tokens
-from nextscale.canvas import to_map
+from nextscale.canvas import ResidualCanvas, to_map
 from nextscale.loading.presets import hart_settings
 from nextscale.models import Hart, HartConfig
 from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig
 
+from ..tiny import encode_hybrid
 from .class_cases import inputs_of
 from .compare import Expected, Reading, Readings, Tolerance
 from .settings import AUTOENCODER, QUANTIZER, RESIDUAL_QUANTIZER, TRUNK, translated, understood
@@ -209,8 +210,8 @@ def round_trip(expected: Expected, tokenizer: HartTokenizer, schedule: Schedule,
         images = expected.input("ae.img")
         expected.close("ae.enc", tokenizer.encoder(images), LATENT)
         expected.close("ae.f", tokenizer.features(images), LATENT)
-    codes, residual = tokenizer.encode_hybrid(images, schedule)
-    discrete, hybrid = tokenizer.discrete_canvas(schedule, images.shape[0]), tokenizer.canvas(schedule, images.shape[0])
+    codes, residual = encode_hybrid(tokenizer, images, schedule)
+    discrete, hybrid = ResidualCanvas(tokenizer, schedule, images.shape[0]), tokenizer.canvas(schedule, images.shape[0])
     for stage, numbers in zip(schedule, codes, strict=True):
         discrete.add(numbers, Tokens(stage))
         hybrid.add(numbers, Tokens(stage))
