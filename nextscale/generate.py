@@ -46,7 +46,7 @@ class StageDone:
         return self.tokens is None
 
     def without_logits(self) -> StageDone:
-        """For keeping: logits are large."""
+        """The same without its logits, which are large, for those who keep it."""
         return replace(self, logits=None)
 
 

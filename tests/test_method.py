@@ -24,24 +24,7 @@ from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
 from .test_cache import MEMORY, fill_memory
-
-STAGES = {family: len(tiny.schedule_of(family)) for family in tiny.FAMILIES}
-
-
-@dataclass(frozen=True)
-class RunBlocks(Span):
-    """A span that runs its blocks as generation would."""
-
-    layers: range
-    key: str = "identity"
-
-    def num_tokens(self, tokens: int) -> int:
-        return tokens
-
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        for block in blocks:
-            x = block(x, tokens, env)
-        return x
+from .toy_methods import STAGES, RunBlocks
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class Merge:
 
 
 def most_similar(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """For every token of x [R, N, C] the largest cosine with a token at `positions` [R, D], and that one's number in D: [R, N] each.
+    """The largest cosine of every token of x [R, N, C] with a token at `positions` [R, D], and that one's number in D: [R, N] each.
 
     Cosines are compared in float16, and of equal ones the first is taken. Equal tokens are common, and a matrix product rounds them
     differently in every batch; bfloat16, on the other hand, has no number between 0.996 and 1.

@@ -121,7 +121,7 @@ class RunOptions:
         measure(cases, plan, lambda model: self.load(model, device, dtype), results)
 
     def load(self, model: str, device: torch.device, dtype: torch.dtype) -> Pipeline:
-        """With a random text encoder: encoding prompts is not measured."""
+        """A pipeline with a random text encoder, since encoding prompts is not measured."""
         if self.weights is None and self.tokenizer is None:
             return random_pipeline(model, device=device, dtype=dtype)
         encoder = random_encoder(model_spec(model).model, device)

@@ -74,7 +74,7 @@ class RunOptions:
             raise SettingError(f"{both.pop()} is in --data and in --held-out: give other shards to measure on")
 
     def pictures(self, sides: list[int], device: torch.device) -> tuple[dict[int, Pictures], dict[int, Pictures]]:
-        """Of the shards to train on and of those held out, by side."""
+        """Pictures of the shards to train on and of those held out, by side."""
         training, held_out = (read_pictures(shards, sides).items() for shards in (self.data, self.held_out))
         return {side: read.to(device) for side, read in training}, {side: read.to(device) for side, read in held_out}
 

@@ -121,7 +121,7 @@ class StaticRng:
 
     @torch.inference_mode()
     def refill(self, rng: Rng, stage: int | None = None, images: int | None = None) -> None:
-        """With the noise that a request with this `rng` would get: that of one stage, or all.
+        """Writes the noise that a request with this `rng` would get: that of one stage, or all.
 
         images: how many of the batch the request has, None for all. The others repeat the last one, so that they need no more tokens
         than it does.

@@ -278,7 +278,7 @@ class Captures:
     # --- weights
 
     def _addresses(self) -> tuple[int, ...]:
-        """Where the weights lie, which captured graphs read there."""
+        """The addresses of the weights, which captured graphs read."""
         modules = (self._model, self._tokenizer)
         return tuple(tensor.data_ptr() for module in modules for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
@@ -319,7 +319,7 @@ def described(request: Request) -> str:
 
 @torch.inference_mode()
 def replay_seconds(captured: CapturedRequest, request: Request, device: torch.device) -> float:
-    """Of the second replay: the first one still moves the graphs to the device."""
+    """Seconds of the second replay: the first one still moves the graphs to the device."""
     seconds = 0.0
     for _ in range(2):
         numbers = ImageRng(range(request.batch), device)

@@ -200,7 +200,7 @@ class CapturedRequest:
         return captured
 
     def _launches_nothing(self, stage: Stage, state: State) -> bool:
-        """Of skipped stages: where the canvas stays as it is and the method looks at nothing, a graph would be empty."""
+        """Whether the stage is skipped, the canvas stays as it is and the method looks at nothing: its graph would be empty."""
         if not self._request.plans[stage.index].skip:
             return False
         positions = self._positions()

@@ -64,7 +64,7 @@ def references(rows: Iterable[Row]) -> dict[tuple[str, CaseKey], Row]:
 
 
 def reference_of(row: Row, known: Mapping[tuple[str, CaseKey], Row]) -> Row | None:
-    """Of the same case on the same kind of GPU."""
+    """The row of the reference implementation for the same case on the same kind of GPU."""
     return known.get((row["hardware"], case_of(row)))
 
 
@@ -86,7 +86,7 @@ def by_case(rows: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 
 
 def one_run(rows: Iterable[Row]) -> list[Row]:
-    """Of the rows of one case those of the run that timed most methods, of such the last; then, from other runs, methods that it lacks."""
+    """Rows of one case: those of the run that timed most methods, or the last such; then, from other runs, methods that it lacks."""
     runs: dict[str, dict[str, Row]] = {}
     for row in rows:
         runs.setdefault(row["run"], {})[row["method"]] = row
@@ -110,7 +110,7 @@ def dense_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def method_rows(rows: Iterable[Row]) -> list[Row]:
-    """Of every model, size and batch that was measured with methods: dense generation and the methods that were measured beside it.
+    """Rows of every model, size and batch that was measured with methods: dense generation and the methods that were measured beside it.
 
     Rows of eager generation do not count where a table of its own has graphs.
     """
@@ -449,6 +449,6 @@ def stages_svg(row: Row) -> str:
 
 
 def pictured_row(rows: Iterable[Row]) -> Row | None:
-    """Of the model and size that the README shows first."""
+    """The row of the model and size that the README shows first."""
     found = [row for row in dense_rows(rows) if case_of(row) == SUMMARY_CASE and "error" not in row]
     return found[0] if found else None

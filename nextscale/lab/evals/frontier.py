@@ -93,7 +93,7 @@ def _panel(
 
 
 def label_spots(points: Sequence[tuple[float, float]], right_edge: float) -> list[tuple[float, float]]:
-    """Where the number of each point is written, middle of its foot: as near as no other point or number is in the way."""
+    """The place of each point's number, the middle of its foot: as near as no other point or number is in the way."""
     spots: list[tuple[float, float]] = []
     for x, y in points:
         tried = [(x + across, y + down) for down in (-4, 11, -15, 22, -26, 33, -37, 44) for across in (10, -10, 24, -24)]
