@@ -35,7 +35,7 @@ class StageDone:
     counts: Tensor | None = None  # [B], those of each image without the padding; None: all of them
     tokens: Tokens | None = None  # what the codes stand for
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
-    ids: Tensor | None = None  # as drawn
+    ids: Tensor | None = None  # as sampled
     codes: Tensor | None = None  # as put on the canvas
     residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes
     plan: StagePlan = DENSE
@@ -62,7 +62,8 @@ def generate(
     run, env = begin(model, cond, request)
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
-        settle_counts(run, stage, canvas)
+        if request.method.data_dependent:
+            settle_counts(run, stage, canvas)
         plan = run.plan(request.plans[stage.index], stage, canvas)
         done, good = run_stage(model, canvas, request, run, plan, env, stage)
         if good is not None:
@@ -197,7 +198,7 @@ def reporting(segment: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> 
 def boundaries(depth: int, plan: StagePlan, guidance: GuidedRows) -> list[int]:
     """Numbers of blocks after which hidden states are asked for: around spans and observed blocks, and after guided ones.
 
-    Where one guidance branch runs alone, a span may hide blocks after which both would be guided.
+    Where one cfg branch runs alone, a span may hide blocks after which both would be guided.
     """
     spans = {edge for span in plan.spans for edge in (span.layers.start, span.layers.stop)}
     taps = {edge for layer in plan.taps for edge in (layer, layer + 1)}

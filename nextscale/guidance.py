@@ -126,10 +126,10 @@ class GuidedRows:
         for layer in guidance.layers:
             if not isinstance(layer, int) or not -depth < layer < depth:
                 raise SettingError(f"guidance after block {layer}: this model has blocks 0 to {depth - 1} (negative counts from the end)")
-        self.scales = guidance.scales(schedule)
+        self.scales = tuple(guidance.scales(schedule))
         if not all(is_number(scale) and isfinite(scale) for scale in self.scales):
             raise SettingError(f"guidance scales are finite numbers; got {self.scales!r}")
-        self.above_one = guidance.above_one(schedule)
+        self.above_one = tuple(guidance.above_one(schedule))
         self.needs_both = any(scale != 1 for scale in self.scales)
         self.layers = frozenset(layer % depth for layer in guidance.layers)
         self._logits = guidance.logits

@@ -59,7 +59,7 @@ class Pipeline:
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files.
 
     It may be called from several threads. On a GPU one call runs at a time and the others wait; a call from inside `on_stage` runs
-    eagerly at once.
+    eagerly at once. `on_stage` must not wait for another thread that calls a pipeline on the same GPU.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Pipeline:
     ) -> Output:
         """Generates one image per prompt, or per seed if there is one prompt and several seeds.
 
-        prompt: a text, a list of texts, or precomputed text features; for class models class numbers, -1 meaning "no class".
+        prompt: a prompt, a list of prompts, or precomputed text features; for class models class numbers, -1 meaning "no class".
         seed: image i uses seed + i, or the i-th of a list, and is the same image alone or in any batch. None takes a fresh seed
             (the report tells which). A torch.Generator is one stream for the whole batch, as in the reference implementations.
         size, aspect: (height, width) in pixels, a pixel budget such as "0.25M", or a Schedule; "16:9" or height / width.

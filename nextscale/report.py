@@ -1,4 +1,4 @@
-"""What really happened in a request: time, work, tokens and rows per stage, memory."""
+"""What really happened in a request: time, MACs, tokens and rows per stage, memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StageReport:
     width: int
     skipped: bool
     tokens: int  # that enter the first block, per row, with HART's text; 0 when skipped
-    computed: float  # tokens per row, without text, that the parts of the blocks ran, mean of all; the cells when dense, 0 when skipped
+    computed: float  # tokens per row, without text, that the sublayers ran, mean of all; the cells when dense, 0 when skipped
     padding: float  # share of the tokens that no image needed: run because another of the batch, or the captured graph, has more
-    rows: int  # images times guidance branches
+    rows: int  # images times cfg branches
     cfg_branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # MACs against those of the same stage in dense generation
     seconds: float
@@ -40,7 +40,7 @@ class Report:
     size: tuple[int, int]  # height, width in pixels
     seeds: tuple[int, ...] | None  # None: the caller's own generator
     stages: tuple[StageReport, ...]
-    cost_share: float  # MACs against those of dense generation, as `accel.cost` counts them; decoding is not counted
+    cost_share: float  # MACs against those of dense generation, as `planning.cost` counts them; decoding is not counted
     condition_seconds: float  # prompt features to modulation and text keys
     decode_seconds: float
     peak_memory: int  # bytes: allocated on the GPU during the request, or the process's largest resident size on the CPU

@@ -37,7 +37,7 @@ class Request:
     """What one call asks for, with everything resolved."""
 
     prompts: Prompts
-    negative: Prompts | None  # what the second guidance branch reads; None where it does not run or the model has its own "no prompt"
+    negative: Prompts | None  # what the second cfg branch reads; None where it does not run or the model has its own "no prompt"
     schedule: Schedule
     guidance: GuidedRows
     sampling: Sampling
@@ -111,12 +111,12 @@ def read_prompts(reader: PromptReader, prompt: Any, seed: SeedLike) -> Prompts:
 
 
 def read_negative(reader: PromptReader, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
-    """What the second branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""
+    """What the second cfg branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""
     if negative is None:
         empty = reader.empty() if guidance.needs_both else None
         return None if empty is None else empty.repeat(images)
     if not guidance.needs_both:
-        raise SettingError("a negative prompt needs guidance: without it the second branch does not run")
+        raise SettingError("a negative prompt needs guidance: without it the second cfg branch does not run")
     prompts = reader.read(negative)
     if len(prompts) == 1:
         return prompts.repeat(images)

@@ -18,6 +18,7 @@ from nextscale.canvas import Canvas
 from nextscale.engine import captures
 from nextscale.engine.memory import DeviceMemory
 from nextscale.errors import OutOfMemory, SettingError
+from nextscale.guidance import StageGuidance
 from nextscale.output import Output, Preview
 from nextscale.stage import Schedule, Stage
 
@@ -61,6 +62,30 @@ def test_warmup_captures_at_once() -> None:
     assert pipe.warmup(2).graphs == 0  # is there
     assert pipe.warmup([1, 2]).graphs == 6
     assert len(pipe.captures) == 2
+
+
+def test_scales_given_as_a_list_are_captured_too() -> None:
+    pipe = with_graphs("var")
+    assert engines(pipe, 1, 2, guidance=StageGuidance(values=[3.0, 2.0, 1.5, 1.0])) == ["eager", "graphs"]  # type: ignore[arg-type]
+
+
+def test_one_generator_for_image_and_method_runs_eagerly_where_its_order_depends_on_the_image() -> None:
+    pipe, prompt = with_graphs("star_refined"), prompts("star_refined", 2)
+    pipe.warmup(prompt, method=SPARSE)
+    found = pipe(prompt, seed=torch.Generator().manual_seed(4), method=SPARSE)
+    assert found.report.engine == "eager"
+    assert_same_bits(found, shared_pipeline("star_refined")(prompt, seed=torch.Generator().manual_seed(4), method=SPARSE))
+    assert pipe(prompt, seed=4, method=SPARSE).report.engine == "graphs"
+
+
+def test_what_was_refused_is_tried_again_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = with_graphs("var")
+    with monkeypatch.context() as patch:
+        patch.setattr(captures, "CapturedRequest", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+        assert engines(pipe, 1, 1, 1) == ["eager"] * 3
+    assert engines(pipe, 1) == ["eager"]
+    monkeypatch.setattr(captures.Captures, "_addresses", lambda _: (1, 2, 3))
+    assert engines(pipe, 1, 1) == ["eager", "graphs"]
 
 
 def test_an_eager_pipeline_captures_nothing() -> None:

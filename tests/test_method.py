@@ -776,9 +776,16 @@ def test_hooks_are_called_in_the_documented_order() -> None:
             calls.append(("restore_residual", tokens.stage.index))
             return residual, tokens
 
-    tiny.assert_same_bits(generated("hart", method=Running(lambda setup: Calls())), generated("hart"))
-    hooks = ("count_tokens", "set_counts", "plan", "reduce", "observe", "restore")
-    assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3]), ("restore_residual", 3)]
+    class DataDependent(Running):
+        @property
+        def data_dependent(self) -> bool:
+            return True
+
+    for kind, counted in ((Running, ()), (DataDependent, ("count_tokens", "set_counts"))):
+        calls.clear()
+        tiny.assert_same_bits(generated("hart", method=kind(lambda setup: Calls())), generated("hart"))
+        hooks = (*counted, "plan", "reduce", "observe", "restore")
+        assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3]), ("restore_residual", 3)]
 
 
 def test_counts_are_read_where_they_are_data_dependent() -> None:

@@ -724,7 +724,7 @@ def test_a_request_that_cannot_fit_is_refused_before_it_starts(family: str, monk
 
 def test_where_the_system_does_not_tell_the_request_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nextscale.engine.memory.free_memory", lambda device, captured: None)
-    drawn("var")
+    assert drawn("var").report.engine == "eager"
 
 
 @pytest.mark.parametrize(

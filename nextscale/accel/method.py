@@ -201,8 +201,8 @@ class Method:
 class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
-    At each stage generation calls, in this order: `count_tokens` and `set_counts`, `plan`, `reduce`, `observe` after every tapped block,
-    `restore`, and at the last stage of a model with residuals `restore_residual`.
+    At each stage generation calls, in this order: `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
+    `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_residual`.
     """
 
     def fork(self) -> MethodRun:

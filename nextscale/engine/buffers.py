@@ -22,14 +22,14 @@ costs the products that make its keys and values and little else."""
 
 
 def text_bucket(tokens: int) -> int:
-    """Room for so many tokens; 0 where there is no text."""
+    """Room for prompts of this length; 0 where there is no text."""
     return next((room for room in TEXT_BUCKETS if room >= tokens), masked_length(tokens)) if tokens else 0
 
 
 class StaticInputs:
     """A copy of what the prompts of a batch give, in which others can take their place; their texts may have up to `room` tokens.
 
-    Fewer prompts are padded: the last one of each guidance branch is repeated.
+    Fewer prompts are padded: the last one of each cfg branch is repeated.
     """
 
     @torch.inference_mode()
@@ -62,7 +62,7 @@ class StaticInputs:
 
 
 def padded_order(entries: int, expected: int, batch: int) -> list[int]:
-    """Which of `entries`, one per image and guidance branch, stand in a batch of more images, which has `expected` of them."""
+    """Which of `entries`, one per image and cfg branch, stand in a batch of more images, which has `expected` of them."""
     images = entries // (expected // batch)
     return [start + min(image, images - 1) for start in range(0, entries, images) for image in range(batch)]
 

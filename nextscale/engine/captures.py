@@ -46,7 +46,7 @@ class CaptureKey:
     guidance: Hashable
     sampling: Sampling
     method: Method
-    text: int  # room for so many tokens
+    text: int  # room for this number of text tokens
 
     @classmethod
     def of(cls, request: Request, reads_text: bool) -> CaptureKey:
@@ -226,7 +226,7 @@ class Captures:
     def _add(self, key: CaptureKey, request: Request) -> WarmUp:
         device = self._model.device
         if self._pool is None:
-            self._pool, self._weights = GraphPool.fresh(device), self._addresses()
+            self._pool = GraphPool.fresh(device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # so that what is reserved afterwards is what the capture keeps
         begun, before = time.perf_counter(), DeviceMemory.now(device)
@@ -235,16 +235,16 @@ class Captures:
                 inputs = self._model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
                 tables = self._tables.of(request.schedule)
                 captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, self._pool)
+            torch.cuda.synchronize(device)
+            after, seconds = DeviceMemory.now(device), time.perf_counter() - begun
+            replayed = replay_seconds(captured, request, device)
         except BaseException:
             # Nothing can be captured into this pool and stream any more: what lies there leaves too, and is captured anew when it comes.
             self._captures.clear()
             self._drop_pool()
             raise
-        torch.cuda.synchronize(device)
-        after = DeviceMemory.now(device)
         grown, held = after.reserved - before.reserved, after.allocated - before.allocated
-        seconds = time.perf_counter() - begun
-        self._captures[key] = Kept(captured, replay_seconds(captured, request, device), held)
+        self._captures[key] = Kept(captured, replayed, held)
         self._made_in_pool += 1
         self.bytes += grown
         if grown > 0:  # nothing in the pool was free, so that what no capture holds is scratch
@@ -283,9 +283,12 @@ class Captures:
         return tuple(tensor.data_ptr() for module in modules for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
     def _forget_if_weights_moved(self) -> None:
-        if self._captures and self._addresses() != self._weights:
+        addresses = self._addresses()
+        if addresses != self._weights and self._captures:
             log.warning("the weights have moved, to another device or type: graphs that were captured before are forgotten")
+        if addresses != self._weights and (self._captures or self._history):
             self.clear()
+        self._weights = addresses
 
 
 def graphs_run_on(device: torch.device) -> bool:
@@ -298,6 +301,8 @@ def obstacle(device: torch.device, request: Request) -> str | None:
         return f"graphs are captured on a GPU; this model is on {device}: use engine='eager' there"
     if request.compute_mask or request.revise is not as_sampled:
         return "compute_mask and revise need the host between stages and cannot be captured: leave them out of warmup"
+    if request.rng is request.method_rng and request.method.data_dependent and request.sampling.refine is not None:
+        return "one generator for image and method is used in an order that depends on the image: give whole numbers as seeds"
     if not request.method.capturable:
         return f"{request.method.label} reads from the device between stages and cannot be captured: calls with it run eagerly"
     if not hashable(request.method):

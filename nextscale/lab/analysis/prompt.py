@@ -44,7 +44,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class OneBranch(Method):
-    """One of the two guidance branches alone, at all stages."""
+    """One of the two cfg branches alone, at all stages."""
 
     branch: Literal["cond", "uncond"]
 

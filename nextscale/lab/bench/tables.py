@@ -42,7 +42,7 @@ def timed(rows: Iterable[Row]) -> list[Row]:
 
 
 def renewed(row: Row) -> Row:
-    """Old runs are told apart by their day and commit."""
+    """Old runs differ by their day and commit."""
     engine, run = row["engine"], f"{row['date']} {row['commit']} {row['case']}"
     return row | {
         "engine_asked": engine,
