@@ -162,6 +162,7 @@ CAPTURED_METHODS = (
     StageVAR(),
     ToMe(),
     SparseVAR(tau=0.95, from_stage=3),
+    SparseVAR(0.95, from_stage=3, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
     Combined((SparseVAR(tau=0.95, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, from_stage=3), SkipStages(last=1))),
     Combined((Combined((SparseVAR(tau=0.95, from_stage=3),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it

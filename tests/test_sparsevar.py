@@ -20,12 +20,15 @@ from nextscale.accel.combine import Combined
 from nextscale.accel.frequency import (
     GridMap,
     anchor_cells,
+    anchor_count,
     best_anchor,
     feature_change,
     high_similarity,
     image_change,
+    largest_cells,
     low_change,
     neighbour_similarity,
+    share_above,
 )
 from nextscale.accel.sparsevar import SparseRun, SparseVAR
 from nextscale.cache import ComputedCells
@@ -46,6 +49,17 @@ from . import tiny
 # Settings that leave out something of every image of `tiny.prompts`, and of different images differently much, and with which some
 # tokens resemble an anchor and others do not. Random weights change all cells about alike, hence so high a tau.
 STRONG = {family: SparseVAR(tau=0.97, alpha=3, beta=0.98, block=1) for family in tiny.FAMILIES} | {"flexvar": SparseVAR(tau=0.9, block=1)}
+# As a third party's program chooses; four near anchors are what it means to compare.
+PROGRAM = {
+    "block": None,
+    "blocks": (0, 2),
+    "rows": "both",
+    "select": "share",
+    "resize": "nearest",
+    "left_out": "zero",
+    "candidates": 4,
+    "edges": True,
+}
 RESIDUAL_FAMILIES = tuple(family for family in tiny.FAMILIES if family != "flexvar")
 ANY_SCHEDULE = tuple(family for family in tiny.FAMILIES if not family.startswith("var"))
 NON_SQUARE = {family: Schedule(((1, 1), (2, 3), (3, 5), (4, 6))) for family in ANY_SCHEDULE}
@@ -194,6 +208,41 @@ def test_anchors_are_the_top_left_cells_of_windows() -> None:
     assert anchor_cells((2, 2), 1, cpu).tolist() == [0, 1, 2, 3]
 
 
+def test_anchors_of_the_last_row_and_column() -> None:
+    cpu = torch.device("cpu")
+    assert anchor_cells((4, 4), 2, cpu, edges=True).tolist() == [0, 2, 3, 8, 10, 11, 12, 14, 15]
+    assert anchor_cells((4, 5), 3, cpu, edges=True).tolist() == [0, 3, 4, 15, 18, 19]  # the last row has some already
+    for size, alpha in (((4, 5), 3), ((1, 1), 4), ((40, 40), 4), ((3, 7), 1), ((2, 9), 4)):
+        for edges in (False, True):
+            assert anchor_count(size, alpha, edges) == len(anchor_cells(size, alpha, cpu, edges))
+    assert anchor_count((40, 40), 4, edges=True) == 121
+
+
+def test_the_share_above_a_threshold_and_the_largest_cells() -> None:
+    change = torch.tensor([[1.0, 2.0, 4.0, 2.1], [0.0, 1.0, 1.0, 1.0]])
+    assert share_above(change, 0.5, change.amax(dim=1, keepdim=True)).tolist() == [0.5, 0.75]
+    assert share_above(change, 0.5, change.amax().view(1, 1)).tolist() == [0.5, 0.0]  # 2 is not above 2
+    kept = largest_cells(change, torch.tensor([1, 2]))
+    assert kept.tolist() == [[False, False, True, False], [False, False, True, True]]  # of equals the later
+    assert largest_cells(change, torch.tensor([0, 4])).sum(dim=1).tolist() == [0, 4]
+
+
+def test_maps_are_enlarged_to_the_covering_cell() -> None:
+    assert GridMap(square([1, 2, 3])[..., None], (1, 3)).at((1, 4), "nearest").flatten().tolist() == [1, 1, 2, 3]
+
+
+def test_only_the_nearest_anchors_are_compared() -> None:
+    """Cells of a row, anchors at 0, 2 and 5. Cell 1 resembles the last, which is not among the two nearest."""
+    vectors = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]])
+    anchors = torch.tensor([0, 2, 5])
+    assert best_anchor(vectors, anchors, (1, 6))[1].tolist() == [[0, 5, 2, 5, 5, 5]]
+    similarity, anchor = best_anchor(vectors, anchors, (1, 6), nearest=2)
+    assert anchor.tolist() == [[0, 2, 2, 5, 5, 5]]
+    assert torch.allclose(similarity[0, 1], torch.tensor(sqrt(0.5)))
+    assert best_anchor(vectors, anchors, (1, 6), nearest=1)[1].tolist() == [[0, 0, 2, 2, 5, 5]]  # of equally near ones the first
+    assert torch.equal(best_anchor(vectors, anchors, (1, 6), nearest=9)[1], best_anchor(vectors, anchors, (1, 6))[1])
+
+
 def test_of_equally_similar_anchors_the_nearest_is_best() -> None:
     """Equal to rounding: the cells of a 2x6 grid all point the same way. Anchors at columns 0, 2 and 4 of the first row."""
     vectors = torch.rand(1, 12, 1, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -294,11 +343,51 @@ def test_images_of_a_batch_keep_their_own_numbers_of_tokens() -> None:
 
 def test_which_rows_are_scored() -> None:
     """The toy's unconditional rows change ten times as much."""
-    for rows, factor in (("cond", 1.0), ("both", 5.5)):
+    for rows, factor in (("cond", 1.0), ("uncond", 10.0), ("both", 5.5)):
         run, _ = toy(rows=rows)
         assert torch.allclose(run.change.values[..., 0], factor * EAST)
         run.observe(0, torch.zeros(1, 9, 1), EAST.sqrt()[..., None], Tokens(TOY[2]))  # with one cfg branch gone
         assert torch.allclose(run.change.values[..., 0], EAST)
+
+
+def test_change_across_several_blocks() -> None:
+    """From the input of the first to the output of the last; what lies between counts only by what it leaves."""
+    run, plan = start(SparseVAR(from_stage=4, blocks=(0, 3)), schedule=TOY), None
+    for stage in TOY.stages[:3]:
+        plan = plan_of(run, stage)
+    assert plan == StagePlan(taps=(0, 2))
+    x = [torch.full((2, 9, 1), value) for value in (1.0, 7.0, 5.0, 4.0)]
+    for layer, (before, after) in enumerate(pairwise(x)):
+        run.observe(layer, before, after, Tokens(TOY[2]))
+    assert torch.equal(run.change.values, torch.full((1, 9, 1), 9.0))
+    assert run.entered is None
+    one = start(SparseVAR(from_stage=4, blocks=(1, 2)), schedule=TOY)
+    assert one.setup.plans == SparseVAR(from_stage=4, block=2).forecast(one.setup.model, TOY)
+
+
+def test_a_share_counted_before_enlarging() -> None:
+    """Three of nine cells are above half of the largest: of 16 cells 5 are kept, the last column and the last cell beside it."""
+    run, plan = toy(alpha=None, select="share", resize="nearest", left_out="zero")
+    assert plan.num_tokens == 5
+    assert on_4x4(run).index[0].tolist() == [3, 7, 11, 14, 15]
+
+
+def test_cells_that_did_not_run_have_no_change() -> None:
+    run, _ = toy(alpha=4, left_out="zero")
+    tokens = on_4x4(run)
+    observed(run, torch.tensor([[1.0, 30.0, 70.0, 110.0, 150.0]]), TOY[3], tokens)
+    expected = square([1, 0, 0, 30], [0, 0, 0, 70], [0, 0, 0, 110], [0, 0, 0, 150]).view(4, 4)
+    assert torch.allclose(run.change.values.view(4, 4), expected)
+
+
+def test_anchors_at_the_edges_are_kept() -> None:
+    run, plan = toy(alpha=3, edges=True, tau=1.0, from_stage=4)
+    run.change = GridMap(square([9, 0, 0], [0, 0, 0], [0, 0, 0])[..., None], (3, 3))
+    plan = plan_of(run, TOY[3])
+    assert run.choice.kept.view(4, 4).tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
+    assert plan.num_tokens == 4
+    forecast = SparseVAR(alpha=3, edges=True, from_stage=4).forecast(run.setup.model, TOY, kept=0.0)
+    assert [forecast[stage].num_tokens for stage in (3, 4)] == [4, 9]
 
 
 def test_text_before_the_first_stage_is_not_scored() -> None:
@@ -557,7 +646,19 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
         ({"block": 0}, "block.*counted from 1.*got 0"),
         ({"block": "last"}, "block"),
         ({"metric": "l2"}, "metric is one of mse, logits, image; got 'l2'"),
-        ({"rows": "uncond"}, "rows is one of cond, both; got 'uncond'"),
+        ({"rows": "all"}, "rows is one of cond, uncond, both; got 'all'"),
+        ({"resize": "area"}, "resize is one of bilinear, nearest; got 'area'"),
+        ({"left_out": 0}, "left_out is one of carried, zero; got 0"),
+        ({"select": "top"}, "select is one of threshold, share; got 'top'"),
+        ({"select": "share", "metric": "logits"}, "select='share' .* with metric logits.*choose metric mse"),
+        ({"left_out": "zero", "metric": "image"}, "left_out='zero' with metric image"),
+        ({"candidates": 0}, 'candidates.*from 1, or "all"; got 0'),
+        ({"candidates": "four"}, "candidates"),
+        ({"edges": 1}, "edges is True or False; got 1"),
+        ({"blocks": (3, 3)}, r"blocks is \(first block, last block \+ 1\).*got \(3, 3\)"),
+        ({"blocks": (-1, 3)}, "blocks"),
+        ({"blocks": 3}, "blocks.*got 3"),
+        ({"blocks": (1, 2), "block": 2}, r"block=2 and blocks=\(1, 2\).*leave out one"),
     ],
 )
 def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -570,6 +671,7 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
     [
         (SparseVAR(from_stage=5), "from_stage=5, but there are 4 stages: choose 2 to 4"),
         (SparseVAR(from_stage=5, metric="image"), "choose 3 to 4"),
+        (SparseVAR(blocks=(1, 4)), r"blocks=\(1, 4\), but this model has 3 blocks: choose a part of \(0, 3\)"),
         (SparseVAR(block=4), "block=4, but this model has 3 blocks: choose 1 to 3"),
         (Combined((SparseVAR(), SparseVAR(tau=0.5))), "SparseVAR and SparseVAR reduces whole stages"),
     ],
@@ -706,7 +808,11 @@ def test_exclusion_never_shrinks_and_anchors_are_always_computed(family: str, me
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("fields", [{}, {"alpha": None}, {"metric": "image", "tau": 0.8}], ids=["mse", "no anchors", "image"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"alpha": None}, {"metric": "image", "tau": 0.8}, PROGRAM],
+    ids=["mse", "no anchors", "image", "program"],
+)
 def test_a_batch_equals_its_images_alone(family: str, fields: dict[str, Any]) -> None:
     """Seeded codes and the cells they stand for are equal, all else to rounding."""
     method = replace(STRONG[family], **fields)
