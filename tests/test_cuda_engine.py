@@ -138,7 +138,15 @@ def test_pieces_of_a_feed_forward_are_the_whole(monkeypatch: pytest.MonkeyPatch)
 # --- captures
 
 
-METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(random=True), SparseVAR(tau=0.95, from_stage=3))
+METHODS = (
+    Method(),
+    SkipStages(last=1),
+    FastVAR(),
+    StageVAR(),
+    ToMe(random=True),
+    SparseVAR(tau=0.95, from_stage=3),
+    SparseVAR(keep=0.3, from_stage=3),
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -42,6 +42,7 @@ ScoredRows = Literal["cond", "uncond", "both"]
 Resize = Literal["bilinear", "nearest"]
 LeftOut = Literal["carried", "zero"]
 Select = Literal["threshold", "share"]
+Shares = tuple[tuple[int, float], ...]
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "metric": get_args(Metric),
     "rows": get_args(ScoredRows),
@@ -71,6 +72,11 @@ class SparseVAR(Method):
         stages the last two (ours). Later is safer and slower.
     alpha: one anchor in every alpha x alpha cells, at its top left; None keeps no anchors. Small is safer and slower. HART needs them,
         since its last stage's residual is copied along with the logits. FlexVAR has nothing to copy: there alpha has no effect.
+
+    keep: a budget, which takes the place of tau: the share of the cells besides the anchors that a reduced stage computes, those with the
+        largest change (metric "logits": least like their neighbours). A number holds for all stages from `from_stage` on; {stage index from
+        0: share} names the reduced stages itself, and stages between them are dense. All images keep equally many cells, known beforehand,
+        so that one graph is captured per stage and the host reads nothing. 0.25 computes about 30 % of the cells.
 
     To tinker with:
     beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
@@ -102,6 +108,10 @@ class SparseVAR(Method):
     Every anchor of the image may propagate to a cell, of equally similar ones the nearest does. "The 3x3 neighbours" are the up to eight
     cells around. Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last
     stage's.
+
+    Budgets are ours. What was left out stays out here too: a budget is at most that of the reduced stage before, unless a dense stage lies
+    between, and the cells that are still there come first. Where resizing leaves fewer of them than the budget, the most changed of the
+    others fill it up. An anchor counts as still there if it changes as much as the least changed cell of the budget.
     """
 
     tau: float = 0.6
@@ -117,6 +127,7 @@ class SparseVAR(Method):
     left_out: LeftOut = "carried"
     candidates: Literal["all"] | int = "all"
     edges: bool = False
+    keep: float | Mapping[int, float] | Shares | None = None
 
     reduces_stages = True
 
@@ -146,6 +157,8 @@ class SparseVAR(Method):
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", self._checked_blocks(self.blocks))
+        if self.keep is not None:
+            object.__setattr__(self, "keep", self._checked_keep(self.keep))
 
     def _checked_blocks(self, blocks: Sequence[int]) -> tuple[int, int]:
         pair = tuple(blocks) if isinstance(blocks, Sequence) and not isinstance(blocks, str) else ()
@@ -155,9 +168,28 @@ class SparseVAR(Method):
             raise SettingError(f"block={self.block} and blocks={pair} both say where change is measured: leave out one of them")
         return int(pair[0]), int(pair[1])
 
+    def _checked_keep(self, keep: object) -> float | Shares:
+        """The share of every reduced stage, or pairs of stage index and share in order."""
+        if self.select != "threshold":
+            raise SettingError(f"keep={keep!r} and select={self.select!r} both say how many cells are kept: leave out one of them")
+        if is_share(keep):
+            return float(keep)  # type: ignore[arg-type]
+        least = self._earliest - 1
+        expected = f"keep is a share from 0 to 1, or {{stage index: share}} with indices from {least}"
+        try:
+            pairs = [(stage, share) for stage, share in (keep.items() if isinstance(keep, Mapping) else keep)]  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            raise SettingError(f"{expected}; got {keep!r}") from None
+        stages = {stage for stage, share in pairs if is_whole(stage, least) and is_share(share)}
+        if not pairs or len(stages) < len(pairs):
+            raise SettingError(f"{expected}, each once; got {keep!r}")
+        if self.from_stage is not None:
+            raise SettingError(f"from_stage={self.from_stage} and keep={keep!r} both name the first reduced stage: leave out from_stage")
+        return tuple(sorted((int(stage), float(share)) for stage, share in pairs))
+
     @property
     def data_dependent(self) -> bool:
-        return True
+        return self.keep is None
 
     @property
     def _earliest(self) -> int:
@@ -167,6 +199,8 @@ class SparseVAR(Method):
     def first_reduced(self, schedule: Schedule) -> int:
         """Index of the first stage that may leave out tokens."""
         stages = len(schedule)
+        if isinstance(self.keep, tuple):
+            return self.keep[0][0]
         if self.from_stage is None:
             start = PUBLISHED_START if stages > PUBLISHED_START else max(self._earliest, stages - 1)
         elif self.from_stage > stages:
@@ -174,6 +208,24 @@ class SparseVAR(Method):
         else:
             start = self.from_stage
         return start - 1
+
+    def budgets(self, model: NextScaleModel, schedule: Schedule) -> dict[int, int]:
+        """The number of tokens, anchors included, of every stage that a budget reduces, by stage index."""
+        if self.keep is None:
+            return {}
+        first, alpha = self.first_reduced(schedule), self.anchor_spacing(model)
+        shares = dict.fromkeys(range(first, len(schedule)), self.keep) if isinstance(self.keep, float) else dict(self.keep)
+        absent = [stage for stage in shares if stage >= len(schedule)]
+        if absent:
+            raise SettingError(f"keep names stage {absent[0]}, but there are {len(schedule)} stages: choose up to {len(schedule) - 1}")
+        budgets, least = {}, 1.0
+        for stage in schedule:
+            least = min(least, shares[stage.index]) if stage.index in shares else 1.0  # a dense stage brings all cells back
+            anchors = anchor_count(stage.size, alpha, self.edges) if alpha else 0
+            computed = max(1, anchors + round(least * (stage.cells - anchors)))
+            if computed < stage.cells:
+                budgets[stage.index] = computed
+        return budgets
 
     def tapped_layer(self, model: NextScaleModel) -> int:
         """Index of the block whose change is measured."""
@@ -200,15 +252,25 @@ class SparseVAR(Method):
 
     def start(self, setup: RunSetup) -> MethodRun:
         require_own_text(setup.model, setup.batch, "SparseVAR keeps other tokens")
-        return SparseRun(self, setup)
+        run = SparseRun(self, setup)
+        for stage in run.budgets if self.metric != "image" else ():
+            if not setup.plans[stage].skip and all(plan.skip for plan in setup.plans[run.first - 1 : stage]):
+                raise SettingError(
+                    f"keep: stage {stage} chooses its cells by the stages before it, from {run.first - 1} on, and all of these are skipped:"
+                    " skip others, or give a threshold tau instead"
+                )
+        return run
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         first, blocks, alpha = self.first_reduced(schedule), self.tapped_blocks(model), self.anchor_spacing(model)
         taps = tuple(sorted({blocks[0], blocks[-1]}))
-        plans = []
+        plans, budgets = [], self.budgets(model, schedule)
         for stage in schedule:
             tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
             plan = StagePlan(taps=taps) if tapped else DENSE
+            if self.keep is not None:
+                plans.append(replace(plan, num_tokens=budgets.get(stage.index)))
+                continue
             computed = _forecast_tokens(stage, alpha, self.edges, kept)
             plans.append(replace(plan, num_tokens=computed) if stage.index >= first and computed < stage.cells else plan)
         return tuple(plans)
@@ -277,15 +339,19 @@ class SparseRun(MethodRun):
     first: int = field(init=False)
     blocks: range = field(init=False)
     alpha: int | None = field(init=False)
+    budgets: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = self.settings.first_reduced(self.setup.schedule)
         self.blocks = self.settings.tapped_blocks(self.setup.model)
         self.alpha = self.settings.anchor_spacing(self.setup.model)
+        self.budgets = self.settings.budgets(self.setup.model, self.setup.schedule)
 
     # --- which tokens are computed
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        if self.settings.keep is not None:
+            return None  # known beforehand
         self.anchor_map = None
         self.choice = self._choose(stage, canvas)
         return None if self.choice is None else self.choice.counts
@@ -295,6 +361,10 @@ class SparseRun(MethodRun):
         self.choice = replace(self.choice, fewest=fewest, num_tokens=num_tokens)
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        if self.settings.keep is not None:
+            self.anchor_map = None
+            self.choice = self._choose_budget(stage, canvas)
+            return planned
         return replace(planned, num_tokens=self.choice.num_tokens if self.choice is not None and self.choice.reduces else None)
 
     def state_tensors(self) -> list[Tensor]:
@@ -303,10 +373,10 @@ class SparseRun(MethodRun):
     def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
         """Which cells the stage computes; None as long as nothing is known about them."""
         left_out = self._left_out(stage)
-        score = self._score(stage, canvas, left_out) if stage.index >= self.first - 1 else None
-        if score is None:
+        detail = self._detail(stage, canvas)
+        if detail is None:
             return None
-        detail, excluded = score
+        excluded = self._low(detail, stage, left_out)
         before = torch.zeros_like(excluded) if left_out is None else left_out
         excluded = excluded | before
         if self.alpha is None:
@@ -316,6 +386,26 @@ class SparseRun(MethodRun):
             kept = (~excluded).index_fill_(1, self._anchors(stage, self.alpha, excluded.device), True)
         return _Choice(excluded, kept, kept.sum(dim=1))
 
+    def _choose_budget(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+        """Which cells the stage computes, as many as its budget says in every image; None: all."""
+        detail, num_tokens = self._detail(stage, canvas), self.budgets.get(stage.index)
+        if detail is None or num_tokens is None:
+            return None
+        before = self._left_out(stage)
+        before = torch.zeros_like(detail, dtype=torch.bool) if before is None else before
+        anchors = torch.zeros_like(before)
+        spare = num_tokens
+        if self.alpha is not None:
+            spare -= anchor_count(stage.size, self.alpha, self.settings.edges)
+            anchors.index_fill_(1, self._anchors(stage, self.alpha, detail.device), True)
+        order = detail.argsort(dim=1, descending=True, stable=True)  # of equals the first
+        last = (before + 2 * anchors.int()).gather(1, order).argsort(dim=1, stable=True)  # anchors are kept besides
+        best = order.gather(1, last[:, :spare])
+        chosen = torch.zeros_like(before).scatter_(1, best, True)
+        least = detail.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
+        excluded = torch.where(anchors, before | (detail < least), ~chosen)
+        return _Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), num_tokens, num_tokens)
+
     def _left_out(self, stage: Stage) -> Tensor | None:
         """Which cells lie where the last stage that ran has excluded some, [B, cells]."""
         mode: ResizeMode = "nearest" if self.settings.resize == "nearest" else "nearest-exact"
@@ -324,28 +414,26 @@ class SparseRun(MethodRun):
     def _anchors(self, stage: Stage, alpha: int, device: torch.device) -> Tensor:
         return anchor_cells(stage.size, alpha, device, self.settings.edges)
 
-    def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """How much detail every cell has, and which cells have little of it, [B, cells] each; None as long as nothing is known."""
-        tau, metric = self.settings.tau, self.settings.metric
-        if metric == "image":
+    def _detail(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """How much detail every cell has, [B, cells]; None as long as nothing is known."""
+        metric = self.settings.metric
+        if metric == "image" and stage.index >= self.first - 1:
             before, self.image = self.image, canvas.decode()
-            if before is None:
-                return None
-            change = image_change(before, self.image, stage.size)
-            return change, low_change(change, tau, left_out)
+            return None if before is None else image_change(before, self.image, stage.size)
         if stage.index < self.first:
             return None
         if metric == "logits":
-            if self.logits is None:
-                return None
-            similarity = neighbour_similarity(self.logits.at(stage.size, self.settings.resize), stage.size)
-            return -similarity, high_similarity(similarity, tau, left_out)
-        if self.change is None:
-            return None
-        change = self.change.at(stage.size, self.settings.resize)[..., 0]
+            return None if self.logits is None else -neighbour_similarity(self.logits.at(stage.size, self.settings.resize), stage.size)
+        return None if self.change is None else self.change.at(stage.size, self.settings.resize)[..., 0]
+
+    def _low(self, detail: Tensor, stage: Stage, left_out: Tensor | None) -> Tensor:
+        """Which cells have little detail, [B, cells]."""
+        tau = self.settings.tau
+        if self.settings.metric == "logits":
+            return high_similarity(-detail, tau, left_out)
         if self.settings.select == "threshold":
-            return change, low_change(change, tau, left_out)
-        return change, ~largest_cells(change, (self._share_above() * stage.cells).long())
+            return low_change(detail, tau, left_out)
+        return ~largest_cells(detail, (self._share_above() * stage.cells).long())
 
     def _share_above(self) -> Tensor:
         """The share of all cells above the threshold at the stage before, [B]. Changes that were carried there do not count."""
@@ -357,6 +445,8 @@ class SparseRun(MethodRun):
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.choice is None:
+            if self.settings.keep is not None:
+                self.excluded = None  # all cells are computed, and there again
             return x, tokens
         self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
         if not self.choice.reduces:
