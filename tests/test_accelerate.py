@@ -107,6 +107,7 @@ def test_what_does_not_fit_is_refused_at_once(pipeline: Pipeline, method: Any, m
         ("dense", Method()),
         ("skip:last=2", SkipStages(2)),
         ("sparsevar", SparseVAR()),
+        ("sparsevar:keep={2: 0.5, 3: 0.25},blocks=[0, 2]", SparseVAR(keep=((2, 0.5), (3, 0.25)), blocks=(0, 2))),
         ("sparsevar: tau=0.7 , alpha=none,metric=logits", SparseVAR(tau=0.7, alpha=None, metric="logits")),
         ("fastvar:ratios={2:0.4,3:1.0},layers=[0,2]", FastVAR({2: 0.4, 3: 1.0}, layers=(0, 2))),
         ("fastvar:as_released=true", FastVAR(as_released=True)),

@@ -27,7 +27,6 @@ from nextscale.lab.bench.requests import request_prompts, request_workload
 from nextscale.lab.bench.roofline import Rates, request_roofline
 from nextscale.lab.bench.rows import failed_rows, known_percentiles_ms, row_of
 from nextscale.lab.bench.runner import Runner, Timed
-from nextscale.lab.bench.sparse_share import SparseVARShare
 from nextscale.lab.bench.suites import SPARSE, SUITES, TIMED_METHODS, Case, timed_methods
 from nextscale.lab.bench.tables import (
     TABLES,
@@ -281,20 +280,6 @@ def test_text_counts_in_the_work() -> None:
     assert request_workload(pipeline(), Case("", "")) == Workload(Schedule(SIDES), text_tokens=24)  # this model reads no more
 
 
-# --- SparseVAR with a share
-
-
-def test_a_share_of_the_cells_is_kept_whatever_the_image() -> None:
-    method = SparseVARShare(from_stage=4)
-    report = pipeline()(request_prompts(pipeline(), 1, 0), seed=0, method=method).report
-    assert [stage.tokens for stage in report.stages][:3] == [1, 4, 16]
-    for stage, cells in zip(report.stages[3:], (64, 256), strict=True):
-        anchors = cells // 16
-        assert cells / 4 <= stage.tokens <= cells / 4 + anchors
-    assert method.data_dependent
-    assert report.method == method.label == "SparseVAR, top 25% by change and anchors"
-
-
 # --- suites
 
 
@@ -308,6 +293,12 @@ def test_suites_can_be_run() -> None:
     first = SUITES["required"][0]
     assert (first.model, first.size, first.batch) == ("infinity-2b", (1024, 1024), 1)
     assert {SPARSE, "FastVAR", "StageVAR"} <= set(first.methods)
+
+
+def test_sparsevar_keeps_the_share_of_its_name() -> None:
+    model = pipeline().model
+    plans = timed_methods([SPARSE])[SPARSE].forecast(model, Schedule((1, 2, 4, 8, 16)))
+    assert [plan.num_tokens for plan in plans] == [None, None, None, 4 + 15, 16 + 60]  # 30 % of 64 and of 256 cells
 
 
 def test_methods_by_name() -> None:

@@ -138,7 +138,15 @@ def test_pieces_of_a_feed_forward_are_the_whole(monkeypatch: pytest.MonkeyPatch)
 # --- captures
 
 
-METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(random=True), SparseVAR(tau=0.95, from_stage=3))
+METHODS = (
+    Method(),
+    SkipStages(last=1),
+    FastVAR(),
+    StageVAR(),
+    ToMe(random=True),
+    SparseVAR(tau=0.95, from_stage=3),
+    SparseVAR(keep=0.3, from_stage=3),
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -149,7 +157,7 @@ def test_captures_in_half_precision_repeat_themselves_whatever_runs_between(fami
     for method in METHODS:
         pipe.warmup(prompt, method=method)
     expected = [pipe(prompt, seed=[3, 4], method=method) for method in METHODS]
-    for turn in (5, 0, 3, 1, 5, 2, 4, 0, 5):
+    for turn in (5, 0, 3, 1, 6, 5, 2, 4, 6, 0, 5):
         again = pipe(prompt, seed=[3, 4], method=METHODS[turn])
         assert again.report.engine == "graphs"
         assert torch.equal(again.pixels, expected[turn].pixels), METHODS[turn].label

@@ -130,6 +130,8 @@ def test_equal_methods_have_one_capture() -> None:
 def test_methods_tell_whether_they_are_data_dependent() -> None:
     assert not any(method.data_dependent for method in (Method(), FastVAR(), StageVAR()))
     assert SparseVAR().data_dependent
+    assert not SparseVAR(keep=0.3).data_dependent
+    assert not Combined((SparseVAR(keep=0.3), StageVAR(alphas=()))).data_dependent
     assert Combined((SparseVAR(), StageVAR(alphas=()))).data_dependent
 
 
@@ -162,6 +164,10 @@ CAPTURED_METHODS = (
     StageVAR(),
     ToMe(),
     SparseVAR(tau=0.95, from_stage=3),
+    SparseVAR(0.95, from_stage=3, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
+    SparseVAR(keep=0.3, from_stage=3),
+    SparseVAR(keep={2: 0.5}, metric="logits", alpha=None),
+    Combined((SparseVAR(keep=0.3, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, from_stage=3), SkipStages(last=1))),
     Combined((Combined((SparseVAR(tau=0.95, from_stage=3),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it
@@ -189,6 +195,14 @@ def test_replays_generate_what_eager_generation_does(family: str, method: Method
             if mine.shape == other.shape:  # buckets pad tokens to other numbers
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if family == "hart" else 1e-3)
+
+
+def test_a_budget_is_captured_once_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dense generation is; a threshold has a graph per bucket."""
+    play_graphs_on_the_cpu(monkeypatch)
+    methods = (Method(), SparseVAR(keep=0.3, from_stage=3), SparseVAR(tau=0.95, from_stage=3))
+    dense, budget, threshold = (with_graphs("var").warmup(prompts("var", 2), method=method).graphs for method in methods)
+    assert dense == budget < threshold
 
 
 def texts(family: str, lengths: tuple[int, ...], seed: int) -> Any:

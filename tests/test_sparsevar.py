@@ -15,17 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.accel import DENSE, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan
+from nextscale.accel import DENSE, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
 from nextscale.accel.combine import Combined
 from nextscale.accel.frequency import (
     GridMap,
     anchor_cells,
+    anchor_count,
     best_anchor,
     feature_change,
     high_similarity,
     image_change,
+    largest_cells,
     low_change,
     neighbour_similarity,
+    share_above,
 )
 from nextscale.accel.sparsevar import SparseRun, SparseVAR
 from nextscale.cache import ComputedCells
@@ -46,6 +49,17 @@ from . import tiny
 # Settings that leave out something of every image of `tiny.prompts`, and of different images differently much, and with which some
 # tokens resemble an anchor and others do not. Random weights change all cells about alike, hence so high a tau.
 STRONG = {family: SparseVAR(tau=0.97, alpha=3, beta=0.98, block=1) for family in tiny.FAMILIES} | {"flexvar": SparseVAR(tau=0.9, block=1)}
+# As a third party's program chooses; four near anchors are what it means to compare.
+PROGRAM = {
+    "block": None,
+    "blocks": (0, 2),
+    "rows": "both",
+    "select": "share",
+    "resize": "nearest",
+    "left_out": "zero",
+    "candidates": 4,
+    "edges": True,
+}
 RESIDUAL_FAMILIES = tuple(family for family in tiny.FAMILIES if family != "flexvar")
 ANY_SCHEDULE = tuple(family for family in tiny.FAMILIES if not family.startswith("var"))
 NON_SQUARE = {family: Schedule(((1, 1), (2, 3), (3, 5), (4, 6))) for family in ANY_SCHEDULE}
@@ -194,6 +208,41 @@ def test_anchors_are_the_top_left_cells_of_windows() -> None:
     assert anchor_cells((2, 2), 1, cpu).tolist() == [0, 1, 2, 3]
 
 
+def test_anchors_of_the_last_row_and_column() -> None:
+    cpu = torch.device("cpu")
+    assert anchor_cells((4, 4), 2, cpu, edges=True).tolist() == [0, 2, 3, 8, 10, 11, 12, 14, 15]
+    assert anchor_cells((4, 5), 3, cpu, edges=True).tolist() == [0, 3, 4, 15, 18, 19]  # the last row has some already
+    for size, alpha in (((4, 5), 3), ((1, 1), 4), ((40, 40), 4), ((3, 7), 1), ((2, 9), 4)):
+        for edges in (False, True):
+            assert anchor_count(size, alpha, edges) == len(anchor_cells(size, alpha, cpu, edges))
+    assert anchor_count((40, 40), 4, edges=True) == 121
+
+
+def test_the_share_above_a_threshold_and_the_largest_cells() -> None:
+    change = torch.tensor([[1.0, 2.0, 4.0, 2.1], [0.0, 1.0, 1.0, 1.0]])
+    assert share_above(change, 0.5, change.amax(dim=1, keepdim=True)).tolist() == [0.5, 0.75]
+    assert share_above(change, 0.5, change.amax().view(1, 1)).tolist() == [0.5, 0.0]  # 2 is not above 2
+    kept = largest_cells(change, torch.tensor([1, 2]))
+    assert kept.tolist() == [[False, False, True, False], [False, False, True, True]]  # of equals the later
+    assert largest_cells(change, torch.tensor([0, 4])).sum(dim=1).tolist() == [0, 4]
+
+
+def test_maps_are_enlarged_to_the_covering_cell() -> None:
+    assert GridMap(square([1, 2, 3])[..., None], (1, 3)).at((1, 4), "nearest").flatten().tolist() == [1, 1, 2, 3]
+
+
+def test_only_the_nearest_anchors_are_compared() -> None:
+    """Cells of a row, anchors at 0, 2 and 5. Cell 1 resembles the last, which is not among the two nearest."""
+    vectors = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]])
+    anchors = torch.tensor([0, 2, 5])
+    assert best_anchor(vectors, anchors, (1, 6))[1].tolist() == [[0, 5, 2, 5, 5, 5]]
+    similarity, anchor = best_anchor(vectors, anchors, (1, 6), nearest=2)
+    assert anchor.tolist() == [[0, 2, 2, 5, 5, 5]]
+    assert torch.allclose(similarity[0, 1], torch.tensor(sqrt(0.5)))
+    assert best_anchor(vectors, anchors, (1, 6), nearest=1)[1].tolist() == [[0, 0, 2, 2, 5, 5]]  # of equally near ones the first
+    assert torch.equal(best_anchor(vectors, anchors, (1, 6), nearest=9)[1], best_anchor(vectors, anchors, (1, 6))[1])
+
+
 def test_of_equally_similar_anchors_the_nearest_is_best() -> None:
     """Equal to rounding: the cells of a 2x6 grid all point the same way. Anchors at columns 0, 2 and 4 of the first row."""
     vectors = torch.rand(1, 12, 1, generator=torch.Generator().manual_seed(0)) + 0.1
@@ -294,11 +343,51 @@ def test_images_of_a_batch_keep_their_own_numbers_of_tokens() -> None:
 
 def test_which_rows_are_scored() -> None:
     """The toy's unconditional rows change ten times as much."""
-    for rows, factor in (("cond", 1.0), ("both", 5.5)):
+    for rows, factor in (("cond", 1.0), ("uncond", 10.0), ("both", 5.5)):
         run, _ = toy(rows=rows)
         assert torch.allclose(run.change.values[..., 0], factor * EAST)
         run.observe(0, torch.zeros(1, 9, 1), EAST.sqrt()[..., None], Tokens(TOY[2]))  # with one cfg branch gone
         assert torch.allclose(run.change.values[..., 0], EAST)
+
+
+def test_change_across_several_blocks() -> None:
+    """From the input of the first to the output of the last; what lies between counts only by what it leaves."""
+    run, plan = start(SparseVAR(from_stage=4, blocks=(0, 3)), schedule=TOY), None
+    for stage in TOY.stages[:3]:
+        plan = plan_of(run, stage)
+    assert plan == StagePlan(taps=(0, 2))
+    x = [torch.full((2, 9, 1), value) for value in (1.0, 7.0, 5.0, 4.0)]
+    for layer, (before, after) in enumerate(pairwise(x)):
+        run.observe(layer, before, after, Tokens(TOY[2]))
+    assert torch.equal(run.change.values, torch.full((1, 9, 1), 9.0))
+    assert run.entered is None
+    one = start(SparseVAR(from_stage=4, blocks=(1, 2)), schedule=TOY)
+    assert one.setup.plans == SparseVAR(from_stage=4, block=2).forecast(one.setup.model, TOY)
+
+
+def test_a_share_counted_before_enlarging() -> None:
+    """Three of nine cells are above half of the largest: of 16 cells 5 are kept, the last column and the last cell beside it."""
+    run, plan = toy(alpha=None, select="share", resize="nearest", left_out="zero")
+    assert plan.num_tokens == 5
+    assert on_4x4(run).index[0].tolist() == [3, 7, 11, 14, 15]
+
+
+def test_cells_that_did_not_run_have_no_change() -> None:
+    run, _ = toy(alpha=4, left_out="zero")
+    tokens = on_4x4(run)
+    observed(run, torch.tensor([[1.0, 30.0, 70.0, 110.0, 150.0]]), TOY[3], tokens)
+    expected = square([1, 0, 0, 30], [0, 0, 0, 70], [0, 0, 0, 110], [0, 0, 0, 150]).view(4, 4)
+    assert torch.allclose(run.change.values.view(4, 4), expected)
+
+
+def test_anchors_at_the_edges_are_kept() -> None:
+    run, plan = toy(alpha=3, edges=True, tau=1.0, from_stage=4)
+    run.change = GridMap(square([9, 0, 0], [0, 0, 0], [0, 0, 0])[..., None], (3, 3))
+    plan = plan_of(run, TOY[3])
+    assert run.choice.kept.view(4, 4).tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
+    assert plan.num_tokens == 4
+    forecast = SparseVAR(alpha=3, edges=True, from_stage=4).forecast(run.setup.model, TOY, kept=0.0)
+    assert [forecast[stage].num_tokens for stage in (3, 4)] == [4, 9]
 
 
 def test_text_before_the_first_stage_is_not_scored() -> None:
@@ -535,6 +624,119 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
     assert lists == [[plan.num_tokens]]
 
 
+# --- budgets
+
+
+def test_a_budget_keeps_the_most_changed_cells_and_all_anchors() -> None:
+    """Of the twelve cells that are no anchors (0, 2, 8, 10) a quarter, 3: the first three of the last column."""
+    run, plan = toy(alpha=2, keep=0.25)
+    assert plan == StagePlan(num_tokens=7, taps=(0,))
+    tokens = on_4x4(run)
+    assert tokens.index.tolist() == [[0, 2, 3, 7, 8, 10, 11]] * 2
+    assert tokens.count is None
+    assert run.choice.excluded.view(4, 4).sum() == 13  # no anchor changes as much as these
+
+
+def test_without_anchors_a_budget_is_a_share_of_all_cells() -> None:
+    run, plan = toy(alpha=None, keep=0.25)
+    assert plan.num_tokens == 4
+    assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
+    assert toy(alpha=None, keep=0)[1].num_tokens == 1
+    assert toy(alpha=4, keep=0)[1].num_tokens == 1  # the anchor
+    run, plan = toy(family="flexvar", alpha=2, keep=0.5)
+    assert plan.num_tokens == 8
+
+
+def test_cells_that_are_still_there_fill_a_budget_first() -> None:
+    """The last column of four was kept: of six columns the last two are there, 12 cells, and 9 are asked for. Cell 0 changes most."""
+    run, _ = toy(alpha=None, keep=0.25)
+    tokens = on_4x4(run)
+    run.change = GridMap(square([9, 0, 0], [0, 0, 0], [0, 0, 0])[..., None], (3, 3))
+    observed(run, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), TOY[3], tokens)
+    assert plan_of(run, TOY[4]).num_tokens == 9
+    kept = run.choice.kept.view(6, 6)
+    assert not kept[:, :4].any()
+    assert kept[:, 4:].sum() == 9
+
+
+def test_where_too_few_are_left_the_most_changed_of_the_others_fill_a_budget() -> None:
+    """Only the middle of 3x3 was kept, which the middle four cells of 4x4 lie nearest to; a fifth is asked for."""
+    run, _ = toy(alpha=None, keep=0.3)
+    run.excluded = GridMap((torch.arange(9) != 4).float().view(1, 9, 1), (3, 3))
+    run.change = GridMap(square([0, 0, 8], [0, 1, 0], [0, 0, 0])[..., None], (3, 3))
+    assert plan_of(run, TOY[3]).num_tokens == 5
+    assert run.choice.kept[0].nonzero().flatten().tolist() == [3, 5, 6, 9, 10]
+
+
+def test_budgets_do_not_grow_until_a_dense_stage() -> None:
+    model, schedule = tiny.shared_pipeline("var").model, Schedule((1, 2, 4, 4, 4, 4))
+    assert SparseVAR(keep={2: 0.5, 3: 0.75, 5: 0.75}, alpha=None).budgets(model, schedule) == {2: 8, 3: 8, 5: 12}
+    assert SparseVAR(keep=((2, 0.5), (4, 1.0)), alpha=2).budgets(model, schedule) == {2: 10}
+    assert SparseVAR(keep={3: 0.5}).first_reduced(schedule) == 3
+    assert SparseVAR(keep={3: 0.5, 2: 1}) == SparseVAR(keep=((2, 1.0), (3, 0.5)))
+    assert hash(SparseVAR(keep={3: 0.5})) == hash(SparseVAR(keep=((3, 0.5),)))
+
+
+def test_all_cells_are_there_again_after_a_dense_stage() -> None:
+    schedule = Schedule((1, 2, 4, 4, 4))
+    run = start(SparseVAR(keep={2: 0.5, 4: 0.5}, block=1, alpha=None), schedule=schedule)
+    for stage in schedule.stages[1:4]:
+        plan_of(run, stage)
+        x, tokens = run.reduce(torch.zeros(2, stage.cells, 1), Tokens(stage))
+        observed(run, torch.arange(float(x.shape[1]))[None], stage, tokens)
+    assert run.excluded is None
+    assert plan_of(run, schedule[4]).num_tokens == 8
+    assert run.choice.kept[0].nonzero().flatten().tolist() == list(range(8, 16))
+
+
+@pytest.mark.parametrize("metric", ["mse", "logits"])
+def test_with_a_budget_the_host_reads_nothing(metric: Any) -> None:
+    run, _ = toy(alpha=2, keep=0.25)
+    run.settings = replace(run.settings, metric=metric)
+    assert run.count_tokens(TOY[3], None) is None
+    with NoReads():
+        plan = plan_of(run, TOY[3])
+        _, tokens = run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+        run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
+        run.restore(torch.ones(1, plan.num_tokens, 2), tokens.rows(slice(0, 1)))
+
+
+def test_a_budget_needs_a_stage_to_choose_by() -> None:
+    @dataclass(frozen=True)
+    class SkipSecond(Method):
+        def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+            return tuple(StagePlan(skip=stage.index == 1) for stage in schedule)
+
+    with pytest.raises(SettingError, match="stage 2 chooses its cells by the stages before it, from 1 on"):
+        generated("infinity", method=[SparseVAR(keep=0.5, from_stage=3), SkipSecond()])
+    generated("infinity", method=[SparseVAR(keep=0.5, from_stage=2), SkipSecond()])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("metric", ["mse", "logits", "image"])
+def test_the_forecast_of_a_budget_is_what_runs(family: str, metric: Any) -> None:
+    method = SparseVAR(keep=0.4, alpha=3, metric=metric)
+    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
+    plans = method.forecast(model, schedule)
+    assert plans == method.forecast(model, schedule, kept=0.1)
+    assert any(plan.num_tokens is not None for plan in plans)
+    output, seen = watched(family, method, compute_mask=True)
+    assert tuple(stage.done.plan for stage in seen) == plans
+    for stage, plan in zip(seen, plans, strict=True):
+        assert stage.done.counts is None
+        if plan.num_tokens is not None:
+            assert output.compute_mask[stage.done.stage.index].sum(dim=(1, 2)).tolist() == [plan.num_tokens] * 3
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_budget_without_guidance_in_late_stages(family: str) -> None:
+    method = [SparseVAR(keep=0.4, alpha=3), StageVAR(alphas=(), guidance_off=len(tiny.schedule_of(family)) - 1)]
+    output = generated(family, method=method)
+    alone = generated(family, method=method[0])
+    assert [stage.tokens for stage in output.report.stages] == [stage.tokens for stage in alone.report.stages]
+    assert output.pixels.isfinite().all()
+
+
 # --- settings
 
 
@@ -557,7 +759,27 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
         ({"block": 0}, "block.*counted from 1.*got 0"),
         ({"block": "last"}, "block"),
         ({"metric": "l2"}, "metric is one of mse, logits, image; got 'l2'"),
-        ({"rows": "uncond"}, "rows is one of cond, both; got 'uncond'"),
+        ({"rows": "all"}, "rows is one of cond, uncond, both; got 'all'"),
+        ({"resize": "area"}, "resize is one of bilinear, nearest; got 'area'"),
+        ({"left_out": 0}, "left_out is one of carried, zero; got 0"),
+        ({"select": "top"}, "select is one of threshold, share; got 'top'"),
+        ({"select": "share", "metric": "logits"}, "select='share' .* with metric logits.*choose metric mse"),
+        ({"left_out": "zero", "metric": "image"}, "left_out='zero' with metric image"),
+        ({"keep": 1.5}, "keep is a share from 0 to 1, or {stage index: share} with indices from 1; got 1.5"),
+        ({"keep": True}, "keep"),
+        ({"keep": {}}, "keep"),
+        ({"keep": {0: 0.5}}, "indices from 1.*got {0: 0.5}"),
+        ({"keep": {1: 0.5}, "metric": "image"}, "indices from 2"),
+        ({"keep": ((3, 0.5), (3, 0.4))}, "each once"),
+        ({"keep": {3: 0.5}, "from_stage": 3}, "from_stage=3 and keep=.*leave out from_stage"),
+        ({"keep": 0.5, "select": "share"}, "keep=0.5 and select='share'.*leave out one"),
+        ({"candidates": 0}, 'candidates.*from 1, or "all"; got 0'),
+        ({"candidates": "four"}, "candidates"),
+        ({"edges": 1}, "edges is True or False; got 1"),
+        ({"blocks": (3, 3)}, r"blocks is \(first block, last block \+ 1\).*got \(3, 3\)"),
+        ({"blocks": (-1, 3)}, "blocks"),
+        ({"blocks": 3}, "blocks.*got 3"),
+        ({"blocks": (1, 2), "block": 2}, r"block=2 and blocks=\(1, 2\).*leave out one"),
     ],
 )
 def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -570,6 +792,8 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
     [
         (SparseVAR(from_stage=5), "from_stage=5, but there are 4 stages: choose 2 to 4"),
         (SparseVAR(from_stage=5, metric="image"), "choose 3 to 4"),
+        (SparseVAR(blocks=(1, 4)), r"blocks=\(1, 4\), but this model has 3 blocks: choose a part of \(0, 3\)"),
+        (SparseVAR(keep={2: 0.5, 4: 0.5}), "keep names stage 4, but there are 4 stages: choose up to 3"),
         (SparseVAR(block=4), "block=4, but this model has 3 blocks: choose 1 to 3"),
         (Combined((SparseVAR(), SparseVAR(tau=0.5))), "SparseVAR and SparseVAR reduces whole stages"),
     ],
@@ -654,8 +878,15 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize(
     "method",
-    [SparseVAR(tau=0.0), SparseVAR(tau=0.0, metric="image", alpha=None), SparseVAR(tau=1.0, metric="logits"), SparseVAR(tau=0.95, alpha=1)],
-    ids=["mse", "image", "logits", "all anchors"],
+    [
+        SparseVAR(tau=0.0),
+        SparseVAR(tau=0.0, metric="image", alpha=None),
+        SparseVAR(tau=1.0, metric="logits"),
+        SparseVAR(tau=0.95, alpha=1),
+        SparseVAR(keep=1),
+        SparseVAR(keep=1, metric="logits", alpha=None),
+    ],
+    ids=["mse", "image", "logits", "all anchors", "keep", "keep by logits"],
 )
 def test_zero_strength_is_dense_bit_for_bit(family: str, method: SparseVAR) -> None:
     if method.alpha == 1 and family == "flexvar":
@@ -706,12 +937,16 @@ def test_exclusion_never_shrinks_and_anchors_are_always_computed(family: str, me
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("fields", [{}, {"alpha": None}, {"metric": "image", "tau": 0.8}], ids=["mse", "no anchors", "image"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"alpha": None}, {"metric": "image", "tau": 0.8}, PROGRAM, {"keep": 0.4}, {"keep": 0.4, "metric": "logits"}],
+    ids=["mse", "no anchors", "image", "program", "keep", "keep by logits"],
+)
 def test_a_batch_equals_its_images_alone(family: str, fields: dict[str, Any]) -> None:
     """Seeded codes and the cells they stand for are equal, all else to rounding."""
     method = replace(STRONG[family], **fields)
     together, seen = watched(family, method)
-    assert any(len(set(stage.counts)) > 1 for stage in seen if stage.counts)
+    assert method.keep is not None or any(len(set(stage.counts)) > 1 for stage in seen if stage.counts)
     for image in range(3):
         alone, seen_alone = watched(family, method, prompts=tiny.one_prompt(family, image), seed=11 + image)
         for ours, theirs, stage, stage_alone in zip(together.codes, alone.codes, seen, seen_alone, strict=True):
@@ -742,12 +977,14 @@ def in_order(tokens: Tokens, image: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_permuted_batch_permutes_the_images(family: str) -> None:
+@pytest.mark.parametrize("keep", [None, 0.4])
+def test_a_permuted_batch_permutes_the_images(family: str, keep: float | None) -> None:
+    method = replace(STRONG[family], keep=keep)
     order, seeds = [2, 0, 1], [5, 60, 700]
     permuted = [tiny.one_prompt(family, image) for image in order]
     prompts = permuted if family in tiny.CLASS_FAMILIES else TextFeatures.joined(permuted)
-    straight, _ = watched(family, seed=seeds)
-    shuffled, _ = watched(family, prompts=prompts, seed=[seeds[image] for image in order])
+    straight, _ = watched(family, method, seed=seeds)
+    shuffled, _ = watched(family, method, prompts=prompts, seed=[seeds[image] for image in order])
     assert all(torch.equal(a, b[order]) for a, b in zip(shuffled.codes, straight.codes, strict=True))
     assert torch.allclose(shuffled.pixels, straight.pixels[order], rtol=0, atol=PIXEL_TOLERANCE)
 

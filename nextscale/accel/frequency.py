@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Size = tuple[int, int]
+ResizeMode = Literal["bilinear", "nearest", "nearest-exact"]
 
 SMALLEST_LENGTH = 1e-12  # only keeps a zero vector from dividing by zero
 ROUNDING = 1e-5  # cosine similarities that differ by less are equal; float32 products of 4096 numbers differ by up to 1e-6
@@ -22,7 +24,7 @@ class GridMap:
     values: Tensor
     size: Size
 
-    def at(self, size: Size, mode: Literal["bilinear", "nearest-exact"] = "bilinear") -> Tensor:
+    def at(self, size: Size, mode: ResizeMode = "bilinear") -> Tensor:
         """The values resized to another stage, [B, cells, C]. They are always in new memory, and those of a cell are adjacent."""
         grid = self.values.unflatten(1, self.size).permute(0, 3, 1, 2)  # channels last, which the result then is too
         return F.interpolate(grid, size=size, mode=mode).permute(0, 2, 3, 1).flatten(1, 2)
@@ -77,26 +79,54 @@ def high_similarity(similarity: Tensor, tau: float, left_out: Tensor | None = No
     return similarity > tau * largest(similarity, left_out)
 
 
+def share_above(change: Tensor, tau: float, most: Tensor) -> Tensor:
+    """Share of the cells [B, cells] of every image that change by more than `tau` times `most` [B, 1] or [1, 1]: [B], float32."""
+    return (change / most > tau).float().mean(dim=1)
+
+
+def largest_cells(values: Tensor, count: Tensor) -> Tensor:
+    """Marks the `count` [B] cells of every image with the largest `values` [B, cells]. Of equal ones the later are taken."""
+    rank = values.argsort(dim=1, stable=True).argsort(dim=1)
+    return rank >= values.shape[1] - count[:, None]
+
+
 # --- which anchor propagates to which cell
 
 
-def anchor_cells(size: Size, alpha: int, device: torch.device) -> Tensor:
-    """Cell numbers of the top left token of every alpha x alpha window; windows at the right and lower edge may be cut."""
-    rows, columns = (torch.arange(0, side, alpha, device=device) for side in size)
+def anchor_cells(size: Size, alpha: int, device: torch.device, edges: bool = False) -> Tensor:
+    """Cell numbers of the top left token of every alpha x alpha window; windows at the right and lower edge may be cut.
+
+    With `edges` the last row and the last column have anchors too.
+    """
+    rows, columns = (anchor_places(side, alpha, device, edges) for side in size)
     return (rows[:, None] * size[1] + columns).flatten()
 
 
-def best_anchor(vectors: Tensor, anchors: Tensor, size: Size) -> tuple[Tensor, Tensor]:
+def anchor_places(side: int, alpha: int, device: torch.device, edges: bool) -> Tensor:
+    """Rows or columns that have anchors, ascending. They are made on the device, so that a graph can be captured."""
+    places = torch.arange(0, side, alpha, device=device)
+    return torch.cat([places, torch.full_like(places[:1], side - 1)]) if edges and (side - 1) % alpha else places
+
+
+def anchor_count(size: Size, alpha: int, edges: bool = False) -> int:
+    """The number of anchors on a grid."""
+    return math.prod(-(-side // alpha) + (edges and (side - 1) % alpha > 0) for side in size)
+
+
+def best_anchor(vectors: Tensor, anchors: Tensor, size: Size, nearest: int | None = None) -> tuple[Tensor, Tensor]:
     """Finds for every cell of `vectors` [B, cells, V] the most similar of the cells `anchors` [A], by cosine (SparseVAR, eq. 3).
 
     Returns the similarity and the number of that anchor's cell, [B, cells] each. Of equally similar anchors the nearest is taken: where
-    vectors were copied from a common anchor a stage earlier, many are equal, and rounding must not decide.
+    vectors were copied from a common anchor a stage earlier, many are equal, and rounding must not decide. `nearest` is how many anchors
+    are compared, those nearest to the cell on the grid; None compares all.
     """
     candidates = F.normalize(vectors[:, anchors], dim=-1)
     lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=SMALLEST_LENGTH)
     similarity = (vectors @ candidates.transpose(1, 2)).div_(lengths)  # [B, cells, A]
-    best = similarity.amax(dim=-1, keepdim=True)
     nearness = anchor_order(anchors, size)
+    if nearest is not None and nearest < len(anchors):
+        similarity = similarity.masked_fill_(nearness > nearness.sort(dim=1).values[:, nearest - 1 : nearest], -torch.inf)
+    best = similarity.amax(dim=-1, keepdim=True)
     chosen = nearness.where(similarity >= best - ROUNDING, nearness.amax() + 1).argmin(dim=-1)
     return best[..., 0], anchors[chosen]
 

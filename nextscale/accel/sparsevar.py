@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Literal, get_args
@@ -17,13 +17,18 @@ from ..stage import Schedule, Stage, Tokens
 from .frequency import (
     ROUNDING,
     GridMap,
+    ResizeMode,
     anchor_cells,
+    anchor_count,
     best_anchor,
     feature_change,
     high_similarity,
     image_change,
+    largest,
+    largest_cells,
     low_change,
     neighbour_similarity,
+    share_above,
 )
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from .select import pick, put_, require_own_text
@@ -33,7 +38,18 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
 
 Metric = Literal["mse", "logits", "image"]
-ScoredRows = Literal["cond", "both"]
+ScoredRows = Literal["cond", "uncond", "both"]
+Resize = Literal["bilinear", "nearest"]
+LeftOut = Literal["carried", "zero"]
+Select = Literal["threshold", "share"]
+Shares = tuple[tuple[int, float], ...]
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "metric": get_args(Metric),
+    "rows": get_args(ScoredRows),
+    "resize": get_args(Resize),
+    "left_out": get_args(LeftOut),
+    "select": get_args(Select),
+}
 
 PUBLISHED_START = 10
 PUBLISHED_BLOCK: Mapping[str, float] = {"infinity": 3 / 32, "hart": 16 / 24}  # of the depth: Infinity-2B, HART-0.7B
@@ -57,6 +73,11 @@ class SparseVAR(Method):
     alpha: one anchor in every alpha x alpha cells, at its top left; None keeps no anchors. Small is safer and slower. HART needs them,
         since its last stage's residual is copied along with the logits. FlexVAR has nothing to copy: there alpha has no effect.
 
+    keep: a budget, which takes the place of tau: the share of the cells besides the anchors that a reduced stage computes, those with the
+        largest change (metric "logits": least like their neighbours). A number holds for all stages from `from_stage` on; {stage index from
+        0: share} names the reduced stages itself, and stages between them are dense. All images keep equally many cells, known beforehand,
+        so that one graph is captured per stage and the host reads nothing. 0.25 computes about 30 % of the cells.
+
     To tinker with:
     beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
     block: the paper's s, counted from 1: the block whose change is measured. None is the published one, 3 for Infinity-2B and 16 for
@@ -67,15 +88,30 @@ class SparseVAR(Method):
         before, which costs a decoding per stage; the paper takes tau from 0.04 to 0.3 for it. On nano "logits" stays nearest to dense
         images of all that keep as many tokens, and no block has to be known for it: 0.9 is mild, 0.7 bold.
     rows: which rows of a guided pair are scored. "cond": the conditional one, so that dropping the other cfg branch changes nothing;
-        "both": their mean, which on nano keeps as many cells and comes equally near. Both rows keep the same cells in any case.
+        "uncond": the unconditional one, or the conditional one where that does not run or has left; "both": their mean, which on nano keeps
+        as many cells and comes equally near. Both rows keep the same cells in any case.
+
+    As a third party's program does it, where it differs from the paper:
+    blocks: the first block and the last block + 1, counted from 0: the change is measured from the input of the first to the output of the
+        last. (12, 16) is the program's for Infinity-2B. None is the single `block`; give one of the two.
+    select: "threshold" compares the enlarged map with tau times its largest change. "share" counts the cells above tau times the largest
+        change on the map of the stage before; the same share of the next stage's cells is kept, those with the largest enlarged change.
+    resize: how the maps of changes and of logits are enlarged. With "nearest" a cell takes the values of the cell that covers it.
+    left_out: the change at cells that did not run. "carried": that of the stage before; "zero": none.
+    candidates: how many anchors a cell is compared with, those nearest on the grid; "all": every anchor of the image.
+    edges: whether the last row and the last column have anchors too.
 
     Where the paper is silent or says two things, we decide. What is left out stays out, as its text says; its algorithm decides anew at
     every stage. So the largest change is that of the cells which are still there: what was left out keeps the map of the stage before,
     in which changes were larger, and would soon leave nothing else. Anchors inside such a region update their change; cells to which no
-    anchor propagates keep their logits. The mask of what was left out is resized to the nearest cell, all else bilinearly.
+    anchor propagates keep their logits. The mask of what was left out is resized to the nearest cell, all else as `resize` says.
     Every anchor of the image may propagate to a cell, of equally similar ones the nearest does. "The 3x3 neighbours" are the up to eight
     cells around. Without anchors an image always keeps its most changed cell. Of the two decodings that "image" compares, one is the last
     stage's.
+
+    Budgets are ours. What was left out stays out here too: a budget is at most that of the reduced stage before, unless a dense stage lies
+    between, and the cells that are still there come first. Where resizing leaves fewer of them than the budget, the most changed of the
+    others fill it up. An anchor counts as still there if it changes as much as the least changed cell of the budget.
     """
 
     tau: float = 0.6
@@ -85,6 +121,13 @@ class SparseVAR(Method):
     block: int | None = None
     metric: Metric = "mse"
     rows: ScoredRows = "cond"
+    blocks: tuple[int, int] | None = None
+    select: Select = "threshold"
+    resize: Resize = "bilinear"
+    left_out: LeftOut = "carried"
+    candidates: Literal["all"] | int = "all"
+    edges: bool = False
+    keep: float | Mapping[int, float] | Shares | None = None
 
     reduces_stages = True
 
@@ -95,19 +138,58 @@ class SparseVAR(Method):
             raise SettingError(f"beta is a cosine similarity, from -1 (always copy from an anchor) to 1; got {self.beta!r}")
         if self.alpha is not None and not is_whole(self.alpha, 1):
             raise SettingError(f"alpha is a whole number of cells from 1, or None for no anchors; got {self.alpha!r}")
-        if self.metric not in get_args(Metric):
-            raise SettingError(f"metric is one of {', '.join(get_args(Metric))}; got {self.metric!r}")
-        if self.rows not in get_args(ScoredRows):
-            raise SettingError(f"rows is one of {', '.join(get_args(ScoredRows))}; got {self.rows!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SettingError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.from_stage is not None and not is_whole(self.from_stage, self._earliest):
             why = f"with metric {self.metric} at least {self._earliest}, since the stages before it are compared"
             raise SettingError(f"from_stage is a stage number, counted from 1, {why}; got {self.from_stage!r}")
         if self.block is not None and not is_whole(self.block, 1):
             raise SettingError(f"block is a block number, counted from 1, or None for the published one; got {self.block!r}")
+        if self.candidates != "all" and not is_whole(self.candidates, 1):
+            raise SettingError(f'candidates is a whole number of anchors from 1, or "all"; got {self.candidates!r}')
+        if not isinstance(self.edges, bool):
+            raise SettingError(f"edges is True or False; got {self.edges!r}")
+        if self.metric != "mse" and (self.select, self.left_out) != ("threshold", "carried"):
+            raise SettingError(
+                f"select={self.select!r} and left_out={self.left_out!r} with metric {self.metric}: a share and zeros are of the mse's map;"
+                " choose metric mse, or leave them out"
+            )
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", self._checked_blocks(self.blocks))
+        if self.keep is not None:
+            object.__setattr__(self, "keep", self._checked_keep(self.keep))
+
+    def _checked_blocks(self, blocks: Sequence[int]) -> tuple[int, int]:
+        pair = tuple(blocks) if isinstance(blocks, Sequence) and not isinstance(blocks, str) else ()
+        if len(pair) != 2 or not all(is_whole(block) for block in pair) or pair[0] >= pair[1]:
+            raise SettingError(f"blocks is (first block, last block + 1), counted from 0, such as (12, 16); got {blocks!r}")
+        if self.block is not None:
+            raise SettingError(f"block={self.block} and blocks={pair} both say where change is measured: leave out one of them")
+        return int(pair[0]), int(pair[1])
+
+    def _checked_keep(self, keep: object) -> float | Shares:
+        """The share of every reduced stage, or pairs of stage index and share in order."""
+        if self.select != "threshold":
+            raise SettingError(f"keep={keep!r} and select={self.select!r} both say how many cells are kept: leave out one of them")
+        if is_share(keep):
+            return float(keep)  # type: ignore[arg-type]
+        least = self._earliest - 1
+        expected = f"keep is a share from 0 to 1, or {{stage index: share}} with indices from {least}"
+        try:
+            pairs = [(stage, share) for stage, share in (keep.items() if isinstance(keep, Mapping) else keep)]  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            raise SettingError(f"{expected}; got {keep!r}") from None
+        stages = {stage for stage, share in pairs if is_whole(stage, least) and is_share(share)}
+        if not pairs or len(stages) < len(pairs):
+            raise SettingError(f"{expected}, each once; got {keep!r}")
+        if self.from_stage is not None:
+            raise SettingError(f"from_stage={self.from_stage} and keep={keep!r} both name the first reduced stage: leave out from_stage")
+        return tuple(sorted((int(stage), float(share)) for stage, share in pairs))
 
     @property
     def data_dependent(self) -> bool:
-        return True
+        return self.keep is None
 
     @property
     def _earliest(self) -> int:
@@ -117,6 +199,8 @@ class SparseVAR(Method):
     def first_reduced(self, schedule: Schedule) -> int:
         """Index of the first stage that may leave out tokens."""
         stages = len(schedule)
+        if isinstance(self.keep, tuple):
+            return self.keep[0][0]
         if self.from_stage is None:
             start = PUBLISHED_START if stages > PUBLISHED_START else max(self._earliest, stages - 1)
         elif self.from_stage > stages:
@@ -124,6 +208,24 @@ class SparseVAR(Method):
         else:
             start = self.from_stage
         return start - 1
+
+    def budgets(self, model: NextScaleModel, schedule: Schedule) -> dict[int, int]:
+        """The number of tokens, anchors included, of every stage that a budget reduces, by stage index."""
+        if self.keep is None:
+            return {}
+        first, alpha = self.first_reduced(schedule), self.anchor_spacing(model)
+        shares = dict.fromkeys(range(first, len(schedule)), self.keep) if isinstance(self.keep, float) else dict(self.keep)
+        absent = [stage for stage in shares if stage >= len(schedule)]
+        if absent:
+            raise SettingError(f"keep names stage {absent[0]}, but there are {len(schedule)} stages: choose up to {len(schedule) - 1}")
+        budgets, least = {}, 1.0
+        for stage in schedule:
+            least = min(least, shares[stage.index]) if stage.index in shares else 1.0  # a dense stage brings all cells back
+            anchors = anchor_count(stage.size, alpha, self.edges) if alpha else 0
+            computed = max(1, anchors + round(least * (stage.cells - anchors)))
+            if computed < stage.cells:
+                budgets[stage.index] = computed
+        return budgets
 
     def tapped_layer(self, model: NextScaleModel) -> int:
         """Index of the block whose change is measured."""
@@ -134,31 +236,52 @@ class SparseVAR(Method):
             raise SettingError(f"block={self.block}, but this model has {depth} blocks: choose 1 to {depth}")
         return self.block - 1
 
+    def tapped_blocks(self, model: NextScaleModel) -> range:
+        """Indices of the blocks across which change is measured."""
+        depth = len(model.blocks)
+        if self.blocks is None:
+            layer = self.tapped_layer(model)
+            return range(layer, layer + 1)
+        if self.blocks[1] > depth:
+            raise SettingError(f"blocks={self.blocks}, but this model has {depth} blocks: choose a part of (0, {depth})")
+        return range(*self.blocks)
+
     def anchor_spacing(self, model: NextScaleModel) -> int | None:
         """`alpha`, or None where a stage's codes replace earlier ones, so that a token left out simply keeps its estimate."""
         return None if model.replaces_codes else self.alpha
 
     def start(self, setup: RunSetup) -> MethodRun:
         require_own_text(setup.model, setup.batch, "SparseVAR keeps other tokens")
-        return SparseRun(self, setup)
+        run = SparseRun(self, setup)
+        for stage in run.budgets if self.metric != "image" else ():
+            if not setup.plans[stage].skip and all(plan.skip for plan in setup.plans[run.first - 1 : stage]):
+                raise SettingError(
+                    f"keep: stage {stage} chooses its cells by the stages before it, from {run.first - 1} on, and all of these are skipped:"
+                    " skip others, or give a threshold tau instead"
+                )
+        return run
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        first, layer, alpha = self.first_reduced(schedule), self.tapped_layer(model), self.anchor_spacing(model)
-        plans = []
+        first, blocks, alpha = self.first_reduced(schedule), self.tapped_blocks(model), self.anchor_spacing(model)
+        taps = tuple(sorted({blocks[0], blocks[-1]}))
+        plans, budgets = [], self.budgets(model, schedule)
         for stage in schedule:
             tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
-            plan = StagePlan(taps=(layer,)) if tapped else DENSE
-            computed = _forecast_tokens(stage, alpha, kept)
+            plan = StagePlan(taps=taps) if tapped else DENSE
+            if self.keep is not None:
+                plans.append(replace(plan, num_tokens=budgets.get(stage.index)))
+                continue
+            computed = _forecast_tokens(stage, alpha, self.edges, kept)
             plans.append(replace(plan, num_tokens=computed) if stage.index >= first and computed < stage.cells else plan)
         return tuple(plans)
 
 
-def _forecast_tokens(stage: Stage, alpha: int | None, kept: float) -> int:
+def _forecast_tokens(stage: Stage, alpha: int | None, edges: bool, kept: float) -> int:
     """Tokens of a stage of which the share `kept` is computed, and the anchors in the rest: about (kept + (1 - kept) / alpha²) cells.
 
     A stage that may be reduced is forecast so however few its cells are, since a method that needs all of them conflicts with it.
     """
-    anchors = math.ceil(stage.height / alpha) * math.ceil(stage.width / alpha) if alpha else 0
+    anchors = anchor_count(stage.size, alpha, edges) if alpha else 0
     computed = math.ceil(kept * stage.cells + (1 - kept) * anchors)
     return max(1, min(computed, stage.cells - 1) if kept < 1 and anchors < stage.cells else computed)
 
@@ -206,24 +329,29 @@ class SparseRun(MethodRun):
 
     settings: SparseVAR
     setup: RunSetup
-    change: GridMap | None = None  # of the tapped block, [B, cells, 1]
+    change: GridMap | None = None  # across the tapped blocks, [B, cells, 1]
+    entered: Tensor | None = None  # the input of the first tapped block, until the last one has run
     excluded: GridMap | None = None  # 1 where cells were excluded at the last stage that ran, [B, cells, 1]
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
     choice: _Choice | None = None  # of the stage that runs; None: all cells
     anchor_map: AnchorMap | None = None  # of the stage that runs, once its logits are restored
     first: int = field(init=False)
-    layer: int = field(init=False)
+    blocks: range = field(init=False)
     alpha: int | None = field(init=False)
+    budgets: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = self.settings.first_reduced(self.setup.schedule)
-        self.layer = self.settings.tapped_layer(self.setup.model)
+        self.blocks = self.settings.tapped_blocks(self.setup.model)
         self.alpha = self.settings.anchor_spacing(self.setup.model)
+        self.budgets = self.settings.budgets(self.setup.model, self.setup.schedule)
 
     # --- which tokens are computed
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        if self.settings.keep is not None:
+            return None  # known beforehand
         self.anchor_map = None
         self.choice = self._choose(stage, canvas)
         return None if self.choice is None else self.choice.counts
@@ -233,6 +361,10 @@ class SparseRun(MethodRun):
         self.choice = replace(self.choice, fewest=fewest, num_tokens=num_tokens)
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        if self.settings.keep is not None:
+            self.anchor_map = None
+            self.choice = self._choose_budget(stage, canvas)
+            return planned
         return replace(planned, num_tokens=self.choice.num_tokens if self.choice is not None and self.choice.reduces else None)
 
     def state_tensors(self) -> list[Tensor]:
@@ -240,43 +372,81 @@ class SparseRun(MethodRun):
 
     def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
         """Which cells the stage computes; None as long as nothing is known about them."""
-        left_out = None if self.excluded is None else self.excluded.at(stage.size, "nearest-exact")[..., 0] > 0.5
-        score = self._score(stage, canvas, left_out) if stage.index >= self.first - 1 else None
-        if score is None:
+        left_out = self._left_out(stage)
+        detail = self._detail(stage, canvas)
+        if detail is None:
             return None
-        detail, excluded = score
+        excluded = self._low(detail, stage, left_out)
         before = torch.zeros_like(excluded) if left_out is None else left_out
         excluded = excluded | before
         if self.alpha is None:
             most = detail.masked_fill(before, -torch.inf).argmax(dim=1, keepdim=True)
             kept = ~excluded.scatter_(1, most, False)
         else:
-            kept = (~excluded).index_fill_(1, anchor_cells(stage.size, self.alpha, excluded.device), True)
+            kept = (~excluded).index_fill_(1, self._anchors(stage, self.alpha, excluded.device), True)
         return _Choice(excluded, kept, kept.sum(dim=1))
 
-    def _score(self, stage: Stage, canvas: Canvas, left_out: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """How much detail every cell has, and which cells have little of it, [B, cells] each; None as long as nothing is known."""
-        tau, metric = self.settings.tau, self.settings.metric
-        if metric == "image":
+    def _choose_budget(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+        """Which cells the stage computes, as many as its budget says in every image; None: all."""
+        detail, num_tokens = self._detail(stage, canvas), self.budgets.get(stage.index)
+        if detail is None or num_tokens is None:
+            return None
+        before = self._left_out(stage)
+        before = torch.zeros_like(detail, dtype=torch.bool) if before is None else before
+        anchors = torch.zeros_like(before)
+        spare = num_tokens
+        if self.alpha is not None:
+            spare -= anchor_count(stage.size, self.alpha, self.settings.edges)
+            anchors.index_fill_(1, self._anchors(stage, self.alpha, detail.device), True)
+        order = detail.argsort(dim=1, descending=True, stable=True)  # of equals the first
+        last = (before + 2 * anchors.int()).gather(1, order).argsort(dim=1, stable=True)  # anchors are kept besides
+        best = order.gather(1, last[:, :spare])
+        chosen = torch.zeros_like(before).scatter_(1, best, True)
+        least = detail.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
+        excluded = torch.where(anchors, before | (detail < least), ~chosen)
+        return _Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), num_tokens, num_tokens)
+
+    def _left_out(self, stage: Stage) -> Tensor | None:
+        """Which cells lie where the last stage that ran has excluded some, [B, cells]."""
+        mode: ResizeMode = "nearest" if self.settings.resize == "nearest" else "nearest-exact"
+        return None if self.excluded is None else self.excluded.at(stage.size, mode)[..., 0] > 0.5
+
+    def _anchors(self, stage: Stage, alpha: int, device: torch.device) -> Tensor:
+        return anchor_cells(stage.size, alpha, device, self.settings.edges)
+
+    def _detail(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """How much detail every cell has, [B, cells]; None as long as nothing is known."""
+        metric = self.settings.metric
+        if metric == "image" and stage.index >= self.first - 1:
             before, self.image = self.image, canvas.decode()
-            if before is None:
-                return None
-            change = image_change(before, self.image, stage.size)
-            return change, low_change(change, tau, left_out)
+            return None if before is None else image_change(before, self.image, stage.size)
         if stage.index < self.first:
             return None
         if metric == "logits":
-            if self.logits is None:
-                return None
-            similarity = neighbour_similarity(self.logits.at(stage.size), stage.size)
-            return -similarity, high_similarity(similarity, tau, left_out)
-        if self.change is None:
-            return None
-        change = self.change.at(stage.size)[..., 0]
-        return change, low_change(change, tau, left_out)
+            return None if self.logits is None else -neighbour_similarity(self.logits.at(stage.size, self.settings.resize), stage.size)
+        return None if self.change is None else self.change.at(stage.size, self.settings.resize)[..., 0]
+
+    def _low(self, detail: Tensor, stage: Stage, left_out: Tensor | None) -> Tensor:
+        """Which cells have little detail, [B, cells]."""
+        tau = self.settings.tau
+        if self.settings.metric == "logits":
+            return high_similarity(-detail, tau, left_out)
+        if self.settings.select == "threshold":
+            return low_change(detail, tau, left_out)
+        return ~largest_cells(detail, (self._share_above() * stage.cells).long())
+
+    def _share_above(self) -> Tensor:
+        """The share of all cells above the threshold at the stage before, [B]. Changes that were carried there do not count."""
+        assert self.change is not None
+        change = self.change.values[..., 0]
+        if self.settings.left_out == "carried" and self.excluded is not None:
+            change = change.masked_fill(self.excluded.values[..., 0] > 0.5, 0)
+        return share_above(change, self.settings.tau, largest(change, None))
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.choice is None:
+            if self.settings.keep is not None:
+                self.excluded = None  # all cells are computed, and there again
             return x, tokens
         self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
         if not self.choice.reduces:
@@ -285,17 +455,29 @@ class SparseRun(MethodRun):
         return kept.gather(x), kept
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        stage = tokens.stage
-        if layer != self.layer or self.settings.metric != "mse" or stage.index < self.first - 1:
+        if self.settings.metric != "mse" or tokens.stage.index < self.first - 1:
             return
+        if layer == self.blocks[0]:
+            self.entered = before
+        if layer == self.blocks[-1] and self.entered is not None:
+            before, self.entered = self.entered, None
+            self._take_change(before, after, tokens)
+
+    def _take_change(self, before: Tensor, after: Tensor, tokens: Tokens) -> None:
+        """Updates the map where tokens were computed."""
+        size = tokens.stage.size
         change, tokens = tokens.on_grid(self._of_images(feature_change(before, after))[..., None])
-        earlier = change if self.change is None else self.change.at(stage.size)
-        self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), stage.size)
+        earlier = change if self.change is None else self.change.at(size, self.settings.resize)
+        if self.settings.left_out == "zero":
+            earlier = torch.zeros_like(earlier)
+        self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), size)
 
     def _of_images(self, rows: Tensor) -> Tensor:
         """Scores [R, N] of the rows that run, of both cfg branches or one, as scores [B, N] of the images."""
         batch = self.setup.batch
-        return rows[:batch] if self.settings.rows == "cond" else rows.unflatten(0, (-1, batch)).mean(dim=0)
+        if self.settings.rows == "both":
+            return rows.unflatten(0, (-1, batch)).mean(dim=0)
+        return rows[:batch] if self.settings.rows == "cond" else rows[-batch:]
 
     # --- what the tokens that were left out take
 
@@ -307,7 +489,7 @@ class SparseRun(MethodRun):
         if tokens.index is None:
             self.logits = GridMap(out.flatten(2), stage.size)
         elif self.logits is not None:
-            expected = self.logits.at(stage.size)
+            expected = self.logits.at(stage.size, self.settings.resize)
             if self.alpha is not None:
                 self.anchor_map = self._anchor_map(expected, self.alpha, stage)
                 out, tokens = self.anchor_map.propagate(out), self.anchor_map.tokens
@@ -320,7 +502,8 @@ class SparseRun(MethodRun):
         """Matches every cell that was left out with the anchor most similar to it, by the logits expected at both."""
         assert self.choice is not None
         kept = self.choice.kept
-        similarity, anchor = best_anchor(expected, anchor_cells(stage.size, alpha, kept.device), stage.size)
+        nearest = None if self.settings.candidates == "all" else self.settings.candidates
+        similarity, anchor = best_anchor(expected, self._anchors(stage, alpha, kept.device), stage.size, nearest)
         source = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
         known = kept | (similarity >= self.settings.beta - ROUNDING)
         cells, tokens = Tokens(stage).top(known.float(), known.sum(dim=1), stage.cells)

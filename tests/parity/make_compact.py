@@ -109,6 +109,12 @@ CUTS = (
         written_out=("head.weight", "head.bias"),
         drawn={"projections": {"seed": 11, "tensors": {f"s10.g{group}.q": {"shape": [1600, rank]} for group, rank in RANKS.items()}}},
     ),
+    Cut(
+        "sparsevar_infinity/trilinear_060M_tau03/case",
+        r"s([0-4]|8|9|10)\.logits|s[0-4]\.(block_in|hidden)",
+        weights="sparsevar_infinity/trilinear_060M_tau03/weights_transformer.safetensors",
+        without_vae=True,
+    ),
 )
 QUANTIZERS = (
     "hart/a_base/weights_autoencoder",

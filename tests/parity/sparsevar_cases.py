@@ -2,16 +2,13 @@
 
 Which cells enter the network, and what it makes of them, goes through the public path. How the reference implementation fills the other
 cells is defective and no part of the library: the reader does it (`StoredFilling`), so that every stage starts as the stored one did.
-
-The cases are not among the families of conftest.py yet: `SparseVAR` lacks blocks, keep, resize and left_out, `accel.frequency` lacks
-share_above, largest_cells and the edges of anchor_cells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +21,7 @@ from torch import Tensor
 from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
 from nextscale.accel import frequency
 from nextscale.accel.frequency import GridMap, anchor_cells, best_anchor, feature_change
+from nextscale.accel.method import MethodRun, RunSetup
 from nextscale.canvas import Canvas, on_grid
 from nextscale.generate import StageDone
 from nextscale.models import Infinity
@@ -36,7 +34,7 @@ from .fastvar_cases import mask_of, packed_bits
 from .infinity_cases import Read, schedule_of, to_cells, to_tokens
 from .settings import understood
 from .supplied import with_area_inputs
-from .trace import Trace
+from .trace import Trace, TraceRun
 
 SETTINGS = {"start_prune_stage", "compress_ratio", "specific_mse_layer", "local_window_size", "beta"}
 NO_AUTOENCODER = {"base_ch": 24, "ch_mult": [1], "num_res_blocks": 1}  # the code sum is the result
@@ -72,7 +70,7 @@ class Rules(NamedTuple):
             blocks=(self.blocks.start, self.blocks.stop),
             rows="both",
             alpha=None,
-            keep="share",
+            select="share",
             resize="nearest",
             left_out="zero",
         )
@@ -172,23 +170,9 @@ class StoredFilling(Trace):
         self.hidden: dict[int, Tensor] = {}  # [R, cells, C], with copies
         self.tokens = Tokens(Stage(0, 1, 1, 0, False))  # that run
 
-    # --- a stage
-
-    def plan(self, stage: Stage, canvas: Canvas) -> StagePlan:
-        plan = super().plan(stage, canvas)
-        kept = self.stored(stage, "kept")
-        return plan if kept is None else replace(plan, num_tokens=kept.shape[1])
-
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        stage, (_, own) = tokens.stage, super().reduce(x, tokens)
-        kept = self.stored(stage, "kept")
-        self.tokens = tokens
-        if kept is None:
-            return x, tokens
-        assert own.index is not None, f"nothing is left out at stage {stage.index}"
-        self.method_kept[stage.index] = mask_of(own.index[: self.batch], stage.cells)
-        self.tokens = Tokens(stage, kept.sort(dim=1).values).repeat(x.shape[0] // self.batch)
-        return self.tokens.gather(x), self.tokens
+    def start(self, setup: RunSetup) -> MethodRun:
+        super().start(setup)
+        return FillingRun(self, self.run)
 
     @contextmanager
     def fills(self, model: Infinity) -> Iterator[None]:
@@ -213,19 +197,6 @@ class StoredFilling(Trace):
         copied = Tokens(stage, source).repeat(x.shape[0] // self.batch).gather(self.unfilled[stage.index])
         self.hidden[stage.index] = copied
         return copied
-
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        stage = tokens.stage
-        self.logits[stage.index] = out
-        change = getattr(self.run, "change", None)
-        if isinstance(change, GridMap) and change.size == stage.size:
-            self.method_change[stage.index] = change.values[..., 0]
-        if tokens.index is None:
-            return out, tokens
-        packed = self.expected.tensors[f"s{stage.index}.zeroed.packed"]
-        coded = 1 - torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=stage.cells)).float()
-        _, coded_tokens = Tokens(stage).top(coded, coded.sum(dim=1).long(), stage.cells)
-        return coded_tokens.gather(out.flatten(2)).unflatten(2, out.shape[2:]), coded_tokens
 
     def stored(self, stage: Stage, name: str) -> Tensor | None:
         found = self.expected.tensors.get(f"s{stage.index}.{name}")
@@ -303,6 +274,42 @@ class StoredFilling(Trace):
             f"{name}.hidden_before_copy": lambda: self.unfilled[stage.index],
             f"{name}.hidden": lambda: self.hidden[stage.index],
         }
+
+
+@dataclass(frozen=True)
+class FillingRun(TraceRun):
+    """Runs SparseVAR, and goes on with the stored choices."""
+
+    trace: StoredFilling
+
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        plan = super().plan(planned, stage, canvas)
+        kept = self.trace.stored(stage, "kept")
+        return plan if kept is None else replace(plan, num_tokens=kept.shape[1])
+
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        trace, stage, (_, own) = self.trace, tokens.stage, super().reduce(x, tokens)
+        kept = trace.stored(stage, "kept")
+        trace.tokens = tokens
+        if kept is None:
+            return x, tokens
+        assert own.index is not None, f"nothing is left out at stage {stage.index}"
+        trace.method_kept[stage.index] = mask_of(own.index[: trace.batch], stage.cells)
+        trace.tokens = Tokens(stage, kept.sort(dim=1).values).repeat(x.shape[0] // trace.batch)
+        return trace.tokens.gather(x), trace.tokens
+
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        trace, stage = self.trace, tokens.stage
+        trace.logits[stage.index] = out
+        change = getattr(self.run, "change", None)
+        if isinstance(change, GridMap) and change.size == stage.size:
+            trace.method_change[stage.index] = change.values[..., 0]
+        if tokens.index is None:
+            return out, tokens
+        packed = trace.expected.tensors[f"s{stage.index}.zeroed.packed"]
+        coded = 1 - torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=stage.cells)).float()
+        _, coded_tokens = Tokens(stage).top(coded, coded.sum(dim=1).long(), stage.cells)
+        return coded_tokens.gather(out.flatten(2)).unflatten(2, out.shape[2:]), coded_tokens
 
 
 def cells_of(mask: Tensor) -> Tensor:
