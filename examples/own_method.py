@@ -1,24 +1,24 @@
 """A method of one's own: a frozen dataclass whose forecast says what every stage does. For one that picks tokens see docs/."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import nextscale
-from nextscale import SkipStages, StagePlan
-from nextscale.accel import METHODS
+from nextscale import Method, Schedule, StagePlan
+from nextscale.accel import METHODS, Plans
+from nextscale.models import NextScaleModel
 
 
 @dataclass(frozen=True)
-class Thrifty(SkipStages):
+class Thrifty(Method):
     """Skips the last stages, and runs some before them on the conditional rows alone, that is without guidance."""
 
     last: int = 1
     unguided: int = 3
 
-    def forecast(self, model: Any, schedule: nextscale.Schedule, *args: Any, **kwargs: Any) -> tuple[StagePlan, ...]:
-        plans = super().forecast(model, schedule, *args, **kwargs)
-        first = len(schedule) - self.last - self.unguided
-        return tuple(plan if plan.skip or i < first else StagePlan(cfg_branches="cond") for i, plan in enumerate(plans))
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        skipped = len(schedule) - self.last
+        late = [stage.index >= skipped - self.unguided for stage in schedule]
+        return tuple(StagePlan(skip=i >= skipped, cfg_branches="cond" if late[i] and guided else "both") for i in range(len(schedule)))
 
 
 METHODS["thrifty"] = Thrifty  # for names such as "thrifty:last=2"
