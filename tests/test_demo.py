@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from nextscale.accel import resolve_method
 from nextscale.cli import app, options
-from nextscale.cli.demo import METHODS, PROMPTS, Row, comparison, decibels, sheet
+from nextscale.cli.demo import COMPARED, PROMPTS, MethodImages, comparison, decibels, sheet
 from nextscale.cli.parse import require_fitting
 from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
 from nextscale.io import to_pil
@@ -115,7 +115,7 @@ def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: s
 
 @pytest.mark.parametrize("side", [256, 512])
 def test_its_methods_fit_the_model_in_the_package(side: int) -> None:
-    for method in METHODS:
+    for method in COMPARED:
         require_fitting(resolve_method(method), NANO, NANO.settings.schedules.choose(side, None))
     assert len(set(PROMPTS)) == 8
 
@@ -127,7 +127,7 @@ def test_joined_methods_are_one_row() -> None:
     assert len([line for line in result.stdout.splitlines() if "dB" in line]) == 1
 
 
-def row(pixels: torch.Tensor, cost_shares: tuple[float, ...], batches: tuple[int, ...], padding: float = 0.0) -> Row:
+def row(pixels: torch.Tensor, cost_shares: tuple[float, ...], batches: tuple[int, ...], padding: float = 0.0) -> MethodImages:
     """One whose calls took a second each and ran half of their tokens."""
     stages = (SimpleNamespace(height=2, width=2, computed=2.0),)
     reports = tuple(
@@ -142,7 +142,7 @@ def row(pixels: torch.Tensor, cost_shares: tuple[float, ...], batches: tuple[int
         )
         for share, images in zip(cost_shares, batches, strict=True)
     )
-    return Row(pixels, reports)  # type: ignore[arg-type]
+    return MethodImages(pixels, reports)  # type: ignore[arg-type]
 
 
 def test_numbers_are_means_over_images() -> None:

@@ -46,7 +46,7 @@ PROMPTS = (
     "a photo of a red dress",
 )
 """One or two of every style in which nano was trained."""
-METHODS = ("sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar:alphas=[]", "stagevar")
+COMPARED = ("sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar:alphas=[]", "stagevar")
 OWN_FILE = Path("demo.png")
 UNTIMED = 2  # calls on a GPU before those that are timed: the first loads its programs, the second captures CUDA graphs
 
@@ -57,7 +57,7 @@ def demo(
     *,
     model: ModelOptions,
     prompts: PromptFile,
-    method: Annotated[list[str] | None, compared_methods(", ".join(METHODS))] = None,
+    method: Annotated[list[str] | None, compared_methods(", ".join(COMPARED))] = None,
     size: SizeOptions,
     seed: Seed = 0,
     batch: Batch = 4,
@@ -71,7 +71,7 @@ def demo(
     """
     spec = model.spec
     schedule = size.schedule(spec)
-    methods = [parse_methods(row) for row in ("dense", *(method or METHODS))]
+    methods = [parse_methods(row) for row in ("dense", *(method or COMPARED))]
     for chosen in methods:
         require_fitting(chosen, spec, schedule)
     columns = read_columns(prompts, spec)
@@ -102,7 +102,7 @@ def read_columns(prompts: PromptFile, spec: ModelSpec) -> list[str | int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class MethodImages:
     """All prompts with one method."""
 
     pixels: Tensor  # [B, 3, H, W]
@@ -151,7 +151,7 @@ class RowMaker:
     progress: Progress
     task: TaskID
 
-    def row(self, method: Method) -> Row:
+    def row(self, method: Method) -> MethodImages:
         outputs = []
         self.progress.update(self.task, description=method.label)
         for first in range(0, len(self.prompts), self.batch):
@@ -161,10 +161,10 @@ class RowMaker:
                     self.pipeline(together, seed=self.seed, size=self.schedule, method=method)
             outputs.append(self.pipeline(together, seed=self.seed + first, size=self.schedule, method=method))
             self.progress.advance(self.task, self.schedule.tokens * len(together))
-        return Row(torch.cat([output.pixels for output in outputs]), tuple(output.report for output in outputs))
+        return MethodImages(torch.cat([output.pixels for output in outputs]), tuple(output.report for output in outputs))
 
 
-def comparison(rows: Sequence[Row], lpips: Lpips | None) -> Table:
+def comparison(rows: Sequence[MethodImages], lpips: Lpips | None) -> Table:
     table = Table("method", box=None, pad_edge=False)
     padded = any(row.padding for row in rows)
     headings = ["seconds per image", "speedup", "MACs", "tokens", *(["padding"] if padded else []), "PSNR to dense"]
@@ -193,16 +193,16 @@ def decibels(each: Tensor) -> str:
     return "same" if middle == float("inf") else f"{middle:.1f} dB"
 
 
-def size_of(row: Row) -> str:
+def size_of(row: MethodImages) -> str:
     height, width = row.reports[0].size
     return f"{height}x{width}"
 
 
-def machine(rows: Sequence[Row]) -> str:
+def machine(rows: Sequence[MethodImages]) -> str:
     reports = [report for row in rows for report in row.reports]
     return f"{reports[0].device} ({engines(reports)})"
 
 
-def sheet(prompts: Sequence[str], rows: Sequence[Row]) -> Image.Image:
+def sheet(prompts: Sequence[str], rows: Sequence[MethodImages]) -> Image.Image:
     titles = [f"{row.method}: {percent(row.cost_share)} of the MACs, {percent(row.tokens_share)} of the tokens" for row in rows]
     return compared(prompts, {title: to_pil(row.pixels) for title, row in zip(titles, rows, strict=True)})

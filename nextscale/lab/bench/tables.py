@@ -11,12 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from ..evals.methods import DENSE
+from ..results import Row
 from .suites import APART, SPARSE
 
-Row = dict[str, Any]
 CaseKey = tuple[str, str, int]  # model, image, batch
 
 REFERENCE = "reference implementation"
