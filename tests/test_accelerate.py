@@ -25,7 +25,7 @@ from . import tiny
 from .tiny import infinity_schedule
 
 # Settings that act on the four stages of a tiny schedule.
-SPARSE, FAST, LOW_RANK = SparseVAR(tau=0.9, from_stage=3), FastVAR({2: 0.5, 3: 0.5}), StageVAR(guidance_off=2, alphas={3: 0.96})
+SPARSE, FAST, LOW_RANK = SparseVAR(tau=0.9, first_stage=2, blocks=0), FastVAR({2: 0.5, 3: 0.5}), StageVAR(guidance_off=2, alphas={3: 0.96})
 GUIDANCE_OFF, MERGE = StageVAR(guidance_off=2, alphas=()), ToMe(stages=(2, 3))
 
 
@@ -88,7 +88,7 @@ def test_a_call_may_choose_another_method(pipeline: Pipeline) -> None:
         (3, "give a Method, a name"),
         (SkipStages(9), "cannot skip 9 of 4 stages"),
         ("sparsevar:tau=-1", "tau"),
-        ("sparsevar:block=9", "this model has 3 blocks"),
+        ("sparsevar:blocks=8", "this model has 3 blocks"),
         ([FAST, LOW_RANK], "cannot be combined"),
     ],
 )
@@ -191,7 +191,7 @@ def test_both_methods_act(family: str, methods: tuple[Method, Method]) -> None:
 def test_spans_run_inside_stages_that_another_method_reduces() -> None:
     """SparseVAR taps a block before those whose tokens FastVAR reduces."""
     pipeline = tiny.shared_pipeline("infinity")
-    methods = [SparseVAR(tau=0.95, from_stage=4, block=1), FastVAR({3: 0.5}, layers=(1, 3))]
+    methods = [SparseVAR(tau=0.95, first_stage=3, blocks=0), FastVAR({3: 0.5}, layers=(1, 3))]
     settings = {"size": Schedule(((1, 1), (2, 2), (4, 3), (8, 6)))}
     both = pipeline(tiny.prompts("infinity", 2), seed=3, method=methods, **settings)
     assert both.report.stages[3].tokens < 48
@@ -209,8 +209,8 @@ def test_spans_run_inside_stages_that_another_method_reduces() -> None:
         ((FAST, MERGE), "two spans run the same blocks"),
         ((SPARSE, SparseVAR(tau=0.5)), "each of SparseVAR and SparseVAR reduces whole stages"),
         ((SPARSE, FAST), "cannot be observed"),
-        ((SparseVAR(metric="logits", from_stage=2), FastVAR({2: 0.5})), "needs every cell of the stage"),
-        ((SparseVAR(metric="logits", from_stage=3), LOW_RANK), "at stage 2 .* needs every cell of the stage"),
+        ((SparseVAR(metric="logits", first_stage=1), FastVAR({2: 0.5})), "needs every cell of the stage"),
+        ((SparseVAR(metric="logits", first_stage=2), LOW_RANK), "at stage 2 .* needs every cell of the stage"),
     ],
     ids=["fastvar+stagevar", "fastvar+tome", "sparsevar twice", "a tapped block in a span", "a reduced cache stage", "a reduced memory"],
 )
@@ -228,7 +228,7 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tupl
 def test_a_stage_of_two_cells_counts_as_reduced_before_anything_runs() -> None:
     """Half of them and half of one anchor, rounded up, would be both; a run may leave out one."""
     pipeline, schedule = tiny.shared_pipeline("infinity"), Schedule(((1, 1), (1, 2), (2, 4), (4, 8)))
-    methods = [SparseVAR(metric="logits", tau=0.0, from_stage=2), FastVAR({2: 0.5})]
+    methods = [SparseVAR(metric="logits", tau=0.0, first_stage=1), FastVAR({2: 0.5})]
     with pytest.raises(SettingError, match="at stage 1 .* needs every cell of the stage, of which only 1 are kept"):
         pipeline(tiny.prompts("infinity", 1), seed=0, size=schedule, method=methods, on_stage=lambda preview: pytest.fail("a stage ran"))
 
@@ -376,7 +376,7 @@ def test_images_past_the_trained_size_with_fastvar() -> None:
 def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> None:
     """Codes of a whole grid are given; those of cells that were left out are not put on the canvas."""
     pipeline, last = tiny.shared_pipeline(family), len(tiny.schedule_of(family)) - 1
-    method, forced, seen = SparseVAR(tau=1.0, from_stage=last + 1, alpha=None), {}, {}
+    method, forced, seen = SparseVAR(tau=1.0, first_stage=last, alpha=None), {}, {}
 
     def revise(stage: Stage, codes: torch.Tensor) -> torch.Tensor:
         seen[stage.index] = codes

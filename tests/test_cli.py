@@ -509,7 +509,7 @@ def test_several_methods_at_once(left_half: None) -> None:
 
 
 def test_the_table_shows_the_padding_where_images_of_a_batch_run_different_numbers_of_tokens() -> None:
-    options = ("--method", "sparsevar:tau=0.97,from_stage=3", "--report", "report.json")
+    options = ("--method", "sparsevar:tau=0.97,first_stage=2", "--report", "report.json")
     result = succeed("generate", "-m", "tiny-var", 3, 7, 5, "--seed", 0, *options)
     (call,) = json.loads(Path("report.json").read_text())["calls"]
     paid = [stage["padding"] * stage["tokens"] for stage in call["stages"]]

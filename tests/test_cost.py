@@ -251,7 +251,7 @@ def test_other_schedules() -> None:
 FASTVAR, TOME = FastVAR({2: 0.3, 3: 0.5}, layers=(1, 3)), ToMe(stages=(2, 3))
 MERGED_ATTENTION = replace(TOME, sublayers=("attention",))
 STAGEVAR = StageVAR(guidance_off=2, alphas={2: 0.96, 3: 0.96}, ranks=0.3)
-SPARSEVAR = SparseVAR(tau=0.95, alpha=2, from_stage=3)
+SPARSEVAR = SparseVAR(tau=0.95, alpha=2, first_stage=2)
 SPANS = {"fastvar": FASTVAR, "stagevar": STAGEVAR, "tome": TOME, "tome for attention alone": MERGED_ATTENTION}
 
 

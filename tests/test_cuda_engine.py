@@ -144,8 +144,8 @@ METHODS = (
     FastVAR(),
     StageVAR(),
     ToMe(random=True),
-    SparseVAR(tau=0.95, from_stage=3),
-    SparseVAR(keep=0.3, from_stage=3),
+    SparseVAR(tau=0.95, first_stage=2),
+    SparseVAR(keep=0.3, first_stage=2),
 )
 
 
@@ -174,8 +174,8 @@ def test_captures_in_half_precision_repeat_themselves_whatever_runs_between(fami
     [
         ("var", Method(), {"forbidden": (1, 3)}),
         ("infinity", Combined((FastVAR({2: 1.0}), ToMe(random=True, stages=(2, 3)))), {}),
-        ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", from_stage=2), ToMe(random=True))), {}),
-        ("star_refined", SparseVAR(tau=0.3, from_stage=3), {}),  # the runs before the capture leave out nothing
+        ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", first_stage=1), ToMe(random=True))), {}),
+        ("star_refined", SparseVAR(tau=0.3, first_stage=2), {}),  # the runs before the capture leave out nothing
     ],
 )
 def test_requests_that_draw_in_odd_places_can_be_captured(family: str, method: Method, settings: dict[str, object]) -> None:

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error:The CUDA Graph is empty"),
 ]
 
-SPARSE = SparseVAR(tau=0.95, from_stage=3)  # less leaves out nothing of images this small
+SPARSE = SparseVAR(tau=0.95, first_stage=2)  # less leaves out nothing of images this small
 METHODS = (Method(), SkipStages(last=1), FastVAR(), StageVAR(), ToMe(), SPARSE)
 
 

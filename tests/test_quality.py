@@ -195,7 +195,7 @@ def test_numbers_do_not_depend_on_the_batch_and_the_order() -> None:
 
 def test_the_share_of_cells_is_that_of_the_compute_masks_of_all_batches() -> None:
     """Without the padding, which images of one batch run for each other."""
-    methods = chosen_methods(["sparsevar:tau=0.9,from_stage=3", "fastvar", "stagevar"], 5, 3)
+    methods = chosen_methods(["sparsevar:tau=0.9,first_stage=2", "fastvar", "stagevar"], 5, 3)
     rows = evaluate(pipeline(), methods, PROMPTS[:4], judges(), seed=3, batch=2).rows
     for row in rows:
         shares = []

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...accel.method import Method
 from ...accel.registry import resolve_method
-from ...accel.sparsevar import OTHER_BLOCK
 from ...errors import SettingError
 
 DENSE = "dense"
@@ -41,23 +40,29 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
 
 
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
-    """What the paper of SparseVAR leaves open or picks by eye, each changed alone at tau 0.6; other metrics at thresholds of their own."""
-    first = 10 if stages > 10 else stages - 1  # what from_stage is when it is not given
-    published = max(1, round(OTHER_BLOCK * blocks))  # what block is then, except for HART
+    """What the paper of SparseVAR leaves open or picks by eye, each changed alone at a budget of 40 % in the last three stages.
+
+    The budget keeps equally many tokens whatever the setting, so that the rows differ in the choice alone.
+    """
+    keep = {stage: 0.4 for stage in range(max(1, stages - 3), stages)}
+    groups = {f"blocks {first} to {first + blocks // 4 - 1}": (first, first + blocks // 4) for first in range(0, blocks, blocks // 4)}
     chosen: dict[str, dict[str, object]] = {
-        "SparseVAR 0.6": {},
-        "rows both": {"rows": "both"},
-        **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 8, "none")},
-        **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, -1)},
-        **{f"from stage {stage}": {"from_stage": stage} for stage in range(max(2, first - 2), stages + 1) if stage != first},
-        **{f"block {block}": {"block": block} for block in range(1, blocks + 1) if block != published},
-        **{f"logits {tau}": {"metric": "logits", "tau": tau} for tau in (0.5, 0.7, 0.9, 0.97)},
-        **{f"image {tau}": {"metric": "image", "tau": tau} for tau in (0.04, 0.1, 0.3)},
+        "SparseVAR, 40 % kept": {},
+        **{f"rows {rows}": {"rows": rows} for rows in ("both", "uncond")},
+        **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 3, 6, 8, "none")},
+        **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, 1, -1)},
+        **{f"block {block}": {"blocks": block} for block in range(blocks)},
+        **{name: {"blocks": list(group)} for name, group in groups.items()},
+        "all blocks": {"blocks": [0, blocks]},
+        "resize nearest": {"resize": "nearest"},
+        "left out: zero": {"left_out": "zero"},
+        "4 nearest anchors": {"candidates": 4},
+        "anchors at the edges": {"edges": True},
+        "logits": {"metric": "logits"},
+        "image": {"metric": "image"},
     }
-    return {
-        name: "sparsevar:" + ",".join(f"{key}={value}" for key, value in ({"tau": 0.6} | settings).items())
-        for name, settings in chosen.items()
-    }
+    specs = {name: {"keep": keep} | settings for name, settings in chosen.items()}
+    return {name: "sparsevar:" + ",".join(f"{key}={value}" for key, value in settings.items()) for name, settings in specs.items()}
 
 
 LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {"standard": standard, "sparsevar-decisions": sparsevar_decisions}
