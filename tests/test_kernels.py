@@ -390,6 +390,12 @@ def test_mean_over_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> No
     compare(kernels.mean_over_tokens, mean_over_tokens_reference, x[:, ::2])
 
 
+def test_the_mean_of_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the sums of the chunks are added up in chunks."""
+    monkeypatch.setattr("nextscale.kernels.distance.CHUNK", 64)
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, Maker(DEVICE, torch.float32).normal(1, 4100, 8, mean=2.0))
+
+
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -410,8 +416,8 @@ def test_distance_is_that_of_the_methods() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 300])
-def test_topk_indices_sorted(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ties, both zeros, infinities and what is not a number; also where the places are found in several rounds."""
+def test_topk_indices_sorted(tokens: int) -> None:
+    """With ties, both zeros, infinities and what is not a number."""
     generator = torch.Generator(DEVICE).manual_seed(tokens)
     scores = torch.randint(-4, 5, (5, 2 * tokens), generator=generator, device=DEVICE).float()[:, ::2] / 2
     scores[1] = -0.0
@@ -420,11 +426,17 @@ def test_topk_indices_sorted(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     scores[2, ::5] = float("-inf")
     scores[3, tokens // 3 :: 4] = float("nan")
     scores[4] = torch.rand(tokens, generator=generator, device=DEVICE)
-    monkeypatch.setattr("nextscale.kernels.topk.ORDERED", 64)
     for keep in sorted({0, 1, tokens // 3, tokens - 1, tokens}):
         with poisoned():
             found = kernels.topk_indices_sorted(scores, keep)
         assert torch.equal(found, topk_indices_sorted_reference(scores, keep)), keep
+
+
+def test_rows_too_long_for_a_program_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.rand(2, 40, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    expected = kernels.topk_indices_sorted(scores, 7)
+    monkeypatch.setattr("nextscale.kernels.topk.LONGEST", 39)
+    assert torch.equal(kernels.topk_indices_sorted(scores, 7), expected)
 
 
 def test_selection_is_that_of_the_methods() -> None:

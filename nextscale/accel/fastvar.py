@@ -292,29 +292,28 @@ class ThinnedBlocks(Span):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
                 if env.computed is not None:
                     env.computed.add(kept, selection, 1)
-                if fused:
-                    x = run_and_restore(fused[number], block, number, x, tokens, selection, kept, env)
-                    continue
-                chosen = pick(x, selection)
-                fresh = chosen + sublayer(chosen, kept, env)
-                filled = remembered(partial(env.memory.fill, tokens=tokens), block, number, tokens)
-                x = put_(x + filled, selection, fresh)
+                if fused:  # the kernels normalise as they gather
+                    scale, shift, gain, run = fused[number]
+                    update = run(kernels.norm_modulate(x, scale, shift, selection), kept, env)
+                else:
+                    gain, update = None, sublayer(pick(x, selection), kept, env)
+                x = restored(x, update, gain, selection, memory_key(block, number), tokens, env)
         return repeat_tail(x, tokens.count)
 
 
-def run_and_restore(
-    fused: FusedSublayer, block: Block, number: int, x: Tensor, tokens: Tokens, selection: Tensor, kept: Tokens, env: Env
-) -> Tensor:
-    """Runs a sublayer on the selected tokens with the kernels, which normalise as they gather and restore as they write back."""
-    memory, size = remembered(env.memory.stored, block, number, tokens)
-    update = fused.run(kernels.norm_modulate(x, fused.scale, fused.shift, selection), kept, env)
-    return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=fused.gain, cells=tokens.index)
+def restored(x: Tensor, update: Tensor, gain: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, env: Env) -> Tensor:
+    """x [R, N, C] with the update [R, K, C] added at the selected tokens, and what an earlier stage has kept at the others."""
+    if kernels.available(x):
+        memory, size = remembered(env.memory.stored, key, tokens)
+        return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=gain, cells=tokens.index)
+    filled = remembered(partial(env.memory.fill, tokens=tokens), key, tokens)
+    return put_(x + filled, selection, pick(x, selection) + update)
 
 
-def remembered(read: Callable[[Hashable], T], block: Block, sublayer: int, tokens: Tokens) -> T:
+def remembered(read: Callable[[Hashable], T], key: Hashable, tokens: Tokens) -> T:
     """Returns what `read` finds of a sublayer; raises SettingError if no stage has kept it."""
     try:
-        return read(memory_key(block, sublayer))
+        return read(key)
     except KeyError:
         raise SettingError(
             f"FastVAR: stage {tokens.stage.index} takes outputs from a stage that another method has skipped: choose another cache_stage"
