@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import FastVAR, Method, MethodRun, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from .accel import DropGuidance, FastVAR, Method, MethodRun, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
@@ -13,6 +13,7 @@ from .text import T5Encoder, TextFeatures
 __all__ = [
     "MODELS",
     "ConstantGuidance",
+    "DropGuidance",
     "FastVAR",
     "Guidance",
     "Method",

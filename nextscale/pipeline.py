@@ -201,6 +201,7 @@ class Pipeline:
         numbers = resolve_seed(seed, len(prompts), self.model.device)
         plans = chosen.forecast(self.model, schedule, guided.needs_both, ASSUMED_KEPT)
         check_plans(plans, len(self.model.blocks), guided)  # before memory is reserved for them
+        guided = guided.faded([plan.guidance_share for plan in plans])
         return Request(
             prompts,
             read_negative(self.reader, negative, len(prompts), guided),

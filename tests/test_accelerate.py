@@ -81,7 +81,7 @@ def test_a_call_may_choose_another_method(pipeline: Pipeline) -> None:
     ("method", "message"),
     [
         ("fastvr", "did you mean fastvar"),
-        ("nothing", "Known methods: dense, skip, sparsevar, fastvar, stagevar, tome"),
+        ("nothing", "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar, tome"),
         ("skip:first=2", "'first=2' is no setting of skip; it takes last"),
         ("skip:2", "'2' is no setting of skip"),
         ("dense:last=1", "it takes none"),

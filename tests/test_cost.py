@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nextscale.accel import DENSE, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale.accel import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.method import Span
 from nextscale.accel.registry import resolve_method
 from nextscale.canvas import Canvas
@@ -115,6 +115,7 @@ METHODS: dict[str, Method] = {
     "skip the first": Planned(lambda stage: StagePlan(skip=stage.index == 0)),
     "conditional rows": keeping("cond", 2),
     "unconditional rows": keeping("uncond", 2),
+    "guidance faded, then dropped": DropGuidance(3, fade=2),
     "half of every stage": Planned(lambda stage: StagePlan(num_tokens=half(stage))),
     "other shares per image": KeepShare((0.3, 0.8)),
     "a span": only(1, StagePlan(spans=(Thin(range(1, 3)),))),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, output, pipeline
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, output, pipeline
 from nextscale.accel.combine import Combined
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
@@ -169,7 +169,10 @@ CAPTURED_METHODS = (
     SparseVAR(keep={2: 0.5}, metric="logits", alpha=None),
     Combined((SparseVAR(keep=0.3, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
+    Combined((SparseVAR(tau=0.95, first_stage=2), DropGuidance(2, fade=1))),
     Combined((SparseVAR(tau=0.95, first_stage=2), SkipStages(last=1))),
+    DropGuidance(3, fade=2),
+    StageVAR(guidance_off=2, ranks=0.3, kept_rows="cond"),
     Combined((Combined((SparseVAR(tau=0.95, first_stage=2),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it
 )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.combine import Combined
+from nextscale.accel.drop_guidance import DropGuidance
 from nextscale.accel.method import DENSE, MethodRun, RunSetup
 from nextscale.accel.skip import SkipStages
 from nextscale.cache import CacheSpec, DenseLayerCache, StageKeys, StageMemory, Workspace
@@ -110,6 +111,7 @@ FIXED = {
     "stagevar": StageVAR(),
     "stagevar, early": StageVAR(guidance_off=1, alphas={2: 0.96, 3: 0}),
     "guidance off": StageVAR(guidance_off=2, alphas=()),
+    "conditional rows alone": DropGuidance(2, fade=1),
     "tome": ToMe(),
     "tome, feed-forward": ToMe(sublayers=("feed_forward",)),
     "fastvar + guidance off": Combined((FastVAR(), StageVAR(guidance_off=2, alphas=()))),

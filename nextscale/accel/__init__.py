@@ -1,6 +1,7 @@
 """Acceleration methods. `Method` is dense generation; a paper's method overrides the parts it changes."""
 
 from .combine import Combined
+from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
@@ -13,6 +14,7 @@ __all__ = [
     "DENSE",
     "METHODS",
     "Combined",
+    "DropGuidance",
     "FastVAR",
     "Method",
     "MethodLike",

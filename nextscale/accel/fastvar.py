@@ -33,7 +33,8 @@ class Published:
     """What the paper and its reference implementation do for one family."""
 
     ratios: Mapping[int, Mapping[int, float]]  # by number of stages, then by stage index
-    layers: range | None = None  # None: all blocks
+    layers: range | None = None  # of `depth` blocks; None: all blocks
+    depth: int = 0  # of the model that they were published for
     sides: Mapping[int, float] | None = None  # ratios by the stage's side, as in the reference implementation; None: there is none
     cached_side: int = 0  # side of the stage whose outputs it keeps
 
@@ -50,6 +51,7 @@ PUBLISHED: Mapping[str, Published] = {
     "infinity": Published(
         {**{stages: up_to(stages, INFINITY) for stages in range(10, 14)}, **{stages: up_to(stages, LARGER) for stages in (14, 15)}},
         layers=range(3, 28),
+        depth=32,
         sides={32: 0.4, 40: 0.5, 48: 1.0, 64: 1.0},
         cached_side=24,
     ),
@@ -76,7 +78,7 @@ class FastVAR(Method):
     cache_stage: the stage whose sublayer outputs are kept. None is the last one that runs before the first thinned one, which the paper
         found best (table A.4).
     layers: (first, last + 1), the blocks that are thinned; the others always run all tokens. None is all blocks, but for Infinity
-        (3, 28) as in the reference implementation, if the model has more than three.
+        (3, 28) of 32 as in the reference implementation, and the same share of other depths: (1, 7) of 8, (4, 35) of 40.
     as_released: does what the reference implementation does, which finds stages by their side, on square images of Infinity and HART.
         Nothing else can be set then.
     """
@@ -130,7 +132,9 @@ class FastVAR(Method):
         published = PUBLISHED.get(model.family)
         if published is None or published.layers is None:
             return range(depth)
-        return published.layers[: max(depth - published.layers.start, 0)] or range(0 if self.as_released else depth)
+        if self.as_released:  # which has these numbers for every depth
+            return published.layers[: max(depth - published.layers.start, 0)]
+        return range(*(round(edge * depth / published.depth) for edge in (published.layers.start, published.layers.stop)))
 
 
 def cache_stage(given: int | None, first: int, ratios: Mapping[int, float]) -> int:

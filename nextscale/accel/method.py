@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from torch import Tensor
 
 from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from ..checks import is_share
 from ..guidance import CfgBranches
 from ..models.env import Env
 from ..models.macs import SublayerTokens
@@ -88,8 +89,11 @@ class StagePlan:
     num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
+    guidance_share: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
 
     def __post_init__(self) -> None:
+        if not is_share(self.guidance_share):
+            raise ValueError(f"guidance_share is a number from 0 to 1; got {self.guidance_share!r}")
         for span in self.spans:
             if span.layers.step != 1 or len(span.layers) == 0:
                 raise ValueError(f"a span runs one or more consecutive blocks; {span.key} asks for {span.layers}")
@@ -138,10 +142,14 @@ class StagePlan:
             raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
         dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
         if len(dropped) > 1:
-            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones")
+            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones: set kept_rows of one")
+        shares = {self.guidance_share, other.guidance_share} - {1.0}
+        if len(shares) > 1:
+            raise ValueError(f"two methods fade guidance, to {self.guidance_share:.3g} and to {other.guidance_share:.3g} of its strength")
         return StagePlan(
             skip=self.skip or other.skip,
             cfg_branches=next(iter(dropped), "both"),
+            guidance_share=next(iter(shares), 1.0),
             num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 
 from ..errors import SettingError
 from .combine import Combined
+from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import Method
 from .skip import SkipStages
@@ -21,6 +22,7 @@ MethodLike = Method | str | Sequence[Method | str] | None
 METHODS: dict[str, type[Method]] = {
     "dense": Method,
     "skip": SkipStages,
+    "dropguidance": DropGuidance,
     "sparsevar": SparseVAR,
     "fastvar": FastVAR,
     "stagevar": StageVAR,

@@ -70,7 +70,7 @@ class Refiner(nn.Module):
                 known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
                 with attention_backend(hidden.x.shape[0] * with_prompt.num_tokens, logits.device, hidden.env.captured):
                     raw = self(hidden.x, tokens.gather(known), with_prompt, env)
-                out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
+                out = sampling.prepare(request.guidance.in_full(raw, tokens.stage, request.batch), tokens.stage)
                 hidden.finite.append(out.isfinite().all())
             codes, kept = sample_codes(out, tokens, sampling, request.rng)
             certainty = kept.softmax(dim=-1).gather(-1, codes[..., None]).squeeze(-1)

@@ -9,8 +9,10 @@ from typing import Any, Literal, get_args
 
 from ...checks import is_whole
 from ...errors import SettingError
+from ...guidance import CfgBranch, CfgBranches
 from ...models.base import NextScaleModel
 from ...stage import Schedule, Stage
+from ..drop_guidance import check_kept_rows
 from ..method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from ..select import require_own_text
 from .groups import LowRank, Remember
@@ -23,15 +25,18 @@ from .variants import SPANS
 
 @dataclass(frozen=True)
 class StageVAR(Method):
-    """Late stages run on the unconditional rows alone, on few projected rows per group of blocks, or not at all.
+    """Late stages run on the rows of one cfg branch alone, on few projected rows per group of blocks, or not at all.
 
     There are three savings, each with its own setting; `StageVAR()` is the published combination.
 
     The knobs that matter:
-    guidance_off: from this stage on only the unconditional rows run. None is the published stage (Infinity 10 of 13, STAR and HART 12 of
-        14), elsewhere the last but one. The number of stages, or any larger number, is never. A request without guidance has no
-        unconditional rows, and its conditional ones go on. With a negative prompt the unconditional rows read that, and the late stages
-        are generated from it: use guidance_off with the empty prompt only.
+    guidance_off: from this stage on only the rows of one cfg branch run. None is the published stage (Infinity 10 of 13, STAR and HART 12
+        of 14), elsewhere the last but one. The number of stages, or any larger number, is never. A request without guidance has no
+        unconditional rows, and its conditional ones go on.
+    kept_rows: the branch that goes on. "uncond" is as published: the unconditional rows, and a negative prompt, which is what those read,
+        is what the late stages are generated from: use it with the empty prompt only. "cond" keeps the conditional rows, which is a
+        guidance scale of 1: a negative prompt has its say before and does no harm after. It costs the same, and on nano it is nearer to
+        dense generation (LPIPS 0.032 against 0.044 from stage 11 on).
     alphas: stage index to alpha, as a mapping or as pairs. 0 skips the stage, 1 runs it in full, and in between it runs at the rank that
         holds this share of its energy. None is as published (Infinity {10: 0.96, 11: 0, 12: 0}, STAR and HART {13: 0.96}), elsewhere
         the last stage at 0.96. `StageVAR(guidance_off=99, alphas=())` is dense generation.
@@ -67,6 +72,7 @@ class StageVAR(Method):
     groups: int | None = None
     variant: Variant = "representative"
     as_released: bool = False
+    kept_rows: CfgBranch = "uncond"
 
     def __post_init__(self) -> None:
         if self.guidance_off is not None and not is_whole(self.guidance_off):
@@ -80,6 +86,9 @@ class StageVAR(Method):
         if self.ranks is not None:
             object.__setattr__(self, "ranks", checked_ranks(self.ranks))
             self._check_ranks()
+        check_kept_rows(self.kept_rows)
+        if self.as_released and self.kept_rows != "uncond":
+            raise SettingError(f'as_released: the reference implementation keeps the rows "uncond", not {self.kept_rows!r}')
         if self.as_released and self.variant != "representative":
             raise SettingError(f'as_released: the reference implementation has the variant "representative" only, not {self.variant!r}')
 
@@ -126,12 +135,12 @@ class StageVAR(Method):
                     spans.append(SPANS[self.variant](blocks, group, rank, remember, first_positions))
             elif remember:
                 spans += [Remember(blocks, group) for group, blocks in enumerate(layers)]
-            cfg_branches: Literal["both", "uncond"] = "uncond" if guided and stage.index >= guidance_off else "both"
+            cfg_branches: CfgBranches = self.kept_rows if guided and stage.index >= guidance_off else "both"
             plans.append(StagePlan(cfg_branches=cfg_branches, spans=tuple(spans)))
         return tuple(plans)
 
     def first_unguided(self, model: NextScaleModel, schedule: Schedule) -> int:
-        """Index of the first stage that runs the unconditional rows alone."""
+        """Index of the first stage that runs the rows of one cfg branch alone."""
         if self.guidance_off is not None:
             return self.guidance_off
         if self.as_released and released_sides(model):
