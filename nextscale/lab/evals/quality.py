@@ -111,7 +111,7 @@ def evaluate(
     measured = {name: Measured() for name in chosen}
     longest = requests.longest()
     has_images = all(prompt.encoded is not None for prompt in prompts)
-    references = real_features(judges.features, requests.in_order) if has_images else None
+    references = real_features(judges.features, requests.in_order) if has_images and judges.features is not None else None
     if pipeline.model.device.type == "cuda":
         warm_up(requests, chosen, measured, longest)
     samples = take_turns(requests, chosen, measured, judges, on_progress)

@@ -1,0 +1,138 @@
+"""Real runs of candidates: how far their images are from the dense ones, and how long they take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...accel.method import Method
+from ...errors import NextscaleError
+from ...pipeline import Pipeline
+from ...report import Report
+from ...stage import Schedule
+from ..evals.quality import as_stored
+from ..metrics import Lpips
+from ..results import short_error
+from ..timing import wait
+
+METRIC_BATCH = 32  # images that are compared at a time
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a candidate did on the first `images` prompts."""
+
+    text: str  # of the candidate
+    images: int
+    lpips: float = 0.0
+    seconds: float = 0.0  # of a batch, decoding included, median
+    stages: tuple[float, ...] = ()  # seconds of every stage, median
+    decode: float = 0.0
+    cost_share: float = 1.0
+    dense: float = 0.0  # seconds of a dense batch in the same minutes
+    took: float = 0.0  # seconds of the search that it cost
+    error: str | None = None
+
+    @property
+    def speedup(self) -> float:
+        return self.dense / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Trial:
+        return cls(**{**values, "stages": tuple(values["stages"])})
+
+
+@dataclass(eq=False)
+class Bench:
+    """A pipeline that generates the same prompts and seeds with every candidate."""
+
+    pipeline: Pipeline
+    schedule: Schedule
+    prompts: Sequence[Any]
+    batch: int
+    seed: int
+    lpips: Lpips
+    least: int = 24  # images of the first round
+    dense_images: dict[int, Tensor] = field(default_factory=dict)  # batch number to images [B, 3, H, W] in 8 bits, on the host
+    dense_seconds: list[float] = field(default_factory=list)  # of recent dense batches
+
+    @property
+    def batches(self) -> int:
+        return len(self.prompts) // self.batch
+
+    @property
+    def unit(self) -> int:
+        """Batches of the first round; a long enough list of prompts has more."""
+        return max(1, min(-(-self.least // self.batch), self.batches))
+
+    def images(self, batches: int) -> int:
+        return batches * self.batch
+
+    def dense(self, number: int) -> Tensor:
+        if number not in self.dense_images:
+            images, _ = self._generate(Method(), number)
+            self.dense_images[number] = images.cpu()
+        return self.dense_images[number]
+
+    def run(self, text: str, method: Method, batches: int) -> Trial:
+        """The candidate on the first batches; a failure is a trial too."""
+        begun = time.perf_counter()
+        try:
+            trial = self._run(text, method, batches)
+        except NextscaleError as error:
+            trial = Trial(text, self.images(batches), error=short_error(error))
+        return Trial(**{**asdict(trial), "took": time.perf_counter() - begun})
+
+    def _run(self, text: str, method: Method, batches: int) -> Trial:
+        reports: list[Report] = []
+        distances: list[Tensor] = []
+        if self.pipeline.model.device.type == "cuda":  # programs are loaded in the first request, graphs are captured in the second
+            for _ in range(2):
+                self._generate(method, 0)
+        for number in range(batches):
+            images, report = self._generate(method, number)
+            reports.append(report)
+            distances.append(self._distance(images, self.dense(number)))
+        self._time_dense()
+        return Trial(
+            text,
+            self.images(batches),
+            float(torch.cat(distances).mean()),
+            statistics.median(report.seconds for report in reports),
+            tuple(statistics.median(times) for times in zip(*([s.seconds for s in r.stages] for r in reports), strict=True)),
+            statistics.median(report.decode_seconds for report in reports),
+            statistics.fmean(report.cost_share for report in reports),
+            statistics.median(self.dense_seconds[-5:]),
+        )
+
+    def _time_dense(self) -> None:
+        """A dense batch beside every candidate where that is cheap; on a CPU only the first ones are timed."""
+        cuda = self.pipeline.model.device.type == "cuda"
+        if cuda or len(self.dense_seconds) < 2:
+            runs = 3 if cuda and not self.dense_seconds else 1  # the first captures
+            self.dense_seconds += [self._generate(Method(), 0)[1].seconds for _ in range(runs)][-1:]
+
+    def part(self, number: int) -> tuple[list[Any], list[int]]:
+        """Prompts and seeds of a batch."""
+        numbers = range(number * self.batch, (number + 1) * self.batch)
+        return [self.prompts[i] for i in numbers], [self.seed + i for i in numbers]
+
+    def _generate(self, method: Method, number: int) -> tuple[Tensor, Report]:
+        prompts, seeds = self.part(number)
+        wait(self.pipeline.model.device)
+        output = self.pipeline(prompts, seed=seeds, size=self.schedule, method=method)
+        return as_stored(output.pixels), output.report
+
+    @torch.inference_mode()
+    def _distance(self, images: Tensor, dense: Tensor) -> Tensor:
+        pairs = zip(images.split(METRIC_BATCH), dense.to(images.device).split(METRIC_BATCH), strict=True)
+        return torch.cat([self.lpips(ours.float() / 127.5 - 1, theirs.float() / 127.5 - 1) for ours, theirs in pairs]).cpu()
