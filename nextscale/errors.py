@@ -17,6 +17,10 @@ class WeightsMismatch(CheckpointError):
     """A whole checkpoint, but not of this module."""
 
 
+class ProfileError(NextscaleError):
+    """A profile is missing, damaged, or of another model."""
+
+
 class PromptError(NextscaleError):
     """A prompt or class label that the model cannot take."""
 

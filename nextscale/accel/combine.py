@@ -17,6 +17,7 @@ from .method import Method, MethodRun, Plans, RunSetup, StagePlan
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
+    from .situation import Situation
 
 
 def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
@@ -66,6 +67,8 @@ class Combined(Method):
     own_cache: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if choosing := [method.label for method in self.methods if method.chooses]:
+            raise SettingError(f"{choosing[0]} chooses whole methods, combined ones among them: use it alone")
         object.__setattr__(self, "reduces_stages", any(method.reduces_stages for method in self.methods))
         object.__setattr__(self, "own_cache", any(method.own_cache for method in self.methods))
 
@@ -80,6 +83,9 @@ class Combined(Method):
     @property
     def capturable(self) -> bool:
         return all(method.capturable for method in self.methods)
+
+    def settle(self, situation: Situation) -> Method:
+        return Combined(tuple(method.settle(situation) for method in self.methods))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         self._require_one("reduces whole stages", [method for method in self.methods if method.reduces_stages])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
     from ..sampling import Rng
+    from .situation import Situation
 
 Plans = tuple["StagePlan", ...]
 """One plan per stage."""
@@ -165,6 +166,7 @@ class Method:
     `forecast` says what every stage will do, `start` begins one request. Subclasses are frozen dataclasses.
     """
 
+    chooses: ClassVar[bool] = False  # True: `settle` puts another method in its place, and it combines with none
     reduces_stages: bool = False  # True: its runs change `reduce`
     own_cache: bool = False  # True: its runs change `layer_cache`
 
@@ -192,6 +194,14 @@ class Method:
     def capturable(self) -> bool:
         """Whether CUDA graphs can stand for its runs: between stages the host reads nothing but the counts of `count_tokens`."""
         return True
+
+    def settle(self, situation: Situation) -> Method:
+        """Returns the method that runs such a request: this one, except where it chooses. SettingError where it finds none."""
+        return self
+
+    def reason(self, situation: Situation) -> str | None:
+        """Returns why `settle` chose what it did; None where there was nothing to choose."""
+        return None
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         """Returns the plans of all stages as far as they are known before a request; what does not fit raises SettingError.

@@ -82,4 +82,4 @@ def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, 
 
 def parse_methods(*specs: str) -> Method:
     """One method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
-    return resolve_method([part.strip() for spec in specs for part in spec.split("+")] or None)
+    return resolve_method(specs)

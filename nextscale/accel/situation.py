@@ -1,0 +1,55 @@
+"""What a method that chooses among others is told: the request, as far as it is known, and what was measured on its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..stage import Schedule
+
+if TYPE_CHECKING:
+    from ..models.base import NextScaleModel
+    from .method import Method
+
+
+class MeasuredPoint(Protocol):
+    """A method that was measured, with what it saves and costs."""
+
+    @property
+    def label(self) -> str: ...
+    def as_method(self) -> Method: ...
+
+
+class MeasuredProfile(Protocol):
+    """Methods that were measured on one model, size, batch and machine. `nextscale.profiles.Profile` is one."""
+
+    @property
+    def described(self) -> str: ...
+    @property
+    def size(self) -> tuple[int, int]: ...
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def hardware(self) -> str: ...
+    def fastest(self, lpips: float) -> MeasuredPoint: ...
+    def nearest(self, speedup: float) -> MeasuredPoint: ...
+    def within(self, ms: float) -> MeasuredPoint: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What is known of a request before its method is."""
+
+    name: str  # of the model
+    model: NextScaleModel
+    device: torch.device  # where it will run
+    profiles: Sequence[MeasuredProfile]  # of this model, the most trusted last
+    schedule: Schedule | None = None  # None: whatever a later call asks for
+    batch: int = 1
