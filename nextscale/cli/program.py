@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ..errors import NextscaleError
+from ..lab.machine import version
 from ..loading.presets import MODELS
 
 MEASURE, TRAIN = "Measurements", "Training"  # panels of the help
@@ -41,13 +41,6 @@ def model_hint(message: str) -> str:
 
 
 app = typer.Typer(cls=Program, add_completion=False, pretty_exceptions_enable=False)
-
-
-def version() -> str:
-    try:
-        return metadata.version("nextscale")
-    except metadata.PackageNotFoundError:
-        return "unknown (not installed as a package)"
 
 
 def show_version(asked: bool) -> None:

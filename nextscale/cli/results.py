@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from ..lab.machine import version
 from ..report import Report
 from .console import result_console
 from .files import Picture
-from .program import version
 
 DARKEST = 0.25  # where no stage computed anything
 ENGINES = {"graphs": "CUDA graphs"}

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -19,6 +20,14 @@ def where(device: torch.device) -> dict[str, str]:
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def version() -> str:
+    """Of this package."""
+    try:
+        return metadata.version("nextscale")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed as a package)"
 
 
 def commit() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Measured:
 class Judges:
     """LPIPS, the network whose features stand for what an image shows, and probes of these features. Without it only pairs are compared."""
 
-    lpips: Lpips
+    lpips: Callable[[Tensor, Tensor], Tensor]
     features: EfficientNetLite0 | None = None
     agreement: Agreement | None = None
 

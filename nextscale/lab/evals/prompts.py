@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -19,7 +20,7 @@ from ..shards import DataError, Record, read_records, read_shard
 class EvalPrompt:
     """A prompt; style, label and the encoded real image are None where they are not known."""
 
-    text: str
+    text: Any  # or a class number
     style: str | None = None
     label: str | None = None
     encoded: bytes | None = None

@@ -65,7 +65,7 @@ class Candidate:
                 changed = {**amounts, stage: share} if share is not None else {k: v for k, v in amounts.items() if k != stage}
                 yield self.with_amounts(changed)
         if self.reducer == "sparse" and self.amounts:
-            yield from (replace(self, alpha=alpha) for alpha in adjacent(ALPHAS, self.alpha) if alpha is not None)
+            yield from (replace(self, alpha=int(alpha)) for alpha in adjacent(ALPHAS, self.alpha) if alpha is not None)
         first = stages if self.unguided is None else self.unguided
         for unguided in (first - 1, first + 1):
             if 1 <= unguided <= stages:

@@ -1,4 +1,4 @@
-"""Where SparseVAR should measure change: which blocks foresee best what the next stage changes. Dense runs answer for all blocks at once."""
+"""Where SparseVAR should measure change: which blocks foresee best what the next stage changes. One dense run answers for all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def block_groups(depth: int) -> list[tuple[int, int]]:
 
 
 @torch.inference_mode()
-def foresight(pipeline: Pipeline, schedule: Schedule, prompts: Sequence[Any], seeds: Sequence[int], late: int) -> dict[tuple[int, int], float]:
+def foresight(
+    pipeline: Pipeline, schedule: Schedule, prompts: Sequence[Any], seeds: Sequence[int], late: int
+) -> dict[tuple[int, int], float]:
     """The share of what the late stages change that lies in the 40 % of the cells where a group of blocks changed most one stage earlier.
 
     Mean over images and stages. Chance is 0.4.

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+MOST_RANGES = 8  # of speed
+
 Place = Callable[[T], tuple[float, float]]
 """Speedup, and distance to dense."""
 
@@ -28,11 +30,12 @@ def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
     return found
 
 
-def near_frontier(items: Sequence[T], of: Place[T], count: int, bins: int = 8) -> list[T]:
+def near_frontier(items: Sequence[T], of: Place[T], count: int) -> list[T]:
     """At most `count` items, those nearest to the frontier in each of several ranges of speed, so that all speeds are covered."""
     places = [of(item) for item in items]
     if len(items) <= count:
         return list(items)
+    bins = max(1, min(MOST_RANGES, count // 3))
     low, high = (math.log(pick(speedup for speedup, _ in places)) for pick in (min, max))
     width = (high - low) / bins or 1.0
     shelves: dict[int, list[tuple[float, int]]] = {}

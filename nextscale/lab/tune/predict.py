@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...errors import NextscaleError
@@ -15,7 +16,7 @@ from .trials import Trial
 
 PROBED_SHARES = (0.5, 0.2)  # of every late stage alone
 PROBED_ALPHAS = (3, 6)
-COARSE = (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1)  # shares that are combined; the search then steps more finely
+COARSE = (1.0, 0.8, 0.6, 0.4, 0.25, 0.15)  # shares that are combined; the search then steps more finely
 LATE = 3  # stages that are reduced
 UNGUIDED = 5  # stages that may be the first without guidance
 SKIPPED = 3  # stages at most
@@ -45,8 +46,8 @@ def combinations(stages: int, guided: bool, change: str) -> Iterator[Candidate]:
         yield plain
         for shares in itertools.combinations_with_replacement(COARSE, len(left)):  # they never grow
             amounts = tuple((stage, share) for stage, share in zip(left, shares, strict=True) if share < 1)
-            for alpha in (3, 4, 6) if amounts else ():
-                yield replace(plain, amounts=amounts, alpha=alpha, change=change)
+            if amounts:
+                yield replace(plain, amounts=amounts, change=change)
         for some in ((left[-1:]), left[-2:]) if left else ():
             yield from (replace(plain, reducer="fast", amounts=tuple((stage, share) for stage in some)) for share in (0.6, 0.4, 0.25))
             yield from (replace(plain, reducer="rank", amounts=tuple((stage, rank) for stage in some)) for rank in (0.1, 0.05, 0.02))
@@ -59,6 +60,7 @@ class Predictor:
     model: NextScaleModel
     workload: Workload
     trials: Sequence[tuple[Candidate, Trial]]  # of single knobs, dense generation first
+    counted: dict[Candidate, tuple[int, ...] | None] = field(default_factory=dict)
 
     @property
     def stages(self) -> int:
@@ -116,27 +118,32 @@ class Predictor:
     def seconds(self, candidate: Candidate) -> float:
         """Of a batch, decoding included."""
         macs = self.macs(candidate)
+        if macs is None:
+            return math.inf
         _, dense = self.trials[0]
         other = dense.seconds - sum(dense.stages)
         return other + sum(overhead + slope * work if work else 0.0 for work, (overhead, slope) in zip(macs, self.rates, strict=True))
 
-    def macs(self, candidate: Candidate) -> tuple[int, ...]:
-        plans = candidate.method.forecast(self.model, self.workload.schedule, self.workload.guided)
-        return tuple(stage.total for stage in request_cost(self.model, self.workload, plans).stages)
+    def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
+        """Of every stage; None where the model or the schedule does not allow the candidate."""
+        if candidate not in self.counted:
+            try:
+                plans = candidate.method.forecast(self.model, self.workload.schedule, self.workload.guided)
+            except NextscaleError:
+                self.counted[candidate] = None
+            else:
+                self.counted[candidate] = tuple(stage.total for stage in request_cost(self.model, self.workload, plans).stages)
+        return self.counted[candidate]
 
     @cached_property
     def rates(self) -> list[tuple[float, float]]:
         """Of every stage: its overhead in seconds, and seconds per MAC."""
-        measured = [(self.macs(candidate), trial.stages) for candidate, trial in self.trials if trial.error is None]
+        counted = ((self.macs(candidate), trial.stages) for candidate, trial in self.trials if trial.error is None)
+        measured = [(macs, times) for macs, times in counted if macs is not None]
         return [fitted([(macs[k], times[k]) for macs, times in measured if macs[k]]) for k in range(self.stages)]
 
     def possible(self, candidate: Candidate) -> bool:
-        """Whether the model and the schedule allow it."""
-        try:
-            self.macs(candidate)
-        except NextscaleError:
-            return False
-        return True
+        return self.macs(candidate) is not None
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

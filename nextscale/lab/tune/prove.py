@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ... import __version__
 from ...accel.registry import resolve_method
 from ...errors import NextscaleError
 from ...pipeline import Pipeline
@@ -15,9 +14,10 @@ from ..evals.judges import Judges
 from ..evals.methods import DENSE
 from ..evals.prompts import EvalPrompt
 from ..evals.quality import evaluate
-from ..metrics import Lpips
+from ..machine import version
 from ..results import Row
 from .frontier import frontier
+from .trials import Distance
 
 SKIPPED = 3  # numbers of last stages that plain skipping leaves out
 
@@ -26,7 +26,7 @@ def prove(
     pipeline: Pipeline,
     winners: Sequence[str],
     prompts: Sequence[EvalPrompt],
-    lpips: Lpips,
+    lpips: Distance,
     *,
     schedule: Schedule,
     batch: int,
@@ -61,7 +61,7 @@ def prove(
         device=pipeline.model.device.type,
         hardware=dense["hardware"],
         torch=dense["torch"],
-        version=__version__,
+        version=version(),
         prompts=source,
         searched=searched,
         tested=len(prompts),

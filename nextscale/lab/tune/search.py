@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from ...planning.cost import Workload
 from .candidate import Candidate
@@ -148,7 +149,7 @@ class Search:
 def behind(distance: float, known: Iterable[tuple[float, float]]) -> float:
     """The speedup of the frontier at a distance, along straight lines between its points."""
     points = frontier([(1.0, 0.0), *known], lambda place: place)
-    for (slow, near), (fast, far) in zip(points, points[1:], strict=False):
+    for (slow, near), (fast, far) in pairwise(points):
         if distance <= far:
             return slow + (fast - slow) * (distance - near) / (far - near) if far > near else fast
     return points[-1][0]

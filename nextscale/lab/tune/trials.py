@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,9 +17,11 @@ from ...pipeline import Pipeline
 from ...report import Report
 from ...stage import Schedule
 from ..evals.quality import as_stored
-from ..metrics import Lpips
 from ..results import short_error
 from ..timing import wait
+
+Distance = Callable[[Tensor, Tensor], Tensor]
+"""Distances [B] of two batches of images [B, 3, H, W] in [-1, 1]: LPIPS."""
 
 METRIC_BATCH = 32  # images that are compared at a time
 
@@ -60,7 +62,7 @@ class Bench:
     prompts: Sequence[Any]
     batch: int
     seed: int
-    lpips: Lpips
+    lpips: Distance
     least: int = 24  # images of the first round
     dense_images: dict[int, Tensor] = field(default_factory=dict)  # batch number to images [B, 3, H, W] in 8 bits, on the host
     dense_seconds: list[float] = field(default_factory=list)  # of recent dense batches
