@@ -50,7 +50,7 @@ class CountedBench(Bench):
     runs: int = 0
     stop_after: int = 1000
 
-    def run(self, text: str, method: Method, batches: int) -> Trial:
+    def run(self, text: str, method: Method, batches: int, timed: bool = True) -> Trial:
         if self.runs == self.stop_after:
             raise KeyboardInterrupt
         self.runs += 1
@@ -117,7 +117,7 @@ def test_the_frontier() -> None:
     assert frontier(PLACES, of) == [(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)]
     assert gap((1.9, 0.06), PLACES) == pytest.approx(0.95)
     assert gap((3.0, 0.2), PLACES) == 1
-    assert near_frontier(PLACES, of, 10) == PLACES
+    assert sorted(near_frontier(PLACES, of, 10)) == sorted(PLACES)
     assert set(near_frontier(PLACES, of, 3)) == {(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)}
     assert thinned([(1.0, 0.0), (1.1, 0.1), (2.0, 0.2), (4.0, 0.3)], of, 3) == [(1.0, 0.0), (2.0, 0.2), (4.0, 0.3)]
     assert behind(0.035, PLACES) == pytest.approx(1.75)
@@ -157,7 +157,7 @@ def test_what_does_not_combine_is_not_predicted() -> None:
     predictor = Predictor(bench.pipeline.model, workload_of(bench), [(dense, bench.run("dense", dense.method, 1))])
     assert predictor.possible(Candidate(skipped=1))
     assert not predictor.possible(Candidate(skipped=99))
-    assert len(list(combinations(len(bench.schedule), True, ""))) > 100
+    assert len(list(combinations(len(bench.schedule), True, "", "cond"))) > 100
 
 
 # --- where change is measured

@@ -31,10 +31,10 @@ def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
 
 
 def near_frontier(items: Sequence[T], of: Place[T], count: int) -> list[T]:
-    """At most `count` items, those nearest to the frontier in each of several ranges of speed, so that all speeds are covered."""
+    """At most `count` items: of several ranges of speed in turn, so that all are covered, always the one nearest to the frontier."""
     places = [of(item) for item in items]
-    if len(items) <= count:
-        return list(items)
+    if not places:
+        return []
     bins = max(1, min(MOST_RANGES, count // 3))
     low, high = (math.log(pick(speedup for speedup, _ in places)) for pick in (min, max))
     width = (high - low) / bins or 1.0
@@ -49,7 +49,7 @@ def near_frontier(items: Sequence[T], of: Place[T], count: int) -> list[T]:
         for shelf in sorted(shelves):
             if rank < len(shelves[shelf]) and len(chosen) < count:
                 chosen.append(shelves[shelf][rank][1])
-    return [items[number] for number in sorted(chosen)]
+    return [items[number] for number in chosen]
 
 
 def thinned(items: Sequence[T], of: Place[T], count: int) -> list[T]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...errors import NextscaleError
+from ...guidance import CfgBranch
 from ...models.base import NextScaleModel
 from ...planning.cost import Workload, request_cost
 from .candidate import Candidate, Reducer
@@ -36,13 +37,13 @@ def singles(stages: int, guided: bool, change: str) -> list[Candidate]:
     return found
 
 
-def combinations(stages: int, guided: bool, change: str) -> Iterator[Candidate]:
+def combinations(stages: int, guided: bool, change: str, rows: CfgBranch) -> Iterator[Candidate]:
     """What is predicted: all knobs together, in coarse steps."""
     late = range(max(1, stages - LATE), stages)
     starts = [None, *range(max(1, stages - UNGUIDED), stages)] if guided else [None]
     for unguided, skipped in itertools.product(starts, range(min(SKIPPED, stages - 1))):
         left = [stage for stage in late if stage < stages - skipped]
-        plain = Candidate(unguided=unguided, skipped=skipped)
+        plain = Candidate(unguided=unguided, kept_rows="cond" if unguided is None else rows, skipped=skipped)
         yield plain
         for shares in itertools.combinations_with_replacement(COARSE, len(left)):  # they never grow
             amounts = tuple((stage, share) for stage, share in zip(left, shares, strict=True) if share < 1)
@@ -60,6 +61,7 @@ class Predictor:
     model: NextScaleModel
     workload: Workload
     trials: Sequence[tuple[Candidate, Trial]]  # of single knobs, dense generation first
+    change: str = ""  # where SparseVAR measures change
     counted: dict[Candidate, tuple[int, ...] | None] = field(default_factory=dict)
 
     @property
@@ -71,7 +73,7 @@ class Predictor:
         return {candidate: trial.lpips for candidate, trial in self.trials if trial.error is None}
 
     @cached_property
-    def rows(self) -> str:
+    def rows(self) -> CfgBranch:
         """The branch whose rows are nearer to dense where guidance is dropped."""
         total = {"cond": 0.0, "uncond": 0.0}
         for candidate, distance in self.distances.items():
@@ -114,6 +116,9 @@ class Predictor:
         return interpolated({float(alpha): distance / of[4] for alpha, distance in of.items()}, float(candidate.alpha))
 
     # --- time
+
+    def speedup(self, candidate: Candidate) -> float:
+        return self.trials[0][1].seconds / self.seconds(candidate)
 
     def seconds(self, candidate: Candidate) -> float:
         """Of a batch, decoding included."""

@@ -19,6 +19,7 @@ from ..results import Row
 from .frontier import frontier
 from .trials import Distance
 
+EQUAL = 99.0  # dB, where all images are those of dense generation
 SKIPPED = 3  # numbers of last stages that plain skipping leaves out
 
 
@@ -78,7 +79,7 @@ def point_of(text: str, row: Row) -> Point:
         text,
         Interval(speedup["median"], speedup["p20"], speedup["p80"]),
         Interval(lpips["value"], lpips["low"], lpips["high"]),
-        row["psnr"]["value"],
+        EQUAL if row["psnr"] is None else row["psnr"]["value"],
         row["ms_per_image"]["median"],
         row["cost_share"],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ...planning.cost import Workload
@@ -18,8 +18,8 @@ from .trials import Bench, Trial
 EXPLORED = 0.65  # of the time, until candidates meet more prompts
 STEPPED = 8  # neighbours that are run before the frontier is drawn anew
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
-MOST_CANDIDATES, MOST_WINNERS = 80, 14
-FEWEST = 12  # candidates of the predicted frontier that are run whatever the time
+MOST_CANDIDATES, MOST_WINNERS = 60, 14
+FEWEST, MOST_PREDICTED = 12, 500  # candidates of the predicted frontier that are run whatever the time, and at most
 
 Progress = Callable[[str, float], None]
 """Called with what is done next, and the share of the time that is spent."""
@@ -36,6 +36,7 @@ class Search:
     on_progress: Progress = lambda what, share: None
     tried: dict[str, Candidate] = field(default_factory=dict)
     seen: dict[tuple[str, int], Trial] = field(default_factory=dict)  # by candidate and rounds, in the order of the search
+    predictor: Predictor = field(init=False)
 
     @property
     def stages(self) -> int:
@@ -46,34 +47,34 @@ class Search:
         """Share of the time that the trials so far have taken. Those of an earlier start count when the search comes to them."""
         return sum(trial.took for trial in self.seen.values()) / self.seconds
 
-    def trial(self, candidate: Candidate, rounds: int = 1, what: str = "runs") -> Trial:
-        """A run of the candidate, or what the log has of it."""
+    def trial(self, candidate: Candidate, rounds: int = 1, what: str = "runs", timed: bool = True) -> Trial:
+        """A run of the candidate, or what the log has of it. Where it is not timed, its speed is predicted."""
         key = candidate.text, rounds
         if key not in self.seen:
             self.on_progress(f"{what}: {candidate.text}", min(self.spent, 1.0))
             self.tried[candidate.text] = candidate
             batches = rounds * self.bench.unit
             found = self.log.get(candidate.text, self.bench.images(batches))
-            self.seen[key] = found or self.log.add(self.bench.run(candidate.text, candidate.method, batches))
+            self.seen[key] = found or self.log.add(self.bench.run(candidate.text, candidate.method, batches, timed))
         return self.seen[key]
 
     # --- the way of a search
 
     def run(self) -> list[Candidate]:
         """The winners, slowest first."""
-        predictor = self.sensitivities()
-        self.explore(predictor)
-        self.refine(predictor)
+        self.predictor = self.sensitivities()
+        self.explore()
+        self.refine()
         return self.halve()
 
     def sensitivities(self) -> Predictor:
         """Dense generation, where change is best measured, and every knob alone."""
-        dense = Candidate(skipped=0)
+        dense = Candidate()
         measured = [(dense, self.trial(dense, what="dense"))]
         change = self.best_change()
         for candidate in singles(self.stages, self.workload.guided, change):
             measured.append((candidate, self.trial(candidate, what="one knob")))
-        return Predictor(self.bench.pipeline.model, self.workload, measured)
+        return Predictor(self.bench.pipeline.model, self.workload, measured, change)
 
     def best_change(self) -> str:
         """Where SparseVAR measures change: real runs of the blocks that foresee best, of the logits, and of the default."""
@@ -87,41 +88,40 @@ class Search:
         usable = {change: trial for change, trial in trials.items() if trial.error is None}
         return min(usable, key=lambda change: usable[change].lpips / usable[change].speedup, default="")
 
-    def explore(self, predictor: Predictor) -> None:
-        """Runs what the prediction puts at the frontier or near it."""
-        change = next((c.change for c, _ in predictor.trials if c.change), "")
-        possible = [c for c in combinations(self.stages, self.workload.guided, change) if predictor.possible(c)]
-        rows = [replace(c, kept_rows=predictor.rows) if c.unguided is not None else c for c in possible]  # type: ignore[arg-type]
-        dense = predictor.trials[0][1].seconds
-        places = {c: (dense / predictor.seconds(c), predictor.distance(c)) for c in rows}
-        each = self.spent / len(self.seen)
-        room = int((EXPLORED / 2 - self.spent) / each)
-        for candidate in near_frontier(list(places), places.__getitem__, max(FEWEST, room)):
-            if self.spent > EXPLORED / 2 and len(self.tried) > FEWEST:
+    def explore(self) -> None:
+        """Runs what the prediction puts at the frontier or near it. What is further from dense than any single knob is left out."""
+        predictor = self.predictor
+        most = max(predictor.distances.values())
+        places = {}
+        for candidate in combinations(self.stages, self.workload.guided, predictor.change, predictor.rows):
+            if predictor.possible(candidate) and predictor.distance(candidate) <= most:
+                places[candidate] = predictor.speedup(candidate), predictor.distance(candidate)
+        for number, candidate in enumerate(near_frontier(list(places), places.__getitem__, MOST_PREDICTED)):
+            if self.spent > EXPLORED / 2 and number >= FEWEST:
                 return
-            self.trial(candidate, what="predicted")
+            self.trial(candidate, what="predicted", timed=False)
 
-    def refine(self, predictor: Predictor) -> None:
+    def refine(self) -> None:
         """Steps away from the measured frontier, one knob at a time, those first that are predicted to move it most."""
         while self.spent < EXPLORED:
-            steps = self.next_steps(predictor)
+            steps = self.next_steps()
             if not steps:
                 return
             for candidate in steps:
                 if self.spent >= EXPLORED:
                     return
-                self.trial(candidate, what="one step further")
+                self.trial(candidate, what="one step further", timed=False)
 
-    def next_steps(self, predictor: Predictor) -> list[Candidate]:
+    def next_steps(self) -> list[Candidate]:
         """Untried neighbours of the frontier. Each is predicted from what its origin measured and the change that the prediction sees."""
-        measured = self.places(1)
+        predictor, measured = self.predictor, self.places(1)
         known = list(measured.values())
         promise: dict[Candidate, float] = {}
         for origin in frontier(list(measured), measured.__getitem__):
             for candidate in origin.neighbours(self.stages):
-                if candidate.text in self.tried or candidate.text == "dense" or not predictor.possible(candidate):
+                if candidate.text in self.tried or not predictor.possible(candidate):
                     continue
-                speedup = measured[origin][0] * predictor.seconds(origin) / predictor.seconds(candidate)
+                speedup = measured[origin][0] * predictor.speedup(candidate) / predictor.speedup(origin)
                 distance = measured[origin][1] * ratio(predictor.distance(candidate), predictor.distance(origin))
                 promise[candidate] = max(promise.get(candidate, 0.0), speedup / behind(distance, known))
         return sorted(promise, key=lambda candidate: (-promise[candidate], candidate.text))[:STEPPED]
@@ -137,13 +137,15 @@ class Search:
                     break
                 self.trial(candidate, rounds, what="more prompts")
         last = self.places(rounds) or self.places(max(1, rounds // 2))
-        best = frontier([candidate for candidate in last if last[candidate][0] > 1], last.__getitem__)
+        most = max(self.predictor.distances.values())
+        best = frontier([candidate for candidate, (speedup, far) in last.items() if speedup > 1 and far <= most], last.__getitem__)
         return thinned(best, last.__getitem__, MOST_WINNERS)
 
     def places(self, rounds: int) -> dict[Candidate, tuple[float, float]]:
         """Speedup and distance of what ran so many rounds of prompts without an error; dense generation is no candidate."""
         trials = ((self.tried[text], trial) for (text, n), trial in self.seen.items() if n == rounds and text != "dense")
-        return {candidate: (trial.speedup, trial.lpips) for candidate, trial in trials if trial.error is None}
+        usable = {candidate: trial for candidate, trial in trials if trial.error is None}
+        return {c: (trial.speedup if trial.timed else self.predictor.speedup(c), trial.lpips) for c, trial in usable.items()}
 
 
 def behind(distance: float, known: Iterable[tuple[float, float]]) -> float:

@@ -28,7 +28,7 @@ METRIC_BATCH = 32  # images that are compared at a time
 
 @dataclass(frozen=True)
 class Trial:
-    """What a candidate did on the first `images` prompts."""
+    """What a candidate did on the first `images` prompts. One that was not timed has distances only."""
 
     text: str  # of the candidate
     images: int
@@ -42,8 +42,12 @@ class Trial:
     error: str | None = None
 
     @property
+    def timed(self) -> bool:
+        return self.seconds > 0
+
+    @property
     def speedup(self) -> float:
-        return self.dense / self.seconds if self.seconds else 0.0
+        return self.dense / self.seconds if self.timed else 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,42 +89,50 @@ class Bench:
             self.dense_images[number] = images.cpu()
         return self.dense_images[number]
 
-    def run(self, text: str, method: Method, batches: int) -> Trial:
-        """The candidate on the first batches; a failure is a trial too."""
+    @property
+    def on_gpu(self) -> bool:
+        return self.pipeline.model.device.type == "cuda"
+
+    def run(self, text: str, method: Method, batches: int, timed: bool = True) -> Trial:
+        """The candidate on the first batches; a failure is a trial too.
+
+        timed: on a GPU its graphs are captured first, which takes longer than a batch; on a CPU every run is timed.
+        """
         begun = time.perf_counter()
         try:
-            trial = self._run(text, method, batches)
+            trial = self._run(text, method, batches, timed or not self.on_gpu)
         except NextscaleError as error:
             trial = Trial(text, self.images(batches), error=short_error(error))
         return Trial(**{**asdict(trial), "took": time.perf_counter() - begun})
 
-    def _run(self, text: str, method: Method, batches: int) -> Trial:
+    def _run(self, text: str, method: Method, batches: int, timed: bool) -> Trial:
         reports: list[Report] = []
         distances: list[Tensor] = []
-        if self.pipeline.model.device.type == "cuda":  # programs are loaded in the first request, graphs are captured in the second
-            for _ in range(2):
-                self._generate(method, 0)
+        for _ in range(2 if timed and self.on_gpu else 0):  # programs are loaded in the first request, graphs captured in the second
+            self._generate(method, 0)
         for number in range(batches):
             images, report = self._generate(method, number)
             reports.append(report)
             distances.append(self._distance(images, self.dense(number)))
+        distance, cost = float(torch.cat(distances).mean()), statistics.fmean(report.cost_share for report in reports)
+        if not timed:
+            return Trial(text, self.images(batches), distance, cost_share=cost)
         self._time_dense()
         return Trial(
             text,
             self.images(batches),
-            float(torch.cat(distances).mean()),
+            distance,
             statistics.median(report.seconds for report in reports),
             tuple(statistics.median(times) for times in zip(*([s.seconds for s in r.stages] for r in reports), strict=True)),
             statistics.median(report.decode_seconds for report in reports),
-            statistics.fmean(report.cost_share for report in reports),
+            cost,
             statistics.median(self.dense_seconds[-5:]),
         )
 
     def _time_dense(self) -> None:
         """A dense batch beside every candidate where that is cheap; on a CPU only the first ones are timed."""
-        cuda = self.pipeline.model.device.type == "cuda"
-        if cuda or len(self.dense_seconds) < 2:
-            runs = 3 if cuda and not self.dense_seconds else 1  # the first captures
+        if self.on_gpu or len(self.dense_seconds) < 2:
+            runs = 3 if self.on_gpu and not self.dense_seconds else 1  # graphs are captured in the second
             self.dense_seconds += [self._generate(Method(), 0)[1].seconds for _ in range(runs)][-1:]
 
     def part(self, number: int) -> tuple[list[Any], list[int]]:
