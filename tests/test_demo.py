@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from nextscale.accel import resolve_method
 from nextscale.cli import app, options
 from nextscale.cli.demo import COMPARED, PROMPTS, MethodImages, comparison, decibels, sheet
-from nextscale.cli.parse import require_fitting
+from nextscale.cli.parse import settled_method
 from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
 from nextscale.io import to_pil
 from nextscale.lab.metrics.files import VARIABLE
@@ -116,7 +116,7 @@ def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: s
 @pytest.mark.parametrize("side", [256, 512])
 def test_its_methods_fit_the_model_in_the_package(side: int) -> None:
     for method in COMPARED:
-        require_fitting(resolve_method(method), NANO, NANO.settings.schedules.choose(side, None))
+        settled_method(resolve_method(method), NANO, NANO.settings.schedules.choose(side, None))
     assert len(set(PROMPTS)) == 8
 
 

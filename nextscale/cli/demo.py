@@ -30,7 +30,7 @@ from .files import require_image_name, require_writable
 from .groups import grouped
 from .metrics import find_lpips
 from .options import Batch, Force, Metrics, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
-from .parse import parse_prompt, require_fitting
+from .parse import parse_prompt
 from .program import app
 from .results import engines
 from .sheet import compared
@@ -73,7 +73,7 @@ def demo(
     schedule = size.schedule(spec)
     methods = [parse_methods(row) for row in ("dense", *(method or COMPARED))]
     for chosen in methods:
-        require_fitting(chosen, spec, schedule)
+        model.settled(chosen, schedule, batch)
     columns = read_columns(prompts, spec)
     require_image_name("--out", out)
     require_writable([out], force or out == OWN_FILE)
