@@ -190,6 +190,10 @@ class SizeOptions:
     aspect: Aspect = None
     sides: Sides = None
 
+    @property
+    def given(self) -> bool:
+        return (self.size, self.aspect, self.sides) != (None, None, None)
+
     def schedule(self, spec: ModelSpec) -> Schedule:
         return choose_schedule(spec.settings.schedules, self.size, self.aspect, self.sides)
 
