@@ -1,10 +1,11 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import DropGuidance, FastVAR, Method, MethodRun, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from .accel import Auto, DropGuidance, FastVAR, Method, MethodRun, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
 from .pipeline import Output, Pipeline, Preview
+from .profiles import Profile
 from .report import Report
 from .sampling import Sampling
 from .stage import Schedule, Stage, Tokens
@@ -12,6 +13,7 @@ from .text import T5Encoder, TextFeatures
 
 __all__ = [
     "MODELS",
+    "Auto",
     "ConstantGuidance",
     "DropGuidance",
     "FastVAR",
@@ -23,6 +25,7 @@ __all__ = [
     "Output",
     "Pipeline",
     "Preview",
+    "Profile",
     "RampGuidance",
     "Report",
     "Sampling",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+import logging
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -16,17 +16,18 @@ import torch
 
 from .accel.method import Method
 from .accel.registry import resolve_method
-from .checks import is_number, is_whole
+from .checks import is_whole
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
 from .io import write_text
 from .models.base import NextScaleModel
+from .profile_file import as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
 from .stage import Schedule
+
+log = logging.getLogger(__name__)
 
 FORMAT = "nextscale profile 1"
 SUFFIX = ".profile.json"
-LARGEST = 2**20  # bytes of a file, which has a few thousand
-LONGEST = 1000  # letters of a text in it
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cuda", "cpu")
 SIGNS = 64  # values of each parameter whose signs are part of the fingerprint
@@ -74,17 +75,22 @@ class Point:
         self.as_method()
 
     def as_method(self) -> Method:
-        try:
-            method = resolve_method(self.method)
-        except (NextscaleError, TypeError, ValueError) as error:
-            raise ProfileError(f"the method {self.method!r} is none of this version ({error})") from error
-        if method.chooses:
-            raise ProfileError(f"the method {self.method!r} is chosen by a profile and cannot be a point of one")
-        return method
+        return measured_method(self.method)
 
     @property
     def label(self) -> str:
         return f"{self.speedup.value:.2f}x at LPIPS {self.lpips.value:.3f}"
+
+
+@lru_cache(maxsize=1024)  # asked for at every request
+def measured_method(text: str) -> Method:
+    try:
+        method = resolve_method(text)
+    except (NextscaleError, TypeError, ValueError) as error:
+        raise ProfileError(f"the method {text!r} is none of this version ({error})") from error
+    if method.chooses:
+        raise ProfileError(f"the method {text!r} is chosen by a profile and cannot be a point of one")
+    return method
 
 
 @dataclass(frozen=True)
@@ -198,44 +204,39 @@ def fingerprint(model: NextScaleModel) -> str:
     return hashlib.sha256(names.encode() + signs.numpy().tobytes()).hexdigest()
 
 
-# --- writing and reading
+def require_own(profile: Profile, model: NextScaleModel) -> None:
+    """ProfileError for a profile of another model."""
+    if profile.fingerprint != (own := fingerprint(model)):
+        raise ProfileError(
+            f"the profile of {profile.described} was measured on other weights ({profile.family}, fingerprint {profile.fingerprint[:12]})"
+            f" than these ({model.family}, fingerprint {own[:12]}): `nextscale tune` makes one for them"
+        )
 
 
-def written(content: dict[str, Any]) -> str:
-    """JSON with a line for each entry and each point."""
-
-    def line(value: object) -> str:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False)
-
-    def entry(name: str, value: Any) -> str:
-        points = name in ("points", "skipping") and value
-        return f" {line(name)}: " + ("[\n" + ",\n".join(f"  {line(point)}" for point in value) + "\n ]" if points else line(value))
-
-    return "{\n" + ",\n".join(entry(name, value) for name, value in content.items()) + "\n}\n"
+def find_profiles(folders: Iterable[Path]) -> dict[Path, Profile]:
+    """All profiles in these folders, whatever their models; one that cannot be read is named in the log and left out."""
+    found = {}
+    for path in sorted({path for folder in folders for path in folder.glob(f"*{SUFFIX}")}):
+        try:
+            found[path] = Profile.load(path)
+        except ProfileError as error:
+            log.warning("%s", error)
+    return found
 
 
-def read_json(path: Path) -> Any:
-    """Without numbers that are none, and without names that come twice."""
-    try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise ProfileError(f"it has {size} bytes, a profile at most {LARGEST}")
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant, object_pairs_hook=unique)
-    except OSError as error:
-        raise ProfileError(f"it cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError among them
-        raise ProfileError(f"it is not JSON ({error})") from error
+def own_profiles(folders: Iterable[Path], model: NextScaleModel) -> tuple[Profile, ...]:
+    """Those in these folders that were measured on this model."""
+    found = find_profiles(folders).values()
+    own = fingerprint(model) if found else ""
+    return tuple(profile for profile in found if profile.fingerprint == own)
 
 
-def refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+def profile_folder(weights: Path) -> Path:
+    """Where the profiles of these weights, a file or a folder, lie: beside them."""
+    return weights if weights.is_dir() else weights.parent
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError(f"a name comes twice among {', '.join(name[:40] for name, _ in pairs[:30])}")
-    return content
+# --- reading and checking
 
 
 def read_profile(content: Any) -> Profile:
@@ -260,43 +261,6 @@ def read_point(content: Any, where: str) -> Point:
         raise ProfileError(f"{where}: {error}") from error
 
 
-def known_fields(kind: type, content: Any, where: str) -> dict[str, Any]:
-    """All fields of a dataclass, and no others."""
-    if not isinstance(content, dict):
-        raise ProfileError(f"{where} is {shortened(content)}; expected a JSON object")
-    names = {field.name for field in fields(kind)}
-    if missing := sorted(names - set(content)):
-        raise ProfileError(f"{where} lacks {', '.join(missing)}")
-    if unknown := sorted(set(content) - names):
-        raise ProfileError(f"{where} has {', '.join(name[:40] for name in unknown[:8])}, which this version does not know")
-    return dict(content)
-
-
-def as_list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ProfileError(f"{where} is {shortened(value)}; expected a list")
-    return value
-
-
-# --- checking
-
-
-def require_texts(holder: object, *names: str) -> None:
-    for name in names:
-        value = getattr(holder, name)
-        if not isinstance(value, str) or not value.strip() or len(value) > LONGEST or not value.isprintable():
-            raise ProfileError(f"{name} is {shortened(value)}; expected a line of text of at most {LONGEST} letters")
-
-
-def require_numbers(holder: object, *names: str) -> None:
-    """Refuses what is no finite number; whole ones become floats."""
-    for name in names:
-        value = getattr(holder, name)
-        if not is_number(value) or abs(value) > 1e300 or not math.isfinite(value):
-            raise ProfileError(f"{name} is {shortened(value)}; expected a finite number")
-        object.__setattr__(holder, name, float(value))
-
-
 def require_frontier(points: tuple[Point, ...]) -> None:
     if not points:
         raise ProfileError("it has no points")
@@ -306,8 +270,3 @@ def require_frontier(points: tuple[Point, ...]) -> None:
                 f"its points are no frontier: after {before.label} comes {after.label}; each has to be faster than the one before and"
                 " further from dense generation"
             )
-
-
-def shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import resource
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ class Report:
     engine: str  # "eager", or "graphs" where captured graphs were replayed
     captured_batch: int | None  # images that these have, of which the request may need fewer; None: eager
     method: str  # readable: the methods and those settings that are not the default
+    chosen_by: str | None  # why this method, in words, where it was looked up for the request (`auto`); None: it was asked for
     device: str
     dtype: str
     size: tuple[int, int]  # height, width in pixels
@@ -97,6 +99,11 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def hardware_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 
 def reset_peak(device: torch.device) -> None:

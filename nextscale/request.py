@@ -50,6 +50,7 @@ class Request:
     compute_mask: bool = False
     revise: Revise = as_sampled
     captured: bool = False  # launches cost the host nothing
+    chosen_by: str | None = None  # why this method, where it was looked up
 
     @property
     def batch(self) -> int:

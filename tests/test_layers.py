@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("methods", ("accel",)),
     ("generate", ("generate", "request")),
     ("engine", ("engine",)),
-    ("profiles", ("profiles",)),
+    ("profiles", ("profiles", "profile_file")),
     ("pipeline", ("pipeline", "output")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),

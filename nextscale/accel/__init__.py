@@ -1,10 +1,12 @@
 """Acceleration methods. `Method` is dense generation; a paper's method overrides the parts it changes."""
 
+from .auto import Auto
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
+from .situation import Situation
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR
@@ -13,6 +15,7 @@ from .tome import ToMe
 __all__ = [
     "DENSE",
     "METHODS",
+    "Auto",
     "Combined",
     "DropGuidance",
     "FastVAR",
@@ -21,6 +24,7 @@ __all__ = [
     "MethodRun",
     "Plans",
     "RunSetup",
+    "Situation",
     "SkipStages",
     "Span",
     "SparseVAR",

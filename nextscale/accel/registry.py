@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 
 from ..errors import SettingError
+from .auto import Auto
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Method]] = {
     "fastvar": FastVAR,
     "stagevar": StageVAR,
     "tome": ToMe,
+    "auto": Auto,
 }
 
 

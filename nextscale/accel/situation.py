@@ -50,6 +50,17 @@ class Situation:
     name: str  # of the model
     model: NextScaleModel
     device: torch.device  # where it will run
-    profiles: Sequence[MeasuredProfile]  # of this model, the most trusted last
+    pixels_per_token: int
+    profiles: Sequence[MeasuredProfile]  # of this model; of two that are as good the later one counts
     schedule: Schedule | None = None  # None: whatever a later call asks for
     batch: int = 1
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """The grids of all stages."""
+        return () if self.schedule is None else self.schedule.sizes
+
+    @property
+    def size(self) -> str:
+        """Height and width of the image, as the command line takes them; empty where they are not known."""
+        return "x".join(str(side * self.pixels_per_token) for side in self.sizes[-1]) if self.sizes else ""

@@ -1,6 +1,18 @@
 """The command line: one file per command."""
 
-from . import bench, convert, demo, generate, models, observe, plan, quality, train, tune  # noqa: F401 - each registers its command
+from . import (  # noqa: F401 - each registers its command
+    bench,
+    convert,
+    demo,
+    generate,
+    models,
+    observe,
+    plan,
+    profiles,
+    quality,
+    train,
+    tune,
+)
 from .program import app
 
 __all__ = ["app"]

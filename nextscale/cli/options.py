@@ -11,6 +11,7 @@ import torch
 import typer
 from typer.models import OptionInfo
 
+from ..accel.method import Method
 from ..errors import PromptError, SettingError
 from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
 from ..lab.metrics.files import VARIABLE
@@ -18,7 +19,7 @@ from ..loading.load import choose_device, load
 from ..loading.presets import NANO, ModelSpec, model_spec
 from ..pipeline import Pipeline
 from ..stage import Schedule
-from .parse import choose_schedule, require_no_model_names
+from .parse import choose_schedule, require_no_model_names, settled_method
 
 DEFAULT_MODEL = NANO.name  # it comes with the package
 SAMPLING, MACHINE, OUTPUT = "Guidance and sampling", "Model and machine", "Output"  # panels of the help
@@ -189,6 +190,10 @@ class SizeOptions:
     aspect: Aspect = None
     sides: Sides = None
 
+    @property
+    def given(self) -> bool:
+        return (self.size, self.aspect, self.sides) != (None, None, None)
+
     def schedule(self, spec: ModelSpec) -> Schedule:
         return choose_schedule(spec.settings.schedules, self.size, self.aspect, self.sides)
 
@@ -212,6 +217,10 @@ class ModelOptions:
     @property
     def torch_device(self) -> torch.device:
         return choose_device(self.device)
+
+    def settled(self, method: Method, schedule: Schedule, batch: int) -> Method:
+        """The method that such a request runs; SettingError if its settings do not go with the model or the size."""
+        return settled_method(method, self.spec, schedule, batch, self.torch_device, self.weights)
 
     def load(self, **more: Any) -> Pipeline:
         """`more`: arguments of `nextscale.load` that are no shared options."""

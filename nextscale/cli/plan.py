@@ -24,6 +24,7 @@ from ..stage import Schedule
 from ..tokenizers.base import Tokenizer
 from .groups import grouped
 from .options import DEFAULT_MODEL, DTYPES, CombinedMethods, Dtype, ModelName, SizeOptions, as_torch_dtype
+from .parse import settled_method
 from .program import app
 
 NOT_COUNTED = (
@@ -79,7 +80,8 @@ def plan(
             parameter.data = parameter.data.to(torch.float32 if name.startswith(module.float32) else as_torch_dtype(dtype))
     built.check_schedule(schedule)
     workload = request.workload(built, spec.settings, schedule)
-    forecast = forecast_of(spec.name, built, tokenizer, chosen, workload, keep_ratio)
+    settled = settled_method(chosen, spec, schedule, request.batch)
+    forecast = forecast_of(spec.name, built, tokenizer, settled, workload, keep_ratio)
     if as_json:
         typer.echo(json.dumps(forecast.to_dict(), indent=2))
     else:

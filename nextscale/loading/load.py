@@ -20,6 +20,7 @@ from ..models import HartConfig, StarConfig
 from ..models.base import NextScaleModel
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
+from ..profiles import own_profiles, profile_folder
 from ..text import Encoder
 from ..text.prompts import ClassReader, PromptReader, TextReader
 from ..tokenizers import HartTokenizerConfig
@@ -72,7 +73,14 @@ def load(
     load_module(images, tokenizer_path, device, dtype)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
-    return Pipeline(model, images, reader, spec.settings, name, engine, graph_memory)
+    return Pipeline(
+        model, images, reader, spec.settings, name, engine, graph_memory, own_profiles(profile_folders(spec, weights_path), model)
+    )
+
+
+def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
+    """Where profiles of these weights may lie: beside them, and for the weights that come with the package there."""
+    return [profile_folder(weights), *([profile_folder(spec.weights.path)] if isinstance(spec.weights, Embedded) else [])]
 
 
 def released_spec(spec: ModelSpec) -> ModelSpec:

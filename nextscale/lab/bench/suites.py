@@ -100,5 +100,5 @@ def timed_methods(names: Iterable[str]) -> dict[str, Method]:
     chosen: dict[str, Method] = {DENSE: Method()}
     for name in names:
         for one in TIMED_METHODS if name == ALL else (name,):
-            chosen[one] = resolve_method(TIMED_METHODS[one] if one in TIMED_METHODS else one.split(" + "))
+            chosen[one] = resolve_method(TIMED_METHODS.get(one, one))
     return chosen
