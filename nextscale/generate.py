@@ -37,7 +37,7 @@ class StageDone:
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as sampled
     codes: Tensor | None = None  # as put on the canvas
-    residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes
+    residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes, of those tokens that have hidden states
     plan: StagePlan = DENSE
     compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
 
@@ -130,10 +130,11 @@ def run_stage(
     canvas.add(codes, tokens)
     residual = None
     if stage.last and model.adds_residual:
-        settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
+        x, completed = run.restore_hidden(hidden.x, hidden.tokens)
+        settled = tokens.move(ids if codes.is_floating_point() else codes, completed)
         with request.clock.time("residual", stage.index):
-            residual = model.residual(hidden, settled)
-        canvas.add_residual(*run.restore_residual(residual, hidden.tokens))
+            residual = model.residual(replace(hidden, x=x, tokens=completed), settled)
+        canvas.add_residual(residual, completed)
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
     mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
     return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, as_measured(plan, env), mask), finite

@@ -315,9 +315,9 @@ def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
             calls.append((self.name, "restore"))
             return out, tokens
 
-        def restore_residual(self, residual: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
-            calls.append((self.name, "restore_residual"))
-            return residual, tokens
+        def restore_hidden(self, x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "restore_hidden"))
+            return x, tokens
 
     counts, stage = torch.tensor([3, 2]), tiny.schedule_of("infinity")[1]
     run = CombinedRun((Method(), Method()), (Named("first", counts), Named("second")))
@@ -325,11 +325,11 @@ def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
     assert run.plan(StagePlan(skip=True), stage, None) == StagePlan(skip=True, taps=(0, 1))
     run.reduce(counts, Tokens(stage))
     run.restore(counts, Tokens(stage))
-    run.restore_residual(counts, Tokens(stage))
+    run.restore_hidden(counts, Tokens(stage))
     assert calls == [
         ("first", "count_tokens"), ("second", "count_tokens"), ("first", "set_counts 2 3"), ("second", "set_counts 2 3"),
         ("first", "reduce"), ("second", "reduce"), ("second", "restore"), ("first", "restore"),
-        ("second", "restore_residual"), ("first", "restore_residual"),
+        ("second", "restore_hidden"), ("first", "restore_hidden"),
     ]  # fmt: skip
     fork = run.fork()
     assert fork.runs[0] is not run.runs[0] and fork.runs[1] is not run.runs[1]

@@ -361,7 +361,7 @@ def test_settings_of_our_own_for_other_schedules() -> None:
 )
 def test_infinity_of_any_depth_thins_the_published_share_of_its_blocks(depth: int, first: int, last: int) -> None:
     """Blocks 3 to 27 of 32; the reference implementation has these numbers for every depth."""
-    model = on_meta(Infinity, InfinityConfig(depth, 64, 4, 8, text_channels=256, longest_text=8, chunks=1))
+    model = on_meta(Infinity, InfinityConfig(depth, 64, 4, 1, text_channels=256, longest_text=8))
     assert shape_of(FastVAR().forecast(model, ONE_MEGAPIXEL))[8:10] == [f"cache {first}-{last}", f"0.4 {first}-{last}"]
     released = shape_of(FastVAR(as_released=True).forecast(model, ONE_MEGAPIXEL))[9]
     assert released == ("" if depth <= 3 else f"0.4 3-{min(depth - 1, 27)}")

@@ -321,7 +321,7 @@ def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", ["var", "infinity"])
-@pytest.mark.parametrize("method", [Method(), FastVAR(), StageVAR()], ids=["dense", "fastvar", "stagevar"])
+@pytest.mark.parametrize("method", [Method(), FastVAR(), StageVAR(ranks=0.177)], ids=["dense", "fastvar", "stagevar"])
 def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers and codes are the same, so that what is left is rounding in float32."""
     pipe = random_pipeline(tiny.SPECS[family], device=DEVICE)

@@ -772,9 +772,9 @@ def test_hooks_are_called_in_the_documented_order() -> None:
             calls.append(("restore", tokens.stage.index))
             return out, tokens
 
-        def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-            calls.append(("restore_residual", tokens.stage.index))
-            return residual, tokens
+        def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+            calls.append(("restore_hidden", tokens.stage.index))
+            return x, tokens
 
     class DataDependent(Running):
         @property
@@ -785,7 +785,7 @@ def test_hooks_are_called_in_the_documented_order() -> None:
         calls.clear()
         tiny.assert_same_bits(generated("hart", method=kind(lambda setup: Calls())), generated("hart"))
         hooks = (*counted, "plan", "reduce", "observe", "restore")
-        assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3]), ("restore_residual", 3)]
+        assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3]), ("restore_hidden", 3)]
 
 
 def test_counts_are_read_where_they_are_data_dependent() -> None:

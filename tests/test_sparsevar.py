@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.accel import DENSE, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
+from nextscale.accel import DENSE, DropGuidance, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
 from nextscale.accel.combine import Combined
 from nextscale.accel.frequency import (
     GridMap,
@@ -37,7 +37,8 @@ from nextscale.errors import SettingError
 from nextscale.generate import StageDone, settle_counts
 from nextscale.guidance import CfgBranches
 from nextscale.loading.presets import ModelConfig, build_model
-from nextscale.models import HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
+from nextscale.models import Hart, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
+from nextscale.models.base import Hidden
 from nextscale.models.blocks import Block
 from nextscale.models.env import Env
 from nextscale.pipeline import Output, Preview
@@ -458,22 +459,23 @@ def test_bits_are_compared_all_together() -> None:
     assert values[0, :4, 0].tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]  # cells 0, 1, 3 and 4
 
 
-def test_a_residual_is_copied_from_the_anchor_and_no_other_is_added() -> None:
+def test_hidden_states_are_copied_from_the_anchor_and_no_others_are_added() -> None:
     run, _ = toy(alpha=4, family="hart")
     entered = on_4x4(run).rows(slice(0, 1))
     _, tokens = run.restore(torch.ones(1, 5, 2), entered)
-    values, where = run.restore_residual(torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]]), entered)
-    assert where is tokens
-    grid = where.scatter(values, torch.zeros(1, 16, 1)).view(4, 4)
+    one = torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]])
+    values, where = run.restore_hidden(torch.cat([one, -one]), entered)  # rows of both cfg branches
+    assert where is tokens and torch.equal(values[:1], -values[1:])
+    grid = where.scatter(values[:1], torch.zeros(1, 16, 1)).view(4, 4)
     assert grid.tolist() == [[5, 5, 0, 3], [5, 5, 0, 7], [5, 5, 0, 11], [5, 5, 0, 15]]
     plan_of(run, TOY[4])
-    assert run.restore_residual(values, where) == (values, where)  # nothing is restored at the next stage yet
+    assert run.restore_hidden(values, where) == (values, where)  # nothing is restored at the next stage yet
 
 
-def test_residuals_stay_where_no_anchor_propagates() -> None:
+def test_hidden_states_stay_where_no_anchor_propagates() -> None:
     for run in (toy(alpha=None)[0], toy(tau=0.0)[0]):
         values, tokens = torch.ones(1, 16, 1), Tokens(TOY[3])
-        assert run.restore_residual(values, tokens) == (values, tokens)
+        assert run.restore_hidden(values, tokens) == (values, tokens)
 
 
 def test_cells_to_which_no_anchor_propagates_leave_the_canvas_as_it_was() -> None:
@@ -622,7 +624,7 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
         run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
         entered = tokens.rows(slice(0, 1))
         run.restore(torch.ones(1, plan.num_tokens, 2), entered)
-        run.restore_residual(torch.ones(1, plan.num_tokens, 3), entered)
+        run.restore_hidden(torch.ones(1, plan.num_tokens, 3), entered)
     assert lists == [[plan.num_tokens]]
 
 
@@ -1144,35 +1146,42 @@ def test_flexvar_keeps_its_previous_estimate() -> None:
         assert (latents[stage] != resized).any(dim=1).sum() == computed.sum()
 
 
-def test_hart_adds_the_anchors_residual() -> None:
-    """The last stage's latent is its codes' vectors, plus the residual of the cell whose logits a cell has."""
+@pytest.mark.parametrize("branches", [None, DropGuidance(2)], ids=["both rows", "conditional rows"])
+def test_harts_residual_completes_the_code_that_each_cell_has_sampled(branches: Method | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that was left out has its anchor's hidden state, and a code, noise and a residual of its own."""
     latents: list[Tensor] = []
-    watching = Watched(STRONG["hart"])
     seen: list[StageDone] = []
+    entered: list[tuple[Hidden, Tensor]] = []
+    residual = Hart.residual
+
+    def watched(model: Hart, hidden: Hidden, ids: Tensor) -> Tensor:
+        entered.append((hidden, ids))
+        return residual(model, hidden, ids)
 
     def look(preview: Preview) -> None:
         latents.append(preview.latent)
         seen.append(preview.done)
 
-    pipeline = tiny.shared_pipeline("hart")
-    pipeline(tiny.prompts("hart", 3), seed=11, method=watching, on_stage=look, smooth=False)
-    done, tokens, choice = seen[-1], seen[-1].tokens, watching.runs[-1].choice
+    monkeypatch.setattr(Hart, "residual", watched)
+    pipeline, watching = tiny.shared_pipeline("hart"), Watched(STRONG["hart"])
+    methods = [watching] if branches is None else [watching, branches]
+    pipeline(tiny.prompts("hart", 3), seed=11, method=methods, on_stage=look, smooth=False)
+    done, choice, (hidden, ids) = seen[-1], watching.runs[-1].choice, entered[0]
+    assert hidden.tokens.aligned(done.tokens) and torch.equal(ids, done.codes)  # what the residual is conditioned on is on the canvas
     added = (latents[-1] - latents[-2]).flatten(2).transpose(1, 2)  # [B, cells, Z]
-    copied = 0
+    own = 0
     for image in range(3):
         computed = choice.kept[image].nonzero().flatten().tolist()
-        restored_cells = in_order(tokens, image)
-        for place, cell in enumerate(restored_cells):
-            sources = [
-                position for position, other in enumerate(computed) if torch.equal(logits_at(done, image, other), done.logits[image, place])
-            ]
-            vector = pipeline.tokenizer.codebook[done.codes[image, place]]
-            rest = added[image, cell] - vector
-            assert any(torch.allclose(rest, done.residual[image, position], atol=1e-5) for position in sources)
-            copied += cell not in computed
-        without = sorted(set(range(16)) - set(restored_cells))
+        cells = in_order(done.tokens, image)
+        for place, cell in enumerate(cells):
+            expected = pipeline.tokenizer.codebook[done.codes[image, place]] + done.residual[image, place]
+            assert torch.allclose(added[image, cell], expected, atol=1e-5)
+            sources = [cells.index(other) for other in computed if torch.equal(logits_at(done, image, other), done.logits[image, place])]
+            assert any(torch.equal(hidden.x[image, place], hidden.x[image, source]) for source in sources)
+            own += not any(torch.equal(done.residual[image, place], done.residual[image, source]) for source in sources)
+        without = sorted(set(range(16)) - set(cells))
         assert (added[image, without] == 0).all()
-    assert copied > 0
+    assert own > 0
 
 
 def logits_at(done: StageDone, image: int, cell: int) -> Tensor:

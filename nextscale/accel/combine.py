@@ -146,10 +146,10 @@ class CombinedRun(MethodRun):
             out, tokens = run.restore(out, tokens)
         return out, tokens
 
-    def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         for run in reversed(self.runs):
-            residual, tokens = run.restore_residual(residual, tokens)
-        return residual, tokens
+            x, tokens = run.restore_hidden(x, tokens)
+        return x, tokens
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         own = (run for method, run in zip(self.methods, self.runs, strict=True) if method.own_cache)

@@ -91,6 +91,7 @@ class StagePlan:
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
     guidance_share: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
+    residual_tokens: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
 
     def __post_init__(self) -> None:
         if not is_share(self.guidance_share):
@@ -151,6 +152,7 @@ class StagePlan:
             skip=self.skip or other.skip,
             cfg_branches=next(iter(dropped), "both"),
             guidance_share=next(iter(shares), 1.0),
+            residual_tokens=self.residual_tokens if other.residual_tokens is None else other.residual_tokens,
             num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),
@@ -220,7 +222,7 @@ class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
     At each stage generation calls, in this order: `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
-    `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_residual`.
+    `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_hidden`.
     """
 
     def fork(self) -> MethodRun:
@@ -253,9 +255,12 @@ class MethodRun:
         """May add logits for tokens that were left out, after guidance."""
         return out, tokens
 
-    def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """May add continuous values for tokens that were left out, at the last stage of HART."""
-        return residual, tokens
+    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """May add hidden states [R, N, C] for tokens that were left out; `tokens` are those of one cfg branch.
+
+        Called at the last stage of HART, whose diffusion then completes the codes that these tokens have sampled for themselves.
+        """
+        return x, tokens
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         """Returns the cache of one layer's keys and values."""

@@ -7,6 +7,7 @@ from . import (  # noqa: F401 - each registers its command
     generate,
     models,
     observe,
+    observe_ranks,
     plan,
     profiles,
     quality,

@@ -15,6 +15,7 @@ from rich.table import Table
 from ..accel.method import Method
 from ..guidance import GuidedRows
 from ..lab.evals.methods import parse_methods
+from ..loading.load import local_weights, rank_table_of
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models.base import NextScaleModel
 from ..pipeline import Settings
@@ -79,6 +80,7 @@ def plan(
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if name.startswith(module.float32) else as_torch_dtype(dtype))
     built.check_schedule(schedule)
+    built.rank_table = rank_table_of(built, weights) if (weights := local_weights(spec)) else None
     workload = request.workload(built, spec.settings, schedule)
     settled = settled_method(chosen, spec, schedule, request.batch)
     forecast = forecast_of(spec.name, built, tokenizer, settled, workload, keep_ratio)

@@ -33,6 +33,11 @@ class Program(TyperGroup):
             status = 2
         sys.exit(status)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """A command may have a name of two words, the first of which is a command too: `observe` and `observe ranks`."""
+        two_words = " ".join(args[:2])
+        return (two_words, self.commands[two_words], args[2:]) if two_words in self.commands else super().resolve_command(ctx, args)
+
 
 def model_hint(message: str) -> str:
     """What to write in place of a model's name that stands where no word is expected."""

@@ -18,6 +18,7 @@ from ..errors import CheckpointError, SettingError, WeightsMismatch
 from ..io import home
 from ..models import HartConfig, StarConfig
 from ..models.base import NextScaleModel
+from ..models.rank_table import RankTable, rank_file, read_rank_table
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
 from ..profiles import own_profiles, profile_folder
@@ -71,6 +72,7 @@ def load(
         model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
     load_module(model, weights_path, device, dtype)
     load_module(images, tokenizer_path, device, dtype)
+    model.rank_table = rank_table_of(model, weights_path)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
     return Pipeline(
@@ -166,6 +168,24 @@ def load_module(module: NextScaleModel | Tokenizer, path: Path, device: torch.de
     """Fills a module built on the meta device."""
     with naming_the_right_model(path):
         load_weights(module, path, module.layout, device=device, dtype=dtype, float32=module.float32)
+
+
+def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
+    """The table beside the weights; None where there is none, SettingError if it is another model's."""
+    file = rank_file(weights)
+    if not file.is_file():
+        return None
+    table = read_rank_table(file)
+    if not table.belongs_to(model):
+        raise SettingError(f"{file} lies beside these weights, and has {table!r}: remove it, or write it with `nextscale observe ranks`")
+    return table
+
+
+def local_weights(spec: ModelSpec) -> Path | None:
+    """Where the weights lie if they are there: in the package, or where they are looked for; None where none are released."""
+    if isinstance(spec.weights, Embedded):
+        return spec.weights.path
+    return None if spec.weights is None else home() / spec.weights.local
 
 
 def identify(path: Path) -> list[str]:

@@ -113,7 +113,7 @@ def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[Stag
         linear = model.embedding_macs(stage, workload.images) + rows * own + block.linear(ran, rows)
         attention = block.products(pairs, ran.text, rows)
         cached = cached if stage.last else read
-        head = head_macs(model, stage, workload, rows, tokens)
+        head = head_macs(model, stage, workload, rows, tokens, tokens if plan.residual_tokens is None else plan.residual_tokens)
         computed = mean_tokens(ran, len(layers), block.text > 0) - prefix
         costs.append(StageCost(stage, rows, tokens, computed, linear, attention, head, ran.attention, sum(cached)))
     return RequestCost(tuple(costs))
@@ -175,11 +175,11 @@ def mean_tokens(ran: SublayerTokens, layers: int, has_text: bool) -> float:
     return total / (layers * (3 if has_text else 2))
 
 
-def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, rows: int, tokens: int) -> int:
-    """MACs from the last hidden states to codes, HART's residual and STAR's refinement included."""
+def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, rows: int, tokens: int, residual_tokens: int) -> int:
+    """MACs from the last hidden states to codes, HART's residual (of so many tokens) and STAR's refinement included."""
     macs = model.logits_macs(rows, tokens)
     if stage.last:
-        macs += model.residual_macs(workload.images, rows if workload.residual_guided else workload.images, tokens)
+        macs += model.residual_macs(workload.images, rows if workload.residual_guided else workload.images, residual_tokens)
     if workload.refine is not None:
         macs += model.refinement_macs(workload.refine, stage, workload.images, rows, tokens)
     return macs

@@ -201,6 +201,8 @@ class SparseVAR(Method):
         for stage in schedule:
             tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
             plan = StagePlan(taps=taps) if tapped else DENSE
+            if stage.last and model.adds_residual and alpha is not None:
+                plan = replace(plan, residual_tokens=stage.cells)  # anchors propagate to the others
             if self.keep is not None:
                 plans.append(replace(plan, num_tokens=budgets.get(stage.index)))
                 continue

@@ -11,13 +11,14 @@ from ...checks import is_whole
 from ...errors import SettingError
 from ...guidance import CfgBranch, CfgBranches
 from ...models.base import NextScaleModel
+from ...models.rank_table import RankTable
 from ...stage import Schedule, Stage
 from ..drop_guidance import check_kept_rows
 from ..method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from ..select import require_own_text
 from .groups import LowRank, Remember
 from .lowrank import Energy, Rank, Share
-from .ranks import CONSTANT_RATIO, counted_tokens, no_table, table_for, table_ratios
+from .ranks import counted_tokens, given_table, table_for
 from .released import released_alphas, released_sides, require_released
 from .settings import PUBLISHED_ALPHA, Alphas, StageRatios, Variant, checked_alphas, checked_ranks, group_layers, published_for
 from .variants import SPANS
@@ -42,11 +43,12 @@ class StageVAR(Method):
         the last stage at 0.96. `StageVAR(guidance_off=99, alphas=())` is dense generation.
 
     To tinker with:
-    ranks: where the rank of an alpha comes from. None is the published table ("table") if that has as many groups as the model, at the
-        side with the nearest number of tokens; elsewhere alpha 0.96 means the constant ratio 0.177, which is ours. A number is the same
-        ratio for all groups, a tuple has one per group, and a mapping has such a tuple per stage (`measure_ranks` returns them).
-        "measured" finds the rank from singular values during generation: every image has its own, and every group waits for the host.
-        A ratio makes int(ratio * tokens) + 1 rows; on backbones other than Infinity min(tokens, dim) takes the place of tokens.
+    ranks: where the rank of an alpha comes from. None is the table of the model: the one that lies beside its weights, measured by
+        `nextscale observe ranks`, or the published one (Infinity-2B, STAR-1024, HART), at the stage with the nearest number of cells. No
+        model takes that of another: without one it is refused. A file name is such a table too. A number is the same ratio for all
+        groups, a tuple has one per group, and a mapping has such a tuple per stage (`measure_ranks` returns them). "measured" finds the
+        rank from singular values during generation: every image has its own, and every group waits for the host. A ratio makes
+        int(ratio * tokens) + 1 rows; on backbones other than Infinity min(tokens, dim) takes the place of tokens.
     groups: blocks per group. None is as published (Infinity an eighth of the depth, STAR and HART 1), elsewhere an eighth of the depth.
     variant: how a stage runs at low rank, in the order of the paper's table 2. "vanilla" does not; "svd_approximation" runs all
         tokens of the best approximation; "svd" runs the leading singular directions, as many as the energy asks for, and "svd_fixed" as
@@ -54,8 +56,8 @@ class StageVAR(Method):
         SVD variants are for study: they take longer than what they save.
     as_released: does what the reference implementation does. For Infinity that gives the projected rows the first positions of the
         stage, not those of their representative tokens, and finds stages by the sides 40 (low rank), 48 and 64 (skipped) of square
-        images, with nothing after them. With fewer groups than the published table it takes the table's first ratios, though those
-        were measured of other blocks. On STAR and HART it does as we do; other numbers of stages than their 14 need guidance_off and
+        images, with nothing after them. Every model of a family has the published table, and with fewer groups its first ratios, though
+        those were measured of other blocks. On STAR and HART it does as we do; other numbers of stages than their 14 need guidance_off and
         alphas.
 
     Every low-rank stage needs the whole grid of the stage before it: a method that reduces or skips that stage is refused.
@@ -68,7 +70,7 @@ class StageVAR(Method):
 
     guidance_off: int | None = None
     alphas: Mapping[int, float] | Alphas | None = None
-    ranks: Literal["table", "measured"] | float | tuple[float, ...] | Mapping[int, Sequence[float]] | StageRatios | None = None
+    ranks: Literal["measured"] | float | tuple[float, ...] | Mapping[int, Sequence[float]] | StageRatios | RankTable | str | None = None
     groups: int | None = None
     variant: Variant = "representative"
     as_released: bool = False
@@ -174,14 +176,11 @@ class StageVAR(Method):
         return [Share(ratio, counted_tokens(model), most) for ratio in self._ratios(model, stage, alpha, groups)]
 
     def _ratios(self, model: NextScaleModel, stage: Stage, alpha: float, groups: int) -> tuple[float, ...]:
-        """The ratio of each group, from the table or as given."""
-        if self.ranks is None or self.ranks == "table":
-            table = table_for(model, groups, self.as_released)
-            if table is not None:
-                return table_ratios(table, alpha, stage, groups)
-            if self.ranks is None and alpha == PUBLISHED_ALPHA:
-                return (CONSTANT_RATIO,) * groups
-            raise no_table(model, groups)
+        """The ratio of each group, from a table or as given."""
+        if self.ranks is None:
+            return table_for(model, groups, self.as_released).ratios(alpha, stage.cells)[:groups]
+        if isinstance(self.ranks, RankTable):
+            return given_table(self.ranks, model, groups).ratios(alpha, stage.cells)
         ratios: Any = self.ranks
         if isinstance(ratios, float):
             return (ratios,) * groups
