@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...accel.frequency import GridMap, feature_change
+from ...accel.frequency import GridMap, feature_change, image_change
 from ...output import Preview
 from ...pipeline import Pipeline
 from ...stage import Schedule, Stage
@@ -50,32 +49,26 @@ def block_groups(depth: int) -> list[tuple[int, int]]:
 def foresight(
     pipeline: Pipeline, schedule: Schedule, prompts: Sequence[Any], seeds: Sequence[int], late: int
 ) -> dict[tuple[int, int], float]:
-    """The share of what the late stages change that lies in the 40 % of the cells where a group of blocks changed most one stage earlier.
+    """How much of what the late stages change in the images lies where a group of blocks changed most one stage earlier.
 
-    Mean over images and stages. Chance is 0.4.
+    A share: that of the 40 % of the cells with the largest change, mean over images and stages. Chance is 0.4.
     """
-    latents: dict[int, Tensor] = {}
+    shown: dict[int, Tensor] = {}
+    first = max(0, len(schedule) - late - 1)
 
     def keep(preview: Preview) -> None:
-        latents[preview.done.stage.index] = preview.latent.float()
+        if preview.done.stage.index >= first:
+            shown[preview.done.stage.index] = preview.tokenizer.decode(preview.latent).float()
 
     watcher = Watcher(len(prompts), block_groups(len(pipeline.model.blocks)))
-    watched = frozenset(range(max(0, len(schedule) - late - 1), len(schedule) - 1))
+    watched = frozenset(range(first, len(schedule) - 1))
     pipeline(list(prompts), seed=list(seeds), size=schedule, method=FeatureProbe((watcher.watch,), stages=watched), on_stage=keep)
     found: dict[tuple[int, int], list[float]] = {}
     for (index, group), change in watcher.changes.items():
         stage = schedule[index + 1]
-        moved = latent_change(latents[index], latents[stage.index], stage.size)
+        moved = image_change(shown[index], shown[stage.index], stage.size)
         found.setdefault(group, []).append(captured(change.at(stage.size)[..., 0], moved))
     return {group: sum(shares) / len(shares) for group, shares in sorted(found.items())}
-
-
-def latent_change(before: Tensor, after: Tensor, size: tuple[int, int]) -> Tensor:
-    """Squared change of latents [B, C, H, W] in every cell of a grid, [B, cells]."""
-    if before.shape != after.shape:  # FlexVAR's latents grow with the stage
-        before = F.interpolate(before, size=after.shape[2:], mode="bilinear")
-    change = (after - before).square().mean(dim=1, keepdim=True)
-    return F.interpolate(change, size=size, mode="area").flatten(1)
 
 
 def captured(score: Tensor, moved: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""A predicted frontier: distances of single knobs add up, and every stage takes an overhead and its MACs at a measured rate."""
+"""A predicted frontier: powers of the distances of single knobs add up, and a stage takes an overhead and its MACs at a measured rate."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ COARSE = (1.0, 0.8, 0.6, 0.4, 0.25, 0.15)  # shares that are combined; the searc
 LATE = 3  # stages that are reduced
 UNGUIDED = 5  # stages that may be the first without guidance
 SKIPPED = 3  # stages at most
+POWERS = tuple(1 + step / 10 for step in range(16))  # 1 to 2.5
+USUAL_POWER, TINY = 1.5, 1e-9
 
 
 def singles(stages: int, guided: bool, change: str) -> list[Candidate]:
@@ -61,6 +63,7 @@ class Predictor:
     model: NextScaleModel
     workload: Workload
     trials: Sequence[tuple[Candidate, Trial]]  # of single knobs, dense generation first
+    together: Sequence[tuple[Candidate, Trial]] = ()  # of several knobs
     change: str = ""  # where SparseVAR measures change
     counted: dict[Candidate, tuple[int, ...] | None] = field(default_factory=dict)
 
@@ -84,12 +87,24 @@ class Predictor:
     # --- distance
 
     def distance(self, candidate: Candidate) -> float:
-        last = self.stages - candidate.skipped
-        total = self._skipping(candidate.skipped)
+        return self._norm(candidate, self.power)
+
+    @cached_property
+    def power(self) -> float:
+        """Such that candidates with several knobs among the trials are predicted best; without one, what fits nano."""
+        several = [(c, trial.lpips) for c, trial in self.together if trial.error is None and trial.lpips > 0]
+        if not several:
+            return USUAL_POWER
+        return min(POWERS, key=lambda power: sum(abs(math.log(max(self._norm(c, power), TINY) / lpips)) for c, lpips in several))
+
+    def _norm(self, candidate: Candidate, power: float) -> float:
+        """The distance if the powers of its parts add up. What several knobs spoil is partly the same, so it is more than 1."""
+        last, rows = self.stages - candidate.skipped, candidate.kept_rows
+        total = self._skipping(candidate.skipped) ** power
         if candidate.unguided is not None:
-            total += max(0.0, self._unguided(candidate.unguided, candidate.kept_rows) - self._unguided(last, candidate.kept_rows))
-        reducing = sum(self._reduced(candidate.reducer, stage, share, candidate.change) for stage, share in candidate.amounts)
-        return total + reducing * self._alpha(candidate)
+            total += max(0.0, self._unguided(candidate.unguided, rows) ** power - self._unguided(last, rows) ** power)
+        parts = (self._reduced(candidate.reducer, stage, share) for stage, share in candidate.amounts)
+        return (total + sum((part * self._alpha(candidate)) ** power for part in parts)) ** (1 / power)
 
     def _skipping(self, skipped: int) -> float:
         return self.distances.get(Candidate(skipped=skipped), 0.0) if skipped else 0.0
@@ -98,7 +113,7 @@ class Predictor:
         measured = {c.unguided: d for c, d in self.distances.items() if c.unguided is not None and c.kept_rows == rows}
         return measured.get(first, 0.0) if first < self.stages else 0.0
 
-    def _reduced(self, reducer: Reducer, stage: int, share: float, change: str) -> float:
+    def _reduced(self, reducer: Reducer, stage: int, share: float) -> float:
         points = {1.0: 0.0}
         for candidate, distance in self.distances.items():
             if (candidate.reducer, [s for s, _ in candidate.amounts], candidate.alpha) == (reducer, [stage], 4):

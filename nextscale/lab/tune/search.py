@@ -74,7 +74,11 @@ class Search:
         change = self.best_change()
         for candidate in singles(self.stages, self.workload.guided, change):
             measured.append((candidate, self.trial(candidate, what="one knob")))
-        return Predictor(self.bench.pipeline.model, self.workload, measured, change)
+        known = Candidate("sparse", self.all_late(0.4), change=change)
+        return Predictor(self.bench.pipeline.model, self.workload, measured, [(known, self.trial(known))], change)
+
+    def all_late(self, share: float) -> tuple[tuple[int, float], ...]:
+        return tuple((stage, share) for stage in range(max(1, self.stages - LATE), self.stages))
 
     def best_change(self) -> str:
         """Where SparseVAR measures change: real runs of the blocks that foresee best, of the logits, and of the default."""
@@ -83,8 +87,10 @@ class Search:
         seen = foresight(self.bench.pipeline, self.bench.schedule, prompts, seeds, LATE)
         best = sorted(seen, key=lambda group: (-seen[group], group))[:CHANGES]
         settings = ["", "metric=logits", *(f"blocks={list(group)}" for group in best)]
-        amounts = tuple((stage, 0.4) for stage in range(max(1, self.stages - LATE), self.stages))
-        trials = {change: self.trial(Candidate("sparse", amounts, change=change), what="where change is measured") for change in settings}
+        trials = {
+            change: self.trial(Candidate("sparse", self.all_late(0.4), change=change), what="where change is measured")
+            for change in settings
+        }
         usable = {change: trial for change, trial in trials.items() if trial.error is None}
         return min(usable, key=lambda change: usable[change].lpips / usable[change].speedup, default="")
 
