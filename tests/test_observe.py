@@ -444,7 +444,7 @@ def test_ranks_are_measured_by_a_command_of_two_words(run: Callable[..., Result]
     assert result.exit_code == 0, result.output
     table = read_rank_table(file)
     assert [(row.alpha, row.cells) for row in table.rows] == [(0.9, 9), (0.9, 16)] and table.belongs_to(tiny.shared_pipeline("var").model)
-    assert "alpha 0.9       16 cells: " in result.output and f"written to {file}" in result.output
+    assert "alpha 0.9      16 cells: " in result.output and f"written to {file}" in result.output
     for arguments, message in (
         (measure, "--force"),
         ((*measure, "--force", "--alpha", 1.5), "--alpha 1.5: give a number above 0 and up to 1"),
