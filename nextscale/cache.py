@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packing import Packing
 from .stage import Schedule, Stage, Tokens
 
 
@@ -168,6 +169,14 @@ class Slot(NamedTuple):
         """Keys, values and a mask [R, 1, 1, end] where rows differ."""
         mask = None if self.lengths is None else real_entries(self.lengths, self.end)
         return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
+
+    def write_packed(self, k: Tensor, v: Tensor, packing: Packing) -> None:
+        """Puts k, v [F, T, H, D] of packed rows, each at the end of its own."""
+        assert isinstance(self.start, Tensor)
+        row = packing.row(k.shape[0])
+        entry = self.start[row] + packing.place
+        for store, fresh in ((self.keys, k), (self.values, v)):
+            store[row, entry] = packing.repeat_last(fresh.to(store.dtype))  # padding goes where the last token does
 
 
 WIDEST = torch.complex128  # 16 bytes, the most that a thread of a GPU reads or writes at a time
@@ -366,9 +375,9 @@ class ComputedCells:
 
     def add(self, tokens: Tokens, rows: Tensor, sublayers: int, share: Tensor | None = None) -> None:
         """`sublayers` sublayers computed `rows` [R, N, C] for these tokens, in full or in a share [R]; the mean of both rows counts."""
-        whole = torch.ones(*rows.shape[:2], 1, device=rows.device)
+        whole = tokens.unpack(torch.ones(*rows.shape[:2], 1, device=rows.device))
         values, tokens = tokens.on_grid(whole if share is None else whole * share[:, None, None])
-        grid = tokens.scatter(values, values.new_zeros(rows.shape[0], tokens.stage.cells, 1))
+        grid = tokens.scatter(values, values.new_zeros(whole.shape[0], tokens.stage.cells, 1))
         counts = sublayers * grid.view(-1, self.batch, tokens.stage.cells).mean(dim=0)
         self._counts = counts if self._counts is None else self._counts + counts
         self.reported = True

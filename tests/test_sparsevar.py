@@ -298,7 +298,7 @@ def on_4x4(run: Any, rows: int = 2) -> Tokens:
     """The tokens that enter the 4x4 stage; every row of x numbers its cells."""
     x = torch.arange(16.0).expand(rows, 16)[..., None]
     x, tokens = run.reduce(x, Tokens(TOY[3]))
-    assert torch.equal(x[..., 0].long(), tokens.index)
+    assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
     return tokens
 
 
@@ -1337,7 +1337,7 @@ def test_any_map_keeps_the_promises(
             counts = run.choice.counts.tolist()
             assert plan.num_tokens == max(counts) and 1 <= min(counts) < stage.cells
             assert (tokens.count is None) == (min(counts) == max(counts))
-            assert torch.equal(x[..., 0].long(), tokens.index)
+            assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
             assert torch.equal(tokens.index[:2], tokens.index[2:])
             for image in range(2):
                 cells = in_order(tokens, image)

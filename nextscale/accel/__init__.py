@@ -2,7 +2,7 @@
 
 from .combine import Combined
 from .fastvar import FastVAR
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
 from .registry import METHODS, MethodLike, resolve_method
 from .skip import SkipStages
 from .sparsevar import SparseVAR
@@ -25,5 +25,6 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
+    "TokenCounts",
     "resolve_method",
 ]
