@@ -37,7 +37,7 @@ UNKNOWN = TokenCounts(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class Choice:
     """Which cells of a stage enter the network."""
 
     excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
@@ -91,7 +91,7 @@ class SparseRun(MethodRun):
     excluded: GridMap | None = None  # 1 where cells were excluded at the last stage that ran, [B, cells, 1]
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
-    choice: _Choice | None = None  # of the stage that runs; None: all cells
+    choice: Choice | None = None  # of the stage that runs; None: all cells
     packed: int | None = None  # tokens of all images, where the stage that runs packs its rows
     anchor_map: AnchorMap | None = None  # of the stage that runs, once its logits are restored
     first: int = field(init=False)
@@ -137,7 +137,7 @@ class SparseRun(MethodRun):
     def state_tensors(self) -> list[Tensor]:
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
-    def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+    def _choose(self, stage: Stage, canvas: Canvas) -> Choice | None:
         """Which cells the stage computes; None as long as nothing is known about them."""
         left_out = self._left_out(stage)
         detail = self._detail(stage, canvas)
@@ -151,9 +151,9 @@ class SparseRun(MethodRun):
             kept = ~excluded.scatter_(1, most, False)
         else:
             kept = (~excluded).index_fill_(1, self._anchors(stage, self.alpha, excluded.device), True)
-        return _Choice(excluded, kept, kept.sum(dim=1))
+        return Choice(excluded, kept, kept.sum(dim=1))
 
-    def _choose_budget(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+    def _choose_budget(self, stage: Stage, canvas: Canvas) -> Choice | None:
         """Which cells the stage computes, as many as its budget says in every image; None: all."""
         detail, num_tokens = self._detail(stage, canvas), self.budgets.get(stage.index)
         if detail is None or num_tokens is None:
@@ -172,7 +172,7 @@ class SparseRun(MethodRun):
         least = detail.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         excluded = torch.where(anchors, before | (detail < least), ~chosen)
         every_image = TokenCounts(num_tokens, num_tokens, len(chosen) * num_tokens)
-        return _Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), every_image)
+        return Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), every_image)
 
     def _left_out(self, stage: Stage) -> Tensor | None:
         """Which cells lie where the last stage that ran has excluded some, [B, cells]."""
