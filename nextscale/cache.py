@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packing import Packing
 from .stage import Schedule, Stage, Tokens
 
 
@@ -170,14 +169,6 @@ class Slot(NamedTuple):
         mask = None if self.lengths is None else real_entries(self.lengths, self.end)
         return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
 
-    def write_packed(self, k: Tensor, v: Tensor, packing: Packing) -> None:
-        """Puts k, v [F, T, H, D] of packed rows, each at the end of its own."""
-        assert isinstance(self.start, Tensor)
-        row = packing.row(k.shape[0])
-        entry = self.start[row] + packing.place
-        for store, fresh in ((self.keys, k), (self.values, v)):
-            store[row, entry] = packing.repeat_last(fresh.to(store.dtype))  # padding goes where the last token does
-
 
 WIDEST = torch.complex128  # 16 bytes, the most that a thread of a GPU reads or writes at a time
 
@@ -239,6 +230,18 @@ class DenseLayerCache:
                 row = torch.arange(rows, device=k.device)[:, None]
                 store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
         return slot.filled
+
+    def append_packed(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
+        """Adds k, v [F, T, H, D] of packed tokens, each at the end of its row."""
+        packing = tokens.packing
+        assert packing is not None
+        slot = self.reserve(tokens.rows_of(k), tokens.num_tokens, tokens)
+        assert isinstance(slot.start, Tensor)
+        row = packing.row(k.shape[0])
+        entry = slot.start[row] + packing.place
+        for store, fresh in ((slot.keys, k), (slot.values, v)):
+            store[row, entry] = packing.repeat_last(fresh.to(store.dtype))  # padding goes where the last token does
+        return slot
 
     def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
         """Makes room for `new` entries per row, which the caller writes.
@@ -327,6 +330,11 @@ class NoCache:
         if tokens.count is not None:
             mask = real_entries(tokens.prefix + tokens.count, k.shape[1])
         return k.to(v.dtype), v, mask
+
+    def append_packed(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
+        assert tokens.count is not None
+        keys, values = tokens.unpack(k.to(v.dtype)), tokens.unpack(v)
+        return Slot(keys, values, 0, keys.shape[1], (tokens.prefix + tokens.count).int())
 
     def keep_rows(self, rows: slice) -> None:
         """Nothing is kept."""

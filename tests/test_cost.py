@@ -180,7 +180,8 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         residual_guided=request.guidance.scales[len(request.schedule) - 1] != 2,
     )
     plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in seen]
-    cost, dense = request_cost(model, workload, plans), request_cost(model, workload)
+    counts = {done.stage.index: done.known_counts for done in seen if done.known_counts is not None}
+    cost, dense = request_cost(model, workload, plans, counts), request_cost(model, workload)
     per_stage = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(sums)]
     assert all(flops % 2 == 0 for stage in per_stage for flops in stage)
     return Counted(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..cache import DenseLayerCache, Slot, real_entries
+from ..cache import DenseLayerCache, NoCache, Slot, real_entries
 from ..packing import Packing
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
@@ -125,9 +125,8 @@ class SelfAttention(nn.Module):
             return self.proj(attend_slot(q, slot, self.scale, env.captured, packing))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
-        if packing is not None and isinstance(cache, DenseLayerCache):
-            slot = cache.reserve(tokens.rows_of(x), tokens.num_tokens, tokens)
-            slot.write_packed(k, v, packing)
+        if packing is not None and isinstance(cache, DenseLayerCache | NoCache):
+            slot = cache.append_packed(k, v, tokens)
             return self.proj(attend_slot(q.to(x.dtype), slot, self.scale, env.captured, packing))
         q, k, v = (tokens.unpack(part) for part in (q, k, v))
         keys, values, mask = cache.append(q, k, v, tokens)
