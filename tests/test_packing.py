@@ -213,7 +213,7 @@ SPANS = {
 def test_stages_with_spans_keep_padded_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their forecast says so before anything runs; the other stages of the request are packed, and images are those of padded rows."""
     first, spans = SPANS[name]
-    method = Combined((SparseVAR(tau=0.9, alpha=3, metric="logits", first_stage=first), spans))
+    method = Combined((SparseVAR(tau=0.7, alpha=3, metric="image", first_stage=first), spans))
     pipe = tiny.shared_pipeline("infinity")
     plans = method.forecast(pipe.model, tiny.schedule_of("infinity"))
     ours, seen = generated("infinity", method)
