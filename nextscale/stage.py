@@ -207,9 +207,12 @@ class Tokens:
     # --- packed rows
 
     def packed(self, images: int, total: int) -> Tokens:
-        """The same tokens, with the hidden states of `images` rows one after another in `total` entries; each row has a count."""
-        assert self.index is not None and self.count is not None
-        return replace(self, packing=Packing.of(self.index[:images], self.count[:images], total, self.prefix))
+        """The same tokens, with the hidden states of `images` rows one after another in `total` entries."""
+        assert self.index is not None
+        count = self.count
+        if count is None:
+            count = torch.full(self.index.shape[:1], self.index.shape[1], dtype=torch.int32, device=self.index.device)
+        return replace(self, count=count, packing=Packing.of(self.index[:images], count[:images], total, self.prefix))
 
     def unpacked(self) -> Tokens:
         return self if self.packing is None else replace(self, packing=None)

@@ -5,7 +5,7 @@ Not counted are the text encoder, what is made of the prompt once per request, t
 product. What a method itself computes counts only where its spans report it (`Span.own_macs`), as those of StageVAR and ToMe do. SparseVAR
 has no spans: its comparison of cells with anchors, cells x anchors x logits MACs per image in a reduced stage, is not counted, nor
 are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache. Where rows are padded,
-padding counts; where they are packed, every image counts with its own tokens.
+padding counts; where they are packed, every image counts with its own tokens. Texts are as long as the longest, whatever attention reads.
 """
 
 from __future__ import annotations

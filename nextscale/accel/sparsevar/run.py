@@ -93,6 +93,7 @@ class SparseRun(MethodRun):
     image: Tensor | None = None  # decoded before the last stage that ran
     choice: Choice | None = None  # of the stage that runs; None: all cells
     packed: int | None = None  # tokens of all images, where the stage that runs packs its rows
+    ragged: bool = False  # images have left different numbers of keys
     anchor_map: AnchorMap | None = None  # of the stage that runs, once its logits are restored
     first: int = field(init=False)
     blocks: range = field(init=False)
@@ -130,7 +131,8 @@ class SparseRun(MethodRun):
         choice, self.packed = self.choice, None
         if choice is None or not choice.reduces:
             return replace(planned, num_tokens=None)
-        if choice.ragged and self.packs(planned):
+        self.ragged |= choice.ragged
+        if self.ragged and self.packs(planned):  # also where counts agree again: keys are read by lengths
             self.packed = choice.known.total
         return replace(planned, num_tokens=choice.num_tokens, packed=self.packed)
 
