@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale import FastVAR, Method, StagePlan, StageVAR, kernels
+from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, kernels
 from nextscale.accel import Plans
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
@@ -296,7 +296,7 @@ def with_chunk_starts(spec: ModelSpec) -> ModelSpec:
 
 def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls, kernel = [], getattr(kernels, name)
-    monkeypatch.setattr(kernels, name, lambda *given: calls.append(name) or kernel(*given))
+    monkeypatch.setattr(kernels, name, lambda *given, **settings: calls.append(name) or kernel(*given, **settings))
     return calls
 
 
@@ -394,6 +394,22 @@ def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Met
     assert launched
     monkeypatch.setattr(kernels, "available", lambda tensor: False)
     tiny.assert_close(family, pipe(prompts, seed=1, method=method), ours)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
+@pytest.mark.parametrize("family", ["infinity", "hart"])
+def test_packed_images_of_the_kernels_are_those_of_plain_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotation and attention by lengths, to the image and to the text; HART rotates and writes its keys without a kernel."""
+    pipe, prompts, method = tiny.shared_pipeline(family), tiny.prompts(family, 3), SparseVAR(tau=0.97, alpha=3, beta=0.98, blocks=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "available", lambda tensor: False)
+        plain = pipe(prompts, seed=11, method=method, smooth=False)
+    attended = counted("attend_lengths", monkeypatch)
+    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
+    fill_memory(monkeypatch, float("nan"))
+    ours = pipe(prompts, seed=11, method=method, smooth=False)
+    assert attended and any(stage.tokens % 1 for stage in ours.report.stages)
+    tiny.assert_close(family, ours, plain)
 
 
 # --- restoration
