@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .accel.method import DENSE, MethodRun, RunSetup, StagePlan
+from .accel.method import DENSE, MethodRun, RunSetup, StagePlan, TokenCounts
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
@@ -31,7 +31,7 @@ class StageDone:
     stage: Stage
     canvas: Canvas
     rows: int = 0
-    num_tokens: int = 0  # tokens per row that ran through the blocks
+    num_tokens: float = 0  # tokens per row that ran through the blocks, the mean where rows are packed
     counts: Tensor | None = None  # [B], those of each image without the padding; None: all of them
     tokens: Tokens | None = None  # what the codes stand for
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
@@ -40,6 +40,7 @@ class StageDone:
     residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes, of those tokens that have hidden states
     plan: StagePlan = DENSE
     compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
+    known_counts: tuple[int, ...] | None = None  # `counts`, where the host has read them
 
     @property
     def skipped(self) -> bool:
@@ -62,13 +63,12 @@ def generate(
     run, env = begin(model, cond, request)
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
-        if request.method.data_dependent:
-            settle_counts(run, stage, canvas)
+        known = settle_counts(run, stage, canvas) if request.method.data_dependent else None
         plan = run.plan(request.plans[stage.index], stage, canvas)
         done, good = run_stage(model, canvas, request, run, plan, env, stage)
         if good is not None:
             finite[stage.index] = good
-        watch(done)
+        watch(replace(done, known_counts=known))
     return finite
 
 
@@ -95,12 +95,14 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[
     return run, env
 
 
-def settle_counts(run: MethodRun, stage: Stage, canvas: Canvas) -> None:
-    """Reads how many tokens the stage runs where that is data-dependent: the only thing that the host reads in a stage."""
+def settle_counts(run: MethodRun, stage: Stage, canvas: Canvas) -> tuple[int, ...] | None:
+    """Reads how many tokens the stage runs for each image where that is data-dependent: the only thing that the host reads in a stage."""
     counts = run.count_tokens(stage, canvas)
-    if counts is not None:
-        numbers = counts.tolist()
-        run.set_counts(min(numbers), max(numbers))
+    if counts is None:
+        return None
+    numbers = tuple(counts.tolist())
+    run.set_counts(TokenCounts(min(numbers), max(numbers), sum(numbers)))
+    return numbers
 
 
 def run_stage(
@@ -117,12 +119,12 @@ def run_stage(
     plan.check_num_tokens(tokens)
     counts = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
-    rows, num_tokens = x.shape[:2]
-    with attention_backend(rows * num_tokens, x.device, env.captured):
+    rows, entered = tokens.rows_of(x), x.shape[0] * x.shape[1]
+    with attention_backend(entered, x.device, env.captured):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
     hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
-    out = guidance.on_logits(model.logits(x, env), stage, batch)
-    out, tokens = run.restore(request.sampling.prepare(out, stage), hidden.tokens)
+    guided = guidance.on_logits(model.logits(x, tokens, env), stage, tokens.branch_size(batch))
+    out, tokens = run.restore(request.sampling.prepare(tokens.unpack(guided), stage), hidden.tokens)
     with request.clock.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
     if request.revise is not as_sampled:
@@ -137,7 +139,13 @@ def run_stage(
         canvas.add_residual(residual, completed)
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
     mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
-    return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, as_measured(plan, env), mask), finite
+    plan, tokens, num_tokens = as_measured(plan, env), tokens.unpacked(), per_row(entered, rows)
+    return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, plan, mask), finite
+
+
+def per_row(tokens: int, rows: int) -> float:
+    """The mean of all rows, a whole number where it is one."""
+    return tokens / rows if tokens % rows else tokens // rows
 
 
 def as_measured(plan: StagePlan, env: Env) -> StagePlan:
@@ -180,7 +188,7 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
             else:
                 x = run_in_order(segment, x, tokens, env)
         if stop - 1 in guidance.layers:
-            x = guidance.on_hidden(x, tokens.stage, env.batch)
+            x = guidance.on_hidden(x, tokens.stage, tokens.branch_size(env.batch))
     return x
 
 

@@ -94,7 +94,8 @@ def costs_of(model: NextScaleModel, request: Request, inputs: PromptInputs, done
         model.residual_scale(request.guidance, request.schedule[-1]) != 1,
     )
     plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in done_stages]
-    return Costs(request_cost(model, workload), request_cost(model, workload, plans))
+    counts = {done.stage.index: done.known_counts for done in done_stages if done.known_counts is not None}
+    return Costs(request_cost(model, workload), request_cost(model, workload, plans, counts))
 
 
 def stage_reports(done_stages: Sequence[StageDone], padding: Sequence[float], costs: Costs, request: Request) -> tuple[StageReport, ...]:

@@ -19,9 +19,9 @@ class StageReport:
     height: int
     width: int
     skipped: bool
-    tokens: int  # that enter the first block, per row, with HART's text; 0 when skipped
+    tokens: float  # that enter the first block, per row, with HART's text, the mean where rows are packed; 0 when skipped
     computed: float  # tokens per row, without text, that the sublayers ran, mean of all; the cells when dense, 0 when skipped
-    padding: float  # share of the tokens that no image needed: run because another of the batch, or the captured graph, has more
+    padding: float  # share of the tokens that no image needed: run because the captured graph or, in padded rows, another image has more
     rows: int  # images times cfg branches
     cfg_branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # MACs against those of the same stage in dense generation

@@ -12,7 +12,7 @@ import torch
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel import METHODS, Combined, resolve_method
 from nextscale.accel.combine import CombinedRun
-from nextscale.accel.method import MethodRun, Plans, Span, StagePlan
+from nextscale.accel.method import MethodRun, Plans, Span, StagePlan, TokenCounts
 from nextscale.accel.registry import parse_method, parse_value, split_settings
 from nextscale.errors import SettingError
 from nextscale.generate import settle_counts
@@ -298,8 +298,8 @@ def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
             calls.append((self.name, "count_tokens"))
             return self.counts
 
-        def set_counts(self, fewest: int, num_tokens: int) -> None:
-            calls.append((self.name, f"set_counts {fewest} {num_tokens}"))
+        def set_counts(self, counts: TokenCounts) -> None:
+            calls.append((self.name, f"set_counts {counts.fewest} {counts.most}"))
 
         def plan(self, planned: StagePlan, stage: Stage, canvas: Any) -> StagePlan:
             return replace(planned, taps=(*planned.taps, len(planned.taps)))

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.ragged import PlantedCounts, PlantedRun
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
 from nextscale.accel.combine import Combined
 from nextscale.cache import real_entries
 from nextscale.engine import allocator
+from nextscale.generate import StageDone
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import feed_forward as feed_forward_module
 from nextscale.models.attention import attend, reads_lengths
@@ -167,6 +169,32 @@ def test_captures_in_half_precision_repeat_themselves_whatever_runs_between(fami
         plain = eager(pipe)(prompt, seed=[3, 4], method=method)
         early = [(ours == theirs).flatten().double() for ours, theirs in list(zip(output.codes, plain.codes, strict=True))[:2]]
         assert torch.cat(early).mean() > 0.9, method.label  # attention rounds otherwise where it reads lengths
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_in_half_precision(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts are planted: logits of the first reduced stage are those of padded rows to rounding, and replays repeat themselves."""
+    pipe, prompt, method = (
+        random_pipeline(SPECS[family], device="cuda", dtype=torch.bfloat16),
+        prompts(family, 3),
+        PlantedCounts(first_stage=2),
+    )
+
+    def reduced() -> StageDone:
+        seen: list[StageDone] = []
+        eager(pipe)(prompt, seed=[3, 4, 5], method=method, on_stage=lambda preview: seen.append(preview.done))
+        return seen[2]
+
+    pipe.warmup(prompt, method=method)
+    first, second = (pipe(prompt, seed=[3, 4, 5], method=method) for _ in range(2))
+    assert first.report.engine == "graphs"
+    assert torch.equal(first.pixels, second.pixels)
+    packed = reduced()
+    monkeypatch.setattr(PlantedRun, "packs", lambda self, planned: False)
+    padded = reduced()
+    assert packed.plan.packed is not None and padded.plan.packed is None
+    assert packed.logits is not None and padded.logits is not None
+    assert (packed.logits - padded.logits).abs().max() <= 0.1 * padded.logits.std()
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nextscale import FastVAR, Method, StagePlan, StageVAR, kernels
+from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, kernels
 from nextscale.accel import Plans
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
@@ -28,7 +30,7 @@ from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text.prompts import Labels
 
 from . import tiny
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation, loop_to_loaded_bounds, poisoned, round_to_bfloat16
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation, exact, loop_to_loaded_bounds, poisoned, require_close, round_to_bfloat16
 from .test_cache import fill_memory
 from .test_method import KeepShare
 
@@ -98,6 +100,28 @@ def test_attend_lengths(
         assert torch.equal(alone, found[:1])
 
 
+@pytest.mark.parametrize("lengths", [(70, 3, 64, 64, 1, 9), 70])
+@pytest.mark.parametrize("counts", [(5, 1, 130), (17, 65, 2)])
+def test_attend_lengths_of_packed_rows(counts: tuple[int, ...], lengths: tuple[int, ...] | int) -> None:
+    """The queries of three images one after another, in two cfg branches; what lies behind the last is left alone."""
+    make, images = Maker(DEVICE, torch.float16), len(counts)
+    q, both = make.normal(2, sum(counts) + 3, 2, 24), make.normal(2 * images, 70, 2, 2, 24)
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
+    known = lengths if isinstance(lengths, int) else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    for longest in (max(counts), 200):
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], known, 0.3, starts=starts, longest=longest)
+        truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), known, 0.3, starts=starts)
+        assert found.shape == truth.shape
+        real = slice(0, sum(counts))
+        assert (found[:, real].double() - truth[:, real]).abs().max().item() <= torch.finfo(q.dtype).eps * both.abs().max().item()
+        for row in range(2 * images):
+            branch, image = divmod(row, images)
+            own = slice(int(starts[image]), int(starts[image + 1]))
+            length = known if isinstance(known, int) else known[row : row + 1]
+            alone = kernels.attend_lengths(q[branch, None, own], both[row, None, :, 0], both[row, None, :, 1], length, 0.3)
+            assert torch.equal(alone[0], found[branch, own])
+
+
 def test_attend_lengths_refuses_what_does_not_fit() -> None:
     make = Maker(DEVICE, torch.float16)
     q, keys, lengths = make.normal(2, 3, 2, 16), make.normal(2, 9, 2, 16), torch.ones(2, dtype=torch.int32, device=DEVICE)
@@ -164,6 +188,17 @@ def test_residual_norm_modulate(shape: tuple[int, int, int], dtype: torch.dtype,
     compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, *inputs)
 
 
+@every_dtype
+@pytest.mark.parametrize("learned", [True, False])
+def test_norms_of_packed_rows_take_the_modulation_of_every_image(dtype: torch.dtype, learned: bool) -> None:
+    make, image = Maker(DEVICE, dtype), torch.tensor([0, 0, 1, 2, 2, 2, 2], device=DEVICE)
+    scale, shift = (make.normal(120), make.normal(120)) if learned else (make.rows(6, 120, 1), make.rows(6, 120))
+    compare(kernels.norm_modulate, norm_modulate_reference, make.wide(2, 7, 120), scale, shift, image=image)
+    for gain in (make.rows(6, 120), None):
+        inputs = make.wide(2, 7, 120), gain, make.wide(2, 7, 120), scale, shift
+        compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, *inputs, image=image)
+
+
 def test_norms_refuse_what_does_not_fit() -> None:
     make = Maker(DEVICE, torch.float32)
     x, scale = make.normal(2, 3, 64), make.rows(2, 64)
@@ -173,6 +208,8 @@ def test_norms_refuse_what_does_not_fit() -> None:
         kernels.residual_norm_modulate(x, None, make.normal(2, 4, 64), scale, scale)
     with pytest.raises(ValueError, match="index is \\[R, K\\]"):
         kernels.norm_modulate(x, scale, scale, torch.zeros(1, 2, dtype=torch.long, device=DEVICE))
+    with pytest.raises(ValueError, match="image is \\[2\\]; expected \\[3\\]"):
+        kernels.norm_modulate(x, scale, scale, image=torch.zeros(2, dtype=torch.long, device=DEVICE))
 
 
 # --- queries, keys and values
@@ -198,6 +235,32 @@ def test_rotate_into_cache_of_some_tokens_of_ragged_rows(normalised: bool, turne
     rotation = make.rotation(12, 24) if turned else None
     starts = torch.tensor([0, 7, 3], device=DEVICE)
     compare_rotation(ROTATIONS, 12, qkv, temperature, rotation, make.selection(3, 12, 5), start=starts)
+
+
+@every_dtype
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_rotate_into_cache_of_packed_rows(normalised: bool, turned: bool, dtype: torch.dtype) -> None:
+    """Two cfg branches of images with 1, 3 and 2 tokens; the last two entries are padding, which goes nowhere."""
+    make = Maker(DEVICE, dtype)
+    image, place = (torch.tensor(numbers, device=DEVICE) for numbers in ([0, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 2, 0, 1, 1, 1]))
+    packed = image, place, torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=DEVICE)
+    qkv = make.normal(2, 11, 3, 3, 24)[:, 2:10]  # not contiguous
+    temperature = make.normal(3, dtype=torch.float32).exp() if normalised else None
+    rotation = make.rotation(12, 24) if turned else None
+    starts, index = torch.tensor([0, 7, 3, 5, 1, 2], dtype=torch.int32, device=DEVICE), make.selection(1, 12, 8)
+
+    def run(function: Callable[..., Tensor], of: Callable[[Any], Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        keys, values = (torch.full((6, 12, 3, 24), -77.0, device=DEVICE, dtype=dtype) for _ in range(2))
+        given = (of(qkv), of(temperature), of(rotation), index, keys, values, starts)
+        return function(*given, packed=packed)[:, :6], keys, values
+
+    found, theirs = (run(function, lambda value: value, dtype) for function in ROTATIONS)
+    truth = run(rotate_into_cache_reference, exact, torch.float64)
+    require_close(found, theirs, truth)
+    assert torch.equal(found[1] == -77, theirs[1] == -77)
+    written = (found[2] != -77).flatten(2).any(dim=2).sum(dim=1)
+    assert written.tolist() == [1, 3, 2, 1, 3, 2]
 
 
 def test_rotation_is_that_of_the_models() -> None:
@@ -233,7 +296,7 @@ def with_chunk_starts(spec: ModelSpec) -> ModelSpec:
 
 def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls, kernel = [], getattr(kernels, name)
-    monkeypatch.setattr(kernels, name, lambda *given: calls.append(name) or kernel(*given))
+    monkeypatch.setattr(kernels, name, lambda *given, **settings: calls.append(name) or kernel(*given, **settings))
     return calls
 
 
@@ -331,6 +394,22 @@ def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Met
     assert launched
     monkeypatch.setattr(kernels, "available", lambda tensor: False)
     tiny.assert_close(family, pipe(prompts, seed=1, method=method), ours)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
+@pytest.mark.parametrize("family", ["infinity", "hart"])
+def test_packed_images_of_the_kernels_are_those_of_plain_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotation and attention by lengths, to the image and to the text; HART rotates and writes its keys without a kernel."""
+    pipe, prompts, method = tiny.shared_pipeline(family), tiny.prompts(family, 3), SparseVAR(tau=0.97, alpha=3, beta=0.98, blocks=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "available", lambda tensor: False)
+        plain = pipe(prompts, seed=11, method=method, smooth=False)
+    attended = counted("attend_lengths", monkeypatch)
+    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
+    fill_memory(monkeypatch, float("nan"))
+    ours = pipe(prompts, seed=11, method=method, smooth=False)
+    assert attended and any(stage.tokens % 1 for stage in ours.report.stages)
+    tiny.assert_close(family, ours, plain)
 
 
 # --- restoration

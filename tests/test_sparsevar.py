@@ -299,7 +299,7 @@ def on_4x4(run: Any, rows: int = 2) -> Tokens:
     """The tokens that enter the 4x4 stage; every row of x numbers its cells."""
     x = torch.arange(16.0).expand(rows, 16)[..., None]
     x, tokens = run.reduce(x, Tokens(TOY[3]))
-    assert torch.equal(x[..., 0].long(), tokens.index)
+    assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
     return tokens
 
 
@@ -927,7 +927,9 @@ def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> 
     assert [stage.done.stage.index for stage in reduced] == [len(seen) - 2, len(seen) - 1]
     assert any(len(set(stage.counts)) > 1 for stage in reduced)
     for stage in reduced:
-        assert stage.done.num_tokens == stage.done.plan.num_tokens == max(stage.counts)
+        assert stage.done.plan.num_tokens == max(stage.counts)
+        assert stage.done.num_tokens == pytest.approx(sum(stage.counts) / 3)
+        assert stage.done.plan.packed == sum(stage.counts) or len(set(stage.counts)) == 1
         assert min(stage.counts) < stage.done.stage.cells
         mask = output.compute_mask[stage.done.stage.index]
         assert mask.sum(dim=(1, 2)).tolist() == stage.counts
@@ -1346,8 +1348,9 @@ def test_any_map_keeps_the_promises(
         else:
             counts = run.choice.counts.tolist()
             assert plan.num_tokens == max(counts) and 1 <= min(counts) < stage.cells
-            assert (tokens.count is None) == (min(counts) == max(counts))
-            assert torch.equal(x[..., 0].long(), tokens.index)
+            assert (tokens.count is None) <= (min(counts) == max(counts))
+            assert (tokens.packing is None) == (tokens.count is None)
+            assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
             assert torch.equal(tokens.index[:2], tokens.index[2:])
             for image in range(2):
                 cells = in_order(tokens, image)
@@ -1362,7 +1365,7 @@ def test_any_map_keeps_the_promises(
             out_before = GridMap(run.choice.excluded[..., None].float(), stage.size)
         values = change[:, :, None] if tokens.index is None else tokens.rows(slice(0, 2)).gather(change[:, :, None])
         after = values.sqrt().repeat(2, 1, 1)
-        run.observe(0, torch.zeros_like(after), after, tokens)
+        run.observe(0, tokens.pack(torch.zeros_like(after)), tokens.pack(after), tokens)
         logits = torch.cat([values, 1 - values, values.square()], dim=-1)
         out, restored_tokens = run.restore(logits, tokens.rows(slice(0, 2)))
         for image in range(2):

@@ -4,7 +4,7 @@ from .auto import Auto
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
 from .registry import METHODS, MethodLike, resolve_method
 from .situation import Situation
 from .skip import SkipStages
@@ -31,5 +31,6 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
+    "TokenCounts",
     "resolve_method",
 ]

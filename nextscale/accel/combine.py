@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
-from .method import Method, MethodRun, Plans, RunSetup, StagePlan
+from .method import Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -120,9 +120,12 @@ class CombinedRun(MethodRun):
         counts = [run.count_tokens(stage, canvas) for run in self.runs]
         return next((count for count in counts if count is not None), None)
 
-    def set_counts(self, fewest: int, num_tokens: int) -> None:
+    def set_counts(self, counts: TokenCounts) -> None:
         for run in self.runs:
-            run.set_counts(fewest, num_tokens)
+            run.set_counts(counts)
+
+    def packs(self, planned: StagePlan) -> bool:
+        return any(run.packs(planned) for run in self.runs)
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         for run in self.runs:

@@ -40,6 +40,15 @@ class RunSetup:
     guided: bool = True  # unconditional rows run beside the conditional ones
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """What the host knows of the tokens that the images of a data-dependent stage keep; a bucket size where graphs are captured."""
+
+    fewest: int  # of an image
+    most: int
+    total: int  # of all images
+
+
 class Span(Protocol):
     """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass.
 
@@ -92,6 +101,7 @@ class StagePlan:
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
     guidance_share: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
     residual_tokens: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
+    packed: int | None = None  # tokens of all images of a cfg branch, padding included, where rows run one after another
 
     def __post_init__(self) -> None:
         if not is_share(self.guidance_share):
@@ -137,6 +147,9 @@ class StagePlan:
         """Raises ValueError if the method kept another number of tokens than it had planned."""
         if self.num_tokens is not None and tokens.num_tokens != self.num_tokens:
             raise ValueError(f"stage {tokens.stage.index} was planned with {self.num_tokens} tokens, and {tokens.num_tokens} entered")
+        packed = None if tokens.packing is None else tokens.packing.total
+        if self.packed != packed:
+            raise ValueError(f"stage {tokens.stage.index} was planned with {self.packed} packed tokens, and {packed} entered")
 
     def merge(self, other: StagePlan) -> StagePlan:
         """Returns both plans in one; a conflict raises ValueError."""
@@ -154,6 +167,7 @@ class StagePlan:
             guidance_share=next(iter(shares), 1.0),
             residual_tokens=self.residual_tokens if other.residual_tokens is None else other.residual_tokens,
             num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
+            packed=self.packed if other.packed is None else other.packed,
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),
         )
@@ -233,8 +247,15 @@ class MethodRun:
         """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""
         return None
 
-    def set_counts(self, fewest: int, num_tokens: int) -> None:
-        """Takes what the host has read of `count_tokens`: the smallest count, and the largest or a bucket size above it."""
+    def set_counts(self, counts: TokenCounts) -> None:
+        """Takes what the host has read of `count_tokens`, or a bucket size above it."""
+
+    def packs(self, planned: StagePlan) -> bool:
+        """Returns whether a data-dependent stage with this forecast packs its rows, so that it pays for the total of the counts.
+
+        It then returns plans with `packed` and tokens with a `packing` of that size. Otherwise rows are padded to the largest count.
+        """
+        return False
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         """Returns what the stage will do: its forecast `planned`, or that completed by what is known now."""
@@ -249,7 +270,7 @@ class MethodRun:
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        """Sees the input and the output of a tapped block."""
+        """Sees the input and the output of a tapped block, both as `tokens` lie: `tokens.unpack` gives padded rows [R, N, C] always."""
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """May add logits for tokens that were left out, after guidance."""

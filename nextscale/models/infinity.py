@@ -184,6 +184,6 @@ class Infinity(NextScaleModel):
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index]
 
-    def logits(self, x: Tensor, env: Env) -> Tensor:
+    def logits(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         """[R, N, bits, 2]: for every bit the logit of 0 and of 1."""
-        return super().logits(x, env).unflatten(-1, (-1, 2))
+        return super().logits(x, tokens, env).unflatten(-1, (-1, 2))

@@ -25,7 +25,7 @@ from ..frequency import (
     neighbour_similarity,
     share_above,
 )
-from ..method import MethodRun, RunSetup, StagePlan
+from ..method import MethodRun, RunSetup, StagePlan, TokenCounts
 from ..select import pick, put_
 
 if TYPE_CHECKING:
@@ -33,27 +33,37 @@ if TYPE_CHECKING:
     from .method import SparseVAR
 
 
+UNKNOWN = TokenCounts(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class Choice:
     """Which cells of a stage enter the network."""
 
     excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
     kept: Tensor  # [B, cells]
     counts: Tensor  # [B], of kept cells
-    fewest: int = 0  # the smallest count
-    num_tokens: int = 0  # the largest count, or a bucket size above it
+    known: TokenCounts = UNKNOWN  # what the host knows of them
+
+    @property
+    def num_tokens(self) -> int:
+        """The largest count, or a bucket size above it."""
+        return self.known.most
 
     @property
     def reduces(self) -> bool:
         """Whether any image leaves out a cell."""
-        return self.fewest < self.kept.shape[1]
+        return self.known.fewest < self.kept.shape[1]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether images keep different numbers of tokens."""
+        return self.known.fewest < self.known.most
 
     def tokens(self, stage: Stage) -> Tokens:
         """The kept tokens of every image, in raster order."""
-        keep: int | Tensor = self.num_tokens
-        if self.fewest < self.num_tokens:  # images keep different numbers of tokens
-            # Bucket sizes that are too small are captured too, from images that need more, and never replayed.
-            keep = self.counts.clamp(max=self.num_tokens)
+        # Bucket sizes that are too small are captured too, from images that need more, and never replayed.
+        keep = self.counts.clamp(max=self.num_tokens) if self.ragged else self.num_tokens
         _, tokens = Tokens(stage).top(self.kept.float(), keep, self.num_tokens)
         return tokens
 
@@ -82,7 +92,9 @@ class SparseRun(MethodRun):
     excluded: GridMap | None = None  # 1 where cells were excluded at the last stage that ran, [B, cells, 1]
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
-    choice: _Choice | None = None  # of the stage that runs; None: all cells
+    choice: Choice | None = None  # of the stage that runs; None: all cells
+    packed: int | None = None  # tokens of all images, where the stage that runs packs its rows
+    ragged: bool = False  # images have left different numbers of keys
     anchor_map: AnchorMap | None = None  # of the stage that runs, once its logits are restored
     first: int = field(init=False)
     blocks: range = field(init=False)
@@ -104,21 +116,31 @@ class SparseRun(MethodRun):
         self.choice = self._choose(stage, canvas)
         return None if self.choice is None else self.choice.counts
 
-    def set_counts(self, fewest: int, num_tokens: int) -> None:
+    def set_counts(self, counts: TokenCounts) -> None:
         assert self.choice is not None
-        self.choice = replace(self.choice, fewest=fewest, num_tokens=num_tokens)
+        self.choice = replace(self.choice, known=counts)
+
+    def packs(self, planned: StagePlan) -> bool:
+        """Spans choose among the tokens of a row or compare them, and want padded rows; a single image is packed as it is."""
+        return self.setup.batch > 1 and not planned.spans
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         if self.settings.keep is not None:
             self.anchor_map = None
             self.choice = self._choose_budget(stage, canvas)
             return planned
-        return replace(planned, num_tokens=self.choice.num_tokens if self.choice is not None and self.choice.reduces else None)
+        choice, self.packed = self.choice, None
+        if choice is None or not choice.reduces:
+            return replace(planned, num_tokens=None)
+        self.ragged |= choice.ragged
+        if self.ragged and self.packs(planned):  # also where counts agree again: keys are read by lengths
+            self.packed = choice.known.total
+        return replace(planned, num_tokens=choice.num_tokens, packed=self.packed)
 
     def state_tensors(self) -> list[Tensor]:
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
-    def _choose(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+    def _choose(self, stage: Stage, canvas: Canvas) -> Choice | None:
         """Which cells the stage computes; None as long as nothing is known about them."""
         left_out = self._left_out(stage)
         detail = self._detail(stage, canvas)
@@ -132,9 +154,9 @@ class SparseRun(MethodRun):
             kept = ~excluded.scatter_(1, most, False)
         else:
             kept = (~excluded).index_fill_(1, self._anchors(stage, self.alpha, excluded.device), True)
-        return _Choice(excluded, kept, kept.sum(dim=1))
+        return Choice(excluded, kept, kept.sum(dim=1))
 
-    def _choose_budget(self, stage: Stage, canvas: Canvas) -> _Choice | None:
+    def _choose_budget(self, stage: Stage, canvas: Canvas) -> Choice | None:
         """Which cells the stage computes, as many as its budget says in every image; None: all."""
         detail, num_tokens = self._detail(stage, canvas), self.budgets.get(stage.index)
         if detail is None or num_tokens is None:
@@ -152,7 +174,8 @@ class SparseRun(MethodRun):
         chosen = torch.zeros_like(before).scatter_(1, best, True)
         least = detail.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         excluded = torch.where(anchors, before | (detail < least), ~chosen)
-        return _Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), num_tokens, num_tokens)
+        every_image = TokenCounts(num_tokens, num_tokens, len(chosen) * num_tokens)
+        return Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), every_image)
 
     def _left_out(self, stage: Stage) -> Tensor | None:
         """Which cells lie where the last stage that ran has excluded some, [B, cells]."""
@@ -199,8 +222,11 @@ class SparseRun(MethodRun):
         self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
         if not self.choice.reduces:
             return x, tokens
-        kept = self.choice.tokens(tokens.stage).repeat(x.shape[0] // self.setup.batch)  # both rows of a guided pair keep the same cells
-        return kept.gather(x), kept
+        kept = self.choice.tokens(tokens.stage)
+        if self.packed is not None:
+            kept = kept.packed(self.setup.batch, self.packed)
+        kept = kept.repeat(x.shape[0] // self.setup.batch)  # both rows of a guided pair keep the same cells
+        return kept.gather(x) if kept.packing is None else kept.packing.gather(x), kept
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         if self.settings.metric != "mse" or tokens.stage.index < self.first - 1:
@@ -214,7 +240,8 @@ class SparseRun(MethodRun):
     def _take_change(self, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         """Updates the map where tokens were computed."""
         size = tokens.stage.size
-        change, tokens = tokens.on_grid(self._of_images(feature_change(before, after))[..., None])
+        rows = tokens.unpack(feature_change(before, after))
+        change, tokens = tokens.on_grid(self._of_images(rows)[..., None])
         earlier = change if self.change is None else self.change.at(size, self.settings.resize)
         if self.settings.left_out == "zero":
             earlier = torch.zeros_like(earlier)
@@ -264,4 +291,4 @@ class SparseRun(MethodRun):
         An anchor's residual would complete the anchor's code. On random weights latents are 12 to 28 % nearer to dense generation than with
         the anchors' residuals; copying the anchors' codes beside their residuals is further from it than either.
         """
-        return (x, tokens) if self.anchor_map is None else (self.anchor_map.propagate(x), self.anchor_map.tokens)
+        return (x, tokens) if self.anchor_map is None else (self.anchor_map.propagate(tokens.unpack(x)), self.anchor_map.tokens)
