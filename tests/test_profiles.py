@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import nextscale
 from nextscale import Profile
 from nextscale.cli import app, parse
 from nextscale.errors import NextscaleError, ProfileError, SettingError
@@ -280,3 +281,14 @@ def test_refusals(arguments: tuple[str, ...], message: str, beside_tiny: Path) -
 def test_a_profile_that_is_made_wrong_is_refused_at_once() -> None:
     with pytest.raises(NextscaleError, match="no frontier"):
         profile_of(tiny.shared_pipeline("infinity"), points=(point(FAST, 2.5, 0.09), point(NEAR, 1.5, 0.03)))
+
+
+def test_load_finds_what_was_measured_on_these_weights(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.symlink_to(presets.NANO.weights.path)  # type: ignore[union-attr]
+    pipe = nextscale.load("nano", weights=weights, device="cpu")
+    shipped = pipe.profiles
+    profile = profile_of(pipe)
+    profile.save(tmp_path / profile.file_name)
+    PROFILE.save(tmp_path / PROFILE.file_name)  # of another model
+    assert nextscale.load("nano", weights=weights, device="cpu", dtype=torch.bfloat16).profiles == (*shipped, profile)

@@ -86,7 +86,7 @@ CombinedMethods = Annotated[
         "--method",
         metavar="METHOD",
         show_default="dense",
-        help="An acceleration method with its settings, such as skip:last=2; repeat it, or join with +, to combine several.",
+        help="An acceleration method with its settings, such as skip:last=2 or auto:speedup=2; repeat it, or join with +, to combine them.",
     ),
 ]
 

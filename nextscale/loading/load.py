@@ -75,9 +75,8 @@ def load(
     model.rank_table = rank_table_of(model, weights_path)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
-    return Pipeline(
-        model, images, reader, spec.settings, name, engine, graph_memory, own_profiles(profile_folders(spec, weights_path), model)
-    )
+    profiles = own_profiles(profile_folders(spec, weights_path), model)
+    return Pipeline(model, images, reader, spec.settings, name, engine, graph_memory, profiles)
 
 
 def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:

@@ -107,9 +107,8 @@ def evaluate(
         raise SettingError(f"quality is judged against dense generation of one or more prompts; got {', '.join(methods)}, {len(prompts)}")
     schedule = pipeline.settings.schedules.choose(size, None)
     requests = Requests(pipeline, schedule, prompts, seed, mixed_batches(len(prompts), batch))
-    chosen = {
-        name: pipeline.settled(method, schedule, batch) for name, method in {DENSE: methods[DENSE], **methods}.items()
-    }  # each turn starts with the images that the others are compared with
+    ordered = {DENSE: methods[DENSE], **methods}  # each turn starts with the images that the others are compared with
+    chosen = {name: pipeline.settled(method, schedule, batch) for name, method in ordered.items()}
     measured = {name: Measured() for name in chosen}
     longest = requests.longest()
     has_images = all(prompt.encoded is not None for prompt in prompts)
