@@ -22,7 +22,7 @@ LATE = 3  # stages that are reduced
 UNGUIDED = 5  # stages that may be the first without guidance
 SKIPPED = 3  # stages at most
 POWERS = tuple(1 + step / 10 for step in range(16))  # 1 to 2.5
-USUAL_POWER, TINY = 1.5, 1e-9
+USUAL_POWER, TINY = 1.7, 1e-9
 
 
 def singles(stages: int, guided: bool, change: str) -> list[Candidate]:

@@ -19,6 +19,7 @@ EXPLORED = 0.65  # of the time, until candidates meet more prompts
 STEPPED = 8  # neighbours that are run before the frontier is drawn anew
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
 MOST_CANDIDATES, MOST_WINNERS = 60, 14
+MOST_ROUNDS = 4  # of prompts: what is left then is told apart by the proof
 FEWEST, MOST_PREDICTED = 12, 500  # candidates of the predicted frontier that are run whatever the time, and at most
 
 Progress = Callable[[str, float], None]
@@ -41,6 +42,11 @@ class Search:
     @property
     def stages(self) -> int:
         return len(self.bench.schedule)
+
+    @property
+    def most(self) -> float:
+        """The largest distance to dense of a single knob: what is further away than leaving out three stages is of no interest."""
+        return max(self.predictor.distances.values())
 
     @property
     def spent(self) -> float:
@@ -97,10 +103,9 @@ class Search:
     def explore(self) -> None:
         """Runs what the prediction puts at the frontier or near it. What is further from dense than any single knob is left out."""
         predictor = self.predictor
-        most = max(predictor.distances.values())
         places = {}
         for candidate in combinations(self.stages, self.workload.guided, predictor.change, predictor.rows):
-            if predictor.possible(candidate) and predictor.distance(candidate) <= most:
+            if predictor.possible(candidate) and predictor.distance(candidate) <= self.most:
                 places[candidate] = predictor.speedup(candidate), predictor.distance(candidate)
         for number, candidate in enumerate(near_frontier(list(places), places.__getitem__, MOST_PREDICTED)):
             if self.spent > EXPLORED / 2 and number >= FEWEST:
@@ -129,13 +134,14 @@ class Search:
                     continue
                 speedup = measured[origin][0] * predictor.speedup(candidate) / predictor.speedup(origin)
                 distance = measured[origin][1] * ratio(predictor.distance(candidate), predictor.distance(origin))
-                promise[candidate] = max(promise.get(candidate, 0.0), speedup / behind(distance, known))
+                if distance <= self.most:
+                    promise[candidate] = max(promise.get(candidate, 0.0), speedup / behind(distance, known))
         return sorted(promise, key=lambda candidate: (-promise[candidate], candidate.text))[:STEPPED]
 
     def halve(self) -> list[Candidate]:
         """Candidates near the frontier run twice as many prompts, and half of them again, until prompts or time are used up."""
         rounds, count = 1, MOST_CANDIDATES
-        while rounds * 2 <= self.bench.batches // self.bench.unit and self.spent < 1:
+        while rounds * 2 <= min(MOST_ROUNDS, self.bench.batches // self.bench.unit) and self.spent < 1:
             before = self.places(rounds)
             rounds, count = rounds * 2, max(MOST_WINNERS, count // 2)
             for candidate in near_frontier(list(before), before.__getitem__, count):
@@ -143,15 +149,15 @@ class Search:
                     break
                 self.trial(candidate, rounds, what="more prompts")
         last = self.places(rounds) or self.places(max(1, rounds // 2))
-        most = max(self.predictor.distances.values())
-        best = frontier([candidate for candidate, (speedup, far) in last.items() if speedup > 1 and far <= most], last.__getitem__)
+        best = frontier([candidate for candidate, (speedup, _) in last.items() if speedup > 1], last.__getitem__)
         return thinned(best, last.__getitem__, MOST_WINNERS)
 
     def places(self, rounds: int) -> dict[Candidate, tuple[float, float]]:
-        """Speedup and distance of what ran so many rounds of prompts without an error; dense generation is no candidate."""
+        """Speedup and distance of what ran so many rounds of prompts and is of interest; dense generation is no candidate."""
         trials = ((self.tried[text], trial) for (text, n), trial in self.seen.items() if n == rounds and text != "dense")
         usable = {candidate: trial for candidate, trial in trials if trial.error is None}
-        return {c: (trial.speedup if trial.timed else self.predictor.speedup(c), trial.lpips) for c, trial in usable.items()}
+        found = {c: (trial.speedup if trial.timed else self.predictor.speedup(c), trial.lpips) for c, trial in usable.items()}
+        return {candidate: place for candidate, place in found.items() if place[1] <= self.most}
 
 
 def behind(distance: float, known: Iterable[tuple[float, float]]) -> float:
