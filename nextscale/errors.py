@@ -17,6 +17,10 @@ class WeightsMismatch(CheckpointError):
     """A whole checkpoint, but not of this module."""
 
 
+class DownloadError(CheckpointError):
+    """A file could not be fetched from the hub."""
+
+
 class PromptError(NextscaleError):
     """A prompt or class label that the model cannot take."""
 

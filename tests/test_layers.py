@@ -15,7 +15,7 @@ import nextscale
 PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("basics", ("errors", "checks", "io", "kernels", "stage", "report", "checkpoints", "assets")),
+    ("basics", ("errors", "checks", "io", "kernels", "stage", "report", "checkpoints", "assets", "hub")),
     ("parts", ("cache", "canvas", "guidance", "sampling", "schedules")),
     ("models", ("models", "tokenizers", "text")),
     ("method interface", ("accel.method",)),
