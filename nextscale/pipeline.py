@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -14,12 +14,14 @@ from .accel.method import Method
 from .accel.registry import MethodLike, resolve_method
 from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
+from .engine.executor import checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
 from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
 from .errors import SettingError
 from .generate import StageDone, check_plans, require_finite
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
+from .habits import Habits
 from .models.base import NextScaleModel
 from .output import Output, Preview, costs_of, mask_of, read_back, stage_reports
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
@@ -55,7 +57,7 @@ class Accelerated:
         self._pipeline.method = self._previous
 
 
-class Pipeline:
+class Pipeline(Habits):
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files.
 
     It may be called from several threads. On a GPU one call runs at a time and the others wait; a call from inside `on_stage` runs
@@ -118,7 +120,8 @@ class Pipeline:
         """
         with self._turn() as nested:
             request = self._request(prompt, seed, size, aspect, guidance, negative, method, sampling, compute_mask, revise)
-            return self._run(request, on_stage, warmup, nested)
+            with self._watched(request.schedule, on_stage) as watch:
+                return self._run(request, watch, warmup, nested)
 
     def warmup(
         self,
@@ -286,15 +289,3 @@ class Pipeline:
             planned_memory=need,
         )
         return Output(*copies, report, masks)
-
-
-def checked_engine(engine: Engine | None) -> Engine | None:
-    if engine is not None and engine not in get_args(Engine):
-        raise SettingError(f"engine {engine!r}: choose one of {', '.join(get_args(Engine))}")
-    return engine
-
-
-def checked_memory(graph_memory: int | None) -> int | None:
-    if graph_memory is not None and (isinstance(graph_memory, bool) or not isinstance(graph_memory, int) or graph_memory <= 0):
-        raise SettingError(f"graph_memory {graph_memory!r}: give a whole number of bytes; engine='eager' captures nothing")
-    return graph_memory

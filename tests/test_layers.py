@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("methods", ("accel",)),
     ("generate", ("generate", "request")),
     ("engine", ("engine",)),
-    ("pipeline", ("pipeline", "output")),
+    ("pipeline", ("pipeline", "output", "habits", "placement")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),
     ("command line", ("cli", "__main__")),

@@ -445,4 +445,4 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     with pytest.raises(SettingError, match="leave out offload_text"):
         prompt_reader(model_spec("nano"), None, torch.device("cpu"), offload=True)
     reader = prompt_reader(spec, "no-such-folder/encoder", torch.device("cpu"), offload=True)
-    assert reader._open_encoder.args[-2] is True  # type: ignore[attr-defined]
+    assert reader.open_encoder.offload is True  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,10 @@ from ..io import home
 from ..models import HartConfig, StarConfig
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
+from ..placement import choose_device, choose_dtype
 from ..text import Encoder
 from ..text.files import EncoderSource
-from ..text.prompts import ClassReader, PromptReader, TextReader
+from ..text.prompts import ClassReader, EncoderOpener, PromptReader, TextReader
 from ..tokenizers import HartTokenizerConfig
 from .fetch import locate, require_parts
 from .hart_config import check_pair
@@ -26,7 +26,6 @@ from .parts import Weights, encoder_part, weight_parts
 from .presets import Embedded, ModelSpec, Source, build_model, build_tokenizer, model_spec
 
 PathLike = str | Path
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load(
@@ -59,9 +58,7 @@ def load(
     """
     spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    if dtype not in DTYPES:
-        raise SettingError(f"dtype {dtype}: choose one of {', '.join(str(known) for known in DTYPES)}")
+    dtype = choose_dtype(dtype, device)
     if download:
         not_given = {source for given, source in ((weights, spec.weights), (tokenizer, spec.tokenizer_weights)) if given is None}
         require_parts(spec, [part for part in weight_parts(spec) if part.source in not_given], with_encoder=text_encoder is None)
@@ -69,13 +66,29 @@ def load(
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     spec = checkpoint_spec(spec, weights_path, tokenizer_path)
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
+    return assemble(spec, weights_path, tokenizer_path, reader, device, dtype, engine, graph_memory)
+
+
+def assemble(
+    spec: ModelSpec,
+    weights: Path,
+    tokenizer: Path,
+    reader: PromptReader,
+    device: torch.device,
+    dtype: torch.dtype,
+    engine: Engine | None,
+    graph_memory: int | None,
+) -> Pipeline:
+    """Reads the weights of both modules and puts them together."""
     with torch.device("meta"):
         model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
-    load_module(model, weights_path, device, dtype)
-    load_module(images, tokenizer_path, device, dtype)
+    load_module(model, weights, device, dtype)
+    load_module(images, tokenizer, device, dtype)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
-    return Pipeline(model, images, reader, spec.settings, name, engine, graph_memory)
+    pipeline = Pipeline(model, images, reader, spec.settings, spec.name, engine, graph_memory)
+    pipeline.weights_folder = weights if weights.is_dir() else weights.parent
+    return pipeline
 
 
 def released_spec(spec: ModelSpec) -> ModelSpec:
@@ -84,37 +97,28 @@ def released_spec(spec: ModelSpec) -> ModelSpec:
     return replace(spec, model=replace(spec.model, as_released=True))
 
 
-def choose_device(wanted: str | torch.device | None) -> torch.device:
-    """The one asked for if it is there; by default the GPU if there is one."""
-    if wanted is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(wanted)):
-        raise SettingError(f"device {str(wanted)!r}: choose cpu, cuda or cuda:N")
-    device, gpus = torch.device(wanted), torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise SettingError(f"device {wanted}: torch {torch.__version__} finds {gpus} GPU(s) here; cpu always works")
-    return device
-
-
 def prompt_reader(
     spec: ModelSpec, text_encoder: Encoder | PathLike | None, device: torch.device, offload: bool = False, download: bool = True
 ) -> PromptReader:
     source = spec.text_encoder
-    if offload and (source is None or isinstance(source.origin, Embedded)):
+    if offload and encoder_part(spec) is None:
         raise SettingError(f"{spec.name} has no text model that is worth moving: leave out offload_text")
     if offload and text_encoder is not None and not isinstance(text_encoder, str | Path):
         raise SettingError("offload_text is for text encoders that load opens: give your own one offload=True")
     if source is not None:
-        return TextReader(partial(open_encoder, spec, text_encoder, device, offload, download), source.reads_empty)
+        named = text_encoder if isinstance(text_encoder, str | Path) else source.origin if text_encoder is None else None
+        if isinstance(named, Embedded) or encoder_part(spec) is None:
+            named = None  # it is small: what is saved is the encoder itself
+        opened = partial(open_encoder, spec, text_encoder, download)
+        kind = getattr(source.encoder, "__name__", "")
+        return TextReader(EncoderOpener(opened, named, kind, device, offload, can_offload=named is not None), source.reads_empty)
     assert isinstance(spec.model, ClassConfig)
     if text_encoder is not None:
         raise SettingError(f"{spec.name} generates classes and reads no text: leave out text_encoder")
     return ClassReader(spec.model.classes)
 
 
-def open_encoder(
-    spec: ModelSpec, given: Encoder | PathLike | None, device: torch.device, offload: bool = False, download: bool = True
-) -> Encoder:
+def open_encoder(spec: ModelSpec, given: Encoder | PathLike | None, download: bool, device: torch.device, offload: bool) -> Encoder:
     if given is not None and not isinstance(given, str | Path):
         return given
     source = spec.text_encoder
