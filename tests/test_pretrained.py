@@ -112,9 +112,11 @@ def test_profiles_travel_along(tmp_path: Path) -> None:
     pipe = reading_from("var")
     pipe.save_pretrained(tmp_path / "a")
     (tmp_path / "a" / "profile-h200.json").write_text('{"points": []}')
+    (tmp_path / "a" / "nano-256.profile.json").write_text("{}")
     again = nextscale.Pipeline.from_pretrained(tmp_path / "a", device="cpu")
     again.save_pretrained(tmp_path / "b")
     assert (tmp_path / "b" / "profile-h200.json").read_text() == '{"points": []}'
+    assert (tmp_path / "b" / "nano-256.profile.json").read_text() == "{}"
     again.save_pretrained(tmp_path / "a")
     assert (tmp_path / "a" / "profile-h200.json").read_text() == '{"points": []}'
 

@@ -24,7 +24,8 @@ from .load import assemble, load, prompt_reader, released_spec
 from .plain_values import from_plain, to_plain
 from .presets import ModelConfig, ModelSpec, Source, TextSource, TokenizerConfig
 
-INDEX, MODEL, TOKENIZER, PROFILES = "nextscale.json", "model.safetensors", "tokenizer.safetensors", "profile*.json"
+INDEX, MODEL, TOKENIZER = "nextscale.json", "model.safetensors", "tokenizer.safetensors"
+PROFILES = ("profile*.json", "*.profile.json")  # of tuning: beside the weights that they were measured with
 FORMAT = 1
 ENCODERS: dict[str, Any] = {"T5Encoder": T5Encoder, "QwenEncoder": QwenEncoder, "ClipEncoder": ClipEncoder, "words": WordTextEncoder.load}
 NOWHERE = Source("", "")  # a saved part comes with its folder
@@ -61,7 +62,8 @@ def save(pipeline: Pipeline, folder: Path) -> Path:
         "settings": to_plain(pipeline.settings),
         "text_encoder": encoder_entry(pipeline.reader),
     }
-    profiles = sorted(pipeline.weights_folder.glob(PROFILES)) if pipeline.weights_folder else []
+    beside = pipeline.weights_folder
+    profiles = {profile for pattern in PROFILES for profile in beside.glob(pattern)} if beside else set()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INDEX).unlink(missing_ok=True)
     write_weights(pipeline.model, folder / MODEL, pipeline.model.layout, dtype=None)
