@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def named_values(node: dict[str, Any]) -> list[tuple[str, str]]:
 
 def bezier(points: list[tuple[float, float]], at: float) -> tuple[float, float]:
     while len(points) > 1:
-        points = [((1 - at) * x0 + at * x1, (1 - at) * y0 + at * y1) for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False)]
+        points = [((1 - at) * x0 + at * x1, (1 - at) * y0 + at * y1) for (x0, y0), (x1, y1) in pairwise(points)]
     return points[0]
 
 

@@ -71,11 +71,8 @@ class NextScaleAccelerate(io.ComfyNode):
 
     @classmethod
     def execute(cls, pipeline: Loaded, method: str, settings: str, profile: str = "", point: int = 0) -> io.NodeOutput:
-        if method == "profile":
-            named = profile_method(profile, point)
-        else:
-            named = f"{method}:{settings.strip()}" if settings.strip() else method
-        accelerated = pipeline.accelerated(named)
+        with_settings = f"{method}:{settings.strip()}" if settings.strip() else method
+        accelerated = pipeline.accelerated(profile_method(profile, point) if method == "profile" else with_settings)
         resolve_method(accelerated.method)  # what is wrong with it is said here and not in Generate
         return io.NodeOutput(accelerated)
 

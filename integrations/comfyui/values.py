@@ -45,7 +45,7 @@ def read_prompts(pipeline: nextscale.Pipeline, text: str, images: int) -> list[A
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError as error:
-        raise SettingError(f"prompt {text!r}: {pipeline.name} generates classes; write a number such as 207, or several: 207, 360") from error
+        raise SettingError(f"prompt {text!r}: {pipeline.name} generates classes; write a number such as 207, or 207, 360") from error
     if len(numbers) not in (1, images):
         raise SettingError(f"{len(numbers)} classes for {images} images: give one, or one for each")
     return numbers * images if len(numbers) == 1 else numbers

@@ -80,7 +80,8 @@ class NextScaleBlock(ModularPipelineBlocks):
         asked = self.get_block_state(state)
         pipeline = getattr(components, COMPONENT)
         if pipeline is None:
-            raise nextscale.NextscaleError(f"no model is loaded: call load_components(), or update_components({COMPONENT}=nextscale.load(...))")
+            remedy = f"call load_components(), or update_components({COMPONENT}=nextscale.load(...))"
+            raise nextscale.NextscaleError(f"no model is loaded: {remedy}")
         output = pipeline(
             repeated(asked.prompt, asked.num_images_per_prompt),
             seed=chosen_seed(asked.seed, asked.generator),
