@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, cast
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 
 from .errors import SettingError
 from .models.base import NextScaleModel
@@ -86,11 +87,22 @@ class Habits:
         self.reader.offload()
 
     @contextmanager
-    def _watched(self, schedule: Schedule, on_stage: OnStage | None) -> Iterator[OnStage | None]:
-        """What is to be called after each stage: the caller's function, and the bar where one is shown."""
-        if not self.progress:
-            yield on_stage
-            return
+    def _watched(self, schedule: Schedule, on_stage: OnStage | None, latents: list[Tensor] | None) -> Iterator[OnStage | None]:
+        """What is to be called after each stage: whatever keeps its latent, moves the bar, and the caller's own function."""
+        keep: list[OnStage] = [] if latents is None else [lambda preview: latents.append(preview.latent)]
+        own = [] if on_stage is None else [on_stage]
+        shown: AbstractContextManager[list[OnStage]] = self._bar(schedule) if self.progress else nullcontext([])
+        with shown as bar:
+            watchers = [*keep, *bar, *own]
+
+            def all_of_them(preview: Preview) -> None:
+                for watcher in watchers:
+                    watcher(preview)
+
+            yield all_of_them if watchers else None
+
+    @contextmanager
+    def _bar(self, schedule: Schedule) -> Iterator[list[OnStage]]:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=sum(stage.cells for stage in schedule))
 
@@ -99,10 +111,8 @@ class Habits:
                     torch.cuda.current_stream(self.model.device).synchronize()
                 stage = preview.done.stage
                 bar.update(task, advance=stage.cells, description=f"stage {stage.index + 1}/{len(schedule)}")
-                if on_stage is not None:
-                    on_stage(preview)
 
-            yield advance
+            yield [advance]
 
     def _turn(self) -> AbstractContextManager[bool]:
         raise NotImplementedError

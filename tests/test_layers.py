@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("methods", ("accel",)),
     ("generate", ("generate", "request")),
     ("engine", ("engine",)),
-    ("pipeline", ("pipeline", "output", "habits", "placement")),
+    ("pipeline", ("pipeline", "output", "habits", "placement", "notebook")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),
     ("command line", ("cli", "__main__")),

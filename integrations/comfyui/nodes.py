@@ -10,7 +10,7 @@ import nextscale
 from nextscale.accel import METHODS
 from nextscale.accel.registry import resolve_method
 
-from .values import Loaded, Result, as_comfy, darkened, mask_as_comfy, profile_method, read_prompts, read_size, stages_as_comfy
+from .values import Loaded, as_comfy, darkened, mask_as_comfy, profile_method, read_prompts, read_size, stages_as_comfy
 
 CATEGORY = "nextscale"
 ASPECTS = ("model's own", "1:1", "4:3", "3:2", "16:9", "2:1", "3:4", "2:3", "9:16", "1:2")
@@ -118,15 +118,13 @@ class NextScaleGenerate(io.ComfyNode):
         preview: bool,
         compute_mask: bool,
     ) -> io.NodeOutput:
-        stages: list[nextscale.Preview] = []
         total = len(pipeline.pipeline.settings.schedules.choose(read_size(size), None if aspect == ASPECTS[0] else aspect))
         progress = ComfyAPISync().execution
 
         def on_stage(shown: nextscale.Preview) -> None:
             comfy.model_management.throw_exception_if_processing_interrupted()
-            stages.append(shown)
             picture = shown.images()[0] if preview else None
-            progress.set_progress(value=len(stages), max_value=total, preview_image=picture)
+            progress.set_progress(value=shown.done.stage.index + 1, max_value=total, preview_image=picture)
 
         output = pipeline.pipeline(
             read_prompts(pipeline.pipeline, prompt, images),
@@ -137,11 +135,12 @@ class NextScaleGenerate(io.ComfyNode):
             guidance=None if guidance < 0 else guidance,
             method=pipeline.method,
             compute_mask=compute_mask,
+            keep_stages=True,
             on_stage=on_stage,
         )
         report = output.report
         told = f"{report.model}, {report.method}: {report.seconds:.2f} s, {report.cost_share:.0%} of the MACs of dense generation"
-        return io.NodeOutput(as_comfy(output.pixels), Result(output, tuple(stages)), told)
+        return io.NodeOutput(as_comfy(output.pixels), output, told)
 
 
 class NextScaleStages(io.ComfyNode):
@@ -157,7 +156,7 @@ class NextScaleStages(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, result: Result) -> io.NodeOutput:
+    def execute(cls, result: nextscale.Output) -> io.NodeOutput:
         return io.NodeOutput(stages_as_comfy(result))
 
 
@@ -174,9 +173,9 @@ class NextScaleComputeMask(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, result: Result, stage: int) -> io.NodeOutput:
+    def execute(cls, result: nextscale.Output, stage: int) -> io.NodeOutput:
         mask = mask_as_comfy(result, stage)
-        return io.NodeOutput(mask, darkened(as_comfy(result.output.pixels), mask))
+        return io.NodeOutput(mask, darkened(as_comfy(result.pixels), mask))
 
 
 NODES = (NextScaleLoad, NextScaleAccelerate, NextScaleGenerate, NextScaleStages, NextScaleComputeMask)

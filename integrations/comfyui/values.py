@@ -30,14 +30,6 @@ class Loaded:
         return replace(self, method=method if self.method == "dense" else f"{self.method}+{method}")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a request made, with what there was after each of its stages."""
-
-    output: nextscale.Output
-    stages: tuple[nextscale.Preview, ...]
-
-
 def read_prompts(pipeline: nextscale.Pipeline, text: str, images: int) -> list[Any]:
     """One prompt for all images; for class models a class number, or one for each image, between commas."""
     if not isinstance(pipeline.reader, ClassReader):
@@ -82,23 +74,24 @@ def as_comfy(pixels: Tensor) -> Tensor:
     return ((pixels.float().clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 1).contiguous().cpu()
 
 
-def stages_as_comfy(result: Result) -> Tensor:
+def stages_as_comfy(output: nextscale.Output) -> Tensor:
     """All stages as one batch, images of the first stage first, in the size of the result."""
-    height, width = result.output.report.size
+    height, width = output.report.size
+    assert output.stages is not None  # Generate keeps them
     with torch.inference_mode():
-        decoded = [preview.tokenizer.decode(preview.latent).float() for preview in result.stages]
+        decoded = [output.stages.tokenizer.decode(latent).float() for latent in output.stages.latents]
         sized = [F.interpolate(pixels, size=(height, width), mode="bilinear") for pixels in decoded]  # FlexVAR's grow with the stage
     return as_comfy(torch.cat(sized).clone())
 
 
-def mask_as_comfy(result: Result, stage: int) -> Tensor:
+def mask_as_comfy(output: nextscale.Output, stage: int) -> Tensor:
     """A MASK [B, H, W] in 0..1: the share of the network that ran for every cell of a stage; -1 is the last."""
-    masks = result.output.compute_mask
+    masks = output.compute_mask
     if masks is None:
         raise SettingError("this image has no compute mask: switch compute_mask on in Generate")
     if not -len(masks) <= stage < len(masks):
         raise SettingError(f"stage {stage}: there are the stages 0 to {len(masks) - 1}; -1 is the last")
-    height, width = result.output.report.size
+    height, width = output.report.size
     return F.interpolate(masks[stage][:, None].float(), size=(height, width), mode="nearest")[:, 0].cpu()
 
 
