@@ -19,7 +19,7 @@ from . import tiny
 PROJECT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((PROJECT / "examples").glob("*.ipynb"))
 EXPECTED = {
-    "compare_methods": ("MACs 100%", "sparsevar", "StageVAR", "SkipStages(last=1)", "image/png"),
+    "compare_methods": ("MACs 100%", "sparsevar", "stagevar", "SkipStages(last=1)", "image/png"),
     "first_images": ("seed 8", "stage 6", "(16, 16, 256)", "<table>"),
     "write_a_method": ("Thrifty", "[2, 2, 2, 1, 1, 1, 0]", "skipped"),
 }

@@ -73,7 +73,7 @@ class NextScaleAccelerate(io.ComfyNode):
     def execute(cls, pipeline: Loaded, method: str, settings: str, profile: str = "", point: int = 0) -> io.NodeOutput:
         with_settings = f"{method}:{settings.strip()}" if settings.strip() else method
         accelerated = pipeline.accelerated(profile_method(profile, point) if method == "profile" else with_settings)
-        resolve_method(accelerated.method)  # what is wrong with it is said here and not in Generate
+        resolve_method(accelerated.methods)  # what is wrong with it is said here and not in Generate
         return io.NodeOutput(accelerated)
 
 
@@ -133,7 +133,7 @@ class NextScaleGenerate(io.ComfyNode):
             aspect=None if aspect == ASPECTS[0] else aspect,
             size=read_size(size),
             guidance=None if guidance < 0 else guidance,
-            method=pipeline.method,
+            method=pipeline.methods,
             compute_mask=compute_mask,
             keep_stages=True,
             on_stage=on_stage,

@@ -18,16 +18,15 @@ from nextscale.text.prompts import ClassReader
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pipeline and the method to use with it. The pipeline is shared by all nodes that come after the same Load, so it stays as it is."""
+    """A pipeline and the methods to use with it. The pipeline is shared by all nodes that come after the same Load, so it stays as it is."""
 
     pipeline: nextscale.Pipeline
-    method: str = "dense"
+    methods: tuple[str, ...] = ()
 
     def accelerated(self, method: str) -> Loaded:
-        """With one method more; "dense" takes all away."""
-        if method == "dense":
-            return replace(self, method=method)
-        return replace(self, method=method if self.method == "dense" else f"{self.method}+{method}")
+        """With one method more, or several that are joined by +; "dense" takes all away."""
+        added = () if method == "dense" else tuple(part.strip() for part in method.split("+"))
+        return replace(self, methods=(*self.methods, *added) if added else ())
 
 
 def read_prompts(pipeline: nextscale.Pipeline, text: str, images: int) -> list[Any]:
