@@ -317,3 +317,25 @@ def test_progress_shows_stages_and_changes_nothing(capsys: pytest.CaptureFixture
 
     assert torch.equal(pipe([1, 2], seed=3, on_stage=note).pixels, dense) and seen == [0, 1, 2, 3]
     assert "stage 4/4" in capsys.readouterr().err
+
+
+# --- on a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_and_back(tmp_path: Path) -> None:
+    """Weights that lie channels last are saved as published; graphs that were captured before a move are captured anew."""
+    pipe = nextscale.load("nano", device="cuda")
+    asked = {"seed": 7, "size": "0.02M"}
+    first = pipe("a red apple", warmup=True, **asked)
+    assert first.report.engine == "graphs"
+    pipe.save_pretrained(tmp_path)
+    again = nextscale.Pipeline.from_pretrained(tmp_path, device="cuda")
+    assert torch.equal(again("a red apple", warmup=True, **asked).pixels, first.pixels)
+    assert pipe.to("cpu", torch.float32)("a red apple", **asked).report.engine == "eager"
+    back = pipe.to("cuda", torch.bfloat16)("a red apple", warmup=True, **asked)
+    assert back.report.engine == "graphs" and torch.equal(back.pixels, first.pixels)
+    pipe.progress = True
+    watched = pipe("a red apple", keep_stages=True, **asked)
+    assert torch.equal(watched.pixels, first.pixels) and watched.stages is not None
+    assert watched.stages.strip()[-1].tobytes() == first.images[0].tobytes()

@@ -18,7 +18,7 @@ from nextscale.text.prompts import ClassReader
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pipeline and the methods to use with it. The pipeline is shared by all nodes that come after the same Load, so it stays as it is."""
+    """A pipeline and the methods to use with it. All nodes that come after one Load share the pipeline, so it stays as it is."""
 
     pipeline: nextscale.Pipeline
     methods: tuple[str, ...] = ()
