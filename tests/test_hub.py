@@ -33,7 +33,7 @@ PROJECT = Path(__file__).parent.parent
 SPEC = replace(tiny.var_spec(), weights=Source("lab/tiny", "tiny_var.pth"), tokenizer_weights=Source("lab/tokens", "tiny_vae.pth"))
 CONTENT = bytes(range(256)) * 200
 NOISE = b"not needed"
-GIVES_UP_AFTER = 6  # attempts of the hub's package that bring nothing new
+GIVES_UP_AFTER = 12  # attempts that bring nothing new: those of the hub's package, and once more those
 
 
 def published(spec: ModelSpec, folder: Path) -> dict[str, dict[str, bytes]]:

@@ -93,10 +93,16 @@ def _grow(growing: BinaryIO, partial: Path, file: RemoteFile) -> None:
 
     if _arrived(partial) > file.size:
         growing.truncate(0)
-    if (arrived := _arrived(partial)) < file.size:
-        url = hf_hub_url(file.repository, file.path, revision=file.revision)
-        http_get(url, growing, resume_size=arrived, headers=build_hf_headers(), displayed_filename=file.path)
-        growing.flush()
+    url = hf_hub_url(file.repository, file.path, revision=file.revision)
+    while (before := _arrived(partial)) < file.size:
+        try:
+            http_get(url, growing, resume_size=before, headers=build_hf_headers(), displayed_filename=file.path)
+            growing.flush()
+            break
+        except Exception:  # not every version of the client takes up a broken connection by itself
+            growing.flush()
+            if _arrived(partial) <= before:
+                raise
     if (arrived := _arrived(partial)) != file.size or _content_hash(partial, file) != file.etag:
         growing.truncate(0)
         raise DownloadError(
