@@ -57,7 +57,7 @@ def test_the_state_carries_what_was_asked_and_made(pipe: Any) -> None:
 
 
 def test_a_generator_is_taken(pipe: Any) -> None:
-    images = pipe(prompt="an apple", generator=torch.Generator().manual_seed(3), aspect="1:1", output="images")
+    images = pipe(prompt="an apple", generator=torch.Generator().manual_seed(3), aspect="1:1", method="skip:last=3", output="images")
     assert images[0].size == (256, 256)
 
 

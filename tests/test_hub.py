@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import nextscale
 from nextscale.cli import app
-from nextscale.errors import CheckpointError, DownloadError, MissingExtra, SettingError, TextEncoderUnavailable
+from nextscale.errors import CheckpointError, DownloadError, MissingExtra, NextscaleError, SettingError, TextEncoderUnavailable
 from nextscale.hub import Folder, Wanted, download, listing
 from nextscale.loading import presets
 from nextscale.loading.fetch import download_model
@@ -136,9 +136,24 @@ def test_the_hubs_own_offline_switch_is_honoured(known: Hub, monkeypatch: pytest
     assert known.requests == []
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("infinity-20b", {}, "have not been released"),
+        (SPEC.name, {"text_encoder": "t5"}, "leave out text_encoder"),
+        (SPEC.name, {"offload_text": True}, "leave out offload_text"),
+        (SPEC.name, {"dtype": torch.int8}, "choose one of"),
+    ],
+)
+def test_nothing_is_fetched_for_what_cannot_be_loaded(known: Hub, name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NextscaleError, match=message):
+        nextscale.load(name, device="cpu", **options)
+    assert known.requests == []
+
+
 def test_without_the_package_the_extra_is_named(known: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'nextscale\[hub\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install 'nextscale\[hub\]'\. By hand: https://huggingface.co/lab/tiny/"):
         nextscale.load(SPEC.name, device="cpu")
 
 

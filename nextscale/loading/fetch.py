@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import CheckpointError, DownloadError, SettingError
+from ..errors import CheckpointError, DownloadError, MissingExtra, SettingError
 from ..hub import Folder, HubCache, download, listing
 from ..hub.remote import hub_package
 from ..io import home
@@ -41,8 +41,8 @@ def require_parts(spec: ModelSpec, needed: Sequence[Weights], with_encoder: bool
         return
     try:
         fetch(absent)
-    except DownloadError as error:
-        raise DownloadError(f"{error}. {by_hand(needed)}") from error
+    except (DownloadError, MissingExtra) as error:
+        raise type(error)(f"{error}. {by_hand(needed)}") from error
 
 
 def by_hand(parts: Iterable[Weights]) -> str:

@@ -59,7 +59,8 @@ def load(
     spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
     dtype = choose_dtype(dtype, device)
-    if download:
+    prompt_reader(spec, text_encoder, device, offload_text)  # what does not fit is refused before anything is fetched
+    if download and (weights or spec.weights) is not None:  # weights that nobody has released are refused below
         not_given = {source for given, source in ((weights, spec.weights), (tokenizer, spec.tokenizer_weights)) if given is None}
         require_parts(spec, [part for part in weight_parts(spec) if part.source in not_given], with_encoder=text_encoder is None)
     weights_path = find(weights, spec.weights, f"weights of {name}")
