@@ -48,15 +48,27 @@ PROBES = {
 }
 
 
-def extras() -> dict[str, set[str]]:
-    """Every extra to itself and those that it brings along."""
+@dataclass(frozen=True)
+class Extra:
+    packages: bool  # whether it has packages of its own
+    brings: frozenset[str]  # itself and the extras that it brings along
+
+
+def extras() -> dict[str, Extra]:
     listed = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
-    def closure(name: str) -> set[str]:
+    def closure(name: str) -> frozenset[str]:
         brought = [found.split(",") for need in listed[name] for found in re.findall(r"^nextscale\[(.+)\]", need)]
-        return {name}.union(*(closure(inner) for names in brought for inner in names))
+        return frozenset({name}).union(*(closure(inner) for names in brought for inner in names))
 
-    return {name: closure(name) for name in listed if name != DEVELOPERS}
+    own = {name: any(not need.startswith("nextscale[") for need in needs) for name, needs in listed.items()}
+    return {name: Extra(own[name], closure(name)) for name in listed if name != DEVELOPERS}
+
+
+def there(name: str, installed: frozenset[str]) -> bool:
+    """Whether all packages of an extra are there: one that only brings others along is complete with those."""
+    extra = extras()[name]
+    return name in installed or (not extra.packages and extra.brings - {name} <= installed)
 
 
 class Environment:
@@ -87,7 +99,7 @@ class Environment:
         return done.stdout + done.stderr
 
 
-def check(environment: Environment, has: set[str]) -> list[str]:
+def check(environment: Environment, installed: frozenset[str]) -> list[str]:
     """What was found, one line each."""
     where = environment.run("python", "-c", "import nextscale; print(nextscale.__file__)").strip()
     assert str(environment.folder) in where, f"{where} is not the installed package"
@@ -97,7 +109,7 @@ def check(environment: Environment, has: set[str]) -> list[str]:
     for extra, probe in PROBES.items():
         shown = environment.run("python", "-c", probe.code)
         named = re.search(r"pip install ['\"]nextscale\[\w+\]['\"]", shown)
-        if extra in has:
+        if there(extra, installed):
             assert probe.expected in shown and named is None, f"{extra} is installed, but: {shown}"
             found.append(f"{extra}: works")
         else:
@@ -110,7 +122,8 @@ def main(wanted: list[str]) -> None:
     known = extras()
     if unknown := set(wanted) - known.keys():
         raise SystemExit(f"no such extra: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
-    cases: dict[str, set[str]] = {BARE: set()} | {name: has for name, has in known.items() if not wanted or name in wanted}
+    cases = {BARE: frozenset[str]()} | {name: extra.brings for name, extra in known.items()}
+    cases = {name: installed for name, installed in cases.items() if not wanted or name in wanted}
     torch = next(line for line in (PROJECT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -118,11 +131,11 @@ def main(wanted: list[str]) -> None:
         [wheel] = root.glob("nextscale-*.whl")
         base = Environment(root / "base")
         base.install(torch)
-        for number, (name, has) in enumerate(cases.items()):
+        for number, (name, installed) in enumerate(cases.items()):
             environment = Environment(root / f"case{number}", base)
             environment.install(str(wheel) if name == BARE else f"nextscale[{name}] @ {wheel.as_uri()}")
-            print(f"{name}:", *check(environment, has), sep="\n  ", flush=True)
-            if without := has - PROBES.keys():
+            print(f"{name}:", *check(environment, installed), sep="\n  ", flush=True)
+            if without := installed - PROBES.keys():
                 print(f"  no probe for {', '.join(sorted(without))}", flush=True)
 
 
