@@ -149,8 +149,8 @@ def decisions_table(rows: list[Row]) -> str:
     lines.append(
         f"`{last['model']}`, {last['images']} held-out prompts, {image}, batch {last['batch']}, captured graphs, {last['hardware']}; in"
         " brackets 95 % bootstrap intervals. Each choice is changed alone from the default (block 6 of 0 to 7, conditional rows, alpha 4,"
-        " beta 0.9, maps enlarged bilinearly and carried where cells were left out, all anchors compared) at a budget of 40 % of the last three"
-        " stages, so that all rows run equally many cells besides their anchors."
+        " beta 0.9, maps enlarged bilinearly and carried where cells were left out, all anchors compared) at a budget of 40 % of the last"
+        " three stages, so that all rows run equally many cells besides their anchors."
     )
     return "\n".join(lines)
 

@@ -17,6 +17,10 @@ class WeightsMismatch(CheckpointError):
     """A whole checkpoint, but not of this module."""
 
 
+class DownloadError(CheckpointError):
+    """A file could not be fetched from the hub."""
+
+
 class ProfileError(NextscaleError):
     """A profile is missing, damaged, or of another model."""
 

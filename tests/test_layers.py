@@ -15,7 +15,7 @@ import nextscale
 PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("basics", ("errors", "checks", "io", "kernels", "packing", "stage", "report", "checkpoints", "assets")),
+    ("basics", ("errors", "checks", "io", "kernels", "packing", "stage", "report", "checkpoints", "assets", "hub")),
     ("parts", ("cache", "canvas", "guidance", "sampling", "schedules")),
     ("models", ("models", "tokenizers", "text")),
     ("method interface", ("accel.method", "accel.situation")),
@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("generate", ("generate", "request")),
     ("engine", ("engine",)),
     ("profiles", ("profiles", "profile_file")),
-    ("pipeline", ("pipeline", "output")),
+    ("pipeline", ("pipeline", "output", "habits", "placement", "notebook")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),
     ("command line", ("cli", "__main__")),

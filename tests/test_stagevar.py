@@ -43,7 +43,7 @@ from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
 from nextscale.lab.analysis import measure_ranks
 from nextscale.lab.analysis.ranks import measure_table
-from nextscale.loading.load import local_weights, rank_table_of
+from nextscale.loading.beside import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
 from nextscale.models.env import Env

@@ -4,6 +4,7 @@ from . import (  # noqa: F401 - each registers its command
     bench,
     convert,
     demo,
+    download,
     generate,
     models,
     observe,

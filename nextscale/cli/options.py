@@ -122,6 +122,7 @@ OffloadText = Annotated[
         help="Keep the text encoder on the GPU only while it encodes: less memory, slower prompts.",
     ),
 ]
+Offline = Annotated[bool, typer.Option("--offline", rich_help_panel=MACHINE, help="Fetch nothing: what is missing is an error.")]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
@@ -207,6 +208,7 @@ class ModelOptions:
     tokenizer: TokenizerFile = None
     text_encoder: TextEncoderSource = None
     offload_text: OffloadText = False
+    offline: Offline = False
     device: Device = None
     dtype: DtypeName = None
 
@@ -230,6 +232,7 @@ class ModelOptions:
             tokenizer=self.tokenizer,
             text_encoder=self.text_encoder,
             offload_text=self.offload_text,
+            download=not self.offline,
             device=self.device,
             dtype=as_torch_dtype(self.dtype),
             **more,

@@ -13,7 +13,8 @@ from ..accel.method import Method
 from ..accel.situation import Situation
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
-from ..loading.load import choose_device, find, profile_folders, prompt_reader
+from ..loading.beside import profile_folders
+from ..loading.load import choose_device, find, prompt_reader
 from ..loading.presets import MODELS, ModelSpec, build_model, build_tokenizer
 from ..profiles import Profile, find_profiles
 from ..schedules import ScheduleBook

@@ -15,7 +15,7 @@ from rich.table import Table
 from ..accel.method import Method
 from ..guidance import GuidedRows
 from ..lab.evals.methods import parse_methods
-from ..loading.load import local_weights, rank_table_of
+from ..loading.beside import local_weights, rank_table_of
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models.base import NextScaleModel
 from ..pipeline import Settings
