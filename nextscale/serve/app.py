@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from ..guidance import GuidedRows
 from ..lab.evals.methods import standard
-from .catalogue import Catalogue, Served
+from ..stage import Schedule
+from .catalogue import Catalogue, Served, fitting, parsed_method
 from .compare import Comparer
 from .errors import ApiError, as_api_error
 from .generations import generate, read_body
@@ -79,7 +82,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/studio/options", include_in_schema=False)
     async def options() -> dict[str, Any]:
-        return studio_options(service.require_catalogue())
+        return await run_in_threadpool(studio_options, service.require_catalogue())
 
     @app.post(COMPARE_PATH, include_in_schema=False)
     async def compare(request: Request) -> dict[str, Any]:
@@ -124,15 +127,29 @@ def studio_options(catalogue: Catalogue) -> dict[str, Any]:
 
 def studio_model(served: Served) -> dict[str, Any]:
     book = served.pipeline.settings.schedules
+    schedules = {served.pixels(schedule): schedule for schedule in (book.choose(size, None) for size in book.offers())}
+    sizes = sorted(schedules, key=lambda size: (size[0] * size[1], size))
+    by_stages = {len(schedule): schedule for schedule in [*schedules.values(), served.default]}
     height, width = served.pixels(served.default)
-    sizes = sorted(set(book.offers()), key=lambda size: (size[0] * size[1], size))
     return {
         "id": served.name,
         "classes": served.classes,
         "size": f"{width}x{height}",
-        "sizes": [f"{width}x{height}" for height, width in sizes],
-        "methods": {"dense": "dense", **standard(len(served.default), len(served.pipeline.model.blocks))},
+        "stages": len(served.default),
+        "sizes": [{"size": f"{width}x{height}", "stages": len(schedules[height, width])} for height, width in sizes],
+        "methods": {stages: named_methods(served, schedule) for stages, schedule in by_stages.items()},
     }
+
+
+def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
+    """Those of `nextscale quality` that fit the model with so many stages."""
+    guided = GuidedRows(served.pipeline.settings.guidance, schedule, len(served.pipeline.model.blocks))
+    found = {"dense": "dense"}
+    for name, text in standard(len(schedule), len(served.pipeline.model.blocks)).items():
+        with suppress(ApiError):
+            fitting(served, parsed_method(text), schedule, guided, "method")
+            found[name] = text
+    return found
 
 
 def digest_of_inline_script(page: str) -> str:
