@@ -400,6 +400,22 @@ def test_only_the_culprit_of_a_failing_batch_fails(error: Exception) -> None:
     assert sum(record.error is error for record in records) >= 2
 
 
+def test_callbacks_that_raise_end_their_own_job_at_most() -> None:
+    def broken(event: Any) -> None:
+        raise ZeroDivisionError("in a callback")
+
+    toy = Toy()
+    with Batcher([{"toy": toy}], batch_delay=0, on_batch=broken) as batcher:
+        first = running(batcher, toy)
+        watched = batcher.submit(job("watched", watch=broken))
+        plain = batcher.submit(job("plain"))
+        toy.gate.set()
+        finish([first, watched, plain])
+        assert plain.result() and isinstance(watched.future.exception(), ZeroDivisionError)
+        assert batcher.submit(job("again")).result(SECONDS)
+    assert toy.calls[1] == ["watched", "plain"]
+
+
 def test_a_device_that_is_lost_is_reported() -> None:
     toy = opened(fails=lambda prompts: RuntimeError("CUDA error: an illegal memory access was encountered"))
     with Batcher([{"toy": toy}], batch_delay=0) as batcher:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -202,7 +201,7 @@ def serve(
     devices: tuple[str | None, ...] = tuple(model.device) if model.device else (None,)
     aliases = parse_aliases(model.alias or [], model.names)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    run(Content(model.names, devices, partial(model.load), aliases, named, warmups), settings)
+    run(Content(model.names, devices, model.load, aliases, named, warmups), settings)
 
 
 def require_packages() -> None:

@@ -115,8 +115,13 @@ class Handle:
                 self.future.set_result([self._images[position] for position in range(len(self.job.seeds))])
 
     def show(self, event: Partial | tuple[int, GeneratedImage]) -> None:
-        if self.job.watch is not None and not self.over:
+        """A `watch` that raises ends its own job, and no other of the batch."""
+        if self.job.watch is None or self.over:
+            return
+        try:
             self.job.watch(event)
+        except Exception as error:
+            self.fail(error)
 
 
 @dataclass(eq=False)

@@ -64,6 +64,10 @@ class Worker(Thread):
         while (tasks := self._waiting.take(self._pipelines)) is not None:
             try:
                 self._generate(tasks)
+            except Exception as error:  # a fault of ours: nobody must wait for ever, and the worker goes on
+                log.error("the worker failed", exc_info=error)
+                for task in tasks:
+                    task.handle.fail(without_frames(error))
             finally:
                 self._waiting.finished(tasks)
             del tasks  # images are not kept until the next batch
@@ -96,16 +100,16 @@ class Worker(Thread):
             output = self._call(job, tasks)
             images = generated(output, tasks, self._pipelines[job.model].reader, waited)
         except Abandoned:
-            self._on_batch(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited))
+            self._record(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited))
             return None
         except Exception as error:
             self._failed(error, job, len(tasks))
             kept = without_frames(error)
-            self._on_batch(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited, error=kept))
+            self._record(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited, error=kept))
             return kept
         seconds = time.monotonic() - begun
         self._throughput.add(len(tasks), seconds)
-        self._on_batch(BatchRecord(job.model, len(tasks), seconds, waited, output.report))
+        self._record(BatchRecord(job.model, len(tasks), seconds, waited, output.report))
         for task, image in zip(tasks, images, strict=True):
             task.handle.deliver(task.position, image)
         return None
@@ -118,6 +122,12 @@ class Worker(Thread):
             on_stage=StageWatcher(tasks, self._waiting),
             **job.settings,
         )
+
+    def _record(self, record: BatchRecord) -> None:
+        try:
+            self._on_batch(record)
+        except Exception as error:
+            log.error("a batch could not be recorded", exc_info=error)
 
     def _failed(self, error: Exception, job: Job, images: int) -> None:
         """Only what is no fault of the request is worth a traceback. Prompts are not logged."""

@@ -22,8 +22,8 @@ export function Form({ options, settings, change, submit, busy, stop, label = "G
       <label for="model">Model
         <select id="model" value=${settings.model} onChange=${chooseModel}>${options.models.map((one) => html`<option value=${one.id}>${one.id}</option>`)}</select>
       </label>
-      <label for="size">Size
-        <select ...${field("size")} onChange=${(event) => change({ size: event.target.value })}>${model.sizes.map(({ size, stages }) => html`<option value=${size}>${size}, ${stages} stages</option>`)}</select>
+      <label for="size">Size (stages)
+        <select ...${field("size")} onChange=${(event) => change({ size: event.target.value })}>${model.sizes.map(({ size, stages }) => html`<option value=${size}>${size} (${stages})</option>`)}</select>
       </label>
       <label for="seed">Seed
         <span class="joined"><input type="number" min="0" step="1" placeholder="random" ...${field("seed")} />

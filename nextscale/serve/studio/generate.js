@@ -39,7 +39,7 @@ export function GenerateView({ shown, busy, masks, setMasks, dense }) {
         <label><input type="checkbox" checked=${masks} onChange=${(event) => setMasks(event.target.checked)} /> compute mask with the next image (runs without captured graphs)</label>
         ${final?.report && html`
           <${Bars} report=${final.report} dense=${dense} />
-          <p><span class="facts">seed <b id="used-seed">${final.seed}</b></span>
+          <p class="actions"><span class="facts">seed <b id="used-seed">${final.seed}</b></span>
           <button type="button" onClick=${() => download(`nextscale-${final.seed}.png`, bytesOf(final.b64_json), "image/png")}>Save PNG</button></p>`}
       </div>
     </section>

@@ -49,7 +49,7 @@ function Studio({ options }) {
   const methods = methodsOf(options.models.find((one) => one.id === settings.model), settings.size);
 
   const remember = async (b64, report) => {
-    if (report.cost_share === 1) setDenseReports((before) => ({ ...before, [kind]: report }));
+    if (report.method === "dense") setDenseReports((before) => ({ ...before, [kind]: report }));
     await addToHistory(b64);
     setHistory(await readHistory());
   };

@@ -7,7 +7,7 @@ import { source } from "./png.js";
 export function Viewer({ frames, final, stages, busy }) {
   const [place, setPlace] = useState(null); // null: the latest
   const [opacity, setOpacity] = useState(0.6);
-  const [masked, setMasked] = useState(true);
+  const [masked, setMasked] = useState(false);
   if (!frames.length) return html`<div class="canvas empty">${busy ? "waiting for the first stage" : "nothing generated yet"}</div>`;
   const shown = busy || place === null ? frames.length - 1 : Math.min(place, frames.length - 1);
   const frame = frames[shown];
