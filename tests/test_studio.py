@@ -20,7 +20,6 @@ playwright = pytest.importorskip("playwright.sync_api", reason="the package play
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: install it (apt-get install chromium) to test the studio in a browser"),
-    pytest.mark.xdist_group("browser"),
 ]
 REFUSED = "Failed to load resource: the server responded with a status of 400"  # what the browser says of an answer that the page shows
 SIZE, STAGES = "128x128", 7
