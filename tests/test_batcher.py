@@ -38,7 +38,7 @@ class Toy:
     between: Callable[[int], None] = lambda stage: None
     calls: list[list[Any]] = field(default_factory=list)
     stages_run: int = 0
-    reader: Any = field(default_factory=lambda: SimpleNamespace(read=lambda prompt: SimpleNamespace(longest=3)))
+    reader: Any = field(default_factory=lambda: SimpleNamespace(read=len))
 
     def __call__(self, prompt: Any, *, seed: Any, negative: Any, on_stage: Callable[[Any], None], **settings: Any) -> Any:
         self.calls.append(list(prompt))
@@ -93,7 +93,7 @@ def test_what_waits_is_joined_up_to_max_batch_and_comes_back_in_order() -> None:
             assert [image.seed for image in handle.result()] == [number, 10 + number]
             assert [image.image for image in handle.result()] == [f"image {number}", f"image {10 + number}"]
         assert handles[0].result()[0].batch == 4 and handles[2].result()[0].batch == 2
-        assert handles[0].result()[0].prompt_tokens == 3
+        assert handles[0].result()[0].prompt_tokens == 1
         assert (batcher.waiting, batcher.running) == (0, 0)
 
 

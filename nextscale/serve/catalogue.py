@@ -17,6 +17,7 @@ from ..generate import check_plans
 from ..guidance import GuidedRows, resolve_guidance
 from ..lab.evals.methods import parse_methods
 from ..pipeline import Pipeline
+from ..planning.memory import ASSUMED_KEPT
 from ..schedules import InfinityBook
 from ..stage import Schedule
 from ..text.prompts import ClassReader
@@ -102,11 +103,7 @@ class Catalogue:
         images = request.n or 1
         schedule = chosen_schedule(served, request)
         size = served.pixels(schedule)
-        if images > self.limits.images:
-            raise refused("n", f"n is {images}; this server generates {self.limits.images} images at a time")
-        if images * size[0] * size[1] > self.limits.pixels:
-            asked = f"{images} image(s) of {size[1]}x{size[0]}"
-            raise refused("size", f"{asked} are more than the {self.limits.pixels} pixels that a request may have here")
+        self._require_allowed(images, size)
         settings = {"size": schedule, **self._sampling(served, request, schedule)}
         guided = self._guided(served, request, schedule, settings)
         if negative is not None and not guided.needs_both:
@@ -120,6 +117,13 @@ class Catalogue:
         partial = spread(run, request.partial_images or 0)
         named = self.method if request.method is None else request.method
         return Asked(served.name, prompt, negative, seeds_of(request, images), schedule, size, named, partial, settings)
+
+    def _require_allowed(self, images: int, size: tuple[int, int]) -> None:
+        if images > self.limits.images:
+            raise refused("n", f"n is {images}; this server generates {self.limits.images} images at a time")
+        if images * size[0] * size[1] > self.limits.pixels:
+            asked = f"{images} image(s) of {size[1]}x{size[0]}"
+            raise refused("size", f"{asked} are more than the {self.limits.pixels} pixels that a request may have here")
 
     def _prompts(self, served: Served, request: ImageRequest) -> tuple[str | int, str | int | None]:
         def read(param: str, text: str) -> str | int:
@@ -222,8 +226,9 @@ def fitting(served: Served, method: Method, schedule: Schedule, guided: GuidedRo
     with about(param):
 
         def plans() -> Sequence[Any]:
-            found = method.forecast(served.pipeline.model, schedule, guided.needs_both, 1.0)
-            check_plans(found, len(served.pipeline.model.blocks), guided)
+            for kept in (ASSUMED_KEPT, 1.0):  # some of what does not fit shows only where tokens are left out
+                found = method.forecast(served.pipeline.model, schedule, guided.needs_both, kept)
+                check_plans(found, len(served.pipeline.model.blocks), guided)
             return found
 
         return quietly(plans, f"{method.label} has settings that do not fit this model and size")

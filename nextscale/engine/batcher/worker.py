@@ -15,6 +15,7 @@ from torch import Tensor
 from ...errors import NextscaleError, OutOfMemory, PromptError
 from ...io import to_pil
 from ...report import Report
+from ...text import TextFeatures
 from ...text.prompts import PromptReader
 from .jobs import GeneratedImage, Job, Partial, Prompt, Task
 from .queue import Waiting
@@ -186,9 +187,7 @@ def decoded(preview: Any, rows: Sequence[int]) -> Tensor:
 def generated(output: Any, tasks: Sequence[Task], reader: PromptReader, waited: Sequence[float]) -> list[GeneratedImage]:
     """`waited`: seconds in the queue, of each task."""
     masks = None if output.compute_mask is None else [stage.cpu() for stage in output.compute_mask]
-    lengths: dict[Prompt, int] = {task.job.prompt: 0 for task in tasks}
-    for prompt in lengths:
-        lengths[prompt] = max(reader.read(prompt).longest, 1)  # text has just been read and is remembered; a class counts as one token
+    lengths = prompt_tokens(reader, [task.job.prompt for task in tasks])
     return [
         GeneratedImage(
             image,
@@ -201,6 +200,16 @@ def generated(output: Any, tasks: Sequence[Task], reader: PromptReader, waited: 
         )
         for row, (image, task, seconds) in enumerate(zip(output.images, tasks, waited, strict=True))
     ]
+
+
+def prompt_tokens(reader: PromptReader, prompts: Sequence[Prompt]) -> dict[Prompt, int]:
+    """Tokens of each prompt; a class counts as one. Large encoders remember what they have just read."""
+    different = list(dict.fromkeys(prompts))
+    read = reader.read(different)
+    if not isinstance(read, TextFeatures):
+        return dict.fromkeys(different, 1)
+    lengths = read.lengths if read.mask is None else read.mask.sum(dim=1).tolist()
+    return dict(zip(different, lengths, strict=True))
 
 
 def without_frames(error: Exception) -> Exception:
