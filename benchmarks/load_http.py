@@ -18,7 +18,7 @@ from PIL import Image
 
 from nextscale.cli.parse import parse_size
 
-from .load import GONE, Answer, prompt_of
+from .load import GONE, Answer, is_kept, prompt_of
 
 CONNECTIONS = 512  # at a time
 
@@ -76,7 +76,8 @@ class HttpDoor:
             return Answer(response.status, seconds, seed)
         image = content["data"][0]
         self.batches.append(image["report"]["batch"])  # of every image, so that large batches count more often
-        return Answer(200, seconds, seed, Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))))
+        picture = Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) if is_kept(seed) else None
+        return Answer(200, seconds, seed, picture)
 
     def drain(self) -> None:
         self._draining = True

@@ -213,7 +213,7 @@ def test_partial_images_are_decodes_of_the_canvas_for_those_who_asked() -> None:
     previews: dict[int, Any] = {}
     alone = pipe("a fox", seed=7, on_stage=lambda preview: previews.setdefault(preview.done.stage.index, preview.images()[0]))
     seen: list[Any] = []
-    with Batcher([{"m": pipe}], batch_delay=0.2) as batcher:
+    with Batcher([{"m": pipe}], max_batch=2, batch_delay=30) as batcher:
         plain = batcher.submit(job("an owl", 3, model="m"))
         watched = batcher.submit(job("a fox", 7, model="m", partial_stages=frozenset({1, 2}), watch=seen.append))
         finish([plain, watched])
@@ -425,7 +425,7 @@ def test_a_device_that_is_lost_is_reported() -> None:
 
 
 def test_prompts_that_cannot_be_read_harm_nobody_in_a_real_batch() -> None:
-    with Batcher([{"m": shared_pipeline("var")}], batch_delay=0.2) as batcher:
+    with Batcher([{"m": shared_pipeline("var")}], max_batch=2, batch_delay=30) as batcher:
         good, bad = batcher.submit(job(3, 1, model="m")), batcher.submit(job(99, 2, model="m"))
         finish([good, bad])
         assert isinstance(bad.future.exception(), PromptError) and good.result()[0].seed == 1
@@ -471,7 +471,7 @@ def test_captured_graphs_can_be_left_between_stages() -> None:
     settings = {"size": (128, 128)}
     pipe.warmup(["a fox"] * 2, **settings)
     before = pipe(["a fox", "an owl"], seed=[1, 2], **settings)
-    with Batcher([{"m": pipe}], batch_delay=0.5) as batcher:
+    with Batcher([{"m": pipe}], max_batch=2, batch_delay=30) as batcher:
         handles: list[Handle] = []
         ready = Event()
 

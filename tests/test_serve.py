@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -137,13 +138,13 @@ def test_a_full_queue_is_tried_again_by_the_client() -> None:
             assert pipe.holding.wait(60)
             second = pool.submit(client.images.generate, model="tiny", prompt="second")
             while server.service._batcher is None or server.service._batcher.waiting < 1:
-                pass
+                Event().wait(0.005)
             refused = server.generate(prompt="third")
             assert refused.status == 429 and refused.error["code"] == "queue_full" and refused.error["type"] == "rate_limit_error"
             assert int(refused.headers["retry-after-ms"]) > 0 and int(refused.headers["retry-after"]) >= 1
             third = pool.submit(client.images.generate, model="tiny", prompt="third")
             while server.service.metrics.requests.labels("429")._value.get() < 2:
-                pass
+                Event().wait(0.005)
             pipe.held_after = None
             pipe.go.set()
             for answer in (first, second, third):
