@@ -126,6 +126,9 @@ def test_errors_are_the_clients_own_classes_with_the_field(client: openai.OpenAI
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.generate(model="nano", prompt=" ".join(["word"] * 100), size=SMALL)
     assert refused.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.images.generate(model="nano", prompt="a fox", size=SMALL, extra_body={"negative_prompt": " ".join(["word"] * 100)})
+    assert refused.value.param == "negative_prompt"
 
 
 def test_a_full_queue_is_tried_again_by_the_client() -> None:

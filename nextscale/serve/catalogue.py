@@ -12,7 +12,7 @@ from typing import Any
 from ..accel.combine import Combined
 from ..accel.method import Method
 from ..accel.skip import SkipStages
-from ..errors import NextscaleError, SettingError, UnknownModel
+from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
 from ..generate import check_plans
 from ..guidance import GuidedRows, resolve_guidance
 from ..lab.evals.methods import parse_methods
@@ -117,6 +117,16 @@ class Catalogue:
         partial = spread(run, request.partial_images or 0)
         named = self.method if request.method is None else request.method
         return Asked(served.name, prompt, negative, seeds_of(request, images), schedule, size, named, partial, settings)
+
+    def blamed(self, error: Exception, asked: Asked) -> ApiError:
+        """The answer to a job that failed; of two prompts, the one that cannot be read."""
+        if not isinstance(error, PromptError) or asked.negative is None:
+            return as_api_error(error)
+        try:
+            self.models[asked.model].pipeline.reader.read(asked.prompt)
+        except PromptError:
+            return as_api_error(error, "prompt")
+        return as_api_error(error, "negative_prompt")
 
     def _require_allowed(self, images: int, size: tuple[int, int]) -> None:
         if images > self.limits.images:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -16,10 +15,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..engine.batcher import GeneratedImage, Handle, Partial
-from ..errors import JobCancelled
-from .answers import Answer
-from .catalogue import Asked
-from .errors import ApiError, as_api_error, invalid_body
+from ..errors import JobCancelled, PromptError
+from .answers import Answer, event_text
+from .catalogue import Asked, Catalogue
+from .errors import ApiError, invalid_body
 from .schema import ImageRequest
 from .service import Service
 
@@ -54,9 +53,12 @@ async def generate(request: Request, service: Service) -> Response:
         log.info("%s %s %r", request.state.request_id, asked.model, body.prompt)
     answer = Answer(body, asked)
     if body.stream:
-        return EventStream(service, asked, answer)
-    handle = service.submit(asked)
-    return JSONResponse(await run_in_threadpool(answer.whole, await finished(handle, request)))
+        return EventStream(service, catalogue, asked, answer)
+    try:
+        images = await finished(service.submit(asked), request)
+    except PromptError as error:
+        raise await run_in_threadpool(catalogue.blamed, error, asked) from error
+    return JSONResponse(await run_in_threadpool(answer.whole, images))
 
 
 async def finished(handle: Handle, request: Request) -> list[GeneratedImage]:
@@ -83,14 +85,14 @@ async def gone(request: Request) -> None:
 class EventStream(StreamingResponse):
     """Partial images as their stages are done, every image when it is finished, and an error in the place of what fails."""
 
-    def __init__(self, service: Service, asked: Asked, answer: Answer) -> None:
+    def __init__(self, service: Service, catalogue: Catalogue, asked: Asked, answer: Answer) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
 
         def watch(event: object) -> None:
             loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        self._asked, self._answer = asked, answer
+        self._catalogue, self._asked, self._answer = catalogue, asked, answer
         self._handle = service.submit(asked, watch)
         self._handle.future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._events.put_nowait, None))
         super().__init__(self._texts(), media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -119,4 +121,5 @@ class EventStream(StreamingResponse):
                     break
         if (error := self._handle.future.exception()) is not None:
             assert isinstance(error, Exception)
-            yield f"event: error\ndata: {json.dumps(as_api_error(error).body)}\n\n"
+            blamed = await run_in_threadpool(self._catalogue.blamed, error, self._asked)
+            yield event_text("error", blamed.body)
