@@ -59,9 +59,12 @@ class Answer:
 
 
 class Door(Protocol):
-    """Where requests are answered. `batches`: images of each batch, as far as that is known."""
+    """Where requests are answered."""
 
-    batches: list[int]
+    @property
+    def batches(self) -> list[int]:
+        """Images of each batch."""
+        ...
 
     def ask(self, seed: int) -> Future[Answer]: ...
 
@@ -83,11 +86,15 @@ def prompt_of(seed: int) -> str:
 class BatcherDoor:
     def __init__(self, pipeline: Pipeline, settings: dict[str, Any], max_batch: int, delay: float, max_queue: int) -> None:
         self._settings = settings
-        self.batches: list[int] = []
+        self._batches: list[int] = []
         self._batcher = Batcher([{"model": pipeline}], max_batch=max_batch, batch_delay=delay, max_queue=max_queue, on_batch=self._count)
 
     def _count(self, record: BatchRecord) -> None:
-        self.batches.append(record.images)
+        self._batches.append(record.images)
+
+    @property
+    def batches(self) -> list[int]:
+        return self._batches
 
     def ask(self, seed: int) -> Future[Answer]:
         arrived, answer = time.monotonic(), Future[Answer]()

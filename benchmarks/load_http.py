@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from PIL import Image
@@ -42,8 +43,12 @@ class HttpDoor:
         self._process = subprocess.Popen([sys.executable, "-m", "nextscale", "serve", *given], stderr=subprocess.PIPE, text=True)
         self._port = self._started()
         self._pool = ThreadPoolExecutor(CONNECTIONS)
-        self.batches: list[int] = []
+        self._companies: list[int] = []  # of every image: how many were in its batch
         self._draining = False
+
+    @property
+    def batches(self) -> list[int]:
+        return [size for size, images in Counter(self._companies).items() for _ in range(round(images / size))]
 
     def _started(self) -> int:
         assert self._process.stderr is not None
@@ -75,7 +80,7 @@ class HttpDoor:
         if response.status != 200:
             return Answer(response.status, seconds, seed)
         image = content["data"][0]
-        self.batches.append(image["report"]["batch"])  # of every image, so that large batches count more often
+        self._companies.append(image["report"]["batch"])
         picture = Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) if is_kept(seed) else None
         return Answer(200, seconds, seed, picture)
 
