@@ -19,6 +19,7 @@ from nextscale.lab.results import Row, comparable, judged, read_rows, real_agree
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 
+from .load_table import load_table
 from .results import RESULTS
 
 PROJECT = Path(__file__).parent.parent
@@ -26,6 +27,7 @@ README = PROJECT / "README.md"
 SPEED_PAGE = PROJECT / "docs" / "benchmarks.md"
 QUALITY_PAGE = PROJECT / "docs" / "quality.md"
 METHODS_PAGE = PROJECT / "docs" / "methods.md"
+SERVING_PAGE = PROJECT / "docs" / "serving.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
 FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the last model by name, at the largest size that was judged
 
@@ -212,6 +214,7 @@ def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
         SPEED_PAGE: speed_tables(rows),
         QUALITY_PAGE: {"quality": quality_table(rows)},
         METHODS_PAGE: {"plans": plans_table(), "decisions": decisions_table(rows)},
+        SERVING_PAGE: {"load": load_table(rows)},
     }
 
 

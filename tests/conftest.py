@@ -47,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    studio = [report for report in terminalreporter.stats.get("skipped", ()) if "test_studio" in report.nodeid]
+    if studio:
+        terminalreporter.section("not tested")
+        terminalreporter.write_line(f"the studio in a browser: {studio[0].longrepr[2].removeprefix('Skipped: ')}")
     properties = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]
     compared = dict(sorted(found[TENSORS_COMPARED] for found in properties if TENSORS_COMPARED in found))
     if compared:
