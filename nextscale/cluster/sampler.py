@@ -109,28 +109,32 @@ def sample(
 
 
 class Writing:
-    """Threads that encode and write images; lines of the manifest come in the order of the images."""
+    """Threads that encode and write images, and one that adds their lines to the manifest, in the order of the images."""
 
     def __init__(self, store: Store, on_images: OnImages) -> None:
         self._store, self._on_images = store, on_images
-        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="write")
-        self._waiting: deque[list[Future[Entry]]] = deque()
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="write")
+        self._recorder = ThreadPoolExecutor(1, thread_name_prefix="record")
+        self._waiting: deque[Future[None]] = deque()
         self.written = 0
 
     def add(self, images: Sequence[tuple[Picture, Image.Image]]) -> None:
         """Returns at once, unless too many images wait already."""
-        self._waiting.append([self._threads.submit(self._write, picture, image) for picture, image in images])
-        while len(self._waiting) > BATCHES_WAITING or (self._waiting and all(future.done() for future in self._waiting[0])):
-            self._record(self._waiting.popleft())
+        entries = [self._writers.submit(self._write, picture, image) for picture, image in images]
+        self._waiting.append(self._recorder.submit(self._record, entries))
+        while len(self._waiting) > BATCHES_WAITING or self._waiting[0].done():
+            self._waiting.popleft().result()
+            if not self._waiting:
+                break
 
     def _write(self, picture: Picture, image: Image.Image) -> Entry:
         return self._store.write(picture, Encoded.of(image, Path(picture.file).suffix))
 
-    def _record(self, batch: Sequence[Future[Entry]]) -> None:
-        for future in batch:
-            self._store.record(future.result())
-        self.written += len(batch)
-        self._on_images(len(batch))
+    def _record(self, entries: Sequence[Future[Entry]]) -> None:
+        for entry in entries:
+            self._store.record(entry.result())
+        self.written += len(entries)
+        self._on_images(len(entries))
 
     def __enter__(self) -> Writing:
         return self
@@ -139,6 +143,7 @@ class Writing:
         """Writes what waits; after an error, only what has been begun."""
         try:
             while kind is None and self._waiting:
-                self._record(self._waiting.popleft())
+                self._waiting.popleft().result()
         finally:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._writers.shutdown(wait=True, cancel_futures=True)
+            self._recorder.shutdown(wait=True, cancel_futures=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,10 @@ class Judged:
             self._loaded[name] = (Lpips if name == "lpips" else Dists).load(self.metrics, self.device)
         found: PairMetric = self._loaded[name]
         return found
+
+    def watched(self, on_images: OnImages) -> Judged:
+        """The same, with what is loaded; `on_images` is told how many images were seen."""
+        return replace(self, on_images=on_images)
 
     def load(self) -> None:
         """Loads every network, so that what is missing is said before hours of work."""
