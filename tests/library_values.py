@@ -171,6 +171,7 @@ def by_torch_fidelity(folder: Path, given: dict[str, Tensor]) -> dict[str, Any]:
         kid=True,
         kid_subsets=2,
         kid_subset_size=8,
+        feature_extractor="inception-v3-compat",
         feature_extractor_weights_path=str(weights),
         cache=False,
         verbose=False,

@@ -82,6 +82,12 @@ class Store:
         with self._manifest.open("a", encoding="utf-8") as lines:
             lines.write(entry.line)
 
+    def arrange(self, batches: Sequence[Batch]) -> None:
+        """Puts the lines of the shard's own manifest into the order of the plan, where images came in another."""
+        order = {picture.file: number for number, picture in enumerate(picture for batch in batches for picture in batch.pictures)}
+        entries = sorted(read_manifest(self._manifest), key=lambda entry: order.get(entry.file, -1))
+        write_text(as_text(entries), self._manifest)
+
     def _settings_of(self, picture: Picture) -> dict[str, Any]:
         return {**self._settings, "stages": picture.stages}
 
