@@ -21,7 +21,10 @@ from nextscale.lab.evals.methods import DENSE, parse_methods
 from nextscale.lab.evals.suites import SUITES, export, suite
 from nextscale.lab.evals.suites.papers import PAPER_RUNS, Work, measured_hardware, measured_speed, paper_work
 from nextscale.lab.evals.suites.prompts import as_lines
+from nextscale.lab.evals.suites.suite import suite_table
 from nextscale.loading.presets import MODELS, build_model, model_spec
+
+from .conftest import PROJECT
 
 SIDE = 8
 
@@ -233,6 +236,10 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
         suite("geneval").prompts(None)
     with pytest.raises(PromptError, match="another benchmark"):
         suite("imagereward").prompts(hps_set(tmp_path) / "photo.json")
+
+
+def test_the_page_has_the_table() -> None:
+    assert suite_table() in (PROJECT / "docs" / "evaluation.md").read_text()
 
 
 # --- the papers' tables

@@ -174,3 +174,15 @@ def suite(name: str) -> Suite:
     if name not in SUITES:
         raise SettingError(f"--suite {name!r}: choose one of {', '.join(SUITES)}, or paper-tables with --dry-run")
     return SUITES[name]
+
+
+def suite_table() -> str:
+    """All benchmarks in Markdown: environment, command and what it prints."""
+    lines = [
+        "| `--suite` | prompts x images | `--prompts` | environment | command, with FOLDER from `--export` | prints |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in ALL:
+        count = f"{one.published} x {one.seeds}" if one.published else "any"
+        lines.append(f"| `{one.name}` ({one.title}) | {count} | {one.prompt_set} | {one.environment} | `{one.command}` | {one.prints} |")
+    return "\n".join(lines)
