@@ -96,7 +96,7 @@ def test_numbers_are_those_of_torchmetrics(libraries: tuple[dict[str, Any], dict
     assert ssim(a, b).tolist() == pytest.approx(values["ssim"], rel=1e-4)
     network = tiny_dists()
     assert network(a, b).tolist() == pytest.approx(values["dists"], rel=1e-4)
-    assert min(values["dists"]) > 0.01
+    assert min(values["dists"]) > 1e-3
     if "lpips" in values:  # the file holds float16, torchmetrics' heads are float32
         assert Lpips.load(SHARED)(a, b).tolist() == pytest.approx(values["lpips"], rel=1e-3)
 

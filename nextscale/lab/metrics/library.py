@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor, nn
 from ...errors import MissingExtra
 
 
-def torchmetrics_image() -> ModuleType:
+def torchmetrics_image(name: str) -> ModuleType:
+    """A module of torchmetrics.image."""
     try:
-        import torchmetrics.image
+        return import_module(f"torchmetrics.image.{name}")
     except Exception as error:  # besides a missing package, a torchvision that does not fit the torch that is installed
         raise MissingExtra(
             f"kernel distances and the Inception score need torchmetrics, which cannot be imported ({error}): pip install 'nextscale[eval]'"
         ) from error
-    return torchmetrics.image
 
 
 class Given(nn.Module):
@@ -34,7 +35,7 @@ class Given(nn.Module):
 def kernel_distance(generated: Tensor, real: Tensor, subsets: int = 100, subset_size: int = 1000, seed: int = 0) -> tuple[float, float]:
     """Kernel distance of features (KID where they are Inception's), mean and standard deviation over random subsets."""
     size = min(subset_size, len(generated), len(real))
-    metric = torchmetrics_image().kid.KernelInceptionDistance(feature=Given(real.shape[1]), subsets=subsets, subset_size=size)
+    metric = torchmetrics_image("kid").KernelInceptionDistance(feature=Given(real.shape[1]), subsets=subsets, subset_size=size)
     metric.update(real, real=True)
     metric.update(generated, real=False)
     with torch.random.fork_rng(devices=[]):
@@ -45,7 +46,7 @@ def kernel_distance(generated: Tensor, real: Tensor, subsets: int = 100, subset_
 
 def inception_score(logits: Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
     """Inception score of logits [N, classes], mean and standard deviation over splits."""
-    metric = torchmetrics_image().inception.InceptionScore(feature=Given(logits.shape[1]), splits=splits)
+    metric = torchmetrics_image("inception").InceptionScore(feature=Given(logits.shape[1]), splits=splits)
     metric.update(logits)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
