@@ -42,19 +42,20 @@ class AttentionWatcher:
 
     calls: CalledAttention
     schedule: Schedule
-    shares: dict[int, list[Tensor]] = field(default_factory=dict)  # by stage, one per block: [stages], attention to each stage's tokens
+    shares: dict[int, list[Tensor]] = field(
+        default_factory=dict
+    )  # by stage, one per block: [stages], shares of the attention to image tokens
     received: dict[int, list[Tensor]] = field(default_factory=dict)  # by stage, one per block: [cells], attention that its own cells get
 
     def watch(self, stage: Stage, layer: int, before: Tensor, after: Tensor) -> None:
         found = self.calls.taken()
-        if not found:
-            return
-        queries, keys, scale = found[0]  # the block's own attention; attention to the text comes after it
-        mass = received_mass(queries[0], keys[0], scale)
-        own = stage.start + stage.cells
-        mass = mass[-own:]  # models that have the text among their tokens begin with it
+        if stage.index == 0:  # a single token; some models attend to the text before the first block
+            mass = torch.ones(1)
+        else:
+            queries, keys, scale = found[0]  # the block's own attention; attention to the text comes after it
+            mass = received_mass(queries[0], keys[0], scale)[-stage.start - stage.cells :]  # some have the text before the image's tokens
         sizes = [one.cells for one in self.schedule.stages[: stage.index + 1]]
-        shares = torch.stack([part.sum() for part in mass.split(sizes)]) / stage.cells
+        shares = torch.stack([part.sum() for part in mass.split(sizes)]) / mass.sum()
         self.shares.setdefault(stage.index, []).append(F.pad(shares, (0, len(self.schedule) - len(sizes))).cpu())
         self.received.setdefault(stage.index, []).append(mass[-stage.cells :].cpu())
 
