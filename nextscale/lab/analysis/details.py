@@ -170,7 +170,9 @@ def spectrum(pixels: Tensor) -> Tensor:
 
 
 def similarity_curves(watched: Watched, schedule: Schedule, final: Tensor) -> tuple[Curve, Curve]:
+    alone = [stage.cells == 1 for stage in schedule]  # a single cell has no neighbours
     means = torch.stack([similar.mean(dim=1) for similar in watched.similarity], dim=1)
+    means[:, alone] = torch.nan
     pairs = zip(watched.similarity, schedule, strict=True)
     related = [rank_correlation(similar, local_detail(final, stage.size)) for similar, stage in pairs]
     return Curve.of(means), Curve.of(torch.stack(related, dim=1))
