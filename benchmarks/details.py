@@ -35,23 +35,15 @@ def name(found: dict[str, Any], stage: int) -> str:
 def about(found: dict[str, Any]) -> str:
     given = found["about"]
     return (
-        f"`{given['model']}`, {given['images']} images of {given['size'][0]}x{given['size'][1]}, seeds from {given['seed']}; {given['device']},"
-        f" torch {given['torch']}, {given['dtype']}."
+        f"`{given['model']}`, {given['images']} images of {given['size'][0]}x{given['size'][1]}, seeds from {given['seed']};"
+        f" {given['device']}, torch {given['torch']}, {given['dtype']}."
     )
 
 
 def stages_table(found: dict[str, Any]) -> str:
     """One row per stage: distances, power of the finest band, attention to itself, likeness of logits, stability of changes."""
     measures = list(found["distances"])
-    heads = [
-        "stage",
-        *(TITLES[one] for one in measures),
-        "power, finest band",
-        "attention to itself",
-        "logits: cosine",
-        "with detail",
-        "changes as before",
-    ]
+    others = ["power, finest band", "attention to itself", "logits: cosine", "with detail", "changes as before"]
     rows = []
     for stage in range(len(found["stages"])):
         stable = [curve["mean"][stage] for curve in found["change_stability"] if curve["mean"][stage] is not None]

@@ -43,3 +43,23 @@ class NonFiniteLogits(NextscaleError):
 
 class OutOfMemory(NextscaleError):
     """The request does not fit on the device."""
+
+
+class Overloaded(NextscaleError):
+    """The queue is full; `retry_after` is in how many seconds there should be room."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ShuttingDown(NextscaleError):
+    """No further jobs are taken: those that were accepted are being finished."""
+
+
+class JobCancelled(NextscaleError):
+    """Whoever asked for these images has left."""
+
+
+class DeadlinePassed(NextscaleError):
+    """The images were not ready in the time that they had."""
