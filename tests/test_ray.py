@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
+import socket
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +64,8 @@ def undisturbed(out: Path) -> dict[str, str]:
     return contents(out)
 
 
-def actor_processes() -> list[int]:
-    """Processes of this machine that Ray named after our actor, and that belong to this test's cluster."""
+def actor_processes(name: str) -> list[int]:
+    """Processes of this machine that Ray named after an actor, and that belong to this test's cluster."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -66,7 +73,7 @@ def actor_processes() -> list[int]:
             mine = str(PROJECT).encode() in (folder / "environ").read_bytes()
         except OSError:
             continue
-        if line.startswith("ray::") and "MapWorker" in line and mine:
+        if line.startswith("ray::") and name in line and mine:
             found.append(int(folder.name))
     return found
 
@@ -77,7 +84,7 @@ def test_an_actor_killed_in_the_middle_changes_nothing(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill_once(images: int) -> None:
-        if images and not killed and (processes := actor_processes()):
+        if images and not killed and (processes := actor_processes("MapWorker")):
             killed.append(processes[0])
             os.kill(processes[0], signal.SIGKILL)
 
@@ -108,3 +115,66 @@ def test_without_gpus_there_is_one_worker() -> None:
 def test_wrong_shares_are_refused(gpus: float) -> None:
     with pytest.raises(SettingError, match="GPUs per worker"):
         RaySettings(gpus=gpus)
+
+
+# --- the server
+
+
+def load_tiny(name: str, device: str | None) -> Pipeline:
+    return tiny_pipeline()
+
+
+def asked(port: int, seed: int) -> bytes:
+    """The image of a seed, asked for again where a replica died, as OpenAI's client does."""
+    body = json.dumps({"prompt": "a cat", "seed": seed, "output_format": "png"}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/images/generations", body, {"content-type": "application/json"})
+    for _ in range(20):
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return base64.b64decode(json.load(answer)["data"][0]["b64_json"])
+        except urllib.error.HTTPError as error:
+            assert error.code >= 500, error.read()
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"seed {seed} was not answered")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.usefixtures("cluster")
+def test_every_request_is_answered_when_a_replica_dies() -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.service import Content
+    from nextscale.serve.settings import ServeSettings
+
+    port = free_port()
+    content = Content((SPEC.name,), (None,), load_tiny, {})
+    server = RayServer(content, ServeSettings(port=port, max_batch=2), RaySettings(LOCAL, workers=2))
+    with server.running():
+        replicas = actor_processes("ServeReplica")
+        assert len(replicas) == 2
+        before = [asked(port, seed) for seed in range(4)]
+        assert len({*before}) == 4
+        with ThreadPoolExecutor(4) as clients:
+            answers = [clients.submit(asked, port, seed % 4) for seed in range(40)]
+            answers[4].result()
+            os.kill(replicas[0], signal.SIGKILL)
+            assert [answer.result() for answer in answers] == [before[seed % 4] for seed in range(40)]
+    assert not actor_processes("ServeReplica")
+
+
+def test_devices_are_rays_to_give() -> None:
+    pytest.importorskip("fastapi")
+    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.service import Content
+    from nextscale.serve.settings import ServeSettings
+
+    with pytest.raises(SettingError, match="leave out --device"):
+        RayServer(Content((SPEC.name,), ("cuda:1",), load_tiny, {}), ServeSettings(), RaySettings())

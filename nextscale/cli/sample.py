@@ -20,7 +20,7 @@ from ..cluster.lock import working_folder
 from ..cluster.plan import Batch as PlannedBatch
 from ..cluster.plan import plan_batches
 from ..cluster.prompts import SamplePrompt, read_sample_prompts
-from ..cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray
+from ..cluster.ray_sampler import sample_on_ray
 from ..cluster.sampler import Done, OnImages, sample
 from ..cluster.shard import AUTO, Shard
 from ..cluster.store import Store
@@ -33,7 +33,7 @@ from ..stage import Schedule
 from .console import image_bar
 from .generate import SamplingOptions
 from .groups import grouped
-from .options import MACHINE, OUTPUT, Batch, CombinedMethods, Limit, ModelOptions, Seed, SizeOptions, as_torch_dtype, out_option
+from .options import MACHINE, OUTPUT, Batch, CombinedMethods, Limit, ModelOptions, RayOptions, Seed, SizeOptions, as_torch_dtype, out_option
 from .parse import choose_schedule, parse_prompt, require_fitting
 from .program import app, version
 
@@ -90,33 +90,10 @@ class RunOptions:
             help=f"The part of the images that this process makes: 0/8 to 7/8, or {AUTO} under torchrun or Slurm. All may share a folder.",
         ),
     ] = "0/1"
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS",
-            rich_help_panel=MACHINE,
-            help=f"Generate on a Ray cluster: {LOCAL} starts one on this machine, auto or an address joins one.",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", metavar="N", min=1, rich_help_panel=MACHINE, show_default="as GPUs allow", help="With --ray: actors."),
-    ] = None
-    gpus: Annotated[
-        float, typer.Option("--gpus", metavar="SHARE", rich_help_panel=MACHINE, help="With --ray: of each actor; 0.25 puts four on a GPU.")
-    ] = 1.0
     random_weights: Annotated[
         bool,
         typer.Option("--random-weights", rich_help_panel=MACHINE, help="No files are read and images mean nothing: to measure speed."),
     ] = False
-
-    def ray_settings(self) -> RaySettings | None:
-        if self.ray is None:
-            if self.workers is not None or self.gpus != 1.0:
-                raise SettingError("--workers and --gpus say how many actors a Ray cluster runs: add --ray, or leave them out")
-            return None
-        return RaySettings(self.ray, self.workers, self.gpus)
 
 
 @app.command("sample")
@@ -130,6 +107,7 @@ def sample_command(
     sampling: SamplingOptions,
     batch: Batch = 8,
     run: RunOptions,
+    on_ray: RayOptions,
 ) -> None:
     """Generate the images of many prompts into a folder, one file and one line of its manifest each.
 
@@ -146,7 +124,7 @@ def sample_command(
     settings = described(model, sampling, acceleration.label, run)
     if run.out.exists() and not run.out.is_dir():
         raise SettingError(f"--out {run.out} is a file: give a folder")
-    ray = run.ray_settings()
+    ray = on_ray.settings()
     mine = shard.part(batches)
     total = sum(len(one.pictures) for one in mine)
     with working_folder(run.out, shard) as work, progress_of(total) as on_images, warnings_as_notes():

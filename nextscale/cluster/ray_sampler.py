@@ -102,7 +102,16 @@ def sample_on_ray(
 
 @contextmanager
 def cluster(settings: RaySettings) -> Iterator[Any]:
-    """Ray Data on the cluster; one that was started here ends here."""
+    """Ray Data on the cluster."""
+    with connected(settings) as ray:
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        yield ray.data
+
+
+@contextmanager
+def connected(settings: RaySettings) -> Iterator[Any]:
+    """Ray, on the cluster; one that was started here ends here."""
     try:
         import ray
         import ray.data
@@ -116,10 +125,8 @@ def cluster(settings: RaySettings) -> Iterator[Any]:
             raise NextscaleError(
                 f"no Ray cluster at {settings.address!r} ({str(error).splitlines()[0]}): start one with `ray start --head`, or give {LOCAL}"
             ) from error
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
     try:
-        yield ray.data
+        yield ray
     finally:
         if mine:
             ray.shutdown()
