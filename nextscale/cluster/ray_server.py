@@ -1,7 +1,7 @@
 """The server as a Ray Serve application: replicas on the machines of a cluster behind one address, with the same HTTP contract.
 
 Every replica is the whole server of `nextscale serve`, with a batcher of its own, which refuses what is too much with 429. Ray spreads
-requests over replicas, replaces those that die and ends them gently. What a dying replica had begun fails with a 5xx, and clients ask again.
+requests over replicas, replaces those that die and ends them gently. What a dying replica had begun fails with a 5xx; clients ask again.
 """
 
 from __future__ import annotations
