@@ -232,6 +232,21 @@ def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: 
     assert (out / "manifest.jsonl").read_text() == '{"mine": 1}\n'
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--workers", "2"], "add --ray"),
+        (["--ray", "auto"], "say --dtype"),
+        (["--ray", "local", "--device", "cuda:0"], "leave it out"),
+        (["--shard", "2/2"], "give i/N"),
+        (["--weights", "x.pth"], "reads no files"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(more: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
+    result = run(prompts, tmp_path / "out", *more)
+    assert result.exit_code == 2 and said in result.output and not images(tmp_path / "out")
+
+
 def test_other_versions_are_said(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(prompts, out).exit_code == 0

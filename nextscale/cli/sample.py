@@ -20,7 +20,7 @@ from ..cluster.lock import working_folder
 from ..cluster.plan import Batch as PlannedBatch
 from ..cluster.plan import plan_batches
 from ..cluster.prompts import SamplePrompt, read_sample_prompts
-from ..cluster.ray_sampler import sample_on_ray
+from ..cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray
 from ..cluster.sampler import Done, OnImages, sample
 from ..cluster.shard import AUTO, Shard
 from ..cluster.store import Store
@@ -114,7 +114,10 @@ def sample_command(
     Killed at any moment and started again it ends with the same files. Images that are there are verified and not made again.
     """
     shard = Shard.parse(run.shard)
-    model = on_own_gpu(model) if run.shard == AUTO else model
+    ray = on_ray.settings()
+    if ray is not None:
+        require_known_actors(model, ray)
+    model = on_own_gpu(model) if run.shard == AUTO and ray is None else model
     acceleration = parse_methods(*method or ())
     batches = prompts.batches(model, size, batch, f".{run.format}")
     arguments = {}
@@ -124,15 +127,22 @@ def sample_command(
     settings = described(model, sampling, acceleration.label, run)
     if run.out.exists() and not run.out.is_dir():
         raise SettingError(f"--out {run.out} is a file: give a folder")
-    ray = on_ray.settings()
     mine = shard.part(batches)
     total = sum(len(one.pictures) for one in mine)
     with working_folder(run.out, shard) as work, progress_of(total) as on_images, warnings_as_notes():
-        store = Store(run.out, work, shard, settings, versions(model.torch_device, batch))
+        store = Store(run.out, work, shard, settings, versions(None if ray else model.torch_device, batch))
         load = partial(random, model) if run.random_weights else partial(model.load, as_released=sampling.as_released)
         call = {**arguments, "method": acceleration}
         done = sample(load, call, mine, store, on_images) if ray is None else sample_on_ray(load, call, mine, store, ray, on_images)
     show(done, run.out)
+
+
+def require_known_actors(model: ModelOptions, ray: RaySettings) -> None:
+    """SettingError for what would mean one thing here and another on the machines of a cluster."""
+    if model.device not in (None, "cpu"):
+        raise SettingError(f"--device {model.device}: with --ray every actor takes the GPU that Ray gives it; leave it out, or say cpu")
+    if ray.address != LOCAL and model.dtype is None:
+        raise SettingError(f"--ray {ray.address}: say --dtype, bfloat16 for GPUs; the cluster may have other devices than this machine")
 
 
 def on_own_gpu(model: ModelOptions) -> ModelOptions:
@@ -154,8 +164,7 @@ def random(model: ModelOptions) -> Pipeline:
 
 def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: RunOptions) -> dict[str, Any]:
     """What images depend on besides prompt and seed, as plain values. Files count by name: where they lie does not matter."""
-    device = model.torch_device
-    dtype = model.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    dtype = model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32")
     files = {"weights": model.weights, "tokenizer": model.tokenizer, "text_encoder": model.text_encoder}
     changed = {name: value for name, value in vars(sampling).items() if value not in (None, False)}
     settings = {
@@ -170,9 +179,11 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: 
     return plain
 
 
-def versions(device: torch.device, batch: int) -> dict[str, Any]:
-    found = where(device)
-    return {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "device": found["hardware"], "batch": batch}
+def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
+    """None: the devices of a cluster."""
+    found = where(device or torch.device("cpu"))
+    hardware = "Ray cluster" if device is None else found["hardware"]
+    return {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "device": hardware, "batch": batch}
 
 
 @contextmanager

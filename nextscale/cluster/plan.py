@@ -65,11 +65,12 @@ def plan_batches(
     by_size: dict[Schedule, list[Picture]] = {}
     for number, prompt in enumerate(prompts):
         first = seed + number * seeds if prompt.seed is None else prompt.seed
+        words, size = read(prompt.text), schedule(prompt)
         for value in range(first, first + seeds):
             if not is_seed(value):
                 raise PromptError(f"prompt {prompt.id!r} would have the seed {value}: seeds are whole numbers from 0 to 2**63 - 1")
-            picture = Picture(prompt.id, read(prompt.text), value, schedule(prompt), f"{prompt.id}_{value}{suffix}")
-            by_size.setdefault(picture.schedule, []).append(picture)
+            picture = Picture(prompt.id, words, value, size, f"{prompt.id}_{value}{suffix}")
+            by_size.setdefault(size, []).append(picture)
     parts = [
         (pictures[start : start + batch], min(batch, len(pictures)))
         for pictures in by_size.values()

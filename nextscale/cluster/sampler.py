@@ -46,22 +46,21 @@ class Generator:
     def __init__(self, pipeline: Pipeline, settings: Mapping[str, Any]) -> None:
         self._pipeline, self._settings = pipeline, dict(settings)
         self._captures = pipeline.engine == "graphs"
-        self._warmed: set[Any] = set()
 
     def prepare(self, batches: Sequence[Batch]) -> None:
-        """Captures the requests of these batches with the longest prompt of all, whose graphs serve shorter ones as well.
+        """Reads the longest prompts, so that what the encoder refuses is mostly refused now, and captures the requests of these batches
+        with the longest of all, whose graphs serve shorter ones as well.
 
         A request is then the same program whether it comes first or after a restart, and so are its images.
         """
-        if not self._captures:
-            return
         for batch in {(batch.schedule, batch.images): batch for batch in batches}.values():
-            alike = [picture.prompt for other in batches if other.schedule == batch.schedule for picture in other.pictures]
+            longest = self._longest([picture.prompt for other in batches if other.schedule == batch.schedule for picture in other.pictures])
+            if not self._captures:
+                continue
             try:
-                self._pipeline.warmup([self._longest(alike)] * batch.images, size=batch.schedule, **self._settings)
+                self._pipeline.warmup([longest] * batch.images, size=batch.schedule, **self._settings)
             except SettingError:
                 self._captures = False  # what cannot be captured runs eagerly
-                return
 
     def images(self, batch: Batch) -> list[Image.Image]:
         pictures = batch.filled
