@@ -232,7 +232,7 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
     (tmp_path / "out" / "other").touch()
     with pytest.raises(NextscaleError, match="not empty"):
         export(suite("geneval"), folder, tmp_path / "out", prompt_set, seeds=3)
-    with pytest.raises(SettingError, match="pass --prompts with the path of evaluation_metadata.jsonl"):
+    with pytest.raises(SettingError, match="pass --prompt-set with the path of evaluation_metadata.jsonl"):
         suite("geneval").prompts(None)
     with pytest.raises(PromptError, match="another benchmark"):
         suite("imagereward").prompts(hps_set(tmp_path) / "photo.json")
@@ -308,10 +308,10 @@ def test_a_dry_run_counts_images_and_hours() -> None:
 
 def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
     prompt_set, file = geneval_set(tmp_path), tmp_path / "prompts.jsonl"
-    result = run("--suite", "geneval", "--prompts", prompt_set, "--write-prompts", file)
+    result = run("--suite", "geneval", "--prompt-set", prompt_set, "--write-prompts", file)
     assert result.exit_code == 0 and "--seeds 4" in result.output
     folder = sampled(tmp_path, read_sample_prompts(file), 4)
-    result = run(folder, "--suite", "geneval", "--prompts", prompt_set, "--export", tmp_path / "out")
+    result = run(folder, "--suite", "geneval", "--prompt-set", prompt_set, "--export", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "evaluate_images.py" in result.output and str(tmp_path / "out") in result.output
 

@@ -106,8 +106,8 @@ class SuiteOptions:
             "--suite", metavar="NAME", help=f"{', '.join(SUITES)}: prepare images for its scorer; {PAPER_TABLES}: with --dry-run."
         ),
     ] = None
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="PATH", help="With --suite: the prompt set as its authors publish it.")
+    prompt_set: Annotated[
+        Path | None, typer.Option("--prompt-set", metavar="PATH", help="With --suite: the prompts as its authors publish them.")
     ] = None
     write_prompts: Annotated[
         Path | None,
@@ -201,14 +201,14 @@ def run_suite(asked: SuiteOptions, folders: Sequence[Path], device: torch.device
         show_work([work for work in paper_work() if work.suite == chosen.name], asked.results, where(device)["hardware"])
     if asked.write_prompts is not None:
         require_writable([asked.write_prompts], force)
-        prompts = chosen.prompts(asked.prompts)
+        prompts = chosen.prompts(asked.prompt_set)
         write_text(as_lines(prompts), asked.write_prompts)
         seeds = f" --seeds {chosen.seeds}" if chosen.seeds > 1 else ""
         typer.echo(f"{len(prompts)} prompts; next: nextscale sample --prompts {asked.write_prompts}{seeds} --out FOLDER")
     if asked.export is not None:
         if len(folders) != 1:
             raise SettingError(f"--export lays out one folder of images; got {len(folders)}: name the folder that `nextscale sample` wrote")
-        count = export(chosen, folders[0], asked.export, asked.prompts, asked.seeds)
+        count = export(chosen, folders[0], asked.export, asked.prompt_set, asked.seeds)
         typer.echo(f"{count} images in {asked.export}. Environment: {chosen.environment}")
         typer.echo(chosen.command.replace("FOLDER", str(asked.export)))
     elif asked.write_prompts is None and not asked.dry_run:

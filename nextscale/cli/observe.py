@@ -96,6 +96,31 @@ class FigureOptions:
             write_text(figure, self.out / f"{name}.svg")
 
 
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured, and how."""
+
+    switches: Annotated[
+        int,
+        typer.Option(
+            "--switches",
+            metavar="N",
+            min=1,
+            help="Number of stages at which prompts are replaced; each costs three more runs of all images.",
+        ),
+    ] = 3
+    batch: Batch = 16
+    metrics: Metrics = None
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Measure instead, on a few images at once: distances of every stage's image to the final one, spectra, attention, logits, "
+            "changes over stages, other random projections of StageVAR.",
+        ),
+    ] = False
+
+
 def can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
@@ -109,25 +134,7 @@ def observe_command(
     prompts: PromptOptions,
     seed: Seed = 0,
     size: SizeOptions,
-    switches: Annotated[
-        int,
-        typer.Option(
-            "--switches",
-            metavar="N",
-            min=1,
-            help="Number of stages at which prompts are replaced; each costs three more runs of all images.",
-        ),
-    ] = 3,
-    batch: Batch = 16,
-    metrics: Metrics = None,
-    details: Annotated[
-        bool,
-        typer.Option(
-            "--details",
-            help="Measure instead, on a few images at once: distances of every stage's image to the final one, spectra, attention, logits, "
-            "changes over stages, other random projections of StageVAR.",
-        ),
-    ] = False,
+    measuring: MeasureOptions,
     figures: FigureOptions,
 ) -> None:
     """Check on a model what the papers behind the methods observed.
@@ -144,12 +151,12 @@ def observe_command(
         raise SettingError(f"{schedule} has a single stage: there is nothing to compare")
     chosen = [parse_prompt(text, spec) for text in prompts.read()]
     sample = Sample.of(chosen, prompts.images * len(chosen), seed)
-    if details:
+    if measuring.details:
         figures.require_details_writable()
-        measure_details(model.load, sample, schedule, metrics, model.torch_device, figures)
+        measure_details(model.load, sample, schedule, measuring.metrics, model.torch_device, figures)
         return
     figures.require_writable()
-    lpips = find_lpips(metrics, model.torch_device)
+    lpips = find_lpips(measuring.metrics, model.torch_device)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
         pipeline = model.load()
@@ -158,8 +165,8 @@ def observe_command(
             pipeline,
             sample,
             schedule,
-            batch=batch,
-            switches=switches,
+            batch=measuring.batch,
+            switches=measuring.switches,
             lpips=lpips,
             on_progress=lambda share: progress.update(task, completed=share),
         )

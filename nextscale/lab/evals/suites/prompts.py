@@ -102,7 +102,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"the prompt set {path} cannot be read ({error}): give its path with --prompts") from error
+        raise PromptError(f"the prompt set {path} cannot be read ({error}): give its path with --prompt-set") from error
 
 
 def _json(text: str, path: Path) -> Any:

@@ -18,7 +18,7 @@ class Suite:
 
     name: str
     title: str
-    prompt_set: str  # what --prompts names
+    prompt_set: str  # what --prompt-set names
     published: int  # prompts in the published set
     seeds: int  # images per prompt
     read: Callable[[Path], list[SamplePrompt]]
@@ -34,7 +34,7 @@ class Suite:
 
     def prompts(self, path: Path | None) -> list[SamplePrompt]:
         if self.needs_file and path is None:
-            raise SettingError(f"{self.title} needs its prompt set: pass --prompts with the path of {self.prompt_set}")
+            raise SettingError(f"{self.title} needs its prompt set: pass --prompt-set with the path of {self.prompt_set}")
         found = self.read(path or Path())
         if not found:
             raise SettingError(f"{path} holds no prompt of {self.title}: expected {self.prompt_set}")
@@ -179,7 +179,7 @@ def suite(name: str) -> Suite:
 def suite_table() -> str:
     """All benchmarks in Markdown: environment, command and what it prints."""
     lines = [
-        "| `--suite` | prompts x images | `--prompts` | environment | command, with FOLDER from `--export` | prints |",
+        "| `--suite` | prompts x images | `--prompt-set` | environment | command, with FOLDER from `--export` | prints |",
         "|---|---|---|---|---|---|",
     ]
     for one in ALL:
