@@ -81,20 +81,26 @@ def sentences(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def block_of(found: dict[str, Any]) -> str:
+    without = () if found["projection"] is not None else ("projection", "projections")
+    pictures = [f"![{CAPTIONS[one]}](observations/{one}.svg)" for one in DETAIL_FIGURES if one not in without]
+    pictures += [
+        f"![{one.capitalize()} of the first image](observations/details-{one}.webp)" for one in DETAIL_SHEETS if one not in without
+    ]
+    return "\n\n".join([about(found), sentences(found), stages_table(found), methods_table(found), *pictures])
+
+
 def main(run: Path) -> None:
     found = json.loads((run / DETAILS).read_text(encoding="utf-8"))
-    figures = [one for one in DETAIL_FIGURES if (run / f"{one}.svg").exists()]
-    sheets = [one for one in DETAIL_SHEETS if (run / f"{one}.png").exists()]
     shutil.copyfile(run / DETAILS, FOLDER / DETAILS)
-    for one in figures:
-        shutil.copyfile(run / f"{one}.svg", FOLDER / f"{one}.svg")
-    for one in sheets:
-        with Image.open(run / f"{one}.png") as sheet:
-            write_image(sheet.convert("RGB"), FOLDER / f"details-{one}.webp")
-    pictures = [f"![{CAPTIONS[one]}](observations/{one}.svg)" for one in figures]
-    pictures += [f"![{one.capitalize()} of the first image](observations/details-{one}.webp)" for one in sheets]
-    block = "\n\n".join([about(found), sentences(found), stages_table(found), methods_table(found), *pictures])
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), {"observe-details": block}), encoding="utf-8")
+    for figure in (run / f"{one}.svg" for one in DETAIL_FIGURES):
+        if figure.exists():
+            shutil.copyfile(figure, FOLDER / figure.name)
+    for picture in (run / f"{one}.png" for one in DETAIL_SHEETS):
+        if picture.exists():
+            with Image.open(picture) as sheet:
+                write_image(sheet.convert("RGB"), FOLDER / f"details-{picture.stem}.webp")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), {"observe-details": block_of(found)}), encoding="utf-8")
 
 
 if __name__ == "__main__":

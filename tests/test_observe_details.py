@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.details import block_of
+from benchmarks.observations import FOLDER, PAGE
+from benchmarks.table import with_tables
 from nextscale.accel import Method
 from nextscale.accel.registry import resolve_method
 from nextscale.cli.observe import DETAIL_SHEETS, FigureOptions
@@ -137,6 +141,12 @@ def test_numbers_figures_and_sheets_are_written(observed: tuple[Details, Picture
     assert json.loads((tmp_path / "details.json").read_text()) == json.loads(to_json(observed[0]))
     names = {*(f"{name}.svg" for name in DETAIL_FIGURES), *(f"{name}.png" for name in DETAIL_SHEETS)}
     assert names <= {file.name for file in tmp_path.iterdir()}
+
+
+def test_the_page_shows_the_numbers_beside_it() -> None:
+    page, found = PAGE.read_text(), json.loads((FOLDER / "details.json").read_text())
+    assert page == with_tables(page, {"observe-details": block_of(found)}), "run python -m benchmarks.details RUN"
+    assert all((PAGE.parent / link).exists() for link in re.findall(r"\]\((observations/[^)]+)\)", page))
 
 
 def test_lpips_is_not_left_out(tmp_path: Path) -> None:
