@@ -47,10 +47,14 @@ def tiny_pipeline() -> Pipeline:
 def cluster() -> Iterator[None]:
     """Two cores, on which Ray starts in about ten seconds."""
     environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(PROJECT)}
-    os.environ |= environment
-    ray.init(address=LOCAL, num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        memory = 200 * 2**20  # of objects, bytes
+        runtime = {"env_vars": environment}
+        ray.init(address=LOCAL, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=memory, runtime_env=runtime)
+        yield
+        ray.shutdown()
 
 
 def on_ray(out: Path, on_images: Any = lambda _: None, workers: int = 1) -> Done:

@@ -42,6 +42,7 @@ PROMPTS = [f"prompt number {number}" for number in range(10)]
 @pytest.fixture(autouse=True)
 def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.MODELS, SPEC.name, SPEC)
+    monkeypatch.setenv("NEXTSCALE_COMMIT", "tested")  # a commit while the tests run would be in some lines and not in others
 
 
 @pytest.fixture
@@ -329,6 +330,7 @@ def test_files_are_encoded_as_their_name_says() -> None:
 
 
 def child(arguments: list[str]) -> None:
+    os.environ["NEXTSCALE_COMMIT"] = "tested"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     presets.MODELS[SPEC.name] = SPEC
