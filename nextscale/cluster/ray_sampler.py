@@ -6,6 +6,7 @@ run whose driver dies goes on as any other, and needs no checkpoint of Ray's. Ma
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,6 +107,7 @@ def cluster(settings: RaySettings) -> Iterator[Any]:
     with connected(settings) as ray:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
         yield ray.data
 
 
@@ -120,7 +122,8 @@ def connected(settings: RaySettings) -> Iterator[Any]:
     mine = not ray.is_initialized()
     if mine:
         try:
-            ray.init(address=settings.address, include_dashboard=False if settings.address == LOCAL else None, log_to_driver=False)
+            dashboard = False if settings.address == LOCAL else None
+            ray.init(address=settings.address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise NextscaleError(
                 f"no Ray cluster at {settings.address!r} ({str(error).splitlines()[0]}): start one with `ray start --head`, or give {LOCAL}"
