@@ -22,6 +22,7 @@ from nextscale.cli import app
 from nextscale.errors import CheckpointError, NextscaleError, SettingError, SizeError
 from nextscale.lab.evals.folders import ImageFolder, Judged, evaluate_folder
 from nextscale.lab.evals.folders.cache import CACHE, features_of
+from nextscale.lab.evals.folders.evaluate import spread
 from nextscale.lab.evals.folders.networks import Network, central, clip, dinov2
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.dists import Dists
@@ -145,6 +146,11 @@ def test_dists_is_nothing_for_equal_images_and_refuses_others() -> None:
     assert network(image, image).tolist() == pytest.approx([0, 0], abs=1e-5)
     with pytest.raises(SizeError, match="equal shape"):
         network(image, image[:, :, :16])
+
+
+def test_a_single_part_has_no_interval() -> None:
+    assert spread(2.0, float("nan")) == {"value": 2.0}
+    assert spread(2.0, 0.5) == {"value": 2.0, "low": pytest.approx(1.02), "high": pytest.approx(2.98)}
 
 
 def test_clip_cuts_the_centre() -> None:

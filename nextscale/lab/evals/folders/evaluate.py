@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,6 +143,8 @@ def frechet_interval(ours: Tensor, real: Tensor, resamples: int) -> dict[str, fl
 
 
 def spread(mean: float, deviation: float) -> dict[str, float]:
+    if not math.isfinite(deviation):  # a single part has none
+        return {"value": round(mean, 7)}
     return Interval(mean, mean - DEVIATIONS * deviation, mean + DEVIATIONS * deviation).rounded(7)
 
 
