@@ -12,6 +12,7 @@ import typer
 from typer.models import OptionInfo
 
 from ..accel.method import Method
+from ..cluster.ray_sampler import LOCAL, RaySettings
 from ..errors import PromptError, SettingError
 from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
 from ..lab.metrics.files import VARIABLE
@@ -149,6 +150,35 @@ Metrics = Annotated[
         "--metrics", metavar="FOLDER", rich_help_panel=MACHINE, show_default=VARIABLE, help="Folder of the networks that compare images."
     ),
 ]
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Whether it runs on a Ray cluster, and on how much of it."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            rich_help_panel=MACHINE,
+            help=f"Run on a Ray cluster: {LOCAL} starts one on this machine, auto or an address joins one.",
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", min=1, rich_help_panel=MACHINE, show_default="as GPUs allow", help="With --ray: actors."),
+    ] = None
+    gpus: Annotated[
+        float, typer.Option("--gpus", metavar="SHARE", rich_help_panel=MACHINE, help="With --ray: of each actor; 0.25 puts four on a GPU.")
+    ] = 1.0
+
+    def settings(self) -> RaySettings | None:
+        if self.ray is None:
+            if self.workers is not None or self.gpus != 1.0:
+                raise SettingError("--workers and --gpus say how many actors a Ray cluster runs: add --ray, or leave them out")
+            return None
+        return RaySettings(self.ray, self.workers, self.gpus)
 
 
 @dataclass(frozen=True)

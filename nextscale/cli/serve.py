@@ -23,6 +23,7 @@ from .options import (
     DtypeName,
     ModelNames,
     OffloadText,
+    RayOptions,
     TextEncoderSource,
     TokenizerFile,
     Weights,
@@ -167,9 +168,11 @@ def serve(
     batching: BatchingOptions,
     network: NetworkOptions,
     limits: LimitOptions,
+    on_ray: RayOptions,
 ) -> None:
     """Serve images over HTTP, as OpenAI's clients ask for them, with a studio at /."""
     model.require_known()
+    ray = on_ray.settings()
     named = " + ".join(method or ["dense"])
     chosen = parse_methods(named)
     for name in model.names:
@@ -201,7 +204,13 @@ def serve(
     devices: tuple[str | None, ...] = tuple(model.device) if model.device else (None,)
     aliases = parse_aliases(model.alias or [], model.names)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    run(Content(model.names, devices, model.load, aliases, named, warmups), settings)
+    content = Content(model.names, devices, model.load, aliases, named, warmups)
+    if ray is None:
+        run(content, settings)
+        return
+    from ..cluster.ray_server import RayServer, serve_on_ray
+
+    serve_on_ray(RayServer(content, settings, ray))
 
 
 def require_packages() -> None:

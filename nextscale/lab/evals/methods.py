@@ -65,7 +65,54 @@ def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
     return {name: "sparsevar:" + ",".join(f"{key}={value}" for key, value in settings.items()) for name, settings in specs.items()}
 
 
-LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {"standard": standard, "sparsevar-decisions": sparsevar_decisions}
+def fastvar_scales(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, table 4: two neighbouring stages are thinned, ever later ones."""
+    pairs = [(first, first + 1) for first in range(max(2, stages - 6), stages - 1, 2)]
+    return {f"{a} and {b}, {ratio:.0%}": f"fastvar:ratios={ {a: ratio, b: ratio} }" for a, b in pairs for ratio in (0.5, 0.75)}
+
+
+def fastvar_ratios(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, figure 6: how much of the last stage is not run."""
+    return {f"ratio {ratio}": f"fastvar:ratios={ {stages - 1: ratio} }" for ratio in (0.25, 0.5, 0.6, 0.75, 0.9, 1.0)}
+
+
+def fastvar_cache(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, table A.4: the last two stages are thinned, and restored from ever earlier ones."""
+    thinned = {stages - 2: 0.4, stages - 1: 0.5}
+    return {f"cache {stage}": f"fastvar:ratios={thinned},cache_stage={stage}" for stage in range(max(1, stages - 6), stages - 2)}
+
+
+def stagevar_ranks(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, figure 7: rank ratios of the last stage."""
+    return {f"rank {ratio}": f"stagevar:alphas={ {stages - 1: 0.96} },ranks={ratio}" for ratio in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)}
+
+
+def stagevar_alphas(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, eq. 4: the share of the energy that the rank keeps, measured as it runs; 0 skips the stage."""
+    return {f"alpha {alpha}": f"stagevar:alphas={ {stages - 1: alpha} },ranks=measured" for alpha in (0, 0.8, 0.9, 0.96, 0.99)}
+
+
+def sparsevar_anchors(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, table 4: one anchor in every alpha x alpha cells."""
+    return {f"anchors {alpha}": f"sparsevar:tau=0.6,alpha={alpha}" for alpha in (2, 3, 4, 5, None)}
+
+
+def sparsevar_stages(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, table 5: the stage P, counted from 1, from which tokens leave."""
+    return {f"from stage {first}": f"sparsevar:tau=0.6,from_stage={first}" for first in range(max(2, stages - 7), stages + 1)}
+
+
+LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
+    "standard": standard,
+    "sparsevar-decisions": sparsevar_decisions,
+    "sparsevar-anchors": sparsevar_anchors,
+    "sparsevar-stages": sparsevar_stages,
+    "fastvar-scales": fastvar_scales,
+    "fastvar-ratios": fastvar_ratios,
+    "fastvar-cache": fastvar_cache,
+    "stagevar-ranks": stagevar_ranks,
+    "stagevar-alphas": stagevar_alphas,
+}
 
 
 def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, Method]:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from ...errors import PromptError
 from ...io import from_pil
 from ..shards import DataError, Record, read_records, read_shard
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def read_eval_prompts(file: str | Path, limit: int | None = None) -> list[EvalPr
     return evenly_spread(prompts, limit)
 
 
-def evenly_spread(prompts: Sequence[EvalPrompt], limit: int | None) -> list[EvalPrompt]:
+def evenly_spread(prompts: Sequence[T], limit: int | None) -> list[T]:
     """At most `limit` of the prompts."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
