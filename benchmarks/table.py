@@ -14,7 +14,7 @@ import torch
 from nextscale.accel import resolve_method
 from nextscale.lab.bench.tables import faster, pictured_row, speed_tables, stages_svg, summary_table, with_tables
 from nextscale.lab.evals.frontier import frontier_svg
-from nextscale.lab.evals.methods import DENSE, sparsevar_decisions
+from nextscale.lab.evals.methods import BOLD, DENSE, MILD, sparsevar_decisions
 from nextscale.lab.results import Row, comparable, judged, read_rows, real_agreement
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.planning.cost import RequestCost, Workload, request_cost
@@ -33,7 +33,7 @@ FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the last model by name, at th
 
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows uncond"  # a row that only this list has
-IN_SHORT = (DENSE, "skip the last two stages", "SparseVAR 0.6", "FastVAR", "StageVAR")  # of the README; published settings
+IN_SHORT = (DENSE, "skip the last stage", MILD, BOLD, "skip the last two stages", "SparseVAR", "FastVAR", "StageVAR")  # of the README
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
