@@ -42,7 +42,8 @@ PROBES = {
         "matplotlib is there",
     ),
     "serve": Probe(
-        f"import nextscale\nfrom nextscale.cli.serve import require_packages\ntry:\n    require_packages()\n    print('it can start'){SHOW_ERROR}",
+        "import nextscale\nfrom nextscale.cli.serve import require_packages\ntry:\n    require_packages()"
+        f"\n    print('it can start'){SHOW_ERROR}",
         "it can start",
     ),
     "ray": Probe(
