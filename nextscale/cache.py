@@ -21,6 +21,12 @@ class StageKeys:
     stage: int
     rows: int
     tokens: tuple[int, ...]  # of a row, per layer; a text prefix included
+    kept: tuple[int, ...] | None = None  # of a row, per layer, that are left of all stages so far when it has run; None: all
+
+    def layer(self, number: int) -> StageKeys:
+        """What it adds to the cache of one layer."""
+        kept = None if self.kept is None else (self.kept[number],)
+        return StageKeys(self.stage, self.rows, (self.tokens[number],), kept)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class CacheSpec:
 
     def layer(self, number: int) -> CacheSpec:
         """The sizes of one layer alone."""
-        planned = None if self.planned is None else tuple(replace(stage, tokens=(stage.tokens[number],)) for stage in self.planned)
+        planned = None if self.planned is None else tuple(stage.layer(number) for stage in self.planned)
         return replace(self, layers=1, planned=planned)
 
     @property
@@ -221,6 +227,10 @@ class DenseLayerCache:
         return self._held()[1]
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.put(k, v, tokens).filled
+
+    def put(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
+        """Adds k, v [R, N, H, D] of `tokens`; returns where all keys and values are."""
         rows, new = k.shape[:2]
         slot = self.reserve(rows, new, tokens)
         for store, fresh in ((slot.keys, k), (slot.values, v)):
@@ -229,7 +239,7 @@ class DenseLayerCache:
             else:
                 row = torch.arange(rows, device=k.device)[:, None]
                 store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
-        return slot.filled
+        return slot
 
     def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
         """Makes room for `new` entries per row, which the caller writes.

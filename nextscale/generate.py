@@ -76,10 +76,7 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[
     """A run of the request's method and what the stages share; the method refuses what it cannot run."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, guided=rows > request.batch))
-    if method.own_cache:  # which knows its own need
-        spec = model.cache_spec(request.schedule, rows)
-    else:
-        spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
+    spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
     workspace = Workspace(spec)
     env = Env(
         request.batch,

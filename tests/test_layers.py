@@ -16,7 +16,7 @@ PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("basics", ("errors", "checks", "io", "kernels", "stage", "report", "checkpoints", "assets")),
-    ("parts", ("cache", "canvas", "guidance", "sampling", "schedules")),
+    ("parts", ("cache", "attending", "compressed", "canvas", "guidance", "sampling", "schedules")),
     ("models", ("models", "tokenizers", "text")),
     ("method interface", ("accel.method",)),
     ("planning", ("planning",)),

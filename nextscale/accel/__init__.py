@@ -4,6 +4,7 @@ from .combine import Combined
 from .fastvar import FastVAR
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
+from .scalekv import ScaleKV
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR
@@ -19,6 +20,7 @@ __all__ = [
     "MethodRun",
     "Plans",
     "RunSetup",
+    "ScaleKV",
     "SkipStages",
     "Span",
     "SparseVAR",

@@ -88,6 +88,7 @@ class StagePlan:
     num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
+    kept_keys: tuple[int, ...] | None = None  # of a row, that each layer keeps of all stages so far when it has run; None: all
 
     def __post_init__(self) -> None:
         for span in self.spans:
@@ -139,12 +140,15 @@ class StagePlan:
         dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
         if len(dropped) > 1:
             raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones")
+        if None not in (self.kept_keys, other.kept_keys):
+            raise ValueError("two methods compress the cache")
         return StagePlan(
             skip=self.skip or other.skip,
             cfg_branches=next(iter(dropped), "both"),
             num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),
+            kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
         )
 
 

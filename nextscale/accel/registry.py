@@ -11,6 +11,7 @@ from ..errors import SettingError
 from .combine import Combined
 from .fastvar import FastVAR
 from .method import Method
+from .scalekv import ScaleKV
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar.method import StageVAR
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
     "fastvar": FastVAR,
     "stagevar": StageVAR,
     "tome": ToMe,
+    "scalekv": ScaleKV,
 }
 
 

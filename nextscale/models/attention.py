@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..cache import DenseLayerCache, Slot
+from ..attending import Attended, AttendingCache
+from ..cache import DenseLayerCache, LayerCache, Slot
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
 from .env import Env
@@ -92,11 +93,19 @@ class SelfAttention(nn.Module):
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(attend_slot(q, slot, self.scale, env.captured))
+            return self.proj(self._attend(x, q, slot, tokens, cache, env))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
-        keys, values, mask = env.cache[self.layer].append(q, k, v, tokens)
+        if isinstance(cache, AttendingCache):
+            return self.proj(self._attend(x, q.to(x.dtype), cache.put(k, v, tokens), tokens, cache, env))
+        keys, values, mask = cache.append(q, k, v, tokens)
         return self.proj(attend(q.to(x.dtype), keys, values, mask, self.scale))
+
+    def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, cache: LayerCache, env: Env) -> Tensor:
+        """Queries [R, N, H, D] over what the cache holds, in the cache's own way if it has one: [R, N, H * D]."""
+        if isinstance(cache, AttendingCache):
+            return cache.attend(Attended(x, q, slot, tokens, self.scale, self.qkv.weight, env.captured))
+        return attend_slot(q, slot, self.scale, env.captured)
 
     def queries_keys_values(
         self, x: Tensor, temperature: Tensor | None, turn: Callable[[Tensor], Tensor] | None

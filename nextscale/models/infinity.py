@@ -39,8 +39,8 @@ class InfinityConfig:
 
     @property
     def block(self) -> BlockConfig:
-        # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192.
-        hidden = round(4 * self.dim / 256) * 256
+        # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192. The smallest have as many as they have channels.
+        hidden = round(4 * self.dim / 256) * 256 or self.dim
         text = TextAttentionConfig(self.dim, learned_norm=True)
         return BlockConfig(self.dim, self.heads, hidden, modulation="shared", text=text)
 

@@ -4,7 +4,7 @@ Counted is every matrix product between a stage's input and its codes: embedding
 Not counted are the text encoder, what is made of the prompt once per request, the canvas, decoding, and everything that is no matrix
 product. What a method itself computes counts only where its spans report it (`Span.own_macs`), as those of StageVAR and ToMe do. SparseVAR
 has no spans: its comparison of cells with anchors, cells x anchors x logits MACs per image in a reduced stage, is not counted, nor
-are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache.
+are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache without what plans drop.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[Stag
         pairs = sum(layer.attention * keys for layer, keys in zip(layers, read, strict=True))
         linear = model.embedding_macs(stage, workload.images) + rows * own + block.linear(ran, rows)
         attention = block.products(pairs, ran.text, rows)
-        cached = cached if stage.last else read
+        cached = cached if stage.last else list(map(min, read, plan.kept_keys or read))
         head = head_macs(model, stage, workload, rows, tokens)
         computed = mean_tokens(ran, len(layers), block.text > 0) - prefix
         costs.append(StageCost(stage, rows, tokens, computed, linear, attention, head, ran.attention, sum(cached)))

@@ -14,6 +14,7 @@ from .fastvar_cases import replay_fastvar_hart, replay_fastvar_infinity
 from .hart_cases import replay_hart
 from .infinity_cases import replay_infinity, replay_rope, replay_roundtrip
 from .recipe import drawn_tensors
+from .scalekv_cases import replay_scalekv
 from .sparsevar_cases import replay_sparsevar
 from .stagevar_cases import replay_stagevar
 from .star_cases import replay_star, replay_star_encoder
@@ -70,6 +71,8 @@ def replay(description: Path) -> int:
         replay_stagevar(folder, case, expected)
     elif case.get("what", "").startswith("SparseVAR on Infinity"):
         replay_sparsevar(folder, case, expected)
+    elif case.get("what", "").startswith("ScaleKV on Infinity"):
+        replay_scalekv(folder, case, expected)
     elif "vae_bits" in config and "cfg_list" in case:
         replay_infinity(folder, case, expected)
     elif "vae_scale_schedule" in case:
