@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import FastVAR, Method, MethodRun, ScaleKV, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from .accel import FastVAR, Method, MethodRun, ScaleKV, SkipStages, SkipVAR, SparseVAR, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
@@ -28,6 +28,7 @@ __all__ = [
     "ScaleKV",
     "Schedule",
     "SkipStages",
+    "SkipVAR",
     "SparseVAR",
     "Stage",
     "StageGuidance",

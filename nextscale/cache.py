@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .stage import Schedule, Stage, Tokens
+from .stage import Rows, Schedule, Stage, Tokens
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,11 @@ def per_layer(stages: Sequence[StageKeys]) -> list[int]:
     return [sum(tokens) for tokens in zip(*(stage.tokens for stage in stages), strict=True)]
 
 
+def row_count(rows: Rows, of: int) -> int:
+    """How many of a number of rows these are."""
+    return len(range(*rows.indices(of))) if isinstance(rows, slice) else rows.shape[0]
+
+
 def pair_bytes(pair: tuple[Tensor, Tensor] | None) -> int:
     return 0 if pair is None else sum(tensor.nbytes for tensor in pair)
 
@@ -152,7 +157,7 @@ class LayerCache(Protocol):
         """Adds k, v [R, N, H, D] of `tokens`; returns all keys and values [R, T, H, D] and a mask [R, 1, 1, T] or None."""
         ...
 
-    def keep_rows(self, rows: slice) -> None: ...
+    def keep_rows(self, rows: Rows) -> None: ...
 
 
 def real_entries(lengths: Tensor, entries: int) -> Tensor:
@@ -284,8 +289,8 @@ class DenseLayerCache:
         self.lengths = (start + (new if added is None else added)).int()
         return slot._replace(start=start, lengths=self.lengths)
 
-    def keep_rows(self, rows: slice) -> None:
-        self._rows = len(range(*rows.indices(self._rows)))
+    def keep_rows(self, rows: Rows) -> None:
+        self._rows = row_count(rows, self._rows)
         if self._pair is not None:
             self._move(max(self.spec.room(self._rows), self.length), rows)  # copies: a view would keep the others alive
         if self.lengths is not None:
@@ -306,7 +311,7 @@ class DenseLayerCache:
         if self.keys.shape[1] < end:
             self._move(end + self.spec.room(self._rows, after=stage.index), slice(None))
 
-    def _move(self, tokens: int, rows: slice) -> None:
+    def _move(self, tokens: int, rows: Rows) -> None:
         """Copies some of the rows to memory with room for `tokens`."""
         old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
         for target, source in zip(fresh, old, strict=True):
@@ -329,7 +334,7 @@ class NoCache:
             mask = real_entries(tokens.prefix + tokens.count, k.shape[1])
         return k.to(v.dtype), v, mask
 
-    def keep_rows(self, rows: slice) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         """Nothing is kept."""
 
 
@@ -361,7 +366,7 @@ class StageMemory:
         memory._maps = dict(self._maps)
         return memory
 
-    def keep_rows(self, rows: slice) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         """Keeps copies of these rows: views would keep the others alive."""
         self._maps = {key: (y[rows].clone(), size) for key, (y, size) in self._maps.items()}
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 from torch import Tensor
 
 from .attending import AttendingCache
-from .cache import CacheSpec, Slot, copy_wide
-from .stage import Tokens
+from .cache import CacheSpec, Slot, copy_wide, row_count
+from .stage import Rows, Tokens
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class CompressedLayerCache(AttendingCache):
             self.length = selection.shape[1]
             self.lengths = None if self.lengths is None else self.lengths.clamp(max=self.length)
 
-    def keep_rows(self, rows: slice) -> None:
-        self._rows = len(range(*rows.indices(self._rows)))
+    def keep_rows(self, rows: Rows) -> None:
+        self._rows = row_count(rows, self._rows)
         if self._pair is not None:
             self._pair = self._pair[0][rows].clone(), self._pair[1][rows].clone()
         self.lengths = None if self.lengths is None else self.lengths[rows]

@@ -19,6 +19,7 @@ from .models.attention import attention_backend
 from .models.base import Hidden, NextScaleModel
 from .models.blocks import Block, run_in_order
 from .models.env import Conditioning, Env
+from .parts import Part, joined
 from .planning.memory import reserved_cache
 from .request import Request, Revise, as_sampled
 from .stage import Stage, Tokens
@@ -40,6 +41,7 @@ class StageDone:
     residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes
     plan: StagePlan = DENSE
     compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
+    plans: tuple[StagePlan, ...] | None = None  # of every image, where they go on apart from each other; None: `plan` is that of all
 
     @property
     def skipped(self) -> bool:
@@ -59,17 +61,51 @@ def generate(
     watch: Callable[[StageDone], None],
 ) -> dict[int, Tensor]:
     """Generates a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
-    run, env = begin(model, cond, request)
+    parts = [Part(request, canvas, *begin(model, cond, request))]
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
-        if request.method.data_dependent:
-            settle_counts(run, stage, canvas)
-        plan = run.plan(request.plans[stage.index], stage, canvas)
-        done, good = run_stage(model, canvas, request, run, plan, env, stage)
-        if good is not None:
-            finite[stage.index] = good
-        watch(done)
+        parts = [one for part in parts for one in part.split(stage)]
+        results = [run_part(model, part, stage) for part in parts]
+        good = [one for _, one in results if one is not None]
+        if good:
+            finite[stage.index] = torch.stack(good).all()
+        watch(results[0][0] if len(parts) == 1 else join(parts, [done for done, _ in results], canvas, request.batch))
     return finite
+
+
+def run_part(model: NextScaleModel, part: Part, stage: Stage) -> tuple[StageDone, Tensor | None]:
+    """What `run_stage` returns, with the plan that the run makes when the stage comes."""
+    request, canvas, run = part.request, part.canvas, part.run
+    if request.method.data_dependent:
+        settle_counts(run, stage, canvas)
+    plan = run.plan(request.plans[stage.index], stage, canvas)
+    return run_stage(model, canvas, request, run, plan, part.env, stage)
+
+
+def join(parts: Sequence[Part], done: Sequence[StageDone], canvas: Canvas, batch: int) -> StageDone:
+    """What several parts of a batch have done, as one, with the canvas of all; images that did not run have zeros for codes."""
+    latent = joined([(part, part.canvas.latent) for part in parts], batch)
+    assert latent is not None
+    canvas.latent = latent
+    plans = {image: one.plan for part, one in zip(parts, done, strict=True) for image in part.images or ()}
+    ran = [one for one in done if not one.skipped]
+    if not ran:
+        return StageDone(done[0].stage, canvas, plan=done[0].plan, plans=tuple(plans[image] for image in range(batch)))
+    ids, codes, residual = (
+        joined([(part, getattr(one, name)) for part, one in zip(parts, done, strict=True)], batch) for name in ("ids", "codes", "residual")
+    )
+    masks = [(part, one.compute_mask) for part, one in zip(parts, done, strict=True)]
+    return replace(
+        ran[0],
+        canvas=canvas,
+        rows=sum(one.rows for one in ran),
+        logits=None,
+        ids=ids,
+        codes=codes,
+        residual=residual,
+        compute_mask=joined(masks, batch),
+        plans=tuple(plans[image] for image in range(batch)),
+    )
 
 
 def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:

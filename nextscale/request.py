@@ -50,10 +50,11 @@ class Request:
     compute_mask: bool = False
     revise: Revise = as_sampled
     captured: bool = False  # launches cost the host nothing
+    images: int | None = None  # how many of the prompts' images go on, where the others go on apart from them; None: all
 
     @property
     def batch(self) -> int:
-        return len(self.prompts)
+        return len(self.prompts) if self.images is None else self.images
 
     @property
     def rows(self) -> int:

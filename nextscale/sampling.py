@@ -168,6 +168,12 @@ class ImageRng:
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return self._filled(Tensor.normal_, shape, device)
 
+    def only(self, images: Sequence[int]) -> ImageRng:
+        """The same numbers for some of the images."""
+        rng = ImageRng((), torch.device("cpu"))
+        rng.generators = [self.generators[image] for image in images]
+        return rng
+
     def _filled(self, fill: Callable[..., Tensor], shape: Sequence[int], device: torch.device) -> Tensor:
         noise = torch.empty(tuple(shape), device=device)
         for image, generator in zip(noise, self.generators, strict=True):

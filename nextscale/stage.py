@@ -11,6 +11,9 @@ from torch import Tensor
 from . import kernels
 from .errors import SizeError
 
+Rows = slice | Tensor
+"""Some rows of a batch: a slice, or their numbers [K] on the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -21,6 +21,7 @@ FAMILIES = (  # folders of SHARED whose models and methods are built
     "stagevar_infinity",
     "sparsevar_infinity",
     "scalekv_infinity",
+    "skipvar_infinity",
 )
 
 TENSORS_COMPARED = "tensors compared"  # a property of a test's report, which reaches the closing table from every process

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("method interface", ("accel.method",)),
     ("planning", ("planning",)),
     ("methods", ("accel",)),
-    ("generate", ("generate", "request")),
+    ("generate", ("generate", "parts", "request")),
     ("engine", ("engine",)),
     ("pipeline", ("pipeline", "output")),
     ("loading", ("loading",)),

@@ -2,10 +2,11 @@
 
 from .combine import Combined
 from .fastvar import FastVAR
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .registry import METHODS, MethodLike, resolve_method
 from .scalekv import ScaleKV
 from .skip import SkipStages
+from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR
 from .tome import ToMe
@@ -15,6 +16,7 @@ __all__ = [
     "METHODS",
     "Combined",
     "FastVAR",
+    "ImageGroup",
     "Method",
     "MethodLike",
     "MethodRun",
@@ -22,6 +24,7 @@ __all__ = [
     "RunSetup",
     "ScaleKV",
     "SkipStages",
+    "SkipVAR",
     "Span",
     "SparseVAR",
     "StagePlan",

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -162,6 +162,7 @@ class Method:
     """
 
     reduces_stages: bool = False  # True: its runs change `reduce`
+    splits_batches: bool = False  # True: its runs change `split`
     own_cache: bool = False  # True: its runs change `layer_cache`
 
     def __eq__(self, other: object) -> bool:
@@ -202,16 +203,30 @@ class Method:
         return MethodRun()
 
 
+class ImageGroup(NamedTuple):
+    """Images of a batch that go on apart from the others."""
+
+    images: tuple[int, ...]
+    run: MethodRun
+
+
 class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
-    At each stage generation calls, in this order: `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
+    At each stage generation calls, in this order: `split`, `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
     `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_residual`.
     """
 
     def fork(self) -> MethodRun:
         """Returns another run that goes on from here, with the same tensors."""
         return copy.copy(self)
+
+    def split(self, stage: Stage, canvas: Canvas) -> Sequence[ImageGroup] | None:
+        """Before a stage, returns groups of images that go on apart from each other, each with a run of its own; None: all go on together.
+
+        Together the groups have all images. The host may read from the device here, which a captured graph does not allow.
+        """
+        return None
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""

@@ -13,6 +13,7 @@ from .fastvar import FastVAR
 from .method import Method
 from .scalekv import ScaleKV
 from .skip import SkipStages
+from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
 from .stagevar.method import StageVAR
 from .tome import ToMe
@@ -27,6 +28,7 @@ METHODS: dict[str, type[Method]] = {
     "stagevar": StageVAR,
     "tome": ToMe,
     "scalekv": ScaleKV,
+    "skipvar": SkipVAR,
 }
 
 

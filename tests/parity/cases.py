@@ -15,6 +15,7 @@ from .hart_cases import replay_hart
 from .infinity_cases import replay_infinity, replay_rope, replay_roundtrip
 from .recipe import drawn_tensors
 from .scalekv_cases import replay_scalekv
+from .skipvar_cases import replay_skipvar, replay_skipvar_decisions
 from .sparsevar_cases import replay_sparsevar
 from .stagevar_cases import replay_stagevar
 from .star_cases import replay_star, replay_star_encoder
@@ -73,6 +74,10 @@ def replay(description: Path) -> int:
         replay_sparsevar(folder, case, expected)
     elif case.get("what", "").startswith("ScaleKV on Infinity"):
         replay_scalekv(folder, case, expected)
+    elif case.get("what", "").startswith("SkipVAR decision only"):
+        replay_skipvar_decisions(folder, case, expected)
+    elif case.get("what", "").startswith("SkipVAR on Infinity"):
+        replay_skipvar(folder, case, expected)
     elif "vae_bits" in config and "cfg_list" in case:
         replay_infinity(folder, case, expected)
     elif "vae_scale_schedule" in case:
