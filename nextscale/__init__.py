@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import FastVAR, Method, MethodRun, ScaleKV, SkipStages, SkipVAR, SparseVAR, StagePlan, StageVAR, ToMe
+from .accel import CoDe, FastVAR, Method, MethodRun, ScaleKV, SkipStages, SkipVAR, SparseVAR, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
@@ -12,6 +12,7 @@ from .text import T5Encoder, TextFeatures
 
 __all__ = [
     "MODELS",
+    "CoDe",
     "ConstantGuidance",
     "FastVAR",
     "Guidance",

@@ -14,6 +14,7 @@ from .accel.method import DENSE, MethodRun, RunSetup, StagePlan
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
+from .given import fits_one_pass, pass_noise, read_in_one_pass
 from .guidance import GuidedRows
 from .models.attention import attention_backend
 from .models.base import Hidden, NextScaleModel
@@ -146,6 +147,11 @@ def run_stage(
         canvas.skip(stage)
         return StageDone(stage, canvas, plan=plan), None
     env.keep(plan.cfg_branches)
+    if stage.index < len(request.given):
+        return put_given(model, canvas, request, run, plan, env, stage), None
+    if env.seen:
+        seen, env.seen = env.seen, ()
+        read_in_one_pass(model, env, request.schedule.stages[: len(seen)], seen)
     x, tokens = run.reduce(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_num_tokens(tokens)
     counts = None if tokens.count is None else tokens.count[:batch]
@@ -170,6 +176,23 @@ def run_stage(
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
     mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
     return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, as_measured(plan, env), mask), finite
+
+
+def put_given(
+    model: NextScaleModel, canvas: Canvas, request: Request, run: MethodRun, plan: StagePlan, env: Env, stage: Stage
+) -> StageDone:
+    """A stage whose codes are given: they go on the canvas, and the network reads what it would, now or together with others like it."""
+    shown, codes, rows = canvas.input(stage), request.given[stage.index], env.cond.start.shape[0]
+    at_once = not request.guidance.layers and fits_one_pass(model, env) and all(one == DENSE for one in request.plans[: len(request.given)])
+    if at_once:
+        env.seen = (*env.seen, shown)
+    else:
+        x, tokens = model.with_text(model.embed(shown, stage, env), Tokens(stage), env)
+        run_blocks(model, x, tokens, env, replace(plan, num_tokens=None, taps=()), request.guidance, run)
+    pass_noise(model, stage, request.batch, request.sampling, request.rng)
+    canvas.add(codes, Tokens(stage))
+    num_tokens = stage.cells + (model.text_prefix if stage.index == 0 else 0)
+    return StageDone(stage, canvas, rows, num_tokens, tokens=Tokens(stage), ids=codes, codes=codes, plan=plan)
 
 
 def as_measured(plan: StagePlan, env: Env) -> StagePlan:

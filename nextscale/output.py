@@ -93,6 +93,7 @@ def costs_of(model: NextScaleModel, request: Request, inputs: PromptInputs, done
         request.guidance.needs_both,
         0 if inputs.text is None else inputs.text.length,
         request.sampling.refine,
+        len(request.given),
         model.residual_scale(request.guidance, request.schedule[-1]) != 1,
     )
     by_image = [done.plans or (done.plan,) * request.batch for done in done_stages]

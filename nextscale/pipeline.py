@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
+from .accel.code import CoDe
 from .accel.method import Method
 from .accel.registry import MethodLike, resolve_method
+from .collaborate import Refiners, collaborate
 from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.memory import memory_errors, require_room
@@ -19,6 +22,7 @@ from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
 from .errors import SettingError
 from .generate import StageDone, check_plans, require_finite
+from .given import checked_given
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
 from .models.base import NextScaleModel
 from .output import Output, Preview, costs_of, mask_of, read_back, stage_reports
@@ -85,6 +89,7 @@ class Pipeline:
         self.settings = settings
         self.name = name
         self.method = Method()
+        self.refiners = Refiners()  # smaller models that this one can draft for
 
     def __call__(
         self,
@@ -99,6 +104,8 @@ class Pipeline:
         compute_mask: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
         revise: Revise = as_sampled,
+        given: Sequence[Tensor] = (),
+        decode: bool = True,
         warmup: bool = False,
         **sampling: Any,
     ) -> Output:
@@ -113,12 +120,19 @@ class Pipeline:
         method: an acceleration method, its name, or several; None is the one set by `accelerate`.
         compute_mask: the output tells for every cell which share of the network was run.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
+        given: codes of the first stages, such as another call's, which are read and not generated. decode: False leaves pixels empty.
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
+        chosen = self.method if method is None else resolve_method(method)
+        if isinstance(chosen, CoDe):
+            if compute_mask or given or revise is not as_sampled:
+                raise SettingError("CoDe takes no compute_mask, revise and given: leave them out")
+            call = {"size": size, "aspect": aspect, "guidance": guidance, "negative": negative, "on_stage": on_stage, "warmup": warmup}
+            return collaborate(self, chosen, prompt, seed, call | sampling)
         with self._turn() as nested:
-            request = self._request(prompt, seed, size, aspect, guidance, negative, method, sampling, compute_mask, revise)
-            return self._run(request, on_stage, warmup, nested)
+            request = self._request(prompt, seed, size, aspect, guidance, negative, chosen, sampling, compute_mask, revise, given)
+            return self._run(request, on_stage, warmup, nested, decode)
 
     def warmup(
         self,
@@ -163,6 +177,12 @@ class Pipeline:
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 
+    def share_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Decodes with another pipeline's tokenizer of the same kind, so that its weights are there once."""
+        if tokenizer is not self.tokenizer:
+            self.tokenizer = tokenizer
+            self.captures = Captures(self.model, tokenizer, self._tables, self.captures.budget if self.engine == "graphs" else None)
+
     def dense(self) -> Accelerated:
         """Back to dense generation."""
         return self.accelerate(Method())
@@ -192,6 +212,7 @@ class Pipeline:
         sampling: dict[str, Any],
         compute_mask: bool = False,
         revise: Revise = as_sampled,
+        given: Sequence[Tensor] = (),
     ) -> Request:
         chosen = self.method if method is None else resolve_method(method)
         schedule = self.settings.schedules.choose(size, aspect)
@@ -215,6 +236,7 @@ class Pipeline:
             numbers.seeds,
             compute_mask,
             revise,
+            given=checked_given(given, schedule, len(prompts), self.model.device),
         )
 
     def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
@@ -240,7 +262,7 @@ class Pipeline:
         require_room(self.model.device, planned(), request, self.captures.bytes)
         return Eager(self.model, self.tokenizer, self._tables.of(request.schedule))
 
-    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool) -> Output:
+    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool, decode: bool = True) -> Output:
         device, clock, done_stages = self.model.device, request.clock, list[StageDone]()
         planned = cache(partial(self._planned, request))
 
@@ -261,7 +283,7 @@ class Pipeline:
                 clock.start("stage")
                 latent, finite = executor.run(request, stage_done)
                 with clock.time("decode"):
-                    pixels = executor.decode()
+                    pixels = executor.decode() if decode else latent.new_empty(request.batch, 3, 0, 0)
             # What needs no result comes before the host waits for the device. Copies are ordinary tensors, not inference tensors.
             copies = pixels.clone(), latent.clone(), tuple(done.codes.clone() for done in done_stages if done.codes is not None)
             masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None

@@ -50,6 +50,7 @@ class Request:
     compute_mask: bool = False
     revise: Revise = as_sampled
     captured: bool = False  # launches cost the host nothing
+    given: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
     images: int | None = None  # how many of the prompts' images go on, where the others go on apart from them; None: all
 
     @property

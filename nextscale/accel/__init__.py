@@ -1,5 +1,6 @@
 """Acceleration methods. `Method` is dense generation; a paper's method overrides the parts it changes."""
 
+from .code import CoDe
 from .combine import Combined
 from .fastvar import FastVAR
 from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, Span, StagePlan
@@ -14,6 +15,7 @@ from .tome import ToMe
 __all__ = [
     "DENSE",
     "METHODS",
+    "CoDe",
     "Combined",
     "FastVAR",
     "ImageGroup",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
 from ..errors import SettingError
+from .code import CoDe
 from .combine import Combined
 from .fastvar import FastVAR
 from .method import Method
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
     "tome": ToMe,
     "scalekv": ScaleKV,
     "skipvar": SkipVAR,
+    "code": CoDe,
 }
 
 

@@ -72,7 +72,16 @@ def load(
     load_module(images, tokenizer_path, device, dtype)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part that is no part of HART has a clearer refusal of its own
-    return Pipeline(model, images, reader, spec.settings, name, engine, graph_memory)
+    pipe = Pipeline(model, images, reader, spec.settings, name, engine, graph_memory)
+    pipe.refiners.open = lambda other: load_partner(spec, other, tokenizer=tokenizer, device=device, dtype=dtype, engine=engine)
+    return pipe
+
+
+def load_partner(spec: ModelSpec, name: str, **settings: Any) -> Pipeline:
+    """A smaller model that shares a tokenizer with the one of `spec`, loaded in the same way."""
+    if model_spec(name).tokenizer_weights != spec.tokenizer_weights:
+        raise SettingError(f"{spec.name} and {name} were trained with different tokenizers: choose two models that share one")
+    return load(name, **settings)
 
 
 def released_spec(spec: ModelSpec) -> ModelSpec:

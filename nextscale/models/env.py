@@ -61,6 +61,7 @@ class Env:
     measured: dict[range, Any] = field(default_factory=dict)  # spans that find their number of tokens as they run, with that number
     captured: bool = False  # launches cost the host nothing
     data_dependent: bool = False  # the method may leave out tokens of one image and not of another
+    seen: tuple[Tensor | None, ...] = ()  # what the canvas showed of stages whose codes are given and which are still to be read
 
     def keep(self, cfg_branches: CfgBranches) -> None:
         """Drops the rows of the other cfg branch. Rows leave and never return; "both" keeps those that still run."""

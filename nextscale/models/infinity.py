@@ -184,6 +184,10 @@ class Infinity(NextScaleModel):
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index]
 
+    @property
+    def logit_shape(self) -> tuple[int, ...]:
+        return self.head.out_features // 2, 2
+
     def logits(self, x: Tensor, env: Env) -> Tensor:
         """[R, N, bits, 2]: for every bit the logit of 0 and of 1."""
         return super().logits(x, env).unflatten(-1, (-1, 2))

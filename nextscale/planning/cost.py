@@ -28,6 +28,7 @@ class Workload:
     guided: bool = True  # two rows per image
     text_tokens: int = 0  # that cross-attention reads, padding included; 0 where there is none
     refine: Refinement | None = None  # STAR: how late stages are sampled in rounds
+    given: int = 0  # first stages whose codes are given: they have no head
     residual_guided: bool = True  # False: HART's diffusion runs one cfg branch, as it does at a guidance scale of exactly 2
 
 
@@ -128,7 +129,7 @@ def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[Stag
         linear = model.embedding_macs(stage, workload.images) + rows * own + block.linear(ran, rows)
         attention = block.products(pairs, ran.text, rows)
         cached = cached if stage.last else list(map(min, read, plan.kept_keys or read))
-        head = head_macs(model, stage, workload, rows, tokens)
+        head = head_macs(model, stage, workload, rows, tokens) if stage.index >= workload.given else 0
         computed = mean_tokens(ran, len(layers), block.text > 0) - prefix
         costs.append(StageCost(stage, rows, tokens, computed, linear, attention, head, ran.attention, sum(cached)))
     return RequestCost(tuple(costs))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .class_cases import replay_flexvar, replay_published_tokenizer, replay_var
+from .code_cases import replay_code
 from .compare import Expected
 from .fastvar_cases import replay_fastvar_hart, replay_fastvar_infinity
 from .hart_cases import replay_hart
@@ -60,7 +61,9 @@ def replay(description: Path) -> int:
     folder, config = description.parent, case.get("config", {})
     model = config.get("model", "")
     in_other_files = 0
-    if model == "VAR":
+    if model == "VAR pair":
+        replay_code(folder, case, expected)
+    elif model == "VAR":
         replay_var(folder, case, expected)
     elif model == "FlexVAR":
         replay_flexvar(folder, case, expected)
