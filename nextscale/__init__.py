@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import CoDe, FastVAR, Method, MethodRun, ScaleKV, SkipStages, SkipVAR, SparseVAR, StagePlan, StageVAR, ToMe
+from .accel import CoDe, FastVAR, Method, MethodRun, PiToMe, ScaleKV, SkipStages, SkipVAR, SparseVAR, SparseViT, StagePlan, StageVAR, ToMe
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
@@ -21,6 +21,7 @@ __all__ = [
     "ModelSpec",
     "NextscaleError",
     "Output",
+    "PiToMe",
     "Pipeline",
     "Preview",
     "RampGuidance",
@@ -31,6 +32,7 @@ __all__ = [
     "SkipStages",
     "SkipVAR",
     "SparseVAR",
+    "SparseViT",
     "Stage",
     "StageGuidance",
     "StagePlan",

@@ -4,11 +4,13 @@ from .code import CoDe
 from .combine import Combined
 from .fastvar import FastVAR
 from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from .pitome import PiToMe
 from .registry import METHODS, MethodLike, resolve_method
 from .scalekv import ScaleKV
 from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
+from .sparsevit import SparseViT
 from .stagevar import StageVAR
 from .tome import ToMe
 
@@ -22,6 +24,7 @@ __all__ = [
     "Method",
     "MethodLike",
     "MethodRun",
+    "PiToMe",
     "Plans",
     "RunSetup",
     "ScaleKV",
@@ -29,6 +32,7 @@ __all__ = [
     "SkipVAR",
     "Span",
     "SparseVAR",
+    "SparseViT",
     "StagePlan",
     "StageVAR",
     "ToMe",

@@ -12,10 +12,12 @@ from .code import CoDe
 from .combine import Combined
 from .fastvar import FastVAR
 from .method import Method
+from .pitome import PiToMe
 from .scalekv import ScaleKV
 from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
+from .sparsevit import SparseViT
 from .stagevar.method import StageVAR
 from .tome import ToMe
 
@@ -31,6 +33,8 @@ METHODS: dict[str, type[Method]] = {
     "scalekv": ScaleKV,
     "skipvar": SkipVAR,
     "code": CoDe,
+    "pitome": PiToMe,
+    "sparsevit": SparseViT,
 }
 
 
