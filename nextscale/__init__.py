@@ -1,6 +1,21 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import CoDe, FastVAR, Method, MethodRun, PiToMe, ScaleKV, SkipStages, SkipVAR, SparseVAR, SparseViT, StagePlan, StageVAR, ToMe
+from .accel import (
+    CoDe,
+    FastVAR,
+    Method,
+    MethodRun,
+    PiToMe,
+    ScaleKV,
+    SkipStages,
+    SkipVAR,
+    SparseVAR,
+    SparseViT,
+    SparVAR,
+    StagePlan,
+    StageVAR,
+    ToMe,
+)
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
@@ -31,6 +46,7 @@ __all__ = [
     "Schedule",
     "SkipStages",
     "SkipVAR",
+    "SparVAR",
     "SparseVAR",
     "SparseViT",
     "Stage",

@@ -11,6 +11,7 @@ from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
 from .sparsevit import SparseViT
+from .sparvar import SparVAR
 from .stagevar import StageVAR
 from .tome import ToMe
 
@@ -31,6 +32,7 @@ __all__ = [
     "SkipStages",
     "SkipVAR",
     "Span",
+    "SparVAR",
     "SparseVAR",
     "SparseViT",
     "StagePlan",

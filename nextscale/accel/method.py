@@ -89,6 +89,7 @@ class StagePlan:
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
     kept_keys: tuple[int, ...] | None = None  # of a row, that each layer keeps of all stages so far when it has run; None: all
+    attended: tuple[float, ...] | None = None  # share of the pairs of a query and a key that attention computes, per layer; None: all
 
     def __post_init__(self) -> None:
         for span in self.spans:
@@ -142,6 +143,8 @@ class StagePlan:
             raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones")
         if None not in (self.kept_keys, other.kept_keys):
             raise ValueError("two methods compress the cache")
+        if None not in (self.attended, other.attended):
+            raise ValueError("two methods have an attention of their own")
         return StagePlan(
             skip=self.skip or other.skip,
             cfg_branches=next(iter(dropped), "both"),
@@ -149,6 +152,7 @@ class StagePlan:
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),
             kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
+            attended=self.attended if other.attended is None else other.attended,
         )
 
 

@@ -18,6 +18,7 @@ from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
 from .sparsevit import SparseViT
+from .sparvar import SparVAR
 from .stagevar.method import StageVAR
 from .tome import ToMe
 
@@ -35,6 +36,7 @@ METHODS: dict[str, type[Method]] = {
     "code": CoDe,
     "pitome": PiToMe,
     "sparsevit": SparseViT,
+    "sparvar": SparVAR,
 }
 
 

@@ -125,7 +125,8 @@ def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[Stag
         layers = tokens_per_layer(plan.spans, tokens, prefix, len(cached))
         ran = SublayerTokens.total(layers)
         read = [before + layer.attention for before, layer in zip(cached, layers, strict=True)]
-        pairs = sum(layer.attention * keys for layer, keys in zip(layers, read, strict=True))
+        share = plan.attended or (1,) * len(layers)
+        pairs = sum(round(part * layer.attention * keys) for part, layer, keys in zip(share, layers, read, strict=True))
         linear = model.embedding_macs(stage, workload.images) + rows * own + block.linear(ran, rows)
         attention = block.products(pairs, ran.text, rows)
         cached = cached if stage.last else list(map(min, read, plan.kept_keys or read))
