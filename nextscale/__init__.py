@@ -3,6 +3,7 @@
 from .accel import (
     CoDe,
     FastVAR,
+    LiteVAR,
     Method,
     MethodRun,
     PiToMe,
@@ -15,6 +16,7 @@ from .accel import (
     StagePlan,
     StageVAR,
     ToMe,
+    ZipVL,
 )
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
@@ -31,6 +33,7 @@ __all__ = [
     "ConstantGuidance",
     "FastVAR",
     "Guidance",
+    "LiteVAR",
     "Method",
     "MethodRun",
     "ModelSpec",
@@ -57,5 +60,6 @@ __all__ = [
     "TextFeatures",
     "ToMe",
     "Tokens",
+    "ZipVL",
     "load",
 ]

@@ -20,6 +20,7 @@ class Attended(NamedTuple):
     scale: float
     weight: Tensor  # [3 * C, C], which made queries, keys and values, without their bias
     captured: bool  # launches cost the host nothing
+    batch: int  # images: of a guided pair the conditional row comes first, this number of rows before the other
 
 
 class AttendingCache(DenseLayerCache):

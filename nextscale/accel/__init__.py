@@ -3,6 +3,7 @@
 from .code import CoDe
 from .combine import Combined
 from .fastvar import FastVAR
+from .litevar import LiteVAR
 from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .pitome import PiToMe
 from .registry import METHODS, MethodLike, resolve_method
@@ -14,6 +15,7 @@ from .sparsevit import SparseViT
 from .sparvar import SparVAR
 from .stagevar import StageVAR
 from .tome import ToMe
+from .zipvl import ZipVL
 
 __all__ = [
     "DENSE",
@@ -22,6 +24,7 @@ __all__ = [
     "Combined",
     "FastVAR",
     "ImageGroup",
+    "LiteVAR",
     "Method",
     "MethodLike",
     "MethodRun",
@@ -38,5 +41,6 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
+    "ZipVL",
     "resolve_method",
 ]

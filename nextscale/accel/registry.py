@@ -11,6 +11,7 @@ from ..errors import SettingError
 from .code import CoDe
 from .combine import Combined
 from .fastvar import FastVAR
+from .litevar import LiteVAR
 from .method import Method
 from .pitome import PiToMe
 from .scalekv import ScaleKV
@@ -21,6 +22,7 @@ from .sparsevit import SparseViT
 from .sparvar import SparVAR
 from .stagevar.method import StageVAR
 from .tome import ToMe
+from .zipvl import ZipVL
 
 MethodLike = Method | str | Sequence[Method | str] | None
 
@@ -36,6 +38,8 @@ METHODS: dict[str, type[Method]] = {
     "code": CoDe,
     "pitome": PiToMe,
     "sparsevit": SparseViT,
+    "zipvl": ZipVL,
+    "litevar": LiteVAR,
     "sparvar": SparVAR,
 }
 

@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
     def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, cache: LayerCache, env: Env) -> Tensor:
         """Queries [R, N, H, D] over what the cache holds, in the cache's own way if it has one: [R, N, H * D]."""
         if isinstance(cache, AttendingCache):
-            return cache.attend(Attended(x, q, slot, tokens, self.scale, self.qkv.weight, env.captured))
+            return cache.attend(Attended(x, q, slot, tokens, self.scale, self.qkv.weight, env.captured, env.batch))
         return attend_slot(q, slot, self.scale, env.captured)
 
     def queries_keys_values(
