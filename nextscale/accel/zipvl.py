@@ -13,7 +13,7 @@ from ..cache import CacheSpec, DenseLayerCache, LayerCache, Slot, Workspace, rea
 from ..checks import is_share
 from ..errors import SettingError
 from ..models.attention import attend_slot
-from ..stage import Schedule, Tokens
+from ..stage import Schedule, Tokens, repeat_tail
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from .select import pick, put_, share_of, top_share
 from .tome import late_stages, stage_indices
@@ -100,7 +100,7 @@ class ZipVLCache(AttendingCache):
         slot = self._keep(seen, selection, kept)
         q = pick(seen.q.flatten(2), selection).unflatten(2, seen.q.shape[2:])
         out = attend_slot(q, slot, seen.scale, seen.captured)
-        return put_(out.new_zeros(*seen.q.shape[:2], out.shape[-1]), selection, out)
+        return repeat_tail(put_(out.new_zeros(*seen.q.shape[:2], out.shape[-1]), selection, out), seen.tokens.count)
 
     def _select(self, seen: Attended) -> tuple[Tensor, Tokens]:
         tokens, method = seen.tokens, self.method
@@ -146,14 +146,16 @@ def received_attention(seen: Attended, probes: float) -> Tensor:
     """Attention that the tokens of a stage receive from the probe queries, mean over heads and sum over queries: [R, N]."""
     q, slot = seen.q, seen.slot
     rows, queries = q.shape[:2]
-    number = max(1, round(probes * queries))
     count = torch.full((rows,), queries, device=q.device) if seen.tokens.count is None else seen.tokens.count.long()
-    places = torch.arange(number, device=q.device) * count[:, None] // number  # [R, P]
+    probe = torch.arange(max(1, round(probes * queries)), device=q.device)
+    number = (probes * count.double()).round().long().clamp(min=1)[:, None]  # of each row's own tokens
+    places = (probe * count[:, None] // number).clamp(max=queries - 1)  # [R, P]
     asking = pick(q.flatten(2), places).unflatten(2, q.shape[2:]).transpose(1, 2)
     scores = (asking @ slot.keys.narrow(1, 0, slot.end).permute(0, 2, 3, 1).to(q.dtype)).float() * seen.scale  # [R, H, P, T]
     if slot.lengths is not None:
         scores = scores.masked_fill(~real_entries(slot.lengths, slot.end), -torch.inf)
-    sums = scores.softmax(dim=-1).sum(dim=2).mean(dim=1)
+    weights = scores.softmax(dim=-1) * (probe < number)[:, None, :, None]
+    sums = weights.sum(dim=2).mean(dim=1)
     return sums.gather(1, own_places(slot, queries, q.device).expand(rows, -1))
 
 
