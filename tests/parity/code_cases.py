@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nextscale import CoDe, Pipeline, RampGuidance, Sampling, Schedule, sampling
 from nextscale.canvas import to_map
+from nextscale.checkpoints import published_slots
 from nextscale.models import Var, VarConfig
 from nextscale.models.env import Env
 from nextscale.pipeline import Settings
@@ -24,9 +25,11 @@ from nextscale.text.prompts import ClassReader
 from .class_cases import VAR, var_tokenizer
 from .compare import Expected, Tolerance
 from .infinity_cases import every
+from .recipe import recipe_value
 from .settings import QUANTIZER, translated, understood
+from .supplied import without_decoder
 from .trace import Call, StageTrace, calls_of
-from .weights import fill
+from .weights import NETWORKS, fill, fill_with
 
 FIXED = {"more_smooth": False}
 SAID = {"draft_steps", "prefix_length", "cfg", "top_k", "top_p", "temperature", "temperature_note", "g_seed"}
@@ -94,7 +97,12 @@ def build(folder: Path, case: dict[str, Any], part: str) -> Pipeline:
     fill(model, folder, f"{case['weights']}/weights_{part}.safetensors", {})
     tokenizer = var_tokenizer(config["vae"])
     (salt,) = re.findall(r"salt='([^']+)'", case["weights_vae"])
-    fill(tokenizer, folder, "", {"salt": salt})
+    if case.get("vae_weights_left_out"):
+        slots = {key: slot for key, slot in published_slots(tokenizer, tokenizer.layout).items() if not re.fullmatch(NETWORKS, key)}
+        fill_with(tokenizer, {key: torch.from_numpy(recipe_value(key, slot.shape, salt)) for key, slot in slots.items()}, NETWORKS)
+        without_decoder(tokenizer)
+    else:
+        fill(tokenizer, folder, "", {"salt": salt})
     settings = Settings(SquareBook((tuple(config["patch_nums"]),)), RampGuidance(), Sampling())
     return Pipeline(model, tokenizer, ClassReader(model.config.classes), settings, part)
 

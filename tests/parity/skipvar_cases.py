@@ -90,6 +90,8 @@ def replay_skipvar_decisions(folder: Path, case: dict[str, Any], expected: Expec
     canvas = tokenizer.canvas(schedule, 1)
     for stored in case["canvases"]:
         name = f"c{stored['canvas']}"
+        if f"{name}.old" not in expected:
+            continue
         with torch.inference_mode():
             previews = []
             for which in ("old", "new"):
