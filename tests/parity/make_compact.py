@@ -118,7 +118,7 @@ CUTS = (
     ),
     Cut(
         "scalekv_infinity/rule_depth12/case",
-        rf"{IMAGE}|s\d+\.(logits|summed_codes|next_tokens)|s\d\.hidden.*|s\d+\.layer([2-46-9]|1[01])\.kept|s(9|1[01])\.layer0\.kept",
+        rf"{IMAGE}|s\d+\.(logits|summed_codes|next_tokens)|s\d\.hidden.*|s\d+\.layer([2-46-9]|1[01])\.kept|s(9|1[0-2])\.layer0\.kept",
         without_vae=True,
         files=("scalekv_infinity/rule_depth12/weights_transformer.safetensors",),
     ),

@@ -60,7 +60,29 @@ def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
     }
 
 
-LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {"standard": standard, "sparsevar-decisions": sparsevar_decisions}
+def peers(stages: int, blocks: int) -> dict[str, str]:
+    """The other methods of the papers' tables: at their own settings, and milder or bolder where one number says so."""
+    return {
+        "ScaleKV": "scalekv",
+        "ScaleKV, a quarter kept": "scalekv:share=0.25",
+        "SkipVAR": "skipvar",
+        "SkipVAR 0.88": "skipvar:models=0.88",
+        **{f"PiToMe {ratio}": f"pitome:ratio={ratio}" for ratio in (0.25, 0.5)},
+        **{f"SparseViT {ratio}": f"sparsevit:ratio={ratio}" for ratio in (0.25, 0.5)},
+        **{f"ZipVL {ratio}": f"zipvl:ratio={ratio}" for ratio in (0.25, 0.5)},
+        "ZipVL, tau 0.975": "zipvl:tau=0.975",
+        "LiteVAR": "litevar",
+        "LiteVAR, bands alone": "litevar:share_rows=false",
+        "SparVAR": "sparvar",
+        "SparVAR, windows alone": "sparvar:choosing=0",
+    }
+
+
+LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
+    "standard": standard,
+    "sparsevar-decisions": sparsevar_decisions,
+    "peers": peers,
+}
 
 
 def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, Method]:
