@@ -29,7 +29,7 @@ from nextscale import (
     ToMe,
     ZipVL,
 )
-from nextscale.accel import DENSE, skipvar
+from nextscale.accel import DENSE, resolve_method, skipvar
 from nextscale.accel.code import released_sampling
 from nextscale.accel.litevar import band, zeroed_attention
 from nextscale.accel.pitome import energies, merged_by_energy
@@ -40,6 +40,8 @@ from nextscale.accel.sparsevit import window_scores
 from nextscale.accel.sparvar import carried, chosen_lists, resized, source_groups
 from nextscale.accel.zipvl import fewest
 from nextscale.errors import SettingError
+from nextscale.lab.fit.decisions import fit, logistic_regression, measure, most_within
+from nextscale.lab.fit.roles import measure_roles
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.planning.cost import Workload, request_cost
@@ -406,6 +408,47 @@ def test_skipvar_goes_with_what_has_no_state_of_a_batch() -> None:
     assert generated("infinity", tiny.prompts("infinity", 2), seed=1, method=[SkipVAR(), ToMe()]).pixels.isfinite().all()
     with pytest.raises(SettingError, match="SkipVAR and KeepShare"):
         generated("infinity", tiny.prompts("infinity", 2), seed=1, method=[SkipVAR(), KeepShare((0.5, 0.5))])
+
+
+def test_a_fit_finds_the_smallest_loss() -> None:
+    """Where the gradient of cross-entropy and half the squared weights is zero; two clouds are told apart."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, 3, (80,), generator=generator)
+    features = torch.randn(80, 2, generator=generator).double() + labels[:, None] * torch.tensor([1.0, -0.5])
+    found = logistic_regression(features, 2 * labels)
+    assert found.classes == (0, 2, 4)
+    standard = (features - torch.tensor(found.mean).double()) / torch.tensor(found.scale).double()
+    surplus = found.scores(features).softmax(dim=1) - torch.nn.functional.one_hot(labels, 3)
+    assert (surplus.T @ standard + torch.tensor(found.weights)).abs().max() < 1e-5
+    assert surplus.sum(dim=0).abs().max() < 1e-5
+    assert (torch.tensor(found(features)) == 2 * labels).float().mean() > 0.5
+    assert logistic_regression(features, torch.full((80,), 3)).classes == (3,)
+
+
+def test_classes_are_the_most_stages_that_stay_similar() -> None:
+    similar = torch.tensor([[0.9, 0.86, 0.5], [0.8, 0.7, 0.6], [0.95, 0.94, 0.93]])
+    assert most_within(similar, 0.85).tolist() == [2, 0, 3]
+
+
+@pytest.mark.parametrize("family", ["infinity", "flexvar"])
+def test_decisions_are_fitted_to_a_model_and_used(family: str, tmp_path: Path) -> None:
+    pipe = tiny.shared_pipeline(family)
+    prompts = [tiny.one_prompt(family, image) for image in range(3)]
+    given = prompts if family in tiny.CLASS_FAMILIES else [features.rows[0] for features in prompts]
+    measured = measure(pipe, given, WIDE, seed=5, batch=2)
+    assert measured.features.shape == (3, 2) and measured.skipped.shape == measured.unguided.shape == (3, 3)
+    assert (measured.skipped <= 1).all() and (measured.skipped < 0.99).any() and (measured.unguided < 0.99).any()
+    method = SkipVAR(as_file(fit(measured, float(measured.skipped.median())), tmp_path / "own.json"))
+    assert pipe(given, seed=5, size=WIDE, method=method).pixels.isfinite().all()
+
+
+def test_drafters_are_the_layers_that_lose_most() -> None:
+    pipe = tiny.shared_pipeline("infinity")
+    given = [tiny.one_prompt("infinity", image).rows[0] for image in range(2)]
+    roles = measure_roles(pipe, given, WIDE, ScaleKV(share=0.3, window=4))
+    assert len(roles.lost) == 3 and all(0 < lost < 1 for lost in roles.lost)
+    assert roles.drafters == (max(range(3), key=lambda layer: roles.lost[layer]),)
+    assert resolve_method(roles.method) == ScaleKV(drafters=roles.drafters)
 
 
 # --- CoDe
