@@ -74,8 +74,7 @@ class Decisions(NamedTuple):
 
     @classmethod
     def read(cls, content: Any, where: str) -> Decisions:
-        entries = content if isinstance(content, Mapping) else {}
-        return cls(*(Classifier.read(entries.get(name), f"{where}, {name}") for name in cls._fields))
+        return cls(*(Classifier.read(content.get(name) if isinstance(content, Mapping) else None, where) for name in cls._fields))
 
     def __call__(self, features: Tensor) -> list[Outcome]:
         """What becomes of every image, from features [B, 2]."""
