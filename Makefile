@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: test lint demo clean
+.PHONY: test lint demo clean fresh
 
 test: lint
 	$(BIN)/pytest --numprocesses auto
@@ -15,6 +15,10 @@ lint: $(INSTALLED_DEV)
 
 demo: $(INSTALLED)
 	$(BIN)/nextscale demo
+
+# the wheel in fresh environments, with each extra alone: minutes, and a package index
+fresh:
+	$(PYTHON) -m tests.fresh_environments
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,9 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
 from .accel import (
+    Auto,
     CoDe,
+    DropGuidance,
     FastVAR,
     LiteVAR,
     Method,
@@ -22,6 +24,7 @@ from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
 from .pipeline import Output, Pipeline, Preview
+from .profiles import Profile
 from .report import Report
 from .sampling import Sampling
 from .stage import Schedule, Stage, Tokens
@@ -29,8 +32,10 @@ from .text import T5Encoder, TextFeatures
 
 __all__ = [
     "MODELS",
+    "Auto",
     "CoDe",
     "ConstantGuidance",
+    "DropGuidance",
     "FastVAR",
     "Guidance",
     "LiteVAR",
@@ -42,6 +47,7 @@ __all__ = [
     "PiToMe",
     "Pipeline",
     "Preview",
+    "Profile",
     "RampGuidance",
     "Report",
     "Sampling",

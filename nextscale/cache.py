@@ -246,6 +246,18 @@ class DenseLayerCache:
                 store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
         return slot
 
+    def append_packed(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
+        """Adds k, v [F, T, H, D] of packed tokens, each at the end of its row."""
+        packing = tokens.packing
+        assert packing is not None
+        slot = self.reserve(tokens.rows_of(k), tokens.num_tokens, tokens)
+        assert isinstance(slot.start, Tensor)
+        row = packing.row(k.shape[0])
+        entry = slot.start[row] + packing.place
+        for store, fresh in ((slot.keys, k), (slot.values, v)):
+            store[row, entry] = packing.repeat_last(fresh.to(store.dtype))  # padding goes where the last token does
+        return slot
+
     def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
         """Makes room for `new` entries per row, which the caller writes.
 
@@ -334,6 +346,11 @@ class NoCache:
             mask = real_entries(tokens.prefix + tokens.count, k.shape[1])
         return k.to(v.dtype), v, mask
 
+    def append_packed(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
+        assert tokens.count is not None
+        keys, values = tokens.unpack(k.to(v.dtype)), tokens.unpack(v)
+        return Slot(keys, values, 0, keys.shape[1], (tokens.prefix + tokens.count).int())
+
     def keep_rows(self, rows: Rows) -> None:
         """Nothing is kept."""
 
@@ -381,9 +398,9 @@ class ComputedCells:
 
     def add(self, tokens: Tokens, rows: Tensor, sublayers: int, share: Tensor | None = None) -> None:
         """`sublayers` sublayers computed `rows` [R, N, C] for these tokens, in full or in a share [R]; the mean of both rows counts."""
-        whole = torch.ones(*rows.shape[:2], 1, device=rows.device)
+        whole = tokens.unpack(torch.ones(*rows.shape[:2], 1, device=rows.device))
         values, tokens = tokens.on_grid(whole if share is None else whole * share[:, None, None])
-        grid = tokens.scatter(values, values.new_zeros(rows.shape[0], tokens.stage.cells, 1))
+        grid = tokens.scatter(values, values.new_zeros(whole.shape[0], tokens.stage.cells, 1))
         counts = sublayers * grid.view(-1, self.batch, tokens.stage.cells).mean(dim=0)
         self._counts = counts if self._counts is None else self._counts + counts
         self.reported = True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from .accel.code import PAIRS, CoDe, released_sampling
 from .accel.method import Method
@@ -18,7 +19,7 @@ from .models.text_context import masked_length
 from .planning.cost import RequestCost, Workload, request_cost
 from .planning.memory import RequestMemory, request_memory
 from .report import Report
-from .request import SeedLike
+from .request import Revise, SeedLike, as_sampled
 from .text.features import TextFeatures
 from .tokenizers.base import Tokenizer
 
@@ -45,9 +46,13 @@ class Refiners:
                     f"CoDe: {drafter.name} has no refiner {name!r}: add one, pipe.refiners.known[{name!r}] = another pipeline"
                 )
             self.known[name] = self.open(name)
-        require_pair(drafter, self.known[name])
-        self.known[name].share_tokenizer(drafter.tokenizer)
-        return self.known[name]
+        refiner = self.known[name]
+        require_pair(drafter, refiner)
+        if refiner.model.device != drafter.model.device:
+            refiner.to(drafter.model.device)
+        refiner.tokenizer = drafter.tokenizer  # so that its weights are there once
+        refiner.captures.decode_with(refiner.tokenizer)
+        return refiner
 
 
 def require_pair(drafter: Pipeline, refiner: Pipeline) -> None:
@@ -60,6 +65,12 @@ def require_pair(drafter: Pipeline, refiner: Pipeline) -> None:
     config = getattr(drafter.tokenizer, "config", None)
     if config != getattr(refiner.tokenizer, "config", None):
         raise SettingError(f"CoDe: {drafter.name} and {refiner.name} have different tokenizers: choose two models that share one")
+
+
+def require_plain(compute_mask: bool, revise: Revise, given: Sequence[Tensor]) -> None:
+    """SettingError where a call of CoDe asks for what one model alone can do."""
+    if compute_mask or given or revise is not as_sampled:
+        raise SettingError("CoDe takes no compute_mask, revise and given: leave them out")
 
 
 def collaborate(drafter: Pipeline, method: CoDe, prompt: Any, seed: SeedLike, call: dict[str, Any]) -> Output:
@@ -75,7 +86,9 @@ def collaborate(drafter: Pipeline, method: CoDe, prompt: Any, seed: SeedLike, ca
     prompts = drafter.reader.read(prompt)
     prompt = prompts if isinstance(prompts, TextFeatures) else prompt  # encoded once
     first, second = twice(secrets.randbits(32) if seed is None else seed)
+    kept, call["keep_stages"] = call["keep_stages"], False  # the refiner's have the drafted ones, too
     sketch = drafter(prompt, seed=first, method=SkipStages(len(schedule) - draft), decode=False, **call)
+    call["keep_stages"] = kept
     final = refiner(prompt, seed=second, method=Method(), given=sketch.codes, **call)
     reads = drafter.model.block_config.text is not None
     workload = Workload(schedule, len(prompts), sketch.report.stages[0].cfg_branches == 2, masked_length(prompts.longest) if reads else 0)

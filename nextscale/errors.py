@@ -17,6 +17,14 @@ class WeightsMismatch(CheckpointError):
     """A whole checkpoint, but not of this module."""
 
 
+class DownloadError(CheckpointError):
+    """A file could not be fetched from the hub."""
+
+
+class ProfileError(NextscaleError):
+    """A profile is missing, damaged, or of another model."""
+
+
 class PromptError(NextscaleError):
     """A prompt or class label that the model cannot take."""
 
@@ -43,3 +51,23 @@ class NonFiniteLogits(NextscaleError):
 
 class OutOfMemory(NextscaleError):
     """The request does not fit on the device."""
+
+
+class Overloaded(NextscaleError):
+    """The queue is full; `retry_after` is in how many seconds there should be room."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class ShuttingDown(NextscaleError):
+    """No further jobs are taken: those that were accepted are being finished."""
+
+
+class JobCancelled(NextscaleError):
+    """Whoever asked for these images has left."""
+
+
+class DeadlinePassed(NextscaleError):
+    """The images were not ready in the time that they had."""

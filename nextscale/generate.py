@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .accel.method import DENSE, MethodRun, RunSetup, StagePlan
+from .accel.method import DENSE, MethodRun, RunSetup, StagePlan, TokenCounts
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
@@ -33,15 +33,16 @@ class StageDone:
     stage: Stage
     canvas: Canvas
     rows: int = 0
-    num_tokens: int = 0  # tokens per row that ran through the blocks
+    num_tokens: float = 0  # tokens per row that ran through the blocks, the mean where rows are packed
     counts: Tensor | None = None  # [B], those of each image without the padding; None: all of them
     tokens: Tokens | None = None  # what the codes stand for
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as sampled
     codes: Tensor | None = None  # as put on the canvas
-    residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes
+    residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes, of those tokens that have hidden states
     plan: StagePlan = DENSE
     compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
+    known_counts: tuple[int, ...] | None = None  # `counts`, where the host has read them
     plans: tuple[StagePlan, ...] | None = None  # of every image, where they go on apart from each other; None: `plan` is that of all
 
     @property
@@ -77,10 +78,10 @@ def generate(
 def run_part(model: NextScaleModel, part: Part, stage: Stage) -> tuple[StageDone, Tensor | None]:
     """What `run_stage` returns, with the plan that the run makes when the stage comes."""
     request, canvas, run = part.request, part.canvas, part.run
-    if request.method.data_dependent:
-        settle_counts(run, stage, canvas)
+    known = settle_counts(run, stage, canvas) if request.method.data_dependent else None
     plan = run.plan(request.plans[stage.index], stage, canvas)
-    return run_stage(model, canvas, request, run, plan, part.env, stage)
+    done, finite = run_stage(model, canvas, request, run, plan, part.env, stage)
+    return replace(done, known_counts=known), finite
 
 
 def join(parts: Sequence[Part], done: Sequence[StageDone], canvas: Canvas, batch: int) -> StageDone:
@@ -105,6 +106,7 @@ def join(parts: Sequence[Part], done: Sequence[StageDone], canvas: Canvas, batch
         codes=codes,
         residual=residual,
         compute_mask=joined(masks, batch),
+        known_counts=None,
         plans=tuple(plans[image] for image in range(batch)),
     )
 
@@ -112,7 +114,7 @@ def join(parts: Sequence[Part], done: Sequence[StageDone], canvas: Canvas, batch
 def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:
     """A run of the request's method and what the stages share; the method refuses what it cannot run."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
-    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, guided=rows > request.batch))
+    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache))
     spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
     workspace = Workspace(spec)
     env = Env(
@@ -129,12 +131,14 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[
     return run, env
 
 
-def settle_counts(run: MethodRun, stage: Stage, canvas: Canvas) -> None:
-    """Reads how many tokens the stage runs where that is data-dependent: the only thing that the host reads in a stage."""
+def settle_counts(run: MethodRun, stage: Stage, canvas: Canvas) -> tuple[int, ...] | None:
+    """Reads how many tokens the stage runs for each image where that is data-dependent: the only thing that the host reads in a stage."""
     counts = run.count_tokens(stage, canvas)
-    if counts is not None:
-        numbers = counts.tolist()
-        run.set_counts(min(numbers), max(numbers))
+    if counts is None:
+        return None
+    numbers = tuple(counts.tolist())
+    run.set_counts(TokenCounts(min(numbers), max(numbers), sum(numbers)))
+    return numbers
 
 
 def run_stage(
@@ -156,12 +160,12 @@ def run_stage(
     plan.check_num_tokens(tokens)
     counts = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, env)
-    rows, num_tokens = x.shape[:2]
-    with attention_backend(rows * num_tokens, x.device, env.captured):
+    rows, entered = tokens.rows_of(x), x.shape[0] * x.shape[1]
+    with attention_backend(entered, x.device, env.captured):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
     hidden = Hidden(x, tokens.rows(slice(0, batch)), canvas, env, request)
-    out = guidance.on_logits(model.logits(x, env), stage, batch)
-    out, tokens = run.restore(request.sampling.prepare(out, stage), hidden.tokens)
+    guided = guidance.on_logits(model.logits(x, tokens, env), stage, tokens.branch_size(batch))
+    out, tokens = run.restore(request.sampling.prepare(tokens.unpack(guided), stage), hidden.tokens)
     with request.clock.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
     if request.revise is not as_sampled:
@@ -169,13 +173,20 @@ def run_stage(
     canvas.add(codes, tokens)
     residual = None
     if stage.last and model.adds_residual:
-        settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
+        x, completed = run.restore_hidden(hidden.x, hidden.tokens)
+        settled = tokens.move(ids if codes.is_floating_point() else codes, completed)
         with request.clock.time("residual", stage.index):
-            residual = model.residual(hidden, settled)
-        canvas.add_residual(*run.restore_residual(residual, hidden.tokens))
+            residual = model.residual(replace(hidden, x=x, tokens=completed), settled)
+        canvas.add_residual(residual, completed)
     finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
     mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
-    return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, as_measured(plan, env), mask), finite
+    plan, tokens, num_tokens = as_measured(plan, env), tokens.unpacked(), per_row(entered, rows)
+    return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, plan, mask), finite
+
+
+def per_row(tokens: int, rows: int) -> float:
+    """The mean of all rows, a whole number where it is one."""
+    return tokens / rows if tokens % rows else tokens // rows
 
 
 def put_given(
@@ -183,12 +194,13 @@ def put_given(
 ) -> StageDone:
     """A stage whose codes are given: they go on the canvas, and the network reads what it would, now or together with others like it."""
     shown, codes, rows = canvas.input(stage), request.given[stage.index], env.cond.start.shape[0]
+    plan = replace(plan, num_tokens=None, packed=None, taps=())
     at_once = not request.guidance.layers and fits_one_pass(model, env) and all(one == DENSE for one in request.plans[: len(request.given)])
     if at_once:
         env.seen = (*env.seen, shown)
     else:
         x, tokens = model.with_text(model.embed(shown, stage, env), Tokens(stage), env)
-        run_blocks(model, x, tokens, env, replace(plan, num_tokens=None, taps=()), request.guidance, run)
+        run_blocks(model, x, tokens, env, plan, request.guidance, run)
     pass_noise(model, stage, request.batch, request.sampling, request.rng)
     canvas.add(codes, Tokens(stage))
     num_tokens = stage.cells + (model.text_prefix if stage.index == 0 else 0)
@@ -235,7 +247,7 @@ def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan:
             else:
                 x = run_in_order(segment, x, tokens, env)
         if stop - 1 in guidance.layers:
-            x = guidance.on_hidden(x, tokens.stage, env.batch)
+            x = guidance.on_hidden(x, tokens.stage, tokens.branch_size(env.batch))
     return x
 
 

@@ -6,6 +6,7 @@ the stage. A scale of 1 is the conditional rows alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -17,6 +18,7 @@ from .checks import is_number
 from .errors import SettingError
 from .stage import Schedule, Stage
 
+CfgBranch = Literal["cond", "uncond"]
 CfgBranches = Literal["both", "cond", "uncond"]
 """Which rows of a guided request run: conditional and unconditional ones, or only those of one cfg branch."""
 
@@ -134,11 +136,26 @@ class GuidedRows:
         self.layers = frozenset(layer % depth for layer in guidance.layers)
         self._logits = guidance.logits
         self._last = self.scales[len(schedule) - 1]
+        self._shares = (1.0,) * len(schedule)
 
     @property
     def key(self) -> Hashable:
         """Equal where rows are guided in the same way at every stage."""
-        return self.scales, self.above_one, self.layers, self._logits
+        return self.scales, self.above_one, self.layers, self._logits, self._last, self._shares
+
+    def faded(self, shares: Sequence[float]) -> GuidedRows:
+        """The same guidance with this share, one per stage, of what its scale has above 1. Which rows run does not change."""
+        if all(share == 1 for share in shares):
+            return self
+        weaker = copy.copy(self)
+        weaker._shares = tuple(shares)
+        above = zip(shares, self.above_one, strict=False)  # a tail that no stage has stays as it is
+        weaker.above_one = (*(share * above_one for share, above_one in above), *self.above_one[len(shares) :])
+        weaker.scales = tuple(
+            scale if above_one == full else 1 + above_one
+            for scale, above_one, full in zip(self.scales, weaker.above_one, self.above_one, strict=True)
+        )
+        return weaker
 
     def output_scale(self, stage: Stage) -> float:
         """Scale for the output of a stage; 1 where only hidden states are guided."""
@@ -155,6 +172,8 @@ class GuidedRows:
             return x
         return mix(x, scale, batch).repeat(2, 1, 1)
 
-    def in_full(self, out: Tensor, batch: int) -> Tensor:
-        """Logits guided as at the last stage, whatever the stage."""
-        return mix(out, self._last, batch) if self._logits else out[:batch]
+    def in_full(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
+        """Logits guided as at the last stage, whatever the stage; where a method fades guidance, by the share of `stage` alone."""
+        share = self._shares[stage.index]
+        scale = self._last if share == 1 else 1 + share * (self._last - 1)
+        return mix(out, scale, batch) if self._logits else out[:batch]

@@ -56,7 +56,7 @@ def write_text(text: str, target: Path) -> None:
 def to_pil(pixels: Tensor) -> list[Image.Image]:
     """Pixels [B, 3, H, W] in [-1, 1] to images; clamped and truncated to 8 bits as the reference implementations do."""
     levels = (pixels.clamp(-1, 1) + 1) / 2 * 255
-    arrays = levels.to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    arrays = levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()  # rearranged on the device
     return [Image.fromarray(np.ascontiguousarray(array)) for array in arrays]
 
 

@@ -15,6 +15,7 @@ from .canvas import Canvas
 from .generate import StageDone
 from .io import to_pil
 from .models.base import NextScaleModel, PromptInputs
+from .notebook import output_html
 from .planning.cost import RequestCost, StageCost, Workload, as_run, request_cost
 from .report import Report, StageReport, Stopwatch
 from .request import Request
@@ -22,8 +23,29 @@ from .tokenizers.base import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
+class Stages:
+    """What there was after each stage; decoded when it is asked for."""
+
+    latents: tuple[Tensor, ...]
+    tokenizer: Tokenizer
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    @torch.inference_mode()
+    def images(self, stage: int) -> list[Image.Image]:
+        """All images of the batch as they would be if generation had stopped after this stage. FlexVAR's grow with the stage."""
+        return to_pil(self.tokenizer.decode(self.latents[stage]))
+
+    @torch.inference_mode()
+    def strip(self, image: int = 0) -> list[Image.Image]:
+        """One image of the batch after every stage."""
+        return [to_pil(self.tokenizer.decode(latent[image : image + 1]))[0] for latent in self.latents]
+
+
+@dataclass(frozen=True, eq=False)
 class Output:
-    """What a call returns."""
+    """What a call returns. A notebook shows it by itself."""
 
     pixels: Tensor  # [B, 3, H, W], the decoder's output, nominally in [-1, 1]
     latent: Tensor  # what was decoded
@@ -31,9 +53,14 @@ class Output:
     report: Report
     compute_mask: tuple[Tensor, ...] | None = None  # per stage, with compute_mask=True: share of the network run for every cell, [B, h, w]
 
+    stages: Stages | None = None  # with keep_stages=True
+
     @property
     def images(self) -> list[Image.Image]:
         return to_pil(self.pixels)
+
+    def _repr_html_(self) -> str:
+        return output_html(self.images, self.stages.strip() if self.stages else [], self.report)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +125,13 @@ def costs_of(model: NextScaleModel, request: Request, inputs: PromptInputs, done
     )
     by_image = [done.plans or (done.plan,) * request.batch for done in done_stages]
     kinds = Counter(zip(*by_image, strict=True))  # the plans of an image, stage by stage, and how many images have the same
+    counts = {done.stage.index: done.known_counts for done in done_stages if done.known_counts is not None}
     spent = [
         request_cost(
             model,
             replace(workload, images=images),
             [as_run(model, done.stage, plan, done.num_tokens) for done, plan in zip(done_stages, plans, strict=True)],
+            counts,
         )
         for plans, images in kinds.items()
     ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from torch import Tensor
 from .accel.code import CoDe
 from .accel.method import Method
 from .accel.registry import MethodLike, resolve_method
-from .collaborate import Refiners, collaborate
+from .accel.situation import Situation
+from .collaborate import Refiners, collaborate, require_plain
 from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
+from .engine.executor import checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
 from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
@@ -24,9 +27,11 @@ from .errors import SettingError
 from .generate import StageDone, check_plans, require_finite
 from .given import checked_given
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
+from .habits import Habits
 from .models.base import NextScaleModel
-from .output import Output, Preview, costs_of, mask_of, read_back, stage_reports
+from .output import Output, Preview, Stages, costs_of, mask_of, read_back, stage_reports
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
+from .profiles import Profile, require_own
 from .report import Report, Stopwatch, peak_memory, reset_peak
 from .request import Request, Revise, SeedLike, as_sampled, read_negative, read_prompts, resolve_seed
 from .sampling import Sampling
@@ -59,7 +64,7 @@ class Accelerated:
         self._pipeline.method = self._previous
 
 
-class Pipeline:
+class Pipeline(Habits):
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files.
 
     It may be called from several threads. On a GPU one call runs at a time and the others wait; a call from inside `on_stage` runs
@@ -75,10 +80,11 @@ class Pipeline:
         name: str = "custom",
         engine: Engine | None = None,
         graph_memory: int | None = None,
+        profiles: tuple[Profile, ...] = (),
     ) -> None:
         """engine: "graphs" captures requests that come again as CUDA graphs, and is the default on a GPU; "eager" never does.
 
-        graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has.
+        graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has. profiles: what `auto` chooses from.
         """
         self._engine = checked_engine(engine)
         self._tables = ScheduleTables(model)
@@ -89,6 +95,7 @@ class Pipeline:
         self.settings = settings
         self.name = name
         self.method = Method()
+        self.profiles = profiles
         self.refiners = Refiners()  # smaller models that this one can draft for
 
     def __call__(
@@ -102,6 +109,7 @@ class Pipeline:
         negative: Any = None,
         method: MethodLike = None,
         compute_mask: bool = False,
+        keep_stages: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
         revise: Revise = as_sampled,
         given: Sequence[Tensor] = (),
@@ -119,6 +127,7 @@ class Pipeline:
         negative: like prompt, what to steer away from.
         method: an acceleration method, its name, or several; None is the one set by `accelerate`.
         compute_mask: the output tells for every cell which share of the network was run.
+        keep_stages: the output keeps what there was after each stage, to look at later.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
         given: codes of the first stages, such as another call's, which are read and not generated. decode: False leaves pixels empty.
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
@@ -126,13 +135,15 @@ class Pipeline:
         """
         chosen = self.method if method is None else resolve_method(method)
         if isinstance(chosen, CoDe):
-            if compute_mask or given or revise is not as_sampled:
-                raise SettingError("CoDe takes no compute_mask, revise and given: leave them out")
+            require_plain(compute_mask, revise, given)
             call = {"size": size, "aspect": aspect, "guidance": guidance, "negative": negative, "on_stage": on_stage, "warmup": warmup}
-            return collaborate(self, chosen, prompt, seed, call | sampling)
+            return collaborate(self, chosen, prompt, seed, {**call, "keep_stages": keep_stages, **sampling})
         with self._turn() as nested:
             request = self._request(prompt, seed, size, aspect, guidance, negative, chosen, sampling, compute_mask, revise, given)
-            return self._run(request, on_stage, warmup, nested, decode)
+            latents: list[Tensor] | None = [] if keep_stages else None
+            with self._watched(request.schedule, on_stage, latents) as watch:
+                output = self._run(request, watch, warmup, nested, decode)
+            return output if latents is None else replace(output, stages=Stages(tuple(latents), self.tokenizer))
 
     def warmup(
         self,
@@ -172,26 +183,34 @@ class Pipeline:
         As a context manager, only the calls inside the `with` block.
         """
         resolved = resolve_method(method)
-        for kept in (1.0, ASSUMED_KEPT):  # what does not fit this model is refused now; some of it shows only where tokens are left out
-            resolved.forecast(self.model, self.settings.schedules.choose(None, None), kept=kept)
+        settled = resolved.settle(self._situation())
+        for kept in () if settled.chooses else (1.0, ASSUMED_KEPT):  # what does not fit this model is refused now, tokens left out or not
+            settled.forecast(self.model, self.settings.schedules.choose(None, None), kept=kept)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
-
-    def share_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Decodes with another pipeline's tokenizer of the same kind, so that its weights are there once."""
-        if tokenizer is not self.tokenizer:
-            self.tokenizer = tokenizer
-            self.captures = Captures(self.model, tokenizer, self._tables, self.captures.budget if self.engine == "graphs" else None)
 
     def dense(self) -> Accelerated:
         """Back to dense generation."""
         return self.accelerate(Method())
 
+    def add_profile(self, profile: Profile | str | Path) -> None:
+        """`auto` chooses from this one as well: a profile of this model, or its file."""
+        loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
+        require_own(loaded, self.model)
+        self.profiles = (*(known for known in self.profiles if known != loaded), loaded)
+
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
         """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
         schedule = self.settings.schedules.choose(size, aspect)
-        plans = self.method.forecast(self.model, schedule, kept=ASSUMED_KEPT)
+        plans = self.settled(self.method, schedule, images).forecast(self.model, schedule, kept=ASSUMED_KEPT)
         return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
+
+    def settled(self, method: MethodLike, schedule: Schedule, batch: int = 1) -> Method:
+        """The method that such a request runs: the one given, or what `auto` takes for it."""
+        return resolve_method(method).settle(self._situation(schedule, batch))
+
+    def _situation(self, schedule: Schedule | None = None, batch: int = 1) -> Situation:
+        return Situation(self.name, self.model, self.model.device, self.tokenizer.pixels_per_token, self.profiles, schedule, batch)
 
     # --- the story of a call
 
@@ -214,14 +233,17 @@ class Pipeline:
         revise: Revise = as_sampled,
         given: Sequence[Tensor] = (),
     ) -> Request:
-        chosen = self.method if method is None else resolve_method(method)
+        asked = self.method if method is None else resolve_method(method)
         schedule = self.settings.schedules.choose(size, aspect)
         choice = self._sampling(schedule, sampling)
         guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
         prompts = read_prompts(self.reader, prompt, seed)
         numbers = resolve_seed(seed, len(prompts), self.model.device)
+        situation = self._situation(schedule, len(prompts))
+        chosen = asked.settle(situation)
         plans = chosen.forecast(self.model, schedule, guided.needs_both, ASSUMED_KEPT)
         check_plans(plans, len(self.model.blocks), guided)  # before memory is reserved for them
+        guided = guided.faded([plan.guidance_share for plan in plans])
         return Request(
             prompts,
             read_negative(self.reader, negative, len(prompts), guided),
@@ -237,6 +259,7 @@ class Pipeline:
             compute_mask,
             revise,
             given=checked_given(given, schedule, len(prompts), self.model.device),
+            chosen_by=asked.reason(situation),
         )
 
     def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
@@ -296,6 +319,7 @@ class Pipeline:
             engine=executor.engine,
             captured_batch=executor.captured_batch,
             method=request.method.label,
+            chosen_by=request.chosen_by,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(self.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),
@@ -308,15 +332,3 @@ class Pipeline:
             planned_memory=need,
         )
         return Output(*copies, report, masks)
-
-
-def checked_engine(engine: Engine | None) -> Engine | None:
-    if engine is not None and engine not in get_args(Engine):
-        raise SettingError(f"engine {engine!r}: choose one of {', '.join(get_args(Engine))}")
-    return engine
-
-
-def checked_memory(graph_memory: int | None) -> int | None:
-    if graph_memory is not None and (isinstance(graph_memory, bool) or not isinstance(graph_memory, int) or graph_memory <= 0):
-        raise SettingError(f"graph_memory {graph_memory!r}: give a whole number of bytes; engine='eager' captures nothing")
-    return graph_memory

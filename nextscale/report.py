@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import resource
 import time
 from collections.abc import Iterator
@@ -18,9 +19,9 @@ class StageReport:
     height: int
     width: int
     skipped: bool
-    tokens: int  # that enter the first block, per row, with HART's text; 0 when skipped
+    tokens: float  # that enter the first block, per row, with HART's text, the mean where rows are packed; 0 when skipped
     computed: float  # tokens per row, without text, that the sublayers ran, mean of all; the cells when dense, 0 when skipped
-    padding: float  # share of the tokens that no image needed: run because another of the batch, or the captured graph, has more
+    padding: float  # share of the tokens that no image needed: run because the captured graph or, in padded rows, another image has more
     rows: int  # images times cfg branches
     cfg_branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # MACs against those of the same stage in dense generation
@@ -35,6 +36,7 @@ class Report:
     engine: str  # "eager", or "graphs" where captured graphs were replayed
     captured_batch: int | None  # images that these have, of which the request may need fewer; None: eager
     method: str  # readable: the methods and those settings that are not the default
+    chosen_by: str | None  # why this method, in words, where it was looked up for the request (`auto`); None: it was asked for
     device: str
     dtype: str
     size: tuple[int, int]  # height, width in pixels
@@ -97,6 +99,11 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def hardware_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 
 def reset_peak(device: torch.device) -> None:

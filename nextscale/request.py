@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
 from .stage import Schedule, Stage
 from .text.prompts import PromptReader, Prompts
 
-SeedLike = int | Sequence[int] | torch.Generator | Rng | None
+SeedLike = Union[int, Sequence[int], torch.Generator, Rng, "Randomness", None]
 Revise = Callable[[Stage, Tensor], Tensor]
 """Sees a stage's codes [B, cells, ...] before they are put on the canvas and returns those to put there instead: forced beginnings,
 in-painting.
@@ -52,6 +52,7 @@ class Request:
     captured: bool = False  # launches cost the host nothing
     given: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
     images: int | None = None  # how many of the prompts' images go on, where the others go on apart from them; None: all
+    chosen_by: str | None = None  # why this method, where it was looked up
 
     @property
     def batch(self) -> int:
@@ -75,7 +76,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Randomness:
-    """Where a request's random numbers come from."""
+    """Where a request's random numbers come from. Given in place of a seed, image and method can have streams of different seeds."""
 
     rng: Rng
     method_rng: Rng
@@ -84,6 +85,8 @@ class Randomness:
 
 def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomness:
     """One generator per image for whole numbers, and for None; the caller's own otherwise."""
+    if isinstance(seed, Randomness):
+        return seed
     if isinstance(seed, torch.Generator):
         seed = SharedRng(seed)
     if isinstance(seed, Rng):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from . import kernels
 from .errors import SizeError
+from .packing import Packing
 
 Rows = slice | Tensor
 """Some rows of a batch: a slice, or their numbers [K] on the device."""
@@ -115,20 +116,35 @@ class Tokens:
     entries of a row are real; the tail repeats the row's last real token, so that writing it twice changes nothing.
     `prefix` tokens that are not on the grid stand before those that are: text that is read together with the first stage (HART), or
     a summary of the prompt (STAR's refiner). The grid's own operations refuse them; see `on_grid`.
+    With a `packing` hidden states of rows of different length lie one after another, [F, T, C]; everything else has padded rows as ever.
     """
 
     stage: Stage
     index: Tensor | None = None  # [R, N] cell numbers
     count: Tensor | None = None  # [R]
     prefix: int = 0
+    packing: Packing | None = None  # the same for all cfg branches
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of a row, padding included."""
         return self.prefix + (self.stage.cells if self.index is None else self.index.shape[1])
 
     def on_grid(self, x: Tensor) -> tuple[Tensor, Tokens]:
-        """x [R, N, C] and these tokens without the prefix."""
-        return (x[:, self.prefix :], self.with_prefix(0)) if self.prefix else (x, self)
+        """Hidden states x and these tokens without the prefix."""
+        if not self.prefix:
+            return x, self
+        grid = self.with_prefix(0)
+        if self.packing is not None and grid.packing is not None:
+            return self.packing.without_prefix(x, grid.packing), grid
+        return x[:, self.prefix :], grid
+
+    def prepend(self, prefix: Tensor, x: Tensor) -> Tensor:
+        """Hidden states x of these tokens without the prefix, and `prefix` [R, P, C] before those of every row."""
+        grid = self.with_prefix(0)
+        if self.packing is not None and grid.packing is not None:
+            return self.packing.with_prefix(prefix, x, grid.packing)
+        return torch.cat([prefix, x], dim=1)
 
     def take(self, selection: Tensor, count: Tensor | None = None) -> Tokens:
         """The tokens at `selection` [R, K], positions within this set."""
@@ -173,19 +189,56 @@ class Tokens:
         return grid.scatter(1, self.index[..., None].expand(-1, -1, values.shape[-1]), values)
 
     def with_prefix(self, prefix: int) -> Tokens:
-        return Tokens(self.stage, self.index, self.count, prefix)
+        tokens = Tokens(self.stage, self.index, self.count, prefix)
+        if self.packing is None or prefix == self.prefix:
+            return replace(tokens, packing=self.packing)
+        return tokens.packed(self.packing.images, self.packing.total + self.packing.images * (prefix - self.prefix))
 
     def repeat(self, times: int) -> Tokens:
         """The same cells for several times as many rows."""
         if self.index is None:
             return self
-        return Tokens(self.stage, self.index.repeat(times, 1), None if self.count is None else self.count.repeat(times), self.prefix)
+        count = None if self.count is None else self.count.repeat(times)
+        return Tokens(self.stage, self.index.repeat(times, 1), count, self.prefix, self.packing)
 
     def rows(self, rows: slice) -> Tokens:
-        """These tokens for some of the rows only."""
+        """These tokens for some of the rows only; where they are packed, for those of a cfg branch."""
         if self.index is None:
             return self
-        return Tokens(self.stage, self.index[rows], None if self.count is None else self.count[rows], self.prefix)
+        return Tokens(self.stage, self.index[rows], None if self.count is None else self.count[rows], self.prefix, self.packing)
+
+    # --- packed rows
+
+    def packed(self, images: int, total: int) -> Tokens:
+        """The same tokens, with the hidden states of `images` rows one after another in `total` entries."""
+        assert self.index is not None
+        count = self.count
+        if count is None:
+            count = torch.full(self.index.shape[:1], self.index.shape[1], dtype=torch.int32, device=self.index.device)
+        return replace(self, count=count, packing=Packing.of(self.index[:images], count[:images], total, self.prefix))
+
+    def unpacked(self) -> Tokens:
+        return self if self.packing is None else replace(self, packing=None)
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """Padded rows [R, N, ...] as hidden states of these tokens lie."""
+        return rows if self.packing is None else self.packing.pack(rows)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Hidden states, or what follows from each, as padded rows [R, N, ...]."""
+        return x if self.packing is None else self.packing.unpack(x)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Values [R, 1, C] of rows, so that they fit hidden states."""
+        return values if self.packing is None else self.packing.of_rows(values)
+
+    def rows_of(self, x: Tensor) -> int:
+        """The number of rows of hidden states x."""
+        return x.shape[0] * (1 if self.packing is None else self.packing.images)
+
+    def branch_size(self, images: int) -> int:
+        """How many entries of the first axis of hidden states a cfg branch with this number of images has."""
+        return images if self.packing is None else 1
 
     @property
     def whole(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,15 @@ def golden_roots(config: pytest.Config) -> list[Path]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's package reads it; those tests that want a hub bring their own
     torch.set_num_threads(1)  # as the stored runs did; on tensors this small a second thread costs more than it brings
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    studio = [report for report in terminalreporter.stats.get("skipped", ()) if "test_studio" in report.nodeid]
+    if studio:
+        terminalreporter.section("not tested")
+        terminalreporter.write_line(f"the studio in a browser: {studio[0].longrepr[2].removeprefix('Skipped: ')}")
     properties = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]
     compared = dict(sorted(found[TENSORS_COMPARED] for found in properties if TENSORS_COMPARED in found))
     if compared:

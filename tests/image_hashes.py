@@ -26,10 +26,10 @@ FILE = Path(__file__).parent / "data" / "image_hashes.json"
 METHODS: tuple[str, ...] = (
     "dense",
     "skip:last=1",
-    "sparsevar:tau=0.9,from_stage=3",
-    "sparsevar:tau=0.6,from_stage=3,alpha=none,rows=both",
-    "sparsevar:tau=0.7,from_stage=3,metric=logits",
-    "sparsevar:tau=0.3,from_stage=3,metric=image",
+    "sparsevar:tau=0.9,first_stage=2",
+    "sparsevar:tau=0.6,first_stage=2,alpha=none,rows=both",
+    "sparsevar:tau=0.7,first_stage=2,metric=logits",
+    "sparsevar:tau=0.3,first_stage=2,metric=image",
     "fastvar:ratios={2:0.5,3:0.5}",
     "fastvar:ratios={1:0.3,3:1.0}",
     "stagevar:guidance_off=2,alphas={3:0.96}",
@@ -40,9 +40,9 @@ METHODS: tuple[str, ...] = (
     "stagevar:ranks=measured,alphas={3:0.9}",
     "tome:stages=[2,3]",
     "tome:stages=[2,3],random=true",
-    "sparsevar:tau=0.9,from_stage=3 + stagevar:guidance_off=2,alphas=[]",
+    "sparsevar:tau=0.9,first_stage=2 + stagevar:guidance_off=2,alphas=[]",
     "fastvar:ratios={2:0.5,3:0.5} + stagevar:guidance_off=2,alphas=[]",
-    "sparsevar:tau=0.9,from_stage=4 + tome:stages=[3]",
+    "sparsevar:tau=0.9,first_stage=3 + tome:stages=[3]",
 )
 NANO_METHODS = ("dense", "skip:last=1", "sparsevar:tau=0.7", "sparsevar:metric=logits,tau=0.8", "fastvar", "stagevar", "tome")
 

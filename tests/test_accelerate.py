@@ -12,7 +12,7 @@ import torch
 from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel import METHODS, Combined, resolve_method
 from nextscale.accel.combine import CombinedRun
-from nextscale.accel.method import MethodRun, Plans, Span, StagePlan
+from nextscale.accel.method import MethodRun, Plans, Span, StagePlan, TokenCounts
 from nextscale.accel.registry import parse_method, parse_value, split_settings
 from nextscale.errors import SettingError
 from nextscale.generate import settle_counts
@@ -25,7 +25,7 @@ from . import tiny
 from .tiny import infinity_schedule
 
 # Settings that act on the four stages of a tiny schedule.
-SPARSE, FAST, LOW_RANK = SparseVAR(tau=0.9, from_stage=3), FastVAR({2: 0.5, 3: 0.5}), StageVAR(guidance_off=2, alphas={3: 0.96})
+SPARSE, FAST, LOW_RANK = SparseVAR(tau=0.9, first_stage=2, blocks=0), FastVAR({2: 0.5, 3: 0.5}), StageVAR(guidance_off=2, alphas={3: 0.96})
 GUIDANCE_OFF, MERGE = StageVAR(guidance_off=2, alphas=()), ToMe(stages=(2, 3))
 
 
@@ -81,17 +81,14 @@ def test_a_call_may_choose_another_method(pipeline: Pipeline) -> None:
     ("method", "message"),
     [
         ("fastvr", "did you mean fastvar"),
-        (
-            "nothing",
-            "Known methods: dense, skip, sparsevar, fastvar, stagevar, tome, scalekv, skipvar, code, .*, sparvar",
-        ),
+        ("nothing", "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar, tome, scalekv, skipvar, .*, sparvar, auto"),
         ("skip:first=2", "'first=2' is no setting of skip; it takes last"),
         ("skip:2", "'2' is no setting of skip"),
         ("dense:last=1", "it takes none"),
         (3, "give a Method, a name"),
         (SkipStages(9), "cannot skip 9 of 4 stages"),
         ("sparsevar:tau=-1", "tau"),
-        ("sparsevar:block=9", "this model has 3 blocks"),
+        ("sparsevar:blocks=8", "this model has 3 blocks"),
         ([FAST, LOW_RANK], "cannot be combined"),
     ],
 )
@@ -140,7 +137,8 @@ def test_several_names_are_one_combined_method() -> None:
     assert type(resolve_method([])) is type(resolve_method(None)) is Method
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "code"])  # which needs a second model
+# CoDe needs a second model
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.chooses and name != "code"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: str) -> None:
     pipeline = tiny.shared_pipeline(family)
@@ -195,7 +193,7 @@ def test_both_methods_act(family: str, methods: tuple[Method, Method]) -> None:
 def test_spans_run_inside_stages_that_another_method_reduces() -> None:
     """SparseVAR taps a block before those whose tokens FastVAR reduces."""
     pipeline = tiny.shared_pipeline("infinity")
-    methods = [SparseVAR(tau=0.95, from_stage=4, block=1), FastVAR({3: 0.5}, layers=(1, 3))]
+    methods = [SparseVAR(tau=0.95, first_stage=3, blocks=0), FastVAR({3: 0.5}, layers=(1, 3))]
     settings = {"size": Schedule(((1, 1), (2, 2), (4, 3), (8, 6)))}
     both = pipeline(tiny.prompts("infinity", 2), seed=3, method=methods, **settings)
     assert both.report.stages[3].tokens < 48
@@ -213,8 +211,8 @@ def test_spans_run_inside_stages_that_another_method_reduces() -> None:
         ((FAST, MERGE), "two spans run the same blocks"),
         ((SPARSE, SparseVAR(tau=0.5)), "each of SparseVAR and SparseVAR reduces whole stages"),
         ((SPARSE, FAST), "cannot be observed"),
-        ((SparseVAR(metric="logits", from_stage=2), FastVAR({2: 0.5})), "needs every cell of the stage"),
-        ((SparseVAR(metric="logits", from_stage=3), LOW_RANK), "at stage 2 .* needs every cell of the stage"),
+        ((SparseVAR(metric="logits", first_stage=1), FastVAR({2: 0.5})), "needs every cell of the stage"),
+        ((SparseVAR(metric="logits", first_stage=2), LOW_RANK), "at stage 2 .* needs every cell of the stage"),
     ],
     ids=["fastvar+stagevar", "fastvar+tome", "sparsevar twice", "a tapped block in a span", "a reduced cache stage", "a reduced memory"],
 )
@@ -232,7 +230,7 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tupl
 def test_a_stage_of_two_cells_counts_as_reduced_before_anything_runs() -> None:
     """Half of them and half of one anchor, rounded up, would be both; a run may leave out one."""
     pipeline, schedule = tiny.shared_pipeline("infinity"), Schedule(((1, 1), (1, 2), (2, 4), (4, 8)))
-    methods = [SparseVAR(metric="logits", tau=0.0, from_stage=2), FastVAR({2: 0.5})]
+    methods = [SparseVAR(metric="logits", tau=0.0, first_stage=1), FastVAR({2: 0.5})]
     with pytest.raises(SettingError, match="at stage 1 .* needs every cell of the stage, of which only 1 are kept"):
         pipeline(tiny.prompts("infinity", 1), seed=0, size=schedule, method=methods, on_stage=lambda preview: pytest.fail("a stage ran"))
 
@@ -302,8 +300,8 @@ def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
             calls.append((self.name, "count_tokens"))
             return self.counts
 
-        def set_counts(self, fewest: int, num_tokens: int) -> None:
-            calls.append((self.name, f"set_counts {fewest} {num_tokens}"))
+        def set_counts(self, counts: TokenCounts) -> None:
+            calls.append((self.name, f"set_counts {counts.fewest} {counts.most}"))
 
         def plan(self, planned: StagePlan, stage: Stage, canvas: Any) -> StagePlan:
             return replace(planned, taps=(*planned.taps, len(planned.taps)))
@@ -319,9 +317,9 @@ def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
             calls.append((self.name, "restore"))
             return out, tokens
 
-        def restore_residual(self, residual: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
-            calls.append((self.name, "restore_residual"))
-            return residual, tokens
+        def restore_hidden(self, x: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+            calls.append((self.name, "restore_hidden"))
+            return x, tokens
 
     counts, stage = torch.tensor([3, 2]), tiny.schedule_of("infinity")[1]
     run = CombinedRun((Method(), Method()), (Named("first", counts), Named("second")))
@@ -329,11 +327,11 @@ def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
     assert run.plan(StagePlan(skip=True), stage, None) == StagePlan(skip=True, taps=(0, 1))
     run.reduce(counts, Tokens(stage))
     run.restore(counts, Tokens(stage))
-    run.restore_residual(counts, Tokens(stage))
+    run.restore_hidden(counts, Tokens(stage))
     assert calls == [
         ("first", "count_tokens"), ("second", "count_tokens"), ("first", "set_counts 2 3"), ("second", "set_counts 2 3"),
         ("first", "reduce"), ("second", "reduce"), ("second", "restore"), ("first", "restore"),
-        ("second", "restore_residual"), ("first", "restore_residual"),
+        ("second", "restore_hidden"), ("first", "restore_hidden"),
     ]  # fmt: skip
     fork = run.fork()
     assert fork.runs[0] is not run.runs[0] and fork.runs[1] is not run.runs[1]
@@ -380,7 +378,7 @@ def test_images_past_the_trained_size_with_fastvar() -> None:
 def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> None:
     """Codes of a whole grid are given; those of cells that were left out are not put on the canvas."""
     pipeline, last = tiny.shared_pipeline(family), len(tiny.schedule_of(family)) - 1
-    method, forced, seen = SparseVAR(tau=1.0, from_stage=last + 1, alpha=None), {}, {}
+    method, forced, seen = SparseVAR(tau=1.0, first_stage=last, alpha=None), {}, {}
 
     def revise(stage: Stage, codes: torch.Tensor) -> torch.Tensor:
         seen[stage.index] = codes

@@ -298,7 +298,7 @@ def test_suites_can_be_run() -> None:
 def test_sparsevar_keeps_the_share_of_its_name() -> None:
     model = pipeline().model
     plans = timed_methods([SPARSE])[SPARSE].forecast(model, Schedule((1, 2, 4, 8, 16)))
-    assert [plan.num_tokens for plan in plans] == [None, None, None, 4 + 15, 16 + 60]  # 30 % of 64 and of 256 cells
+    assert [plan.num_tokens for plan in plans] == [None, None, None, None, 16 + 60]  # 30 % of 256 cells; 64 are too few to begin with
 
 
 def test_methods_by_name() -> None:

@@ -25,7 +25,7 @@ from nextscale.stage import Schedule, Stage
 from .tape import Dispatched, play_graphs_on_the_cpu
 from .tiny import CROSS_ATTENTION_FAMILIES, FAMILIES, assert_close, assert_same_bits, one_prompt, prompts, shared_pipeline, text_features
 
-SPARSE = SparseVAR(tau=0.95, from_stage=3)  # less leaves out nothing of images this small
+SPARSE = SparseVAR(tau=0.95, first_stage=2)  # less leaves out nothing of images this small
 
 
 @pytest.fixture(autouse=True)

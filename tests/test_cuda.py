@@ -87,9 +87,9 @@ def test_running_out_of_memory_on_the_way_is_explained() -> None:
 
 
 METHODS = {
-    "sparsevar": SparseVAR(tau=0.95, from_stage=3),
+    "sparsevar": SparseVAR(tau=0.95, first_stage=2),
     "fastvar": FastVAR(),
-    "stagevar": StageVAR(),
+    "stagevar": StageVAR(ranks=0.177),
     "tome": ToMe(),
 }
 

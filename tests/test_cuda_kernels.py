@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale import kernels
+from nextscale.packing import Packing
 from nextscale.sampling import filter_logits, sample
 
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
@@ -214,6 +215,56 @@ def test_sample_bits(tokens: int, top_p: float) -> None:
     with poisoned():
         found = kernels.sample_bits(logits, noise, top_p)
     assert torch.equal(found, sample(filter_logits(logits, 900, top_p), noise))
+
+
+COUNTS = (1024, 205, 614, 1)  # tokens of four images, in two cfg branches
+
+
+def packing(padding: int) -> Packing:
+    count = torch.tensor(COUNTS, device="cuda")
+    index = torch.arange(1024, device="cuda").expand(len(COUNTS), -1)
+    return Packing.of(index, count, sum(COUNTS) + padding)
+
+
+@pytest.mark.parametrize("padding", [0, 100])
+def test_packed_rows_are_attended_as_padded_ones(padding: int) -> None:
+    """Bit for bit: a row's queries meet the same keys in the same tiles."""
+    make, packed = Maker("cuda", torch.bfloat16), packing(padding)
+    q, both = make.normal(8, 1024, 16, 128), make.normal(8, 2521, 2, 16, 128)
+    lengths = torch.tensor([1497 + count for count in COUNTS] * 2, dtype=torch.int32, device="cuda")
+    expected = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], lengths, 0.1)
+    settings = {"starts": packed.starts, "longest": 1024}
+    found = packed.unpack(kernels.attend_lengths(packed.pack(q), both[:, :, 0], both[:, :, 1], lengths, 0.1, **settings))
+    for row in range(8):
+        assert torch.equal(found[row, : COUNTS[row % 4]], expected[row, : COUNTS[row % 4]])
+
+
+@pytest.mark.parametrize("padding", [0, 100])
+def test_packed_rows_go_into_the_cache_as_padded_ones(padding: int) -> None:
+    make, packed = Maker("cuda", torch.bfloat16), packing(padding)
+    temperature, rotation = make.normal(16, dtype=torch.float32).exp(), make.rotation(1024, 128)
+    qkv, start = make.normal(8, 1024, 3, 16, 128), torch.tensor([7, 1, 90, 3, 0, 5, 6, 2], dtype=torch.int32, device="cuda")
+    index = torch.arange(1024, device="cuda").expand(8, -1)
+    (keys, values), (ours, our_values) = torch.zeros(2, 2, 8, 1200, 16, 128, dtype=torch.bfloat16, device="cuda")
+    q = kernels.rotate_into_cache(qkv, temperature, rotation, index, keys, values, start)
+    layout = (packed.image, packed.place, packed.starts)
+    queries = kernels.rotate_into_cache(packed.pack(qkv), temperature, rotation, packed.cell[None], ours, our_values, start, packed=layout)
+    for row in range(8):
+        count, begin = COUNTS[row % 4], int(start[row])
+        assert torch.equal(packed.unpack(queries)[row, :count], q[row, :count])
+        for store, same in ((ours, keys), (our_values, values)):
+            assert torch.equal(store[row, begin : begin + count], same[row, begin : begin + count])
+            assert not store[row, begin + count :].any() and not store[row, :begin].any()
+
+
+def test_packed_rows_are_normed_as_padded_ones() -> None:
+    make, packed = Maker("cuda", torch.bfloat16), packing(100)
+    x, update = make.normal(8, 1024, 2048), make.normal(8, 1024, 2048)
+    scale, shift, gain = (make.rows(8, 2048) for _ in range(3))
+    expected = kernels.residual_norm_modulate(x, gain, update, scale, shift)
+    found = kernels.residual_norm_modulate(packed.pack(x), gain, packed.pack(update), scale, shift, image=packed.image)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, packed.pack(theirs))
 
 
 def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:

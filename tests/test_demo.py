@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,12 @@ import torch
 from PIL import Image, ImageFont
 from typer.testing import CliRunner, Result
 
+from nextscale import Schedule
 from nextscale.accel import resolve_method
-from nextscale.cli import app, options
-from nextscale.cli.demo import COMPARED, PROMPTS, MethodImages, comparison, decibels, sheet
-from nextscale.cli.parse import require_fitting
+from nextscale.cli import app, options, parse
+from nextscale.cli.demo import ON_CPU, PROMPTS, PUBLISHED, MethodImages, decibels, row_table, sheet
+from nextscale.cli.parse import settled_method
+from nextscale.cli.results import darkened
 from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
 from nextscale.io import to_pil
 from nextscale.lab.metrics.files import VARIABLE
@@ -23,6 +26,7 @@ from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 
 from . import tiny
+from .tiny_profiles import FAST, NEAR, POINTS, point, profile_of
 
 SPEC = tiny.SPECS["infinity"]
 HEIGHT, WIDTH = 8, 6  # pixels of its images
@@ -30,8 +34,9 @@ HEIGHT, WIDTH = 8, 6  # pixels of its images
 
 @pytest.fixture(autouse=True)
 def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The demo runs a tiny model under nano's name, in an empty folder, on a machine without LPIPS."""
+    """The demo runs a tiny model under nano's name, in an empty folder, on a machine without LPIPS and without profiles."""
     monkeypatch.setitem(presets.MODELS, NANO.name, SPEC)
+    monkeypatch.setattr(parse, "find", lambda *_: tmp_path / "weights" / "model.safetensors")
     monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "no-metrics"))
     monkeypatch.chdir(tmp_path)
@@ -63,7 +68,7 @@ def test_a_table_and_a_picture() -> None:
     assert table[3][-1] == "dB"
     assert f"8 images of {HEIGHT}x{WIDTH} per row, on cpu (eager)" in result.stdout
     assert "LPIPS is shown as well" in result.stdout
-    assert "The images: demo.png" in result.stdout
+    assert "The images, and where each method computed (bright): demo.png" in result.stdout
     with Image.open("demo.png") as picture:
         assert (picture.format, picture.mode) == ("PNG", "RGB")
 
@@ -74,11 +79,69 @@ def test_rows_show_the_images_of_the_same_seeds() -> None:
     with Image.open("demo.png") as picture:
         drawn = np.asarray(picture)
     pipeline, prompts = tiny.shared_pipeline("infinity"), ["a cat", "a dog", "a fish", "a bird", "a horse"]
-    for row, method in enumerate(["skip:last=1", "dense"]):  # from below
-        bottom = drawn.shape[0] - row * (HEIGHT + LETTERS + 2 * MARGIN)
-        for column, image in enumerate(pipeline(prompts, seed=7, method=method).images):
+    accelerated = pipeline(prompts, seed=7, method="skip:last=1", compute_mask=True)
+    columns = (pipeline(prompts, seed=7).images, accelerated.images, darkened(accelerated.images, accelerated.compute_mask or ()))
+    for column, images in enumerate(columns):
+        for row, image in enumerate(reversed(images)):  # from below
+            bottom = drawn.shape[0] - row * (HEIGHT + LETTERS + 2 * MARGIN)
             shown = drawn[bottom - HEIGHT : bottom, column * WIDTH : (column + 1) * WIDTH].astype(int)
             assert abs(shown - np.asarray(image).astype(int)).max() <= 1  # a batch rounds as its images alone do, to a level
+    assert np.asarray(columns[2][0]).mean() < np.asarray(columns[1][0]).mean()  # darker: a stage was left out
+
+
+@pytest.fixture
+def profile_beside(tmp_path: Path) -> Path:
+    """A profile of the demo's model, beside its weights."""
+    file = tmp_path / "weights" / "a.profile.json"
+    profile_of(tiny.shared_pipeline("infinity"), points=(*POINTS, point("skip:last=2", 4.0, 0.4))).save(file)
+    return file
+
+
+def test_two_points_of_the_profile_on_few_images(profile_beside: Path) -> None:
+    result = run("--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    methods = [line for line in result.stdout.splitlines() if line.endswith("dB")]
+    assert [line.startswith(resolve_method(text).label) for line, text in zip(methods, (NEAR, FAST), strict=True)] == [True, True]
+    assert f"{ON_CPU} images of {HEIGHT}x{WIDTH} per row" in result.stdout
+    assert "The profile says 1.50x at LPIPS 0.030 and 2.50x at LPIPS 0.090, measured on tiny-infinity at 8x6, batch 2" in result.stdout
+    assert "speedups above are measured here and now" in result.stdout
+
+
+def test_the_largest_profile_gives_the_size(profile_beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    larger = Schedule(((1, 1), (2, 2), (6, 4), (8, 6)))
+    asked = []
+
+    class TwoSizes:
+        def choose(self, size: object, aspect: object) -> Schedule:
+            asked.append(size)
+            return larger if size == (16, 12) else tiny.INFINITY_SCHEDULE
+
+    profile_of(tiny.shared_pipeline("infinity"), schedule=larger).save(profile_beside.with_name("b.profile.json"))
+    spec = replace(SPEC, settings=replace(SPEC.settings, schedules=TwoSizes()))
+    monkeypatch.setitem(presets.MODELS, NANO.name, spec)
+    assert f"{ON_CPU} images of 16x12 per row" in run("--device", "cpu").stdout
+    assert asked == [(16, 12)]
+    assert f"{ON_CPU} images of 8x6 per row" in run("--device", "cpu", "--size", "8x6").stdout
+
+
+def test_without_a_profile_it_says_so_and_shows_published_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nextscale.cli.demo.PUBLISHED", ("skip:last=1", "skip:last=2"))
+    result = run("--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert len([line for line in result.stdout.splitlines() if line.endswith("dB")]) == 2
+    assert "These are published settings, which were found for other models" in result.stdout
+    assert "`nextscale tune tiny-infinity --size 8x6 --batch 4 --device cpu`" in result.stdout
+
+
+def test_a_profile_with_one_point_near_enough(profile_beside: Path) -> None:
+    profile_of(tiny.shared_pipeline("infinity"), points=(point(FAST, 2.5, 0.09), point("skip:last=2", 4.0, 0.4))).save(profile_beside)
+    result = run("--device", "cpu")
+    assert len([line for line in result.stdout.splitlines() if line.endswith("dB")]) == 1
+
+
+def test_prompts_of_a_file_are_all_shown(profile_beside: Path) -> None:
+    Path("prompts.txt").write_text("a cat\na dog\na fish\n")
+    assert "3 images of 8x6 per row" in run("--device", "cpu", "--prompts", "prompts.txt").stdout
 
 
 def test_only_its_own_file_is_overwritten() -> None:
@@ -115,8 +178,8 @@ def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: s
 
 @pytest.mark.parametrize("side", [256, 512])
 def test_its_methods_fit_the_model_in_the_package(side: int) -> None:
-    for method in COMPARED:
-        require_fitting(resolve_method(method), NANO, NANO.settings.schedules.choose(side, None))
+    for method in PUBLISHED:
+        settled_method(resolve_method(method), NANO, NANO.settings.schedules.choose(side, None))
     assert len(set(PROMPTS)) == 8
 
 
@@ -142,7 +205,8 @@ def row(pixels: torch.Tensor, cost_shares: tuple[float, ...], batches: tuple[int
         )
         for share, images in zip(cost_shares, batches, strict=True)
     )
-    return MethodImages(pixels, reports)  # type: ignore[arg-type]
+    masks = (torch.full((len(pixels), 2, 2), 0.5),)
+    return MethodImages(pixels, masks, reports)  # type: ignore[arg-type]
 
 
 def test_numbers_are_means_over_images() -> None:
@@ -157,16 +221,16 @@ def test_likeness() -> None:
 
 def test_lpips_is_a_column_where_it_is_known() -> None:
     rows = [row(torch.full((2, 3, 4, 4), level), (1.0,), (2,)) for level in (0.0, 0.5)]
-    headings = [column.header for column in comparison(rows, None).columns]
-    table = comparison(rows, lambda a, b: (a - b).abs().mean(dim=(1, 2, 3)))  # type: ignore[arg-type]
+    headings = [column.header for column in row_table(rows, None).columns]
+    table = row_table(rows, lambda a, b: (a - b).abs().mean(dim=(1, 2, 3)))  # type: ignore[arg-type]
     assert [column.header for column in table.columns] == [*headings, "LPIPS"]
     assert list(table.columns[-1].cells) == ["", "0.500"]
 
 
 def test_padding_is_a_column_where_there_is_any() -> None:
     rows = [row(torch.full((2, 3, 4, 4), level), (1.0,), (2,), padding=level) for level in (0.0, 0.25)]
-    assert "padding" not in [column.header for column in comparison(rows[:1], None).columns]
-    columns = {column.header: list(column.cells) for column in comparison(rows, None).columns}
+    assert "padding" not in [column.header for column in row_table(rows[:1], None).columns]
+    columns = {column.header: list(column.cells) for column in row_table(rows, None).columns}
     assert columns["padding"] == ["0%", "25%"]
     assert columns["PSNR to dense"][1].endswith("dB")
 
@@ -183,6 +247,6 @@ def test_headings_stay_in_their_columns() -> None:
 
 def test_a_narrow_sheet_has_room_for_its_titles() -> None:
     pixels = torch.zeros(1, 3, 4, 4)
-    picture = sheet(["x"], [row(pixels, (1.0,), (1,))])
+    picture = sheet(["a prompt that is longer than its images are wide"], [row(pixels, (1.0,), (1,))])
     assert picture.width > 300
     assert picture.crop((0, picture.height - 4, 4, picture.height)).tobytes() == to_pil(pixels)[0].tobytes()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, output, pipeline
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, output, pipeline
 from nextscale.accel.combine import Combined
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
@@ -163,14 +163,17 @@ CAPTURED_METHODS = (
     FastVAR(),
     StageVAR(),
     ToMe(),
-    SparseVAR(tau=0.95, from_stage=3),
-    SparseVAR(0.95, from_stage=3, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
-    SparseVAR(keep=0.3, from_stage=3),
+    SparseVAR(tau=0.95, first_stage=2),
+    SparseVAR(0.95, first_stage=2, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
+    SparseVAR(keep=0.3, first_stage=2),
     SparseVAR(keep={2: 0.5}, metric="logits", alpha=None),
-    Combined((SparseVAR(keep=0.3, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
-    Combined((SparseVAR(tau=0.95, from_stage=3), StageVAR(alphas=(), guidance_off=2))),
-    Combined((SparseVAR(tau=0.95, from_stage=3), SkipStages(last=1))),
-    Combined((Combined((SparseVAR(tau=0.95, from_stage=3),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it
+    Combined((SparseVAR(keep=0.3, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
+    Combined((SparseVAR(tau=0.95, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
+    Combined((SparseVAR(tau=0.95, first_stage=2), DropGuidance(2, fade=1))),
+    Combined((SparseVAR(tau=0.95, first_stage=2), SkipStages(last=1))),
+    DropGuidance(3, fade=2),
+    StageVAR(guidance_off=2, ranks=0.3, kept_rows="cond"),
+    Combined((Combined((SparseVAR(tau=0.95, first_stage=2),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it
 )
 
 
@@ -200,7 +203,7 @@ def test_replays_generate_what_eager_generation_does(family: str, method: Method
 def test_a_budget_is_captured_once_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """As dense generation is; a threshold has a graph per bucket."""
     play_graphs_on_the_cpu(monkeypatch)
-    methods = (Method(), SparseVAR(keep=0.3, from_stage=3), SparseVAR(tau=0.95, from_stage=3))
+    methods = (Method(), SparseVAR(keep=0.3, first_stage=2), SparseVAR(tau=0.95, first_stage=2))
     dense, budget, threshold = (with_graphs("var").warmup(prompts("var", 2), method=method).graphs for method in methods)
     assert dense == budget < threshold
 
@@ -238,7 +241,7 @@ def test_a_capture_serves_other_prompts_and_negative_prompts(family: str, images
         assert_replayed(pipe, eager, seed=lambda number=number: 20 + number, **request)
 
 
-@pytest.mark.parametrize("method", [Method(), StageVAR()], ids=lambda method: method.label)
+@pytest.mark.parametrize("method", [Method(), StageVAR(ranks=0.177)], ids=lambda method: method.label)
 @pytest.mark.parametrize(
     ("family", "changes"), [("star_refined", {"as_released": True}), ("infinity", {"chunks": 3, "level_every_chunk": True})]
 )
@@ -256,7 +259,7 @@ def test_captures_of_odd_models(
         assert_replayed(pipe, eager, texts(family, (length,), 3), lambda length=length: length, **request)
 
 
-@pytest.mark.parametrize("method", [StageVAR(), ToMe(random=True), FastVAR()], ids=lambda method: method.label)
+@pytest.mark.parametrize("method", [StageVAR(ranks=0.177), ToMe(random=True), FastVAR()], ids=lambda method: method.label)
 def test_one_stream_of_numbers_for_images_and_method_is_used_in_eager_order(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     pipe = with_graphs("infinity")
@@ -363,7 +366,7 @@ def test_skipped_stages_have_a_graph_only_where_they_change_the_canvas(
 def test_captures_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     pipe = with_graphs("infinity")
-    kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.95, from_stage=3)), (1, FastVAR()), (2, StageVAR())]
+    kinds = [(2, Method()), (1, Method()), (2, SparseVAR(tau=0.95, first_stage=2)), (1, FastVAR()), (2, StageVAR())]
     for images, method in kinds:
         pipe.warmup(prompts("infinity", images), method=method)
     first = [pipe(prompts("infinity", images), seed=9, method=method).pixels for images, method in kinds]
@@ -379,7 +382,7 @@ def test_the_report_tells_the_padding_of_a_bucket(family: str, monkeypatch: pyte
     """Eager generation of one image runs what it needs; a replay runs the next bucket size, and says how much of it was too much."""
     play_graphs_on_the_cpu(monkeypatch)
     monkeypatch.setattr("nextscale.engine.stage_graphs.BUCKETS", (32, 16))  # else stages this small have a size for nearly every number
-    pipe, method = with_graphs(family), SparseVAR(tau=0.97, from_stage=3)
+    pipe, method = with_graphs(family), SparseVAR(tau=0.97, first_stage=2)
     prompt = prompts(family, 1)
     pipe.warmup(prompt, method=method)
     with Dispatched():
@@ -399,7 +402,7 @@ def test_the_report_tells_the_padding_of_a_bucket(family: str, monkeypatch: pyte
 def test_what_anchors_propagate_to_is_the_same_in_every_bucket_and_batch(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """STAR samples for tokens that were left out; some stages of these images leave out none."""
     play_graphs_on_the_cpu(monkeypatch)
-    pipe, eager, method = with_graphs("star_refined"), shared_pipeline("star_refined"), SparseVAR(tau=tau, from_stage=2)
+    pipe, eager, method = with_graphs("star_refined"), shared_pipeline("star_refined"), SparseVAR(tau=tau, first_stage=1)
     prompt = prompts("star_refined", 2)
     pipe.warmup(prompt, method=method)
     for seed in range(6):
@@ -471,7 +474,7 @@ def test_bucket_sizes_share_the_memory_of_their_codes(family: str, monkeypatch: 
     """Mixtures of codes are large, and there are two dozen bucket sizes."""
     play_graphs_on_the_cpu(monkeypatch)
     pipe = with_graphs(family)
-    pipe.warmup(prompts(family, 2), method=SparseVAR(tau=0.95, from_stage=3))
+    pipe.warmup(prompts(family, 2), method=SparseVAR(tau=0.95, first_stage=2))
     (kept,) = pipe.captures._captures.values()
     by_size = [stage.graphs.values() for stage in kept.request.stages if stage.counter is not None]
     assert by_size
@@ -501,8 +504,8 @@ def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) 
         ("var", Method(), {"forbidden": (1, 3)}),
         ("infinity", ToMe(random=True), {}),
         ("infinity", Combined((FastVAR({2: 1.0}), ToMe(random=True, stages=(2, 3)))), {}),
-        ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", from_stage=2), ToMe(random=True))), {}),
-        ("star_refined", SparseVAR(tau=0.3, from_stage=3), {}),
+        ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", first_stage=1), ToMe(random=True))), {}),
+        ("star_refined", SparseVAR(tau=0.3, first_stage=2), {}),
     ],
 )
 def test_captures_read_all_that_a_method_asks_for(

@@ -350,10 +350,21 @@ def test_settings_of_our_own_for_other_schedules() -> None:
     assert shape_of(FastVAR().forecast(INFINITY, infinity_schedule(1.0, "0.06M"))) == [""] * 4 + ["cache 3-27", "0.4 3-27", "0.5 3-27"]
     assert shape_of(FastVAR().forecast(HART, Schedule((1, 2, 3, 4)))) == ["", "cache 0-3", "0.4 0-3", "0.5 0-3"]
     assert shape_of(forecast(FastVAR(), "flexvar")) == ["", "", "cache 0-2", "0.4 0-2", "0.5 0-2"]
-    assert shape_of(forecast(FastVAR(), "infinity")) == ["", "cache 0-2", "0.4 0-2", "0.5 0-2"]  # too shallow for blocks 3 to 27
+    assert shape_of(forecast(FastVAR(), "infinity")) == ["", "cache 0-2", "0.4 0-2", "0.5 0-2"]
     assert shape_of(forecast(FastVAR(), schedule=Schedule((1, 2, 3)))) == ["cache 0-2", "0.4 0-2", "0.5 0-2"]
     assert shape_of(forecast(FastVAR(), schedule=Schedule((1, 2)))) == ["cache 0-2", "0.5 0-2"]
     assert shape_of(forecast(FastVAR(), schedule=Schedule((1,)))) == [""]
+
+
+@pytest.mark.parametrize(
+    ("depth", "first", "last"), [(1, 0, 0), (2, 0, 1), (3, 0, 2), (4, 0, 3), (8, 1, 6), (12, 1, 9), (16, 2, 13), (32, 3, 27), (40, 4, 34)]
+)
+def test_infinity_of_any_depth_thins_the_published_share_of_its_blocks(depth: int, first: int, last: int) -> None:
+    """Blocks 3 to 27 of 32; the reference implementation has these numbers for every depth."""
+    model = on_meta(Infinity, InfinityConfig(depth, 64, 4, 1, text_channels=256, longest_text=8))
+    assert shape_of(FastVAR().forecast(model, ONE_MEGAPIXEL))[8:10] == [f"cache {first}-{last}", f"0.4 {first}-{last}"]
+    released = shape_of(FastVAR(as_released=True).forecast(model, ONE_MEGAPIXEL))[9]
+    assert released == ("" if depth <= 3 else f"0.4 3-{min(depth - 1, 27)}")
 
 
 def test_stages_from_which_nothing_would_be_taken_stay_dense() -> None:

@@ -167,9 +167,9 @@ def test_full_strength_is_that_of_the_last_stage_whatever_the_stage(guidance: Gu
     """Not of the tail past it. STAR's refiner is guided so."""
     guided = rows(guidance)
     both = torch.tensor([[[2.0]], [[5.0]]])
-    assert guided.in_full(both, 1).item() == 4 * 2 - 3 * 5 == guided.on_logits(both, THREE[-1], 1).item()
-    assert guided.in_full(both, 2).tolist() == both.tolist()
-    assert rows(StageGuidance(logits=False, values=(1.0, 1.0, 4.0))).in_full(both, 1).tolist() == [[[2.0]]]
+    assert {guided.in_full(both, stage, 1).item() for stage in THREE} == {4 * 2 - 3 * 5} == {guided.on_logits(both, THREE[-1], 1).item()}
+    assert guided.in_full(both, THREE[0], 2).tolist() == both.tolist()
+    assert rows(StageGuidance(logits=False, values=(1.0, 1.0, 4.0))).in_full(both, THREE[0], 1).tolist() == [[[2.0]]]
 
 
 def test_mixing_takes_any_shape_and_leaves_one_cfg_branch_as_it_is() -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nextscale import FastVAR, Method, StagePlan, StageVAR, kernels
+from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, kernels
 from nextscale.accel import Plans
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
@@ -28,7 +30,7 @@ from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.text.prompts import Labels
 
 from . import tiny
-from .kernel_cases import DTYPES, Maker, compare, compare_rotation, loop_to_loaded_bounds, poisoned, round_to_bfloat16
+from .kernel_cases import DTYPES, Maker, compare, compare_rotation, exact, loop_to_loaded_bounds, poisoned, require_close, round_to_bfloat16
 from .test_cache import fill_memory
 from .test_method import KeepShare
 
@@ -97,6 +99,28 @@ def test_attend_lengths(
     assert (alone.double() - truth[:1]).abs().max().item() <= bound
     if tile is not None:  # else chosen by the room, or by the length
         assert torch.equal(alone, found[:1])
+
+
+@pytest.mark.parametrize("lengths", [(70, 3, 64, 64, 1, 9), 70])
+@pytest.mark.parametrize("counts", [(5, 1, 130), (17, 65, 2)])
+def test_attend_lengths_of_packed_rows(counts: tuple[int, ...], lengths: tuple[int, ...] | int) -> None:
+    """The queries of three images one after another, in two cfg branches; what lies behind the last is left alone."""
+    make, images = Maker(DEVICE, torch.float16), len(counts)
+    q, both = make.normal(2, sum(counts) + 3, 2, 24), make.normal(2 * images, 70, 2, 2, 24)
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
+    known = lengths if isinstance(lengths, int) else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    for longest in (max(counts), 200):
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], known, 0.3, starts=starts, longest=longest)
+        truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), known, 0.3, starts=starts)
+        assert found.shape == truth.shape
+        real = slice(0, sum(counts))
+        assert (found[:, real].double() - truth[:, real]).abs().max().item() <= torch.finfo(q.dtype).eps * both.abs().max().item()
+        for row in range(2 * images):
+            branch, image = divmod(row, images)
+            own = slice(int(starts[image]), int(starts[image + 1]))
+            length = known if isinstance(known, int) else known[row : row + 1]
+            alone = kernels.attend_lengths(q[branch, None, own], both[row, None, :, 0], both[row, None, :, 1], length, 0.3)
+            assert torch.equal(alone[0], found[branch, own])
 
 
 @pytest.mark.parametrize(
@@ -206,6 +230,17 @@ def test_residual_norm_modulate(shape: tuple[int, int, int], dtype: torch.dtype,
     compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, *inputs)
 
 
+@every_dtype
+@pytest.mark.parametrize("learned", [True, False])
+def test_norms_of_packed_rows_take_the_modulation_of_every_image(dtype: torch.dtype, learned: bool) -> None:
+    make, image = Maker(DEVICE, dtype), torch.tensor([0, 0, 1, 2, 2, 2, 2], device=DEVICE)
+    scale, shift = (make.normal(120), make.normal(120)) if learned else (make.rows(6, 120, 1), make.rows(6, 120))
+    compare(kernels.norm_modulate, norm_modulate_reference, make.wide(2, 7, 120), scale, shift, image=image)
+    for gain in (make.rows(6, 120), None):
+        inputs = make.wide(2, 7, 120), gain, make.wide(2, 7, 120), scale, shift
+        compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, *inputs, image=image)
+
+
 def test_norms_refuse_what_does_not_fit() -> None:
     make = Maker(DEVICE, torch.float32)
     x, scale = make.normal(2, 3, 64), make.rows(2, 64)
@@ -215,6 +250,8 @@ def test_norms_refuse_what_does_not_fit() -> None:
         kernels.residual_norm_modulate(x, None, make.normal(2, 4, 64), scale, scale)
     with pytest.raises(ValueError, match="index is \\[R, K\\]"):
         kernels.norm_modulate(x, scale, scale, torch.zeros(1, 2, dtype=torch.long, device=DEVICE))
+    with pytest.raises(ValueError, match="image is \\[2\\]; expected \\[3\\]"):
+        kernels.norm_modulate(x, scale, scale, image=torch.zeros(2, dtype=torch.long, device=DEVICE))
 
 
 # --- queries, keys and values
@@ -240,6 +277,32 @@ def test_rotate_into_cache_of_some_tokens_of_ragged_rows(normalised: bool, turne
     rotation = make.rotation(12, 24) if turned else None
     starts = torch.tensor([0, 7, 3], device=DEVICE)
     compare_rotation(ROTATIONS, 12, qkv, temperature, rotation, make.selection(3, 12, 5), start=starts)
+
+
+@every_dtype
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_rotate_into_cache_of_packed_rows(normalised: bool, turned: bool, dtype: torch.dtype) -> None:
+    """Two cfg branches of images with 1, 3 and 2 tokens; the last two entries are padding, which goes nowhere."""
+    make = Maker(DEVICE, dtype)
+    image, place = (torch.tensor(numbers, device=DEVICE) for numbers in ([0, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 2, 0, 1, 1, 1]))
+    packed = image, place, torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=DEVICE)
+    qkv = make.normal(2, 11, 3, 3, 24)[:, 2:10]  # not contiguous
+    temperature = make.normal(3, dtype=torch.float32).exp() if normalised else None
+    rotation = make.rotation(12, 24) if turned else None
+    starts, index = torch.tensor([0, 7, 3, 5, 1, 2], dtype=torch.int32, device=DEVICE), make.selection(1, 12, 8)
+
+    def run(function: Callable[..., Tensor], of: Callable[[Any], Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        keys, values = (torch.full((6, 12, 3, 24), -77.0, device=DEVICE, dtype=dtype) for _ in range(2))
+        given = (of(qkv), of(temperature), of(rotation), index, keys, values, starts)
+        return function(*given, packed=packed)[:, :6], keys, values
+
+    found, theirs = (run(function, lambda value: value, dtype) for function in ROTATIONS)
+    truth = run(rotate_into_cache_reference, exact, torch.float64)
+    require_close(found, theirs, truth)
+    assert torch.equal(found[1] == -77, theirs[1] == -77)
+    written = (found[2] != -77).flatten(2).any(dim=2).sum(dim=1)
+    assert written.tolist() == [1, 3, 2, 1, 3, 2]
 
 
 def test_rotation_is_that_of_the_models() -> None:
@@ -275,7 +338,7 @@ def with_chunk_starts(spec: ModelSpec) -> ModelSpec:
 
 def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls, kernel = [], getattr(kernels, name)
-    monkeypatch.setattr(kernels, name, lambda *given: calls.append(name) or kernel(*given))
+    monkeypatch.setattr(kernels, name, lambda *given, **settings: calls.append(name) or kernel(*given, **settings))
     return calls
 
 
@@ -363,7 +426,7 @@ def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", ["var", "infinity"])
-@pytest.mark.parametrize("method", [Method(), FastVAR(), StageVAR()], ids=["dense", "fastvar", "stagevar"])
+@pytest.mark.parametrize("method", [Method(), FastVAR(), StageVAR(ranks=0.177)], ids=["dense", "fastvar", "stagevar"])
 def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers and codes are the same, so that what is left is rounding in float32."""
     pipe = random_pipeline(tiny.SPECS[family], device=DEVICE)
@@ -373,6 +436,22 @@ def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Met
     assert launched
     monkeypatch.setattr(kernels, "available", lambda tensor: False)
     tiny.assert_close(family, pipe(prompts, seed=1, method=method), ours)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
+@pytest.mark.parametrize("family", ["infinity", "hart"])
+def test_packed_images_of_the_kernels_are_those_of_plain_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotation and attention by lengths, to the image and to the text; HART rotates and writes its keys without a kernel."""
+    pipe, prompts, method = tiny.shared_pipeline(family), tiny.prompts(family, 3), SparseVAR(tau=0.97, alpha=3, beta=0.98, blocks=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "available", lambda tensor: False)
+        plain = pipe(prompts, seed=11, method=method, smooth=False)
+    attended = counted("attend_lengths", monkeypatch)
+    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
+    fill_memory(monkeypatch, float("nan"))
+    ours = pipe(prompts, seed=11, method=method, smooth=False)
+    assert attended and any(stage.tokens % 1 for stage in ours.report.stages)
+    tiny.assert_close(family, ours, plain)
 
 
 # --- restoration
@@ -432,6 +511,12 @@ def test_mean_over_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> No
     compare(kernels.mean_over_tokens, mean_over_tokens_reference, x[:, ::2])
 
 
+def test_the_mean_of_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the sums of the chunks are added up in chunks."""
+    monkeypatch.setattr("nextscale.kernels.distance.CHUNK", 64)
+    compare(kernels.mean_over_tokens, mean_over_tokens_reference, Maker(DEVICE, torch.float32).normal(1, 4100, 8, mean=2.0))
+
+
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES)
 def test_distance_from_mean(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -452,8 +537,8 @@ def test_distance_is_that_of_the_methods() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 300])
-def test_topk_indices_sorted(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ties, both zeros, infinities and what is not a number; also where the places are found in several rounds."""
+def test_topk_indices_sorted(tokens: int) -> None:
+    """With ties, both zeros, infinities and what is not a number."""
     generator = torch.Generator(DEVICE).manual_seed(tokens)
     scores = torch.randint(-4, 5, (5, 2 * tokens), generator=generator, device=DEVICE).float()[:, ::2] / 2
     scores[1] = -0.0
@@ -462,11 +547,17 @@ def test_topk_indices_sorted(tokens: int, monkeypatch: pytest.MonkeyPatch) -> No
     scores[2, ::5] = float("-inf")
     scores[3, tokens // 3 :: 4] = float("nan")
     scores[4] = torch.rand(tokens, generator=generator, device=DEVICE)
-    monkeypatch.setattr("nextscale.kernels.topk.ORDERED", 64)
     for keep in sorted({0, 1, tokens // 3, tokens - 1, tokens}):
         with poisoned():
             found = kernels.topk_indices_sorted(scores, keep)
         assert torch.equal(found, topk_indices_sorted_reference(scores, keep)), keep
+
+
+def test_rows_too_long_for_a_program_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.rand(2, 40, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
+    expected = kernels.topk_indices_sorted(scores, 7)
+    monkeypatch.setattr("nextscale.kernels.topk.LONGEST", 39)
+    assert torch.equal(kernels.topk_indices_sorted(scores, 7), expected)
 
 
 def test_selection_is_that_of_the_methods() -> None:

@@ -15,15 +15,16 @@ import nextscale
 PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("basics", ("errors", "checks", "io", "kernels", "stage", "report", "checkpoints", "assets")),
+    ("basics", ("errors", "checks", "io", "kernels", "packing", "stage", "report", "checkpoints", "assets", "hub")),
     ("parts", ("cache", "attending", "compressed", "canvas", "guidance", "sampling", "schedules")),
     ("models", ("models", "tokenizers", "text")),
-    ("method interface", ("accel.method",)),
+    ("method interface", ("accel.method", "accel.situation")),
     ("planning", ("planning",)),
     ("methods", ("accel",)),
     ("generate", ("generate", "given", "parts", "request")),
     ("engine", ("engine",)),
-    ("pipeline", ("pipeline", "collaborate", "output")),
+    ("profiles", ("profiles", "profile_file")),
+    ("pipeline", ("pipeline", "collaborate", "output", "habits", "placement", "notebook")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),
     ("command line", ("cli", "__main__")),

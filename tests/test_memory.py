@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel.combine import Combined
+from nextscale.accel.drop_guidance import DropGuidance
 from nextscale.accel.method import DENSE, MethodRun, RunSetup
 from nextscale.accel.skip import SkipStages
 from nextscale.cache import CacheSpec, DenseLayerCache, StageKeys, StageMemory, Workspace
@@ -110,6 +111,7 @@ FIXED = {
     "stagevar": StageVAR(),
     "stagevar, early": StageVAR(guidance_off=1, alphas={2: 0.96, 3: 0}),
     "guidance off": StageVAR(guidance_off=2, alphas=()),
+    "conditional rows alone": DropGuidance(2, fade=1),
     "tome": ToMe(),
     "tome, feed-forward": ToMe(sublayers=("feed_forward",)),
     "fastvar + guidance off": Combined((FastVAR(), StageVAR(guidance_off=2, alphas=()))),
@@ -201,11 +203,11 @@ def test_every_method_reserves_at_most_what_dense_generation_does(family: str) -
 # --- data-dependent methods
 
 DATA_DEPENDENT = {
-    "sparsevar": SparseVAR(tau=0.95, from_stage=3),
-    "sparsevar, everything": SparseVAR(tau=0.0, from_stage=2),
-    "sparsevar, hardly anything": SparseVAR(tau=1.0, from_stage=2, alpha=None),
+    "sparsevar": SparseVAR(tau=0.95, first_stage=2),
+    "sparsevar, everything": SparseVAR(tau=0.0, first_stage=1),
+    "sparsevar, hardly anything": SparseVAR(tau=1.0, first_stage=1, alpha=None),
     "measured ranks": StageVAR(alphas={2: 0.96, 3: 0.9}, variant="svd"),
-    "sparsevar + guidance off": Combined((SparseVAR(tau=0.9, from_stage=3), StageVAR(guidance_off=2, alphas=()))),
+    "sparsevar + guidance off": Combined((SparseVAR(tau=0.9, first_stage=2), StageVAR(guidance_off=2, alphas=()))),
 }
 
 
@@ -252,7 +254,7 @@ def test_growing_to_everything_takes_what_dense_generation_takes() -> None:
 
 def test_the_assumption_is_that_of_the_command() -> None:
     """1 token, then of 4, 9 and 16 cells half of them and half of the anchors, one in 4 x 4 cells."""
-    method = SparseVAR(from_stage=2)
+    method = SparseVAR(first_stage=1)
     assert ASSUMED_KEPT == 0.5
     assert [stage.tokens for stage in reserved("var", method).stages] == [(count,) * 3 for count in (1, 3, 5, 9)]
 

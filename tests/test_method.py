@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.accel import DENSE, Combined, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan
+from nextscale.accel import DENSE, Combined, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, TokenCounts
 from nextscale.cache import CacheSpec, ComputedCells, DenseLayerCache, LayerCache, Workspace
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
@@ -754,8 +754,8 @@ def test_hooks_are_called_in_the_documented_order() -> None:
             calls.append(("count_tokens", stage.index))
             return torch.tensor([stage.cells - stage.index, stage.cells])
 
-        def set_counts(self, fewest: int, num_tokens: int) -> None:
-            calls.append(("set_counts", num_tokens - fewest))
+        def set_counts(self, counts: TokenCounts) -> None:
+            calls.append(("set_counts", counts.most - counts.fewest))
 
         def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
             calls.append(("plan", stage.index))
@@ -772,9 +772,9 @@ def test_hooks_are_called_in_the_documented_order() -> None:
             calls.append(("restore", tokens.stage.index))
             return out, tokens
 
-        def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-            calls.append(("restore_residual", tokens.stage.index))
-            return residual, tokens
+        def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+            calls.append(("restore_hidden", tokens.stage.index))
+            return x, tokens
 
     class DataDependent(Running):
         @property
@@ -785,11 +785,11 @@ def test_hooks_are_called_in_the_documented_order() -> None:
         calls.clear()
         tiny.assert_same_bits(generated("hart", method=kind(lambda setup: Calls())), generated("hart"))
         hooks = (*counted, "plan", "reduce", "observe", "restore")
-        assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3]), ("restore_residual", 3)]
+        assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3]), ("restore_hidden", 3)]
 
 
 def test_counts_are_read_where_they_are_data_dependent() -> None:
-    known: list[tuple[int, int]] = []
+    known: list[TokenCounts] = []
 
     @dataclass
     class Counting(MethodRun):
@@ -798,14 +798,14 @@ def test_counts_are_read_where_they_are_data_dependent() -> None:
         def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
             return self.counts
 
-        def set_counts(self, fewest: int, num_tokens: int) -> None:
-            known.append((fewest, num_tokens))
+        def set_counts(self, counts: TokenCounts) -> None:
+            known.append(counts)
 
     stage = tiny.schedule_of("var")[2]
-    settle_counts(Counting(None), stage, None)
+    assert settle_counts(Counting(None), stage, None) is None
     assert known == []
-    settle_counts(Counting(torch.tensor([4, 2, 9])), stage, None)
-    assert known == [(2, 9)]
+    assert settle_counts(Counting(torch.tensor([4, 2, 9])), stage, None) == (4, 2, 9)
+    assert known == [TokenCounts(fewest=2, most=9, total=15)]
 
 
 def test_a_fork_goes_on_from_the_same_tensors_without_changing_the_other() -> None:

@@ -44,6 +44,7 @@ from nextscale.lab.analysis.ranks import energies, spread_layers
 from nextscale.lab.analysis.verdicts import late_stages
 from nextscale.loading import presets
 from nextscale.models import NextScaleModel
+from nextscale.models.rank_table import read_rank_table
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule
 
@@ -167,9 +168,10 @@ def test_a_block_that_acts_on_the_texture() -> None:
 def test_rank_of_three_directions() -> None:
     directions, _ = torch.linalg.qr(noise(40, 3))
     x = noise(2, 100, 3, seed=1) @ directions.T
-    spectrum = energies(x + 5)
-    assert energy_ranks(spectrum, 0.999999).tolist() == [3, 3]
-    assert spectrum[:, 3:].max() < 1e-9 * spectrum[:, 0].min()
+    assert energy_ranks(energies(x), 0.999999).tolist() == [3, 3]
+    spectrum = energies(x + 5)  # what all tokens have in common is one direction more
+    assert energy_ranks(spectrum, 0.999999).tolist() == [4, 4]
+    assert spectrum[:, 4:].max() < 1e-9 * spectrum[:, 0].min()
 
 
 @pytest.mark.parametrize("shape", [(2, 30, 12), (2, 9, 16)])
@@ -433,6 +435,26 @@ def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp
     refused = run("-m", "tiny-var", 1, 2, "--device", "cpu", "--out", tmp_path)
     assert refused.exit_code == 2
     assert "--force" in refused.output
+
+
+def test_ranks_are_measured_by_a_command_of_two_words(run: Callable[..., Result], tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    measure = ("ranks", "-m", "tiny-var", 1, 2, "--alpha", 0.9, "--device", "cpu", "--out", file)
+    result = run(*measure)
+    assert result.exit_code == 0, result.output
+    table = read_rank_table(file)
+    assert [(row.alpha, row.cells) for row in table.rows] == [(0.9, 9), (0.9, 16)] and table.belongs_to(tiny.shared_pipeline("var").model)
+    assert "alpha 0.9      16 cells: " in result.output and f"written to {file}" in result.output
+    for arguments, message in (
+        (measure, "--force"),
+        ((*measure, "--force", "--alpha", 1.5), "--alpha 1.5: give a number above 0 and up to 1"),
+        (("ranks", "-m", "tiny-var", 1, "--out", tmp_path / "table.txt"), "give a name that ends in .json"),
+        (("ranks", "-m", "tiny-var", 1), "weights of tiny-var: nothing at"),  # beside which it would be written
+        (("ranks", "nano"), "choose the model with -m nano"),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2 and message in refused.output
+    assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
 
 
 def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
 
-from .tiny import OneSchedule, infinity_spec
+from .tiny import OneSchedule, infinity_spec, with_ranks
 
 SCHEDULE = Schedule((1, 2, 4, 8, 16))  # 32 pixels a side
 
@@ -53,7 +53,7 @@ def spec() -> ModelSpec:
 
 @cache
 def pipeline() -> Pipeline:
-    return random_pipeline(spec())
+    return with_ranks(random_pipeline(spec()))
 
 
 class MeanColours(EfficientNetLite0):
@@ -195,7 +195,7 @@ def test_numbers_do_not_depend_on_the_batch_and_the_order() -> None:
 
 def test_the_share_of_cells_is_that_of_the_compute_masks_of_all_batches() -> None:
     """Without the padding, which images of one batch run for each other."""
-    methods = chosen_methods(["sparsevar:tau=0.9,from_stage=3", "fastvar", "stagevar"], 5, 3)
+    methods = chosen_methods(["sparsevar:tau=0.9,first_stage=2", "fastvar", "stagevar"], 5, 3)
     rows = evaluate(pipeline(), methods, PROMPTS[:4], judges(), seed=3, batch=2).rows
     for row in rows:
         shares = []
@@ -242,7 +242,7 @@ def test_batches_are_mixed() -> None:
 def test_every_listed_method_fits_both_schedules(name: str, stages: int) -> None:
     """The numbers of stages are those of the shipped model; the sides are small here. The standard list also runs."""
     tiny = infinity_spec()
-    eight_blocks = random_pipeline(replace(tiny, model=replace(tiny.model, depth=8)))
+    eight_blocks = with_ranks(random_pipeline(replace(tiny, model=replace(tiny.model, depth=8))), groups=8)
     schedule = Schedule((1, *range(2, stages + 1)))
     methods = chosen_methods([name], stages, 8)
     assert len({method.label for method in methods.values()}) == len(methods), "no two do the same"

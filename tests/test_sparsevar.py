@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.accel import DENSE, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
+from nextscale.accel import DENSE, DropGuidance, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
 from nextscale.accel.combine import Combined
 from nextscale.accel.frequency import (
     GridMap,
@@ -30,17 +30,20 @@ from nextscale.accel.frequency import (
     neighbour_similarity,
     share_above,
 )
-from nextscale.accel.sparsevar import SparseRun, SparseVAR
+from nextscale.accel.sparsevar import SparseVAR
+from nextscale.accel.sparsevar.run import SparseRun
 from nextscale.cache import ComputedCells
 from nextscale.errors import SettingError
 from nextscale.generate import StageDone, settle_counts
 from nextscale.guidance import CfgBranches
 from nextscale.loading.presets import ModelConfig, build_model
-from nextscale.models import HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
+from nextscale.models import Hart, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
+from nextscale.models.base import Hidden
 from nextscale.models.blocks import Block
 from nextscale.models.env import Env
 from nextscale.pipeline import Output, Preview
 from nextscale.sampling import ImageRng
+from nextscale.schedules import FLEXVAR_512, HART_1024, INFINITY_SIZES, VAR_256, VAR_512
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 from nextscale.text import TextFeatures
 
@@ -48,10 +51,10 @@ from . import tiny
 
 # Settings that leave out something of every image of `tiny.prompts`, and of different images differently much, and with which some
 # tokens resemble an anchor and others do not. Random weights change all cells about alike, hence so high a tau.
-STRONG = {family: SparseVAR(tau=0.97, alpha=3, beta=0.98, block=1) for family in tiny.FAMILIES} | {"flexvar": SparseVAR(tau=0.9, block=1)}
+STRONG = {family: SparseVAR(tau=0.97, alpha=3, beta=0.98, blocks=0) for family in tiny.FAMILIES} | {"flexvar": SparseVAR(tau=0.9, blocks=0)}
+INFINITY_SIDES = tuple(height for height, _ in INFINITY_SIZES[1.0])
 # As a third party's program chooses; four near anchors are what it means to compare.
 PROGRAM = {
-    "block": None,
     "blocks": (0, 2),
     "rows": "both",
     "select": "share",
@@ -274,7 +277,7 @@ def observed(run: Any, change: Tensor, stage: Stage, tokens: Tokens | None = Non
 
 def toy(change: Tensor = EAST, family: str = "var", **fields: Any) -> tuple[Any, StagePlan]:
     """A run that has seen the 3x3 stage, with logits that point left in two columns and right in the third; the plan of the 4x4 stage."""
-    run = start(SparseVAR(**{"tau": 0.5, "from_stage": 4, "block": 1} | fields), family, TOY, batch=change.shape[0])
+    run = start(SparseVAR(**{"tau": 0.5, "first_stage": 3, "blocks": 0} | fields), family, TOY, batch=change.shape[0])
     for stage in TOY.stages[:3]:
         assert plan_of(run, stage) == (StagePlan(taps=(0,)) if stage.index == 2 else DENSE)
         run.reduce(torch.zeros(2 * len(change), stage.cells, 1), Tokens(stage))
@@ -296,7 +299,7 @@ def on_4x4(run: Any, rows: int = 2) -> Tokens:
     """The tokens that enter the 4x4 stage; every row of x numbers its cells."""
     x = torch.arange(16.0).expand(rows, 16)[..., None]
     x, tokens = run.reduce(x, Tokens(TOY[3]))
-    assert torch.equal(x[..., 0].long(), tokens.index)
+    assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
     return tokens
 
 
@@ -352,7 +355,7 @@ def test_which_rows_are_scored() -> None:
 
 def test_change_across_several_blocks() -> None:
     """From the input of the first to the output of the last; what lies between counts only by what it leaves."""
-    run, plan = start(SparseVAR(from_stage=4, blocks=(0, 3)), schedule=TOY), None
+    run, plan = start(SparseVAR(first_stage=3, blocks=(0, 3)), schedule=TOY), None
     for stage in TOY.stages[:3]:
         plan = plan_of(run, stage)
     assert plan == StagePlan(taps=(0, 2))
@@ -361,8 +364,8 @@ def test_change_across_several_blocks() -> None:
         run.observe(layer, before, after, Tokens(TOY[2]))
     assert torch.equal(run.change.values, torch.full((1, 9, 1), 9.0))
     assert run.entered is None
-    one = start(SparseVAR(from_stage=4, blocks=(1, 2)), schedule=TOY)
-    assert one.setup.plans == SparseVAR(from_stage=4, block=2).forecast(one.setup.model, TOY)
+    one = start(SparseVAR(first_stage=3, blocks=(1, 2)), schedule=TOY)
+    assert one.setup.plans == SparseVAR(first_stage=3, blocks=1).forecast(one.setup.model, TOY)
 
 
 def test_a_share_counted_before_enlarging() -> None:
@@ -381,17 +384,17 @@ def test_cells_that_did_not_run_have_no_change() -> None:
 
 
 def test_anchors_at_the_edges_are_kept() -> None:
-    run, plan = toy(alpha=3, edges=True, tau=1.0, from_stage=4)
+    run, plan = toy(alpha=3, edges=True, tau=1.0, first_stage=3)
     run.change = GridMap(square([9, 0, 0], [0, 0, 0], [0, 0, 0])[..., None], (3, 3))
     plan = plan_of(run, TOY[3])
     assert run.choice.kept.view(4, 4).tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
     assert plan.num_tokens == 4
-    forecast = SparseVAR(alpha=3, edges=True, from_stage=4).forecast(run.setup.model, TOY, kept=0.0)
+    forecast = SparseVAR(alpha=3, edges=True, first_stage=3).forecast(run.setup.model, TOY, kept=0.0)
     assert [forecast[stage].num_tokens for stage in (3, 4)] == [4, 9]
 
 
 def test_text_before_the_first_stage_is_not_scored() -> None:
-    run = start(SparseVAR(from_stage=2, block=1), "hart")
+    run = start(SparseVAR(first_stage=1, blocks=0), "hart")
     after = torch.tensor([9.0, 9.0, 2.0]).expand(2, 3)[..., None]
     run.observe(0, torch.zeros(2, 3, 1), after, Tokens(tiny.schedule_of("hart")[0], prefix=2))
     assert run.change.values.tolist() == [[[4.0]]]
@@ -456,27 +459,28 @@ def test_bits_are_compared_all_together() -> None:
     assert values[0, :4, 0].tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]  # cells 0, 1, 3 and 4
 
 
-def test_a_residual_is_copied_from_the_anchor_and_no_other_is_added() -> None:
+def test_hidden_states_are_copied_from_the_anchor_and_no_others_are_added() -> None:
     run, _ = toy(alpha=4, family="hart")
     entered = on_4x4(run).rows(slice(0, 1))
     _, tokens = run.restore(torch.ones(1, 5, 2), entered)
-    values, where = run.restore_residual(torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]]), entered)
-    assert where is tokens
-    grid = where.scatter(values, torch.zeros(1, 16, 1)).view(4, 4)
+    one = torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]])
+    values, where = run.restore_hidden(torch.cat([one, -one]), entered)  # rows of both cfg branches
+    assert where is tokens and torch.equal(values[:1], -values[1:])
+    grid = where.scatter(values[:1], torch.zeros(1, 16, 1)).view(4, 4)
     assert grid.tolist() == [[5, 5, 0, 3], [5, 5, 0, 7], [5, 5, 0, 11], [5, 5, 0, 15]]
     plan_of(run, TOY[4])
-    assert run.restore_residual(values, where) == (values, where)  # nothing is restored at the next stage yet
+    assert run.restore_hidden(values, where) == (values, where)  # nothing is restored at the next stage yet
 
 
-def test_residuals_stay_where_no_anchor_propagates() -> None:
+def test_hidden_states_stay_where_no_anchor_propagates() -> None:
     for run in (toy(alpha=None)[0], toy(tau=0.0)[0]):
         values, tokens = torch.ones(1, 16, 1), Tokens(TOY[3])
-        assert run.restore_residual(values, tokens) == (values, tokens)
+        assert run.restore_hidden(values, tokens) == (values, tokens)
 
 
 def test_cells_to_which_no_anchor_propagates_leave_the_canvas_as_it_was() -> None:
     schedule = Schedule((1, 2, 3, 4))
-    run = start(SparseVAR(tau=0.5, alpha=4, from_stage=4, block=1), "infinity", schedule)
+    run = start(SparseVAR(tau=0.5, alpha=4, first_stage=3, blocks=0), "infinity", schedule)
     canvas = tiny.shared_pipeline("infinity").tokenizer.canvas(schedule, 1)
     canvas.latent = torch.randn(canvas.latent.shape)
     plan_of(run, schedule[2], canvas)
@@ -545,7 +549,7 @@ def test_flexvar_has_no_anchors() -> None:
 def test_a_stage_about_whose_past_nothing_is_known_is_dense() -> None:
     """The stage before was skipped."""
     for metric in ("mse", "logits"):
-        run = start(SparseVAR(metric=metric, from_stage=4, block=1, tau=0.5), schedule=TOY)
+        run = start(SparseVAR(metric=metric, first_stage=3, blocks=0, tau=0.5), schedule=TOY)
         for stage in TOY:
             assert plan_of(run, stage).num_tokens is None
             assert run.reduce(torch.zeros(2, stage.cells, 1), tokens := Tokens(stage))[1] is tokens
@@ -555,7 +559,7 @@ def test_logits_as_the_metric() -> None:
     """Of the toy's expected logits, columns 0 and 1 resemble their neighbours most."""
     run, plan = toy(metric="mse")
     expected = neighbour_similarity(run.logits.at((4, 4)), (4, 4))
-    run = start(SparseVAR(metric="logits", tau=0.9, alpha=4, from_stage=4), schedule=TOY)
+    run = start(SparseVAR(metric="logits", tau=0.9, alpha=4, first_stage=3), schedule=TOY)
     for stage in TOY.stages[:3]:
         assert plan_of(run, stage) == DENSE  # no block is tapped
         run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3)[None, : stage.cells], Tokens(stage))
@@ -569,7 +573,7 @@ def test_logits_as_the_metric() -> None:
 def test_without_anchors_the_cell_least_like_its_neighbours_is_kept() -> None:
     """Everything resembles its neighbours somewhat; the right corners, with two of three neighbours in column 2, do so least."""
     run, _ = toy(metric="mse")
-    run.settings, run.alpha = SparseVAR(metric="logits", tau=0.0, alpha=None, from_stage=4), None
+    run.settings, run.alpha = SparseVAR(metric="logits", tau=0.0, alpha=None, first_stage=3), None
     assert plan_of(run, TOY[3]).num_tokens == 1
     assert run.choice.kept[0].nonzero().item() in (3, 15)
 
@@ -590,12 +594,12 @@ def test_images_as_the_metric() -> None:
     first, second = torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8)
     second[..., :4, :4], second[..., 4:, 4:] = 1.0, -4.0
     film = Film([first, second])
-    run = start(SparseVAR(metric="image", tau=0.3, alpha=None, from_stage=4), schedule=TOY)
+    run = start(SparseVAR(metric="image", tau=0.3, alpha=None, first_stage=3), schedule=TOY)
     plans = [plan_of(run, stage, film) for stage in TOY.stages[:4]]
     assert plans == [DENSE, DENSE, DENSE, StagePlan(num_tokens=4)]
     assert run.choice.tokens(TOY[3]).index.tolist() == [[10, 11, 14, 15]]
     film = Film([first, second])
-    run = start(SparseVAR(metric="image", tau=0.2, alpha=None, from_stage=4), schedule=TOY)
+    run = start(SparseVAR(metric="image", tau=0.2, alpha=None, first_stage=3), schedule=TOY)
     assert [plan_of(run, stage, film).num_tokens for stage in TOY.stages[2:4]] == [None, 8]
     assert film.decoded == 2
 
@@ -620,7 +624,7 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
         run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
         entered = tokens.rows(slice(0, 1))
         run.restore(torch.ones(1, plan.num_tokens, 2), entered)
-        run.restore_residual(torch.ones(1, plan.num_tokens, 3), entered)
+        run.restore_hidden(torch.ones(1, plan.num_tokens, 3), entered)
     assert lists == [[plan.num_tokens]]
 
 
@@ -672,14 +676,14 @@ def test_budgets_do_not_grow_until_a_dense_stage() -> None:
     model, schedule = tiny.shared_pipeline("var").model, Schedule((1, 2, 4, 4, 4, 4))
     assert SparseVAR(keep={2: 0.5, 3: 0.75, 5: 0.75}, alpha=None).budgets(model, schedule) == {2: 8, 3: 8, 5: 12}
     assert SparseVAR(keep=((2, 0.5), (4, 1.0)), alpha=2).budgets(model, schedule) == {2: 10}
-    assert SparseVAR(keep={3: 0.5}).first_reduced(schedule) == 3
+    assert SparseVAR(keep={3: 0.5}).first_reduced(model, schedule) == 3
     assert SparseVAR(keep={3: 0.5, 2: 1}) == SparseVAR(keep=((2, 1.0), (3, 0.5)))
     assert hash(SparseVAR(keep={3: 0.5})) == hash(SparseVAR(keep=((3, 0.5),)))
 
 
 def test_all_cells_are_there_again_after_a_dense_stage() -> None:
     schedule = Schedule((1, 2, 4, 4, 4))
-    run = start(SparseVAR(keep={2: 0.5, 4: 0.5}, block=1, alpha=None), schedule=schedule)
+    run = start(SparseVAR(keep={2: 0.5, 4: 0.5}, blocks=0, alpha=None), schedule=schedule)
     for stage in schedule.stages[1:4]:
         plan_of(run, stage)
         x, tokens = run.reduce(torch.zeros(2, stage.cells, 1), Tokens(stage))
@@ -708,8 +712,8 @@ def test_a_budget_needs_a_stage_to_choose_by() -> None:
             return tuple(StagePlan(skip=stage.index == 1) for stage in schedule)
 
     with pytest.raises(SettingError, match="stage 2 chooses its cells by the stages before it, from 1 on"):
-        generated("infinity", method=[SparseVAR(keep=0.5, from_stage=3), SkipSecond()])
-    generated("infinity", method=[SparseVAR(keep=0.5, from_stage=2), SkipSecond()])
+        generated("infinity", method=[SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
+    generated("infinity", method=[SparseVAR(keep=0.5, first_stage=1), SkipSecond()])
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -753,11 +757,11 @@ def test_a_budget_without_guidance_in_late_stages(family: str) -> None:
         ({"beta": None}, "beta"),
         ({"alpha": 0}, "alpha.*None for no anchors; got 0"),
         ({"alpha": 2.5}, "alpha"),
-        ({"from_stage": 1}, "from_stage.*mse at least 2.*got 1"),
-        ({"from_stage": 2, "metric": "image"}, "image at least 3.*got 2"),
-        ({"from_stage": 9.5}, "from_stage"),
-        ({"block": 0}, "block.*counted from 1.*got 0"),
-        ({"block": "last"}, "block"),
+        ({"first_stage": 0}, "first_stage is a stage index, with metric mse from 1.*got 0"),
+        ({"first_stage": 1, "metric": "image"}, "metric image from 2.*got 1"),
+        ({"first_stage": 9.5}, "first_stage"),
+        ({"blocks": -1}, "blocks is a block.*counted from 0; got -1"),
+        ({"blocks": "last"}, "blocks.*got 'last'"),
         ({"metric": "l2"}, "metric is one of mse, logits, image; got 'l2'"),
         ({"rows": "all"}, "rows is one of cond, uncond, both; got 'all'"),
         ({"resize": "area"}, "resize is one of bilinear, nearest; got 'area'"),
@@ -771,15 +775,14 @@ def test_a_budget_without_guidance_in_late_stages(family: str) -> None:
         ({"keep": {0: 0.5}}, "indices from 1.*got {0: 0.5}"),
         ({"keep": {1: 0.5}, "metric": "image"}, "indices from 2"),
         ({"keep": ((3, 0.5), (3, 0.4))}, "each once"),
-        ({"keep": {3: 0.5}, "from_stage": 3}, "from_stage=3 and keep=.*leave out from_stage"),
+        ({"keep": {3: 0.5}, "first_stage": 3}, "first_stage=3 and keep=.*leave out first_stage"),
         ({"keep": 0.5, "select": "share"}, "keep=0.5 and select='share'.*leave out one"),
         ({"candidates": 0}, 'candidates.*from 1, or "all"; got 0'),
         ({"candidates": "four"}, "candidates"),
         ({"edges": 1}, "edges is True or False; got 1"),
-        ({"blocks": (3, 3)}, r"blocks is \(first block, last block \+ 1\).*got \(3, 3\)"),
+        ({"blocks": (3, 3)}, r"or \(first block, last block \+ 1\).*got \(3, 3\)"),
         ({"blocks": (-1, 3)}, "blocks"),
-        ({"blocks": 3}, "blocks.*got 3"),
-        ({"blocks": (1, 2), "block": 2}, r"block=2 and blocks=\(1, 2\).*leave out one"),
+        ({"blocks": (1, 2, 3)}, "blocks"),
     ],
 )
 def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -790,11 +793,11 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (SparseVAR(from_stage=5), "from_stage=5, but there are 4 stages: choose 2 to 4"),
-        (SparseVAR(from_stage=5, metric="image"), "choose 3 to 4"),
+        (SparseVAR(first_stage=4), "first_stage=4, but there are 4 stages: choose 1 to 3"),
+        (SparseVAR(first_stage=4, metric="image"), "choose 2 to 3"),
         (SparseVAR(blocks=(1, 4)), r"blocks=\(1, 4\), but this model has 3 blocks: choose a part of \(0, 3\)"),
         (SparseVAR(keep={2: 0.5, 4: 0.5}), "keep names stage 4, but there are 4 stages: choose up to 3"),
-        (SparseVAR(block=4), "block=4, but this model has 3 blocks: choose 1 to 3"),
+        (SparseVAR(blocks=3), r"blocks=\(3, 4\), but this model has 3 blocks"),
         (Combined((SparseVAR(), SparseVAR(tau=0.5))), "SparseVAR and SparseVAR reduces whole stages"),
     ],
 )
@@ -816,48 +819,68 @@ def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
         SparseVAR().start(replace(setup, batch=2))
 
 
-def test_the_published_start_or_the_last_two_stages() -> None:
-    for stages, first in ((14, 9), (13, 9), (11, 9), (10, 8), (9, 7), (4, 2), (3, 1), (2, 1), (1, 1)):
-        assert SparseVAR().first_reduced(Schedule((1,) * stages)) == first
-    assert SparseVAR(metric="image").first_reduced(Schedule((1, 2, 3))) == 2
-    assert SparseVAR(from_stage=6).first_reduced(Schedule((1,) * 13)) == 5
+@pytest.mark.parametrize(
+    ("family", "sides", "first"),
+    [
+        ("infinity", INFINITY_SIDES, 10),
+        ("infinity", INFINITY_SIDES[:10], 7),
+        ("hart", HART_1024, 10),
+        ("star", HART_1024, 12),
+        ("var", VAR_256, 7),
+        ("var", VAR_512, 8),
+        ("flexvar", FLEXVAR_512, 13),
+        ("var", (1, 2), 1),
+        ("var", (1,), 1),
+    ],
+)
+def test_the_first_reduced_stage_by_the_size_of_its_grid(family: str, sides: tuple[int, ...], first: int) -> None:
+    assert SparseVAR().first_reduced(tiny.shared_pipeline(family).model, Schedule(sides)) == first
+
+
+def test_all_of_infinitys_schedules_start_at_stage_10() -> None:
+    model = tiny.shared_pipeline("infinity").model
+    for sizes in INFINITY_SIZES.values():
+        assert SparseVAR().first_reduced(model, Schedule(sizes)) == 10
+    assert SparseVAR(metric="image").first_reduced(model, Schedule((1, 2, 3))) == 2
+    assert SparseVAR(first_stage=5).first_reduced(model, Schedule((1,) * 13)) == 5
 
 
 SMALL_HART = HartConfig(24, 64, 4, (1, 2), 8, 4, 8, text_tokens=2, residual_dim=8, residual_depth=1)
 
 
 @pytest.mark.parametrize(
-    ("config", "block"),
+    ("config", "blocks"),
     [
-        (InfinityConfig(32, 64, 4, 1, 8, text_channels=256, longest_text=4), 3),
-        (SMALL_HART, 16),
-        (InfinityConfig(40, 64, 4, 1, 8, text_channels=256, longest_text=4), 4),
-        (VarConfig(16, 64, 4, (1, 2), False, classes=2, codes=8, latent_channels=4), 2),
-        (replace(SMALL_HART, depth=12), 8),
-        (VarConfig(1, 64, 4, (1, 2), False, classes=2, codes=8, latent_channels=4), 1),
+        (InfinityConfig(32, 64, 4, 1, 8, text_channels=256, longest_text=4), range(12, 16)),
+        (SMALL_HART, range(15, 16)),
+        (InfinityConfig(40, 64, 4, 1, 8, text_channels=256, longest_text=4), range(15, 20)),
+        (InfinityConfig(8, 64, 4, 1, 8, text_channels=256, longest_text=4), range(6, 7)),
+        (VarConfig(16, 64, 4, (1, 2), False, classes=2, codes=8, latent_channels=4), range(12, 14)),
+        (replace(SMALL_HART, depth=12), range(7, 8)),
+        (VarConfig(1, 64, 4, (1, 2), False, classes=2, codes=8, latent_channels=4), range(1)),
     ],
 )
-def test_the_published_blocks_and_their_places_at_other_depths(config: ModelConfig, block: int) -> None:
+def test_the_published_blocks_and_their_places_at_other_depths(config: ModelConfig, blocks: range) -> None:
     model = build_model(config)
-    assert SparseVAR().tapped_layer(model) == block - 1
-    assert SparseVAR(block=1).tapped_layer(model) == 0
+    assert SparseVAR().tapped_blocks(model) == blocks
+    assert SparseVAR(blocks=0).tapped_blocks(model) == range(1)
 
 
 def test_the_forecast_of_a_stage() -> None:
     """Of 16 cells half, and half of the four anchors: 10. Stage 2 is only tapped."""
     model, schedule = tiny.shared_pipeline("var").model, Schedule((1, 2, 3, 4, 8))
     tap = StagePlan(taps=(1,))
-    plans = SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule, kept=0.5)
+    plans = SparseVAR(alpha=2, first_stage=3, blocks=1).forecast(model, schedule, kept=0.5)
     assert plans == (DENSE, DENSE, tap, replace(tap, num_tokens=10), StagePlan(num_tokens=40))
-    assert SparseVAR(alpha=2, from_stage=4, block=2).forecast(model, schedule) == (DENSE, DENSE, tap, tap, DENSE)
-    assert SparseVAR(alpha=None, from_stage=5, metric="logits").forecast(model, schedule, kept=0.25)[2:] == (
+    assert SparseVAR(alpha=2, first_stage=3, blocks=1).forecast(model, schedule) == (DENSE, DENSE, tap, tap, DENSE)
+    assert SparseVAR(alpha=None, first_stage=4, metric="logits").forecast(model, schedule, kept=0.25)[2:] == (
         DENSE,
         DENSE,
         StagePlan(num_tokens=16),
     )
-    assert SparseVAR(alpha=None, from_stage=5).forecast(model, schedule, kept=0.0)[4].num_tokens == 1
+    assert SparseVAR(alpha=None, first_stage=4).forecast(model, schedule, kept=0.0)[4].num_tokens == 1
     flexvar = tiny.shared_pipeline("flexvar").model
-    assert SparseVAR(alpha=2, from_stage=5).forecast(flexvar, schedule, kept=0.5)[4].num_tokens == 32
+    assert SparseVAR(alpha=2, first_stage=4).forecast(flexvar, schedule, kept=0.5)[4].num_tokens == 32
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -868,7 +891,7 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
     _, seen = watched(family, method, images=1)
     for stage, plan in zip(seen, method.forecast(pipeline.model, tiny.schedule_of(family)), strict=True):
         assert replace(stage.done.plan, num_tokens=None) == plan
-    first = method.first_reduced(tiny.schedule_of(family))
+    first = method.first_reduced(tiny.shared_pipeline(family).model, tiny.schedule_of(family))
     assert all(stage.done.plan.num_tokens is None for stage in seen[:first])
 
 
@@ -904,7 +927,9 @@ def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> 
     assert [stage.done.stage.index for stage in reduced] == [len(seen) - 2, len(seen) - 1]
     assert any(len(set(stage.counts)) > 1 for stage in reduced)
     for stage in reduced:
-        assert stage.done.num_tokens == stage.done.plan.num_tokens == max(stage.counts)
+        assert stage.done.plan.num_tokens == max(stage.counts)
+        assert stage.done.num_tokens == pytest.approx(sum(stage.counts) / 3)
+        assert stage.done.plan.packed == sum(stage.counts) or len(set(stage.counts)) == 1
         assert min(stage.counts) < stage.done.stage.cells
         mask = output.compute_mask[stage.done.stage.index]
         assert mask.sum(dim=(1, 2)).tolist() == stage.counts
@@ -917,7 +942,8 @@ def test_tokens_are_left_out_and_differently_many_of_each_image(family: str) -> 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("metric", ["mse", "image"])
 def test_exclusion_never_shrinks_and_anchors_are_always_computed(family: str, metric: Any) -> None:
-    method = replace(STRONG[family], metric=metric, tau=0.7 if metric == "image" else STRONG[family].tau)
+    first = len(tiny.schedule_of(family)) - 2
+    method = replace(STRONG[family], metric=metric, first_stage=first, tau=0.7 if metric == "image" else STRONG[family].tau)
     output, seen = watched(family, method, compute_mask=True)
     chosen = [stage for stage in seen if stage.excluded is not None]
     assert len(chosen) == 2
@@ -1051,16 +1077,16 @@ def test_non_square_images(family: str, metric: Any) -> None:
         {"alpha": 2},
         {"beta": -1.0},
         {"beta": 1.0},
-        {"block": 3},
-        {"from_stage": None},
+        {"blocks": 2},
+        {"first_stage": None},
         {"metric": "logits"},
     ],
     ids=str,
 )
 def test_every_setting_does_something(family: str, fields: dict[str, Any]) -> None:
     """Each changes the image, except where it has nothing to change: FlexVAR has no anchors."""
-    if "from_stage" in fields:
-        fields = {"from_stage": len(tiny.schedule_of(family))}
+    if "first_stage" in fields:
+        fields = {"first_stage": len(tiny.schedule_of(family)) - 1}
     plain, changed = generated(family, method=STRONG[family]), generated(family, method=replace(STRONG[family], **fields))
     without_effect = family == "flexvar" and {"alpha", "beta"} & set(fields)
     assert torch.equal(plain.latent, changed.latent) == bool(without_effect)
@@ -1122,35 +1148,42 @@ def test_flexvar_keeps_its_previous_estimate() -> None:
         assert (latents[stage] != resized).any(dim=1).sum() == computed.sum()
 
 
-def test_hart_adds_the_anchors_residual() -> None:
-    """The last stage's latent is its codes' vectors, plus the residual of the cell whose logits a cell has."""
+@pytest.mark.parametrize("branches", [None, DropGuidance(2)], ids=["both rows", "conditional rows"])
+def test_harts_residual_completes_the_code_that_each_cell_has_sampled(branches: Method | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that was left out has its anchor's hidden state, and a code, noise and a residual of its own."""
     latents: list[Tensor] = []
-    watching = Watched(STRONG["hart"])
     seen: list[StageDone] = []
+    entered: list[tuple[Hidden, Tensor]] = []
+    residual = Hart.residual
+
+    def watched(model: Hart, hidden: Hidden, ids: Tensor) -> Tensor:
+        entered.append((hidden, ids))
+        return residual(model, hidden, ids)
 
     def look(preview: Preview) -> None:
         latents.append(preview.latent)
         seen.append(preview.done)
 
-    pipeline = tiny.shared_pipeline("hart")
-    pipeline(tiny.prompts("hart", 3), seed=11, method=watching, on_stage=look, smooth=False)
-    done, tokens, choice = seen[-1], seen[-1].tokens, watching.runs[-1].choice
+    monkeypatch.setattr(Hart, "residual", watched)
+    pipeline, watching = tiny.shared_pipeline("hart"), Watched(STRONG["hart"])
+    methods = [watching] if branches is None else [watching, branches]
+    pipeline(tiny.prompts("hart", 3), seed=11, method=methods, on_stage=look, smooth=False)
+    done, choice, (hidden, ids) = seen[-1], watching.runs[-1].choice, entered[0]
+    assert hidden.tokens.aligned(done.tokens) and torch.equal(ids, done.codes)  # what the residual is conditioned on is on the canvas
     added = (latents[-1] - latents[-2]).flatten(2).transpose(1, 2)  # [B, cells, Z]
-    copied = 0
+    own = 0
     for image in range(3):
         computed = choice.kept[image].nonzero().flatten().tolist()
-        restored_cells = in_order(tokens, image)
-        for place, cell in enumerate(restored_cells):
-            sources = [
-                position for position, other in enumerate(computed) if torch.equal(logits_at(done, image, other), done.logits[image, place])
-            ]
-            vector = pipeline.tokenizer.codebook[done.codes[image, place]]
-            rest = added[image, cell] - vector
-            assert any(torch.allclose(rest, done.residual[image, position], atol=1e-5) for position in sources)
-            copied += cell not in computed
-        without = sorted(set(range(16)) - set(restored_cells))
+        cells = in_order(done.tokens, image)
+        for place, cell in enumerate(cells):
+            expected = pipeline.tokenizer.codebook[done.codes[image, place]] + done.residual[image, place]
+            assert torch.allclose(added[image, cell], expected, atol=1e-5)
+            sources = [cells.index(other) for other in computed if torch.equal(logits_at(done, image, other), done.logits[image, place])]
+            assert any(torch.equal(hidden.x[image, place], hidden.x[image, source]) for source in sources)
+            own += not any(torch.equal(done.residual[image, place], done.residual[image, source]) for source in sources)
+        without = sorted(set(range(16)) - set(cells))
         assert (added[image, without] == 0).all()
-    assert copied > 0
+    assert own > 0
 
 
 def logits_at(done: StageDone, image: int, cell: int) -> Tensor:
@@ -1161,7 +1194,7 @@ def test_logits_that_were_shown_are_not_written_over() -> None:
     """Also where a stage has the size of the one before, so that nothing has to be resized."""
     shown: list[tuple[Tensor, Tensor]] = []
     schedule = Schedule(((1, 1), (2, 2), (3, 3), (3, 3), (3, 3)))
-    method = replace(STRONG["infinity"], from_stage=3)
+    method = replace(STRONG["infinity"], first_stage=2)
     _, seen = watched("infinity", method, size=schedule)
     assert [stage.done.plan.num_tokens is not None for stage in seen] == [False, False, True, True, True]
     tiny.shared_pipeline("infinity")(
@@ -1198,7 +1231,7 @@ class SkipOne(Method):
 def test_with_a_stage_skipped_on_the_way(family: str, metric: Any) -> None:
     """What is known of the last stage that ran is used; where nothing is known, the stage is dense."""
     stages = len(tiny.schedule_of(family))
-    method = replace(STRONG[family], metric=metric, from_stage=stages - 1, tau=0.99 if metric == "mse" else 0.5)
+    method = replace(STRONG[family], metric=metric, first_stage=stages - 2, tau=0.99 if metric == "mse" else 0.5)
     output = generated(family, method=[method, SkipOne(stages - 2)])
     assert output.report.stages[-2].tokens == 0
     if metric != "image":
@@ -1269,9 +1302,9 @@ def test_the_compute_mask_counts_spans_inside_reduced_stages(family: str) -> Non
 
 
 def test_a_span_over_the_tapped_block_is_refused() -> None:
-    with pytest.raises(SettingError, match="at stage 2 block 0 cannot be observed"):
-        generated("var", method=[SparseVAR(from_stage=4), Halving(range(3), 2)])
-    generated("var", method=[SparseVAR(from_stage=4, metric="logits"), Halving(range(3), 2)])
+    with pytest.raises(SettingError, match="at stage 2 block 2 cannot be observed"):
+        generated("var", method=[SparseVAR(first_stage=3), Halving(range(3), 2)])
+    generated("var", method=[SparseVAR(first_stage=3, metric="logits"), Halving(range(3), 2)])
 
 
 # --- any map
@@ -1303,7 +1336,7 @@ def test_any_map_keeps_the_promises(
     """Counts, numbers of tokens and raster order fit; anchors are computed; what is out stays out; computed tokens keep their logits."""
     sizes, maps = sizes_and_maps
     schedule = Schedule(((1, 1), *sizes))
-    run = start(SparseVAR(tau=tau, beta=beta, alpha=alpha, from_stage=3, block=1, metric=metric), schedule=schedule, batch=2)
+    run = start(SparseVAR(tau=tau, beta=beta, alpha=alpha, first_stage=2, blocks=0, metric=metric), schedule=schedule, batch=2)
     out_before: GridMap | None = None
     for stage, change in zip(schedule.stages[1:], maps, strict=True):
         plan = plan_of(run, stage)
@@ -1315,8 +1348,9 @@ def test_any_map_keeps_the_promises(
         else:
             counts = run.choice.counts.tolist()
             assert plan.num_tokens == max(counts) and 1 <= min(counts) < stage.cells
-            assert (tokens.count is None) == (min(counts) == max(counts))
-            assert torch.equal(x[..., 0].long(), tokens.index)
+            assert (tokens.count is None) <= (min(counts) == max(counts))
+            assert (tokens.packing is None) == (tokens.count is None)
+            assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
             assert torch.equal(tokens.index[:2], tokens.index[2:])
             for image in range(2):
                 cells = in_order(tokens, image)
@@ -1331,7 +1365,7 @@ def test_any_map_keeps_the_promises(
             out_before = GridMap(run.choice.excluded[..., None].float(), stage.size)
         values = change[:, :, None] if tokens.index is None else tokens.rows(slice(0, 2)).gather(change[:, :, None])
         after = values.sqrt().repeat(2, 1, 1)
-        run.observe(0, torch.zeros_like(after), after, tokens)
+        run.observe(0, tokens.pack(torch.zeros_like(after)), tokens.pack(after), tokens)
         logits = torch.cat([values, 1 - values, values.square()], dim=-1)
         out, restored_tokens = run.restore(logits, tokens.rows(slice(0, 2)))
         for image in range(2):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -33,15 +35,19 @@ from nextscale.accel.stagevar.lowrank import (
     zero_tail,
 )
 from nextscale.accel.stagevar.method import StageVAR
-from nextscale.accel.stagevar.ranks import CONSTANT_RATIO, rank_tables
+from nextscale.accel.stagevar.ranks import published_table, published_tables
 from nextscale.accel.stagevar.settings import Variant
 from nextscale.accel.stagevar.variants import LeastSquaresRows, RepresentativeRows, SingularRows
 from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
 from nextscale.lab.analysis import measure_ranks
+from nextscale.lab.analysis.ranks import measure_table
+from nextscale.loading.beside import local_weights, rank_table_of
+from nextscale.loading.presets import MODELS, build_model
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
 from nextscale.models.env import Env
+from nextscale.models.rank_table import RankRow, RankTable, rank_file, read_rank_table, write_rank_table
 from nextscale.pipeline import Output
 from nextscale.planning.memory import ASSUMED_KEPT
 from nextscale.sampling import ImageRng, Rng
@@ -166,13 +172,13 @@ def test_the_energy_rule_on_known_singular_values(alpha: float, rank: int) -> No
     """Energies 16, 4, 4, 1: shares 0.64, 0.8, 0.96, 1."""
     x = with_singular_values((4, 2, 2, 1))
     assert singular_energies(x)[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-4)
-    shifted = x + 100 * torch.randn(1, 1, 7)
-    for matrix in (x, shifted):  # what all tokens have in common is no energy
-        assert energy_ranks(singular_energies(matrix), alpha).tolist() == [rank]
+    assert energy_ranks(singular_energies(x), alpha).tolist() == [rank]
+    shifted = x + 100 * torch.ones(1, 1, 7)  # what all tokens have in common is energy too (equation 4), and one direction
+    assert energy_ranks(singular_energies(shifted), alpha).tolist() == [1]
 
 
 def test_padding_has_no_energy() -> None:
-    x = with_singular_values((4, 2, 2, 1)) + 3
+    x = with_singular_values((4, 2, 2, 1))
     padded = torch.cat([x, x[:, -1:].expand(-1, 5, -1)], dim=1)
     energies = singular_energies(torch.cat([padded, torch.randn(1, 17, 7)]), count=torch.tensor([12, 17]))
     assert energies[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-3)
@@ -370,8 +376,8 @@ def on_meta(model: type[NextScaleModel], config: Any) -> NextScaleModel:
 
 
 @cache
-def infinity(depth: int = 32, dim: int = 48) -> NextScaleModel:
-    config = InfinityConfig(depth, dim, 3, 8, bits_per_token=4, text_channels=128, longest_text=16)
+def infinity(depth: int = 32, dim: int = 2048) -> NextScaleModel:
+    config = InfinityConfig(depth, dim, dim // 16, 8, bits_per_token=4, text_channels=128, longest_text=16)
     return on_meta(Infinity, config)
 
 
@@ -406,7 +412,7 @@ def test_cache_lengths_of_the_reference_implementation() -> None:
 
 
 def test_the_published_setting_of_infinity() -> None:
-    plans = StageVAR().forecast(infinity(dim=2048 // 16 * 3), ONE_MEGAPIXEL)
+    plans = StageVAR().forecast(infinity(), ONE_MEGAPIXEL)
     assert [plan.cfg_branches for plan in plans] == ["both"] * 10 + ["uncond"] + ["both"] * 2
     assert [plan.skip for plan in plans] == [False] * 11 + [True] * 2
     assert [span.layers for span in plans[10].spans] == [range(first, first + 4) for first in range(0, 32, 4)]
@@ -416,26 +422,34 @@ def test_the_published_setting_of_infinity() -> None:
     assert kept == pytest.approx(0.177, abs=5e-4)
 
 
-def test_infinity_8b_has_eight_groups_too_and_other_depths_a_constant_ratio() -> None:
-    plans = StageVAR().forecast(infinity(depth=40), ONE_MEGAPIXEL)
-    assert [len(span.layers) for span in plans[10].spans] == [5] * 8
-    assert plans[10].spans[1].rank == Share(0.136483)
-    plans = StageVAR().forecast(infinity(depth=16), ONE_MEGAPIXEL)
-    assert [len(span.layers) for span in plans[10].spans] == [2] * 8
-    plans = StageVAR().forecast(infinity(depth=24, dim=96), infinity_schedule(1.0, "0.25M"))
+@pytest.mark.parametrize(("depth", "dim", "blocks"), [(40, 3584, 5), (16, 2048, 2), (32, 48, 4), (8, 320, 1)])
+def test_no_model_takes_the_ranks_of_another(depth: int, dim: int, blocks: int) -> None:
+    """Not even with as many groups; given ranks of its own it runs them. The reference implementation has one table for all."""
+    model = infinity(depth, dim)
+    with pytest.raises(SettingError, match=f'no ranks for infinity with {depth} blocks of {dim} .* "measured"; .*nextscale observe ranks'):
+        StageVAR().forecast(model, ONE_MEGAPIXEL)
+    plans = StageVAR(ranks=0.02).forecast(model, ONE_MEGAPIXEL)
+    assert [(len(span.layers), span.rank) for span in plans[10].spans] == [(blocks, Share(0.02))] * 8
+    assert StageVAR(as_released=True).forecast(model, ONE_MEGAPIXEL)[10].spans[1].rank == Share(0.136483)
+    StageVAR(alphas=()).forecast(model, ONE_MEGAPIXEL)
+
+
+def test_a_table_has_the_groups_that_it_has() -> None:
+    plans = StageVAR().forecast(infinity(), infinity_schedule(1.0, "0.25M"))
     assert plans[9].spans[1].rank == Share(0.136483)  # of side 40, the nearest to 32
-    plans = StageVAR(groups=5).forecast(infinity(), ONE_MEGAPIXEL)
+    with pytest.raises(SettingError, match="these are ranks of infinity with 32 blocks of 2048 channels, 8 groups, and not 7: leave out"):
+        StageVAR(groups=5).forecast(infinity(), ONE_MEGAPIXEL)
+    plans = StageVAR(groups=5, ranks=0.1).forecast(infinity(), ONE_MEGAPIXEL)
     assert [len(span.layers) for span in plans[10].spans] == [5] * 6 + [2]
-    assert {span.rank for span in plans[10].spans} == {Share(CONSTANT_RATIO)}
 
 
 @pytest.mark.parametrize("template", INFINITY_SIZES)
 def test_all_aspect_ratios_take_the_side_with_the_nearest_number_of_tokens(template: float) -> None:
     schedule = infinity_schedule(template, "1M")
     plans = StageVAR(alphas={10: 0.96, 11: 0.96, 12: 0.96}).forecast(infinity(), schedule)
-    sides = rank_tables()["infinity"][0.96]
+    sides = {row.cells: row.ratios for row in published_tables()["infinity"].rows if row.alpha == 0.96}
     for index in (10, 11, 12):
-        nearest = min((40, 48, 64), key=lambda side: abs(side**2 - schedule[index].cells))
+        nearest = min((1600, 2304, 4096), key=lambda cells: abs(cells - schedule[index].cells))
         assert [span.rank.ratio for span in plans[index].spans] == list(sides[nearest])
         assert ranks_of(plans[index], schedule[index]) == [int(ratio * schedule[index].cells) + 1 for ratio in sides[nearest]]
 
@@ -443,8 +457,8 @@ def test_all_aspect_ratios_take_the_side_with_the_nearest_number_of_tokens(templ
 @pytest.mark.parametrize(
     ("model", "groups"),
     [
-        (on_meta(Star, StarConfig(30, 60, 3, HART_1024, 40, 8, 256)), 30),
-        (on_meta(Hart, HartConfig(24, 60, 3, HART_1024, 40, 8, 256, residual_dim=32, residual_depth=1)), 24),
+        (on_meta(Star, StarConfig(30, 1920, 30, HART_1024, 40, 8, 256)), 30),
+        (on_meta(Hart, HartConfig(24, 1536, 24, HART_1024, 40, 8, 256, residual_dim=32, residual_depth=1)), 24),
     ],
     ids=["star", "hart"],
 )
@@ -454,8 +468,8 @@ def test_the_published_setting_of_star_and_hart(model: NextScaleModel, groups: i
     assert [plan.cfg_branches for plan in plans] == ["both"] * 12 + ["uncond"] * 2
     assert not any(plan.skip for plan in plans)
     assert [span.layers for span in plans[13].spans] == [range(layer, layer + 1) for layer in range(groups)]
-    ratios = rank_tables()["star" if isinstance(model, Star) else "hart"][0.96][64]
-    assert ranks_of(plans[13], schedule[13]) == [int(ratio * 60) + 1 for ratio in ratios]  # of min(4096, dim)
+    ratios = published_tables()[model.family].ratios(0.96, 4096)
+    assert ranks_of(plans[13], schedule[13]) == [int(ratio * model.block_config.dim) + 1 for ratio in ratios]  # of min(4096, dim)
     assert len(plans[12].spans) == groups
     assert StageVAR(as_released=True).forecast(model, schedule) == plans
 
@@ -484,7 +498,7 @@ def test_measured_ranks_forecast_what_is_assumed() -> None:
     energy = Energy(0.9, dim=30, assumed=0.5)
     assert [energy.rows(tokens) for tokens in (1, 10, 100)] == [1, 5, 15]
     assert energy.columns(100) == 30
-    plans = StageVAR(ranks="measured").forecast(infinity(), ONE_MEGAPIXEL, kept=0.25)
+    plans = StageVAR(ranks="measured").forecast(infinity(dim=48), ONE_MEGAPIXEL, kept=0.25)
     assert ranks_of(plans[10], ONE_MEGAPIXEL[10]) == [12] * 8
 
 
@@ -502,7 +516,8 @@ def test_measured_ranks_forecast_what_is_assumed() -> None:
         ({"alphas": ((1, 0.5), (1, 0.6))}, "names a stage twice"),
         ({"alphas": ((1, 0.5, 2),)}, "alphas"),
         ({"alphas": "10"}, "alphas"),
-        ({"ranks": "tabel"}, "ranks is .* got 'tabel'"),
+        ({"ranks": "table"}, "ranks is .* got 'table'"),
+        ({"ranks": "nowhere.json"}, "ranks nowhere.json cannot be read .*nextscale observe ranks"),
         ({"ranks": 0}, "ranks is .* got 0"),
         ({"ranks": 1.2}, "ranks is"),
         ({"ranks": ()}, "ranks is"),
@@ -536,8 +551,9 @@ def test_settings_are_values() -> None:
         (StageVAR(alphas={0: 0.96}), "stage 0 cannot run at low rank"),
         (StageVAR(alphas={0: 0, 1: 0.96}), "stage 1 cannot run at low rank"),
         (StageVAR(groups=4), "groups of 4 blocks: this model has 3"),
-        (StageVAR(ranks="table"), "no published ranks for Var with 3 groups .* infinity with 8 groups"),
-        (StageVAR(alphas={3: 0.9}), "no published ranks"),
+        (StageVAR(groups=2), "these are ranks of var with 3 blocks of 64 channels, 3 groups, and not 2"),
+        (StageVAR(alphas={3: 0.9}), "alpha 0.9: the ranks of var .* have none for it, only for 0.96"),
+        (StageVAR(ranks=published_tables()["star"]), "these are ranks of star with 30 blocks .*, and not of var with 3 blocks of 64"),
         (StageVAR(ranks=(0.2, 0.3)), "2 ratios for the 3 groups"),
         (StageVAR(ranks={2: (0.2, 0.3, 0.4)}), "stage 3 runs at low rank too"),
         (StageVAR(as_released=True), "reference implementations for infinity, star, hart only, not for Var"),
@@ -552,7 +568,7 @@ def test_what_does_not_fit_the_model_or_the_schedule_is_refused_before_anything_
 
 
 def test_an_alpha_without_a_table_names_those_that_there_are() -> None:
-    with pytest.raises(SettingError, match="alpha 0.93 at stage 10 .* 0.7, 0.8, 0.85, 0.9, 0.91, 0.92, 0.95, 0.96"):
+    with pytest.raises(SettingError, match="alpha 0.93: .* only for 0.7, 0.8, 0.85, 0.9, 0.91, 0.92, 0.95, 0.96"):
         StageVAR(alphas={10: 0.93}).forecast(infinity(), ONE_MEGAPIXEL)
     StageVAR(alphas={10: 0.93}, ranks=0.2).forecast(infinity(), ONE_MEGAPIXEL)
 
@@ -594,6 +610,7 @@ def test_as_released_star_and_hart_have_their_number_of_stages_or_settings_for_a
 def test_stars_released_text_attention_takes_one_image_at_a_time() -> None:
     """There the first row's tokens are looked up for all rows, which only fits where all rows run the same tokens."""
     model, schedule = on_meta(Star, StarConfig(1, 64, 4, (1, 2), 8, 4, 8, as_released=True)), Schedule((1, 2))
+    model.rank_table = RankTable("star", 1, 64, (RankRow(0.96, 4, (0.2,)),))
 
     def setup(method: StageVAR, batch: int) -> RunSetup:
         return RunSetup(model, schedule, batch, ImageRng([0, 1], torch.device("cpu")), method.forecast(model, schedule))
@@ -617,7 +634,7 @@ def test_as_released_goes_by_sides_and_takes_first_positions() -> None:
 
 def test_each_low_rank_stage_is_restored_from_the_stage_that_runs_before_it() -> None:
     model, schedule = on_meta(Var, VarConfig(3, 64, 4, (1, 2, 3, 4, 5, 6), False)), Schedule((1, 2, 3, 4, 5, 6))
-    plans = StageVAR(alphas={2: 0, 3: 0.96, 4: 0.96, 5: 1}).forecast(model, schedule)
+    plans = StageVAR(alphas={2: 0, 3: 0.96, 4: 0.96, 5: 1}, ranks=0.2).forecast(model, schedule)
     assert [type(plan.spans[0]) if plan.spans else None for plan in plans] == [
         None,
         Remember,
@@ -897,7 +914,7 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
             maps[tokens.stage.index] = out
             return out, tokens
 
-    output = generated("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3), Looking())), compute_mask=True)
+    output = generated("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3, ranks=0.177), Looking())), compute_mask=True)
     small, large = maps[2], maps[3]  # logits [2, 9, V] and [2, 16, V]; STAR's head sees one token at a time
     untouched = output.compute_mask[3].flatten(1) == 0
     corners = torch.tensor([0, 3, 12, 15])  # an area resize from 3 to 4 leaves the corners as they are
@@ -980,7 +997,7 @@ def test_low_rank_inside_a_reduced_stage(family: str, variant: Variant) -> None:
         kept = single.codes[-1].shape[1]
         assert torch.equal(together.codes[-1][image, :kept], single.codes[-1][0])
         if variant == "representative":
-            assert int(together.compute_mask[last][image].count_nonzero()) <= 3 * Share(CONSTANT_RATIO).rows(kept)
+            assert int(together.compute_mask[last][image].count_nonzero()) <= 3 * Share(tiny.RATIO).rows(kept)
 
 
 def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
@@ -1041,13 +1058,13 @@ def test_the_noise_of_a_method_can_be_replayed() -> None:
 def test_ranks_are_measured_with_one_call_and_can_be_used(family: str) -> None:
     pipe, stages = tiny.shared_pipeline(family), STAGES[family]
     prompts = [tiny.one_prompt(family, image) for image in range(2)]
-    measured = measure_ranks(pipe, prompts, alphas=(0.6, 0.96))
-    assert list(measured) == [0.6, 0.96]
-    assert list(measured[0.96]) == [stages - 2, stages - 1]
-    for few, many in zip(measured[0.6].values(), measured[0.96].values(), strict=True):
+    measured = measure_ranks(pipe, prompts, alphas=(0.6, 0.9999))
+    assert list(measured) == [0.6, 0.9999]
+    assert list(measured[0.9999]) == [stages - 2, stages - 1]
+    for few, many in zip(measured[0.6].values(), measured[0.9999].values(), strict=True):
         assert len(few) == len(many) == 3
-        assert all(0 < a < b <= 1 for a, b in zip(few, many, strict=True))
-    generated(family, method=StageVAR(ranks=measured[0.96]))
+        assert all(0 < a <= b <= 1 for a, b in zip(few, many, strict=True)) and few != many
+    generated(family, method=StageVAR(ranks=measured[0.9999]))
 
 
 def test_measured_ratios_are_the_mean_over_prompts_of_ranks_over_tokens() -> None:
@@ -1087,11 +1104,108 @@ def test_measuring_refuses_what_it_cannot_measure() -> None:
 
 
 def test_the_published_table() -> None:
-    tables = rank_tables()
-    assert {name: len(table) for name, table in tables.items()} == {"infinity": 12, "star": 6, "hart": 1}
-    assert {len(ratios) for sides in tables["infinity"].values() for ratios in sides.values()} == {8}
-    assert all(0 < ratio < 1 for table in tables.values() for sides in table.values() for ratios in sides.values() for ratio in ratios)
-    alphas = sorted(tables["star"])
-    for fewer, more in pairwise(alphas):
-        assert sum(tables["star"][fewer][64]) < sum(tables["star"][more][64])
-    assert sum(tables["infinity"][0.96][40]) / 8 == pytest.approx(CONSTANT_RATIO, abs=5e-4)
+    tables = published_tables()
+    shapes = {name: (len(table.rows), table.groups) for name, table in tables.items()}
+    assert shapes == {"infinity": (36, 8), "star": (6, 30), "hart": (1, 24)}
+    assert all(0 < ratio < 1 for table in tables.values() for row in table.rows for ratio in row.ratios)
+    assert all(len(row.ratios) == table.groups for table in tables.values() for row in table.rows)
+    for fewer, more in pairwise(sorted({row.alpha for row in tables["star"].rows})):
+        assert sum(tables["star"].ratios(fewer, 4096)) < sum(tables["star"].ratios(more, 4096))
+    assert sum(tables["infinity"].ratios(0.96, 1600)) / 8 == pytest.approx(0.177, abs=5e-4)
+
+
+def test_tables_belong_to_models_that_can_be_loaded() -> None:
+    """Of those that are published for 1024 px, in the names that `load` knows them by."""
+    for name, spec in MODELS.items():
+        with torch.device("meta"):
+            model = build_model(spec.model)
+        assert (published_table(model) is not None) == (name in ("infinity-2b", "star-1024", "star-1024-sampler", "hart-0.7b")), name
+
+
+# --- tables of one's own
+
+
+OWN = RankTable("var", 3, 64, tuple(RankRow(0.9, cells, (0.1, 0.2, 0.3)) for cells in (4, 16)))
+
+
+def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    write_rank_table(OWN, file, {"images": 2})
+    assert read_rank_table(file) == OWN and os.listdir(tmp_path) == ["own.json"]
+    for ranks in (file, str(file), OWN):
+        method = StageVAR(alphas={3: 0.9}, ranks=ranks)  # type: ignore[arg-type]
+        assert method == StageVAR(alphas={3: 0.9}, ranks=OWN) and hash(method) == hash(StageVAR(alphas={3: 0.9}, ranks=OWN))
+        plan = method.forecast(tiny.shared_pipeline("var").model, tiny.schedule_of("var"))[3]
+        assert [span.rank.ratio for span in plan.spans] == [0.1, 0.2, 0.3]
+    assert parse_method(f"stagevar:alphas={{3:0.9}},ranks={file}") == method
+    assert method.label == "StageVAR(alphas=((3, 0.9),), ranks=ranks of var with 3 blocks of 64 channels, 3 groups)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ("[]", "expected an object with family, depth, dim and rows"),
+        ('{"family": 3, "depth": 3, "dim": 64, "rows": []}', "expected an object"),
+        ('{"family": "var", "depth": 0, "dim": 64, "rows": []}', "depth and dim are whole numbers; got 0 and 64"),
+        ('{"family": "var", "depth": 3, "dim": "64", "rows": []}', "got 3 and '64'"),
+        ('{"family": "var", "depth": 3, "dim": 64, "rows": []}', "expected rows with as many ratios each"),
+        ('{"family": "var", "depth": 3, "dim": 64, "rows": [7]}', "rows have alpha and ratios.* got 7"),
+        ('{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 4, "ratios": [0.1, 1.5]}]}', "got {'alpha': 0.9"),
+        ('{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 4, "ratios": [NaN]}]}', "rows have alpha and ratios"),
+        ('{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 0, "ratios": [0.1]}]}', "rows have alpha and ratios"),
+        (
+            '{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 4, "ratios": [0.1]},'
+            ' {"alpha": 0.9, "cells": 4, "ratios": [0.1]}]}',
+            "every alpha and number of cells once",
+        ),
+    ],
+)
+def test_files_that_are_no_tables_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(text)
+    with pytest.raises(SettingError, match=message):
+        StageVAR(ranks=str(file))
+
+
+def test_a_measured_table_is_that_of_the_model_and_used_before_the_published_one() -> None:
+    pipe = tiny.fresh_pipeline("infinity")
+    seen: list[int] = []
+    schedules = [tiny.schedule_of("infinity"), Schedule(((1, 1), (2, 2), (4, 3)))]
+    prompts = [tiny.one_prompt("infinity", image) for image in range(2)]
+    table = measure_table(pipe, prompts, schedules, (0.9, 0.96), seed=3, on_image=lambda: seen.append(1))
+    assert len(seen) == 4 and table.belongs_to(pipe.model) and table.groups == 3
+    assert sorted({(row.alpha, row.cells) for row in table.rows}) == [(alpha, cells) for alpha in (0.9, 0.96) for cells in (4, 6, 12)]
+    first, second = (measure_ranks(pipe, prompts, (0.96,), seed=3, size=schedule)[0.96] for schedule in schedules)
+    shared = [(a + b) / 2 for a, b in zip(first[3], second[2], strict=True)]  # 12 cells are the last stage of both
+    assert table.ratios(0.96, 12) == pytest.approx(shared, abs=1e-6)
+    pipe.model.rank_table = table
+    plans = StageVAR().forecast(pipe.model, tiny.schedule_of("infinity"))
+    assert [span.rank.ratio for span in plans[3].spans] == list(table.ratios(0.96, 12))
+
+
+def test_nano_comes_with_ranks_of_its_own() -> None:
+    """Which are a tenth of Infinity-2B's: 1.4 % of the tokens at 40x40."""
+    spec = MODELS["nano"]
+    weights = local_weights(spec)
+    assert weights is not None
+    with torch.device("meta"):
+        table = rank_table_of(build_model(spec.model), weights)
+    assert table is not None and table.groups == 8
+    assert sum(table.ratios(0.96, 1600)) / 8 == pytest.approx(0.014, abs=5e-4)
+
+
+def test_the_table_beside_the_weights_is_found(tmp_path: Path) -> None:
+    model, folder = tiny.shared_pipeline("var").model, tmp_path / "var-0.7b"
+    folder.mkdir()
+    weights = tmp_path / "var_d16.pth"
+    weights.touch()
+    for path, name in ((weights, "var_d16.ranks.json"), (folder, "var-0.7b.ranks.json")):
+        assert rank_table_of(model, path) is None
+        assert rank_file(path) == tmp_path / name
+        write_rank_table(OWN, tmp_path / name)
+        assert rank_table_of(model, path) == OWN
+        write_rank_table(replace(OWN, dim=65), tmp_path / name)
+        with pytest.raises(SettingError, match=f"{name} lies beside these weights, and has ranks of var with 3 blocks of 65"):
+            rank_table_of(model, path)

@@ -101,11 +101,11 @@ def hub_that_returns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     """One entry per request: the repository and the patterns of the files asked for."""
     requests: list[tuple[str, list[str]]] = []
 
-    def download(name: str, *, allow_patterns: list[str]) -> str:
-        requests.append((name, allow_patterns))
-        return str(folder)
+    def download(name: str, patterns: list[str]) -> Path:
+        requests.append((name, patterns))
+        return folder
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("nextscale.text.files.snapshot", download)
     return requests
 
 
@@ -412,7 +412,7 @@ def test_missing_extra(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(TextEncoderUnavailable, match="'nobody/absent-t5' could not be fetched") as raised:
+    with pytest.raises(TextEncoderUnavailable, match="'nobody/absent-t5' is not on this machine.* could not be fetched") as raised:
         T5Encoder("nobody/absent-t5")
     assert_says_what_to_fetch(raised.value, name="nobody/absent-t5")
 
@@ -445,4 +445,4 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     with pytest.raises(SettingError, match="leave out offload_text"):
         prompt_reader(model_spec("nano"), None, torch.device("cpu"), offload=True)
     reader = prompt_reader(spec, "no-such-folder/encoder", torch.device("cpu"), offload=True)
-    assert reader._open_encoder.args[-1] is True  # type: ignore[attr-defined]
+    assert reader.open_encoder.offload is True  # type: ignore[attr-defined]

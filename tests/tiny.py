@@ -17,6 +17,7 @@ from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES, ModelSpec, Source, 
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.env import Conditioning, Env
+from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.pipeline import Output, Pipeline, Settings
 from nextscale.sampling import ImageRng, Refinement, Sampling
 from nextscale.schedules import BUDGETS_BY_STRIDE, PIXELS_PER_TOKEN, AspectLike, SizeLike, SquareBook, infinity_stages
@@ -161,16 +162,25 @@ def schedule_of(family: str) -> Schedule:
     return SPECS[family].settings.schedules.choose(None, None)
 
 
+RATIO = 0.177  # of the ranks that tiny models have
+
+
+def with_ranks(pipeline: Pipeline, groups: int = DEPTH) -> Pipeline:
+    """The pipeline, whose model has one ratio for alpha 0.96 and for all stages and groups, as if it had been measured."""
+    pipeline.model.rank_table = RankTable(*identity(pipeline.model), (RankRow(0.96, 1, (RATIO,) * groups),))
+    return pipeline
+
+
 @cache
 def shared_pipeline(family: str, dtype: torch.dtype = torch.float32) -> Pipeline:
     """One pipeline for all tests that leave its weights alone."""
-    return random_pipeline(SPECS[family], dtype=dtype)
+    return with_ranks(random_pipeline(SPECS[family], dtype=dtype))
 
 
 def fresh_pipeline(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Pipeline:
     """A pipeline of the test's own, whose weights it may change; `settings` replace fields of the preset's."""
     spec = SPECS[family]
-    return random_pipeline(replace(spec, settings=replace(spec.settings, **settings)), dtype=dtype)
+    return with_ranks(random_pipeline(replace(spec, settings=replace(spec.settings, **settings)), dtype=dtype))
 
 
 def text_features(family: str, lengths: Sequence[int], seed: int = 0) -> TextFeatures:

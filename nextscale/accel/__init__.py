@@ -1,13 +1,16 @@
 """Acceleration methods. `Method` is dense generation; a paper's method overrides the parts it changes."""
 
+from .auto import Auto
 from .code import CoDe
 from .combine import Combined
+from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .litevar import LiteVAR
-from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
 from .pitome import PiToMe
 from .registry import METHODS, MethodLike, resolve_method
 from .scalekv import ScaleKV
+from .situation import Situation
 from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
@@ -20,8 +23,10 @@ from .zipvl import ZipVL
 __all__ = [
     "DENSE",
     "METHODS",
+    "Auto",
     "CoDe",
     "Combined",
+    "DropGuidance",
     "FastVAR",
     "ImageGroup",
     "LiteVAR",
@@ -32,6 +37,7 @@ __all__ = [
     "Plans",
     "RunSetup",
     "ScaleKV",
+    "Situation",
     "SkipStages",
     "SkipVAR",
     "Span",
@@ -41,6 +47,7 @@ __all__ = [
     "StagePlan",
     "StageVAR",
     "ToMe",
+    "TokenCounts",
     "ZipVL",
     "resolve_method",
 ]

@@ -12,11 +12,12 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
-from .method import ImageGroup, Method, MethodRun, Plans, RunSetup, StagePlan
+from .method import ImageGroup, Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
+    from .situation import Situation
 
 
 def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
@@ -67,6 +68,8 @@ class Combined(Method):
     splits_batches: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if choosing := [method.label for method in self.methods if method.chooses]:
+            raise SettingError(f"{choosing[0]} chooses whole methods, combined ones among them: use it alone")
         object.__setattr__(self, "reduces_stages", any(method.reduces_stages for method in self.methods))
         object.__setattr__(self, "own_cache", any(method.own_cache for method in self.methods))
         object.__setattr__(self, "splits_batches", any(method.splits_batches for method in self.methods))
@@ -82,6 +85,9 @@ class Combined(Method):
     @property
     def capturable(self) -> bool:
         return all(method.capturable for method in self.methods)
+
+    def settle(self, situation: Situation) -> Method:
+        return Combined(tuple(method.settle(situation) for method in self.methods))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         self._require_one("reduces whole stages", [method for method in self.methods if method.reduces_stages])
@@ -136,9 +142,12 @@ class CombinedRun(MethodRun):
         counts = [run.count_tokens(stage, canvas) for run in self.runs]
         return next((count for count in counts if count is not None), None)
 
-    def set_counts(self, fewest: int, num_tokens: int) -> None:
+    def set_counts(self, counts: TokenCounts) -> None:
         for run in self.runs:
-            run.set_counts(fewest, num_tokens)
+            run.set_counts(counts)
+
+    def packs(self, planned: StagePlan) -> bool:
+        return any(run.packs(planned) for run in self.runs)
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         for run in self.runs:
@@ -162,10 +171,10 @@ class CombinedRun(MethodRun):
             out, tokens = run.restore(out, tokens)
         return out, tokens
 
-    def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         for run in reversed(self.runs):
-            residual, tokens = run.restore_residual(residual, tokens)
-        return residual, tokens
+            x, tokens = run.restore_hidden(x, tokens)
+        return x, tokens
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         own = (run for method, run in zip(self.methods, self.runs, strict=True) if method.own_cache)

@@ -33,7 +33,8 @@ class Published:
     """What the paper and its reference implementation do for one family."""
 
     ratios: Mapping[int, Mapping[int, float]]  # by number of stages, then by stage index
-    layers: range | None = None  # None: all blocks
+    layers: range | None = None  # of `depth` blocks; None: all blocks
+    depth: int = 0  # of the model that they were published for
     sides: Mapping[int, float] | None = None  # ratios by the stage's side, as in the reference implementation; None: there is none
     cached_side: int = 0  # side of the stage whose outputs it keeps
 
@@ -50,6 +51,7 @@ PUBLISHED: Mapping[str, Published] = {
     "infinity": Published(
         {**{stages: up_to(stages, INFINITY) for stages in range(10, 14)}, **{stages: up_to(stages, LARGER) for stages in (14, 15)}},
         layers=range(3, 28),
+        depth=32,
         sides={32: 0.4, 40: 0.5, 48: 1.0, 64: 1.0},
         cached_side=24,
     ),
@@ -76,7 +78,7 @@ class FastVAR(Method):
     cache_stage: the stage whose sublayer outputs are kept. None is the last one that runs before the first thinned one, which the paper
         found best (table A.4).
     layers: (first, last + 1), the blocks that are thinned; the others always run all tokens. None is all blocks, but for Infinity
-        (3, 28) as in the reference implementation, if the model has more than three.
+        (3, 28) of 32 as in the reference implementation, and the same share of other depths: (1, 7) of 8, (4, 35) of 40.
     as_released: does what the reference implementation does, which finds stages by their side, on square images of Infinity and HART.
         Nothing else can be set then.
     """
@@ -130,7 +132,9 @@ class FastVAR(Method):
         published = PUBLISHED.get(model.family)
         if published is None or published.layers is None:
             return range(depth)
-        return published.layers[: max(depth - published.layers.start, 0)] or range(0 if self.as_released else depth)
+        if self.as_released:  # which has these numbers for every depth
+            return published.layers[: max(depth - published.layers.start, 0)]
+        return range(*(round(edge * depth / published.depth) for edge in (published.layers.start, published.layers.stop)))
 
 
 def cache_stage(given: int | None, first: int, ratios: Mapping[int, float]) -> int:
@@ -292,29 +296,28 @@ class ThinnedBlocks(Span):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
                 if env.computed is not None:
                     env.computed.add(kept, selection, 1)
-                if fused:
-                    x = run_and_restore(fused[number], block, number, x, tokens, selection, kept, env)
-                    continue
-                chosen = pick(x, selection)
-                fresh = chosen + sublayer(chosen, kept, env)
-                filled = remembered(partial(env.memory.fill, tokens=tokens), block, number, tokens)
-                x = put_(x + filled, selection, fresh)
+                if fused:  # the kernels normalise as they gather
+                    scale, shift, gain, run = fused[number]
+                    update = run(kernels.norm_modulate(x, scale, shift, selection), kept, env)
+                else:
+                    gain, update = None, sublayer(pick(x, selection), kept, env)
+                x = restored(x, update, gain, selection, memory_key(block, number), tokens, env)
         return repeat_tail(x, tokens.count)
 
 
-def run_and_restore(
-    fused: FusedSublayer, block: Block, number: int, x: Tensor, tokens: Tokens, selection: Tensor, kept: Tokens, env: Env
-) -> Tensor:
-    """Runs a sublayer on the selected tokens with the kernels, which normalise as they gather and restore as they write back."""
-    memory, size = remembered(env.memory.stored, block, number, tokens)
-    update = fused.run(kernels.norm_modulate(x, fused.scale, fused.shift, selection), kept, env)
-    return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=fused.gain, cells=tokens.index)
+def restored(x: Tensor, update: Tensor, gain: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, env: Env) -> Tensor:
+    """x [R, N, C] with the update [R, K, C] added at the selected tokens, and what an earlier stage has kept at the others."""
+    if kernels.available(x):
+        memory, size = remembered(env.memory.stored, key, tokens)
+        return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=gain, cells=tokens.index)
+    filled = remembered(partial(env.memory.fill, tokens=tokens), key, tokens)
+    return put_(x + filled, selection, pick(x, selection) + update)
 
 
-def remembered(read: Callable[[Hashable], T], block: Block, sublayer: int, tokens: Tokens) -> T:
+def remembered(read: Callable[[Hashable], T], key: Hashable, tokens: Tokens) -> T:
     """Returns what `read` finds of a sublayer; raises SettingError if no stage has kept it."""
     try:
-        return read(memory_key(block, sublayer))
+        return read(key)
     except KeyError:
         raise SettingError(
             f"FastVAR: stage {tokens.stage.index} takes outputs from a stage that another method has skipped: choose another cache_stage"

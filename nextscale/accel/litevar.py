@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,7 +133,7 @@ def band(queries: int, keys: int, width: int) -> Tensor:
     return (centre[:, None] - torch.arange(keys)).abs() < width
 
 
-@cache
+@lru_cache(maxsize=32)  # two requests of 13 stages; megabytes each
 def band_mask(there: KeyMap, first: int, width: float, device: torch.device) -> Tensor:
     """[1, 1, N, T] for the queries of the last stage in `there`."""
     cells = [height * wide for height, wide in there.sizes]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from ..checks import is_share
 from ..guidance import CfgBranches
 from ..models.env import Env
 from ..models.macs import SublayerTokens
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
     from ..sampling import Rng
+    from .situation import Situation
 
 Plans = tuple["StagePlan", ...]
 """One plan per stage."""
@@ -36,6 +38,16 @@ class RunSetup:
     rng: Rng  # random numbers for methods: using them changes nothing of what the image is sampled with
     plans: Plans  # the request's forecast, with all methods that run together
     guided: bool = True  # unconditional rows run beside the conditional ones
+    own_cache: bool = False  # one of the methods keeps keys and values its own way, which takes padded rows
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """What the host knows of the tokens that the images of a data-dependent stage keep; a bucket size where graphs are captured."""
+
+    fewest: int  # of an image
+    most: int
+    total: int  # of all images
 
 
 class Span(Protocol):
@@ -88,10 +100,15 @@ class StagePlan:
     num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
     spans: tuple[Span, ...] = ()
     taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
+    guidance_share: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
+    residual_tokens: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
+    packed: int | None = None  # tokens of all images of a cfg branch, padding included, where rows run one after another
     kept_keys: tuple[int, ...] | None = None  # of a row, that each layer keeps of all stages so far when it has run; None: all
     attended: tuple[float, ...] | None = None  # share of the pairs of a query and a key that attention computes, per layer; None: all
 
     def __post_init__(self) -> None:
+        if not is_share(self.guidance_share):
+            raise ValueError(f"guidance_share is a number from 0 to 1; got {self.guidance_share!r}")
         for span in self.spans:
             if span.layers.step != 1 or len(span.layers) == 0:
                 raise ValueError(f"a span runs one or more consecutive blocks; {span.key} asks for {span.layers}")
@@ -133,6 +150,9 @@ class StagePlan:
         """Raises ValueError if the method kept another number of tokens than it had planned."""
         if self.num_tokens is not None and tokens.num_tokens != self.num_tokens:
             raise ValueError(f"stage {tokens.stage.index} was planned with {self.num_tokens} tokens, and {tokens.num_tokens} entered")
+        packed = None if tokens.packing is None else tokens.packing.total
+        if self.packed != packed:
+            raise ValueError(f"stage {tokens.stage.index} was planned with {self.packed} packed tokens, and {packed} entered")
 
     def merge(self, other: StagePlan) -> StagePlan:
         """Returns both plans in one; a conflict raises ValueError."""
@@ -140,7 +160,10 @@ class StagePlan:
             raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
         dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
         if len(dropped) > 1:
-            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones")
+            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones: set kept_rows of one")
+        shares = {self.guidance_share, other.guidance_share} - {1.0}
+        if len(shares) > 1:
+            raise ValueError(f"two methods fade guidance, to {self.guidance_share:.3g} and to {other.guidance_share:.3g} of its strength")
         if None not in (self.kept_keys, other.kept_keys):
             raise ValueError("two methods compress the cache")
         if None not in (self.attended, other.attended):
@@ -148,7 +171,10 @@ class StagePlan:
         return StagePlan(
             skip=self.skip or other.skip,
             cfg_branches=next(iter(dropped), "both"),
+            guidance_share=next(iter(shares), 1.0),
+            residual_tokens=self.residual_tokens if other.residual_tokens is None else other.residual_tokens,
             num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
+            packed=self.packed if other.packed is None else other.packed,
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),
             kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
@@ -165,6 +191,7 @@ class Method:
     `forecast` says what every stage will do, `start` begins one request. Subclasses are frozen dataclasses.
     """
 
+    chooses: ClassVar[bool] = False  # True: `settle` puts another method in its place, and it combines with none
     reduces_stages: bool = False  # True: its runs change `reduce`
     splits_batches: bool = False  # True: its runs change `split`
     own_cache: bool = False  # True: its runs change `layer_cache`
@@ -194,6 +221,14 @@ class Method:
         """Whether CUDA graphs can stand for its runs: between stages the host reads nothing but the counts of `count_tokens`."""
         return True
 
+    def settle(self, situation: Situation) -> Method:
+        """Returns the method that runs such a request: this one, except where it chooses. SettingError where it finds none."""
+        return self
+
+    def reason(self, situation: Situation) -> str | None:
+        """Returns why `settle` chose what it did; None where there was nothing to choose."""
+        return None
+
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         """Returns the plans of all stages as far as they are known before a request; what does not fit raises SettingError.
 
@@ -218,7 +253,7 @@ class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
     At each stage generation calls, in this order: `split`, `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
-    `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_residual`.
+    `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_hidden`.
     """
 
     def fork(self) -> MethodRun:
@@ -236,8 +271,15 @@ class MethodRun:
         """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""
         return None
 
-    def set_counts(self, fewest: int, num_tokens: int) -> None:
-        """Takes what the host has read of `count_tokens`: the smallest count, and the largest or a bucket size above it."""
+    def set_counts(self, counts: TokenCounts) -> None:
+        """Takes what the host has read of `count_tokens`, or a bucket size above it."""
+
+    def packs(self, planned: StagePlan) -> bool:
+        """Returns whether a data-dependent stage with this forecast packs its rows, so that it pays for the total of the counts.
+
+        It then returns plans with `packed` and tokens with a `packing` of that size. Otherwise rows are padded to the largest count.
+        """
+        return False
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         """Returns what the stage will do: its forecast `planned`, or that completed by what is known now."""
@@ -252,15 +294,18 @@ class MethodRun:
         return x, tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        """Sees the input and the output of a tapped block."""
+        """Sees the input and the output of a tapped block, both as `tokens` lie: `tokens.unpack` gives padded rows [R, N, C] always."""
 
     def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """May add logits for tokens that were left out, after guidance."""
         return out, tokens
 
-    def restore_residual(self, residual: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """May add continuous values for tokens that were left out, at the last stage of HART."""
-        return residual, tokens
+    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """May add hidden states [R, N, C] for tokens that were left out; `tokens` are those of one cfg branch.
+
+        Called at the last stage of HART, whose diffusion then completes the codes that these tokens have sampled for themselves.
+        """
+        return x, tokens
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         """Returns the cache of one layer's keys and values."""

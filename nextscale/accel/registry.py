@@ -1,15 +1,18 @@
-"""Methods by name: `"stagevar"`, `"sparsevar:tau=0.6,alpha=none"`, or a list of such."""
+"""Methods by name: `"stagevar"`, `"sparsevar:tau=0.6,alpha=none"`, several joined as in `"fastvar + skip:last=1"`, or a list of such."""
 
 from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 
 from ..errors import SettingError
+from .auto import Auto
 from .code import CoDe
 from .combine import Combined
+from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .litevar import LiteVAR
 from .method import Method
@@ -29,6 +32,7 @@ MethodLike = Method | str | Sequence[Method | str] | None
 METHODS: dict[str, type[Method]] = {
     "dense": Method,
     "skip": SkipStages,
+    "dropguidance": DropGuidance,
     "sparsevar": SparseVAR,
     "fastvar": FastVAR,
     "stagevar": StageVAR,
@@ -41,21 +45,28 @@ METHODS: dict[str, type[Method]] = {
     "zipvl": ZipVL,
     "litevar": LiteVAR,
     "sparvar": SparVAR,
+    "auto": Auto,
 }
 
 
 def resolve_method(method: MethodLike) -> Method:
-    """Returns one method, for a list of several a combined one. None and an empty list are dense generation."""
-    if isinstance(method, str):
-        return parse_method(method)
-    if isinstance(method, Method):
-        return method
-    if method is not None and not isinstance(method, Sequence):
-        raise SettingError(f"method {method!r}: give a Method, a name ({', '.join(METHODS)}), or a list of them")
-    several = [resolve_method(one) for one in method or ()]
+    """Returns one method, for several a combined one. None and an empty list are dense generation."""
+    several = list(_members(method))
     if len(several) < 2:
         return several[0] if several else Method()
     return Combined(tuple(several))
+
+
+def _members(method: MethodLike) -> Iterator[Method]:
+    if isinstance(method, Method):
+        yield method
+    elif isinstance(method, str):
+        yield from map(parse_method, re.split(r"\+(?=\s*[^\s\d])", method))  # not the sign of an exponent, as in 1e+3
+    elif method is None or isinstance(method, Sequence):
+        for one in method or ():
+            yield from _members(one)
+    else:
+        raise SettingError(f"method {method!r}: give a Method, a name ({', '.join(METHODS)}), or a list of them")
 
 
 def parse_method(text: str) -> Method:

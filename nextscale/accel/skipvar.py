@@ -100,6 +100,8 @@ def decisions_named(name: str) -> Decisions:
     if name in published_decisions():
         return published_decisions()[name]
     try:
+        if not name.endswith(".json"):
+            raise FileNotFoundError("its name ends with .json")
         content = json.loads(Path(name).read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SettingError(

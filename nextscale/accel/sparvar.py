@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -172,7 +172,7 @@ class SparVARCache(AttendingCache):
 # --- windows
 
 
-@cache
+@lru_cache(maxsize=32)  # two requests of 13 stages; megabytes each
 def visible_lists(there: KeyMap, windows: tuple[int, ...], device: torch.device) -> KeyLists:
     """The keys that the queries of the last stage in `there` read, in blocks of 128: all of a block of which one query sees one key.
 

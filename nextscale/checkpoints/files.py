@@ -71,7 +71,7 @@ def open_checkpoint(path: str | Path, layout: Layout) -> Checkpoint:
 
 def _shard_paths(path: Path, preferred: str | None) -> list[Path]:
     if os.path.isfile(path):
-        return _indexed_shards(path) if path.name.endswith(INDEX_SUFFIX) else [path]
+        return indexed_shards(path) if path.name.endswith(INDEX_SUFFIX) else [path]
     if not os.path.isdir(path):
         raise CheckpointError(f"{path} is not an existing file or folder. Pass a weights file or a folder of shards.")
     if preferred and (path / preferred).is_file():
@@ -81,14 +81,14 @@ def _shard_paths(path: Path, preferred: str | None) -> list[Path]:
     if len(indexes) > 1:
         raise CheckpointError(f"{path} has several indexes: {listed([file.name for file in indexes])}. Pass the path of the one you mean.")
     if indexes:
-        return _indexed_shards(indexes[0])
+        return indexed_shards(indexes[0])
     weights = [file for file in files if file.suffix.lower() in WEIGHT_SUFFIXES]
     if not weights:
         raise CheckpointError(f"{path} has no {', '.join(sorted(WEIGHT_SUFFIXES))} file. Pass the folder that holds the weights.")
     return weights
 
 
-def _indexed_shards(index: Path) -> list[Path]:
+def indexed_shards(index: Path) -> list[Path]:
     try:
         content = json.loads(index.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

@@ -85,13 +85,17 @@ def convert(source: str | Path, target: str | Path, module: nn.Module, layout: L
     return len(tensors)
 
 
-def write_weights(module: nn.Module, target: str | Path, layout: Layout, dtype: torch.dtype = torch.float16) -> int:
-    """Writes a module as one flat safetensors file with the published names, so that `load_weights` reads it; returns its bytes."""
-    _require_castable(dtype)
+def write_weights(module: nn.Module, target: str | Path, layout: Layout, dtype: torch.dtype | None = torch.float16) -> int:
+    """Writes a module as one flat safetensors file with the published names, so that `load_weights` reads it; returns its bytes.
+
+    dtype: of all tensors; None leaves each as it is.
+    """
+    if dtype is not None:
+        _require_castable(dtype)
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    ours = {name: tensor.detach().to("cpu", dtype) for name, tensor in module.state_dict().items()}
-    in_rows = {name: tensor.view(tensor.shape or (1,)) for name, tensor in ours.items()}
+    ours = {name: tensor.detach().to("cpu", dtype or tensor.dtype) for name, tensor in module.state_dict().items()}
+    in_rows = {name: tensor.contiguous().view(tensor.shape or (1,)) for name, tensor in ours.items()}  # a GPU keeps channels last
     slots = published_slots(module, layout).items()
     parts = {key: in_rows[slot.parameter][slot.rows].reshape(slot.shape) for key, slot in slots}
     write_whole({key: part.clone(memory_format=torch.contiguous_format) for key, part in parts.items()}, target)

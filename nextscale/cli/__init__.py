@@ -1,6 +1,24 @@
 """The command line: one file per command."""
 
-from . import bench, convert, demo, fit, generate, models, observe, plan, quality, train  # noqa: F401 - each registers its command
+from . import (  # noqa: F401 - each registers its command
+    bench,
+    convert,
+    demo,
+    download,
+    evaluate,
+    fit,
+    generate,
+    models,
+    observe,
+    observe_ranks,
+    plan,
+    profiles,
+    quality,
+    sample,
+    serve,
+    train,
+    tune,
+)
 from .program import app
 
 __all__ = ["app"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 UNLIMITED_WIDTH = 10_000
 
@@ -22,6 +23,16 @@ def share_bar() -> Progress:
 def token_bar() -> Progress:
     """A bar for tasks whose total is a number of tokens."""
     return _bar(MofNCompleteColumn(), TextColumn("tokens"))
+
+
+class ImagesPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.2f} images/s")
+
+
+def image_bar() -> Progress:
+    """A bar for tasks whose total is a number of images."""
+    return _bar(MofNCompleteColumn(), ImagesPerSecond())
 
 
 def _bar(*amount: ProgressColumn) -> Progress:

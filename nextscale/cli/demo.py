@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -15,8 +18,10 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from torch import Tensor
 
+from ..accel.auto import fitting_profile
 from ..accel.method import Method
-from ..errors import PromptError
+from ..accel.situation import MeasuredPoint, MeasuredProfile
+from ..errors import PromptError, SettingError
 from ..io import to_pil, write_image
 from ..lab.evals.methods import parse_methods
 from ..lab.metrics.lpips import Lpips
@@ -30,23 +35,25 @@ from .files import require_image_name, require_writable
 from .groups import grouped
 from .metrics import find_lpips
 from .options import Batch, Force, Metrics, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
-from .parse import parse_prompt, require_fitting
+from .parse import named_profiles, parse_prompt, situation_of
 from .program import app
-from .results import engines
+from .results import darkened, engines
 from .sheet import compared
 
 PROMPTS = (
     "a 3D icon of a red apple",
+    "a photo of a blue t-shirt",
     "a 3D render of a fox",
     "a glossy emoji of a sailboat",
     "a flat icon of a rocket",
     "an android style emoji of a cactus",
     "a simple cartoon emoji of a penguin in twitter style",
-    "a photo of a blue t-shirt",
     "a photo of a red dress",
 )
 """One or two of every style in which nano was trained."""
-COMPARED = ("sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar:alphas=[]", "stagevar")
+ON_CPU = 2  # of them where a profile asks for large images: a dense one of 512 px takes 16 s on two cores
+DISTANCES = (0.05, 0.1)  # LPIPS to dense images, within which the fastest point of a profile is shown
+PUBLISHED = ("sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar:alphas=[]", "stagevar")
 OWN_FILE = Path("demo.png")
 UNTIMED = 2  # calls on a GPU before those that are timed: the first loads its programs, the second captures CUDA graphs
 
@@ -57,7 +64,7 @@ def demo(
     *,
     model: ModelOptions,
     prompts: PromptFile,
-    method: Annotated[list[str] | None, compared_methods(", ".join(COMPARED))] = None,
+    method: Annotated[list[str] | None, compared_methods("two points of the model's profile")] = None,
     size: SizeOptions,
     seed: Seed = 0,
     batch: Batch = 4,
@@ -67,31 +74,70 @@ def demo(
 ) -> None:
     """Generate the same prompts dense and accelerated, and compare time and images.
 
-    Without options it takes nano, which comes with the package, and eight prompts of ours.
+    Without options it takes nano, which comes with the package, prompts of ours, and two points of its largest profile.
     """
     spec = model.spec
-    schedule = size.schedule(spec)
-    methods = [parse_methods(row) for row in ("dense", *(method or COMPARED))]
-    for chosen in methods:
-        require_fitting(chosen, spec, schedule)
     columns = read_columns(prompts, spec)
     require_image_name("--out", out)
     require_writable([out], force or out == OWN_FILE)
+    if method:
+        comparison = Comparison(size.schedule(spec), [parse_methods(row) for row in method])
+    else:
+        comparison = measured_comparison(model, size, batch)
+        columns = columns if prompts.prompts_file or not comparison.measured or model.torch_device.type == "cuda" else columns[:ON_CPU]
+    for chosen in comparison.methods:
+        model.settled(chosen, comparison.schedule, batch)
     lpips = find_lpips(metrics, model.torch_device)
 
     with token_bar() as progress:
-        task = progress.add_task("loading", total=schedule.tokens * len(columns) * len(methods))
-        pipeline = model.load()
-        pipeline(columns[:1], seed=seed, size=schedule)  # not timed: whatever runs first pays for memory that all later calls find
-        maker = RowMaker(pipeline, columns, schedule, seed, batch, progress, task)
-        rows = [maker.row(chosen) for chosen in methods]
+        task = progress.add_task("loading", total=comparison.schedule.tokens * len(columns) * (1 + len(comparison.methods)))
+        maker = RowMaker(model.load(), columns, comparison.schedule, seed, batch, progress, task)
+        maker.warm_up(comparison.methods[-1])
+        rows = [maker.row(chosen) for chosen in (Method(), *comparison.methods)]
     write_image(sheet([str(prompt) for prompt in columns], rows), out)
     console = result_console()
-    console.print(comparison(rows, lpips))
+    console.print(row_table(rows, lpips))
     console.print(f"{len(columns)} images of {size_of(rows[0])} per row, on {machine(rows)}, from the same seeds.")
+    console.print(escape(comparison.words), soft_wrap=True)
     if lpips is None:
         console.print("LPIPS is shown as well where its network is found (NEXTSCALE_METRICS).")
-    console.print(f"The images: {escape(str(out))}")
+    console.print(f"The images, and where each method computed (bright): {escape(str(out))}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared with dense generation."""
+
+    schedule: Schedule
+    methods: Sequence[Method]
+    words: str = "Speedups are measured here and now."
+    measured: bool = False  # the methods are points of a profile
+
+
+def measured_comparison(model: ModelOptions, size: SizeOptions, batch: int) -> Comparison:
+    """Points of the model's profile, of its largest where no size is asked for. Without one, methods as they are published."""
+    spec, profiles = model.spec, list(named_profiles(model.spec, model.weights).values())
+    fitting = [profile for profile in profiles if profile.device == model.torch_device.type]
+    largest = max((profile.size for profile in fitting), key=prod, default=None)
+    schedule = size.schedule(spec) if size.given or largest is None else spec.settings.schedules.choose(largest, None)
+    try:
+        profile = fitting_profile(situation_of(spec, model.torch_device, profiles, schedule, batch))
+        points = shown_points(profile)
+    except SettingError as error:
+        words = f"These are published settings, which were found for other models. To see what fits this one: {error}."
+        return Comparison(schedule, [parse_methods(row) for row in PUBLISHED], words)
+    promised = " and ".join(point.label for point in points)
+    words = f"The profile says {promised}, measured on {profile.described}; speedups above are measured here and now."
+    return Comparison(schedule, [point.as_method() for point in points], words, measured=True)
+
+
+def shown_points(profile: MeasuredProfile) -> list[MeasuredPoint]:
+    """The fastest within each distance that some point keeps, the nearer one first; SettingError if there is none."""
+    farthest = profile.fastest(DISTANCES[-1])
+    near: list[MeasuredPoint] = []
+    with suppress(SettingError):
+        near = [profile.fastest(distance) for distance in DISTANCES[:-1]]
+    return list(dict.fromkeys([*near, farthest]))
 
 
 def read_columns(prompts: PromptFile, spec: ModelSpec) -> list[str | int]:
@@ -106,6 +152,7 @@ class MethodImages:
     """All prompts with one method."""
 
     pixels: Tensor  # [B, 3, H, W]
+    masks: tuple[Tensor, ...]  # by stage, [B, h, w]: the share of the network that ran for each cell
     reports: tuple[Report, ...]  # one per call
 
     @property
@@ -151,20 +198,32 @@ class RowMaker:
     progress: Progress
     task: TaskID
 
+    def warm_up(self, method: Method) -> None:
+        """Not timed: whatever runs first pays for memory that all later calls find."""
+        self.pipeline(self.prompts[: self.batch], seed=self.seed, size=self.schedule, method=method)
+
     def row(self, method: Method) -> MethodImages:
-        outputs = []
-        self.progress.update(self.task, description=method.label)
+        """Masks are read between stages, which graphs cannot: on a GPU they come from calls of their own."""
+        outputs, masked = [], []
+        on_gpu = self.pipeline.model.device.type == "cuda"
+        self.progress.update(self.task, description=escape(method.label))
         for first in range(0, len(self.prompts), self.batch):
             together = self.prompts[first : first + self.batch]
-            if first == 0 and self.pipeline.model.device.type == "cuda":
-                for _ in range(UNTIMED):
-                    self.pipeline(together, seed=self.seed, size=self.schedule, method=method)
-            outputs.append(self.pipeline(together, seed=self.seed + first, size=self.schedule, method=method))
+            generate = partial(self.pipeline, together, seed=self.seed + first, size=self.schedule, method=method)
+            for _ in range(UNTIMED if first == 0 and on_gpu else 0):
+                generate()
+            outputs.append(generate(compute_mask=not on_gpu))
+            masked.append(generate(compute_mask=True) if on_gpu else outputs[-1])
             self.progress.advance(self.task, self.schedule.tokens * len(together))
-        return MethodImages(torch.cat([output.pixels for output in outputs]), tuple(output.report for output in outputs))
+        masks = zip(*(output.compute_mask or () for output in masked), strict=True)
+        return MethodImages(
+            torch.cat([output.pixels for output in outputs]),
+            tuple(torch.cat(stage) for stage in masks),
+            tuple(output.report for output in outputs),
+        )
 
 
-def comparison(rows: Sequence[MethodImages], lpips: Lpips | None) -> Table:
+def row_table(rows: Sequence[MethodImages], lpips: Lpips | None) -> Table:
     table = Table("method", box=None, pad_edge=False)
     padded = any(row.padding for row in rows)
     headings = ["seconds per image", "speedup", "MACs", "tokens", *(["padding"] if padded else []), "PSNR to dense"]
@@ -204,5 +263,12 @@ def machine(rows: Sequence[MethodImages]) -> str:
 
 
 def sheet(prompts: Sequence[str], rows: Sequence[MethodImages]) -> Image.Image:
-    titles = [f"{row.method}: {percent(row.cost_share)} of the MACs, {percent(row.tokens_share)} of the tokens" for row in rows]
-    return compared(prompts, {title: to_pil(row.pixels) for title, row in zip(titles, rows, strict=True)})
+    """A row for each prompt: the dense image, then for each method its image and where it computed."""
+    columns: dict[str, list[Image.Image]] = {}
+    for row in rows:
+        images = to_pil(row.pixels)
+        shares = f"{percent(row.cost_share)} of the MACs, {percent(row.tokens_share)} of the tokens"
+        columns[row.method if row is rows[0] else f"{rows[0].seconds / row.seconds:.2f}x: {row.method}, {shares}"] = images
+        if row is not rows[0]:
+            columns[f"computed by {row.method}"] = darkened(images, row.masks)
+    return compared(list(columns), {prompt: [images[i] for images in columns.values()] for i, prompt in enumerate(prompts)})

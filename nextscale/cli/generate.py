@@ -39,7 +39,7 @@ from .options import (
     SizeOptions,
     out_option,
 )
-from .parse import parse_guidance, parse_prompt, parse_temperature, require_fitting
+from .parse import parse_guidance, parse_prompt, parse_temperature
 from .program import app
 from .results import Call, darkened, report_json, show_results
 
@@ -193,8 +193,8 @@ def generate(
     schedule = size.schedule(spec)
     settings = sampling.call_arguments(spec, schedule)
     acceleration = parse_methods(*method or ())
-    require_fitting(acceleration, spec, schedule)
     pictures = prompts.pictures(spec, output.out)
+    model.settled(acceleration, schedule, min(batch, len(pictures)))
     output.require_writable(pictures, schedule)
     if model.torch_device.type != "cuda" and warmup:
         raise SettingError(f"--warmup captures CUDA graphs, and this runs on {model.torch_device}: leave it out, or choose a GPU")

@@ -31,7 +31,8 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         show_family(console, family, list(specs))
     console.print(f"Infinity's --size also takes {', '.join(BUDGETS)}, nano's {', '.join(STRIDE_8_BUDGETS)}.")
     console.print("--json lists all sizes, and the address of every file.")
-    console.print(f"Files are looked for in {escape(str(home()))} (NEXTSCALE_HOME).", soft_wrap=True)
+    console.print(f"Files are looked for in {escape(str(home()))} (NEXTSCALE_HOME), then in the hub's cache.", soft_wrap=True)
+    console.print("nextscale download MODEL fetches them.")
 
 
 def model_facts(spec: ModelSpec) -> dict[str, Any]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated
 
+import torch
 import typer
 
 from ..errors import SettingError
 from ..io import write_image, write_text
 from ..lab.analysis import Examples, Observations, Sample, observe, read_observations, to_json, verdicts
+from ..lab.analysis.detail_plots import DETAIL_FIGURES, TITLES, detail_figures
+from ..lab.analysis.details import Details, Pictures, observe_details
+from ..lab.analysis.details import to_json as details_json
+from ..lab.analysis.distances import available_distances
 from ..lab.analysis.plots import FIGURES
 from ..lab.analysis.plots import figures as plotted
+from ..lab.evals.methods import parse_methods
+from ..pipeline import Pipeline
+from ..stage import Schedule
 from .console import share_bar
 from .files import require_writable
 from .groups import grouped
@@ -26,6 +35,9 @@ from .program import MEASURE, app
 
 NUMBERS = "observations.json"
 SHEETS = ("stages", "blocks", "prompts")
+DETAILS = "details.json"
+DETAIL_SHEETS = ("attention", "similarity", "changes", "projections")
+DETAIL_METHODS = ("skip:last=2", "sparsevar", "fastvar", "stagevar")
 LONGEST_LINE = 100
 
 
@@ -60,6 +72,21 @@ class FigureOptions:
             again = f"nextscale observe --plot {self.out / NUMBERS}"
             typer.echo(f'no figures without matplotlib: pip install "nextscale[plots]", then {again}')
 
+    def require_details_writable(self) -> None:
+        files = [DETAILS, *(f"{name}.png" for name in DETAIL_SHEETS), *(f"{name}.svg" for name in DETAIL_FIGURES)]
+        require_writable([self.out / name for name in files], self.force)
+
+    def write_details(self, found: Details, pictures: Pictures) -> None:
+        write_text(details_json(found), self.out / DETAILS)
+        for name in DETAIL_SHEETS:
+            if (picture := getattr(pictures, name)) is not None:
+                write_image(picture, self.out / f"{name}.png")
+        if can_plot():
+            for name, figure in detail_figures(found).items():
+                write_text(figure, self.out / f"{name}.svg")
+        else:
+            typer.echo('no figures without matplotlib: pip install "nextscale[plots]"')
+
     @property
     def _figure_files(self) -> list[Path]:
         return [self.out / f"{name}.svg" for name in FIGURES]
@@ -67,6 +94,31 @@ class FigureOptions:
     def _write_figures(self, found: Observations) -> None:
         for name, figure in plotted(found).items():
             write_text(figure, self.out / f"{name}.svg")
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured, and how."""
+
+    switches: Annotated[
+        int,
+        typer.Option(
+            "--switches",
+            metavar="N",
+            min=1,
+            help="Number of stages at which prompts are replaced; each costs three more runs of all images.",
+        ),
+    ] = 3
+    batch: Batch = 16
+    metrics: Metrics = None
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Measure instead, on a few images at once: distances of every stage's image to the final one, spectra, attention, logits, "
+            "changes over stages, other random projections of StageVAR.",
+        ),
+    ] = False
 
 
 def can_plot() -> bool:
@@ -82,17 +134,7 @@ def observe_command(
     prompts: PromptOptions,
     seed: Seed = 0,
     size: SizeOptions,
-    switches: Annotated[
-        int,
-        typer.Option(
-            "--switches",
-            metavar="N",
-            min=1,
-            help="Number of stages at which prompts are replaced; each costs three more runs of all images.",
-        ),
-    ] = 3,
-    batch: Batch = 16,
-    metrics: Metrics = None,
+    measuring: MeasureOptions,
     figures: FigureOptions,
 ) -> None:
     """Check on a model what the papers behind the methods observed.
@@ -109,8 +151,12 @@ def observe_command(
         raise SettingError(f"{schedule} has a single stage: there is nothing to compare")
     chosen = [parse_prompt(text, spec) for text in prompts.read()]
     sample = Sample.of(chosen, prompts.images * len(chosen), seed)
+    if measuring.details:
+        figures.require_details_writable()
+        measure_details(model.load, sample, schedule, measuring.metrics, model.torch_device, figures)
+        return
     figures.require_writable()
-    lpips = find_lpips(metrics, model.torch_device)
+    lpips = find_lpips(measuring.metrics, model.torch_device)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
         pipeline = model.load()
@@ -119,13 +165,39 @@ def observe_command(
             pipeline,
             sample,
             schedule,
-            batch=batch,
-            switches=switches,
+            batch=measuring.batch,
+            switches=measuring.switches,
             lpips=lpips,
             on_progress=lambda share: progress.update(task, completed=share),
         )
     figures.write(found, examples)
     show_verdicts(found)
+
+
+def measure_details(
+    load: Callable[[], Pipeline], sample: Sample, schedule: Schedule, metrics: Path | None, device: torch.device, figures: FigureOptions
+) -> None:
+    distances = available_distances(metrics, device)
+    with share_bar() as progress:
+        task = progress.add_task("loading", total=1.0)
+        pipeline = load()
+        progress.update(task, description="observing")
+        found, pictures = observe_details(
+            pipeline,
+            sample,
+            schedule,
+            distances,
+            {name: parse_methods(name) for name in DETAIL_METHODS},
+            projected=parse_methods("stagevar"),
+            on_progress=lambda share: progress.update(task, completed=share),
+        )
+    figures.write_details(found, pictures)
+    for name, stage in found.boundaries.items():
+        settled = "only at the last stage" if stage is None else f"after stage {stage} ({found.stages[stage][0]}x{found.stages[stage][1]})"
+        typer.echo(f"{TITLES[name]}: a tenth of the first stage's distance to the final image is left {settled}")
+    if found.projection is not None:
+        shown = ", ".join(f"{TITLES[name]} {found.projection.between[name]:.4f} between projections" for name in found.projection.between)
+        typer.echo(f"StageVAR, {found.projection.seeds} random projections: {shown}")
 
 
 def require_alone(context: typer.Context) -> None:

@@ -11,6 +11,8 @@ import torch
 import typer
 from typer.models import OptionInfo
 
+from ..accel.method import Method
+from ..cluster.ray_sampler import LOCAL, RaySettings
 from ..errors import PromptError, SettingError
 from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
 from ..lab.metrics.files import VARIABLE
@@ -18,7 +20,7 @@ from ..loading.load import choose_device, load
 from ..loading.presets import NANO, ModelSpec, model_spec
 from ..pipeline import Pipeline
 from ..stage import Schedule
-from .parse import choose_schedule, require_no_model_names
+from .parse import choose_schedule, require_no_model_names, settled_method
 
 DEFAULT_MODEL = NANO.name  # it comes with the package
 SAMPLING, MACHINE, OUTPUT = "Guidance and sampling", "Model and machine", "Output"  # panels of the help
@@ -85,7 +87,7 @@ CombinedMethods = Annotated[
         "--method",
         metavar="METHOD",
         show_default="dense",
-        help="An acceleration method with its settings, such as skip:last=2; repeat it, or join with +, to combine several.",
+        help="An acceleration method with its settings, such as skip:last=2 or auto:speedup=2; repeat it, or join with +, to combine them.",
     ),
 ]
 
@@ -121,6 +123,7 @@ OffloadText = Annotated[
         help="Keep the text encoder on the GPU only while it encodes: less memory, slower prompts.",
     ),
 ]
+Offline = Annotated[bool, typer.Option("--offline", rich_help_panel=MACHINE, help="Fetch nothing: what is missing is an error.")]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
@@ -147,6 +150,35 @@ Metrics = Annotated[
         "--metrics", metavar="FOLDER", rich_help_panel=MACHINE, show_default=VARIABLE, help="Folder of the networks that compare images."
     ),
 ]
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Whether it runs on a Ray cluster, and on how much of it."""
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            rich_help_panel=MACHINE,
+            help=f"Run on a Ray cluster: {LOCAL} starts one on this machine, auto or an address joins one.",
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", min=1, rich_help_panel=MACHINE, show_default="as GPUs allow", help="With --ray: actors."),
+    ] = None
+    gpus: Annotated[
+        float, typer.Option("--gpus", metavar="SHARE", rich_help_panel=MACHINE, help="With --ray: of each actor; 0.25 puts four on a GPU.")
+    ] = 1.0
+
+    def settings(self) -> RaySettings | None:
+        if self.ray is None:
+            if self.workers is not None or self.gpus != 1.0:
+                raise SettingError("--workers and --gpus say how many actors a Ray cluster runs: add --ray, or leave them out")
+            return None
+        return RaySettings(self.ray, self.workers, self.gpus)
 
 
 @dataclass(frozen=True)
@@ -189,6 +221,10 @@ class SizeOptions:
     aspect: Aspect = None
     sides: Sides = None
 
+    @property
+    def given(self) -> bool:
+        return (self.size, self.aspect, self.sides) != (None, None, None)
+
     def schedule(self, spec: ModelSpec) -> Schedule:
         return choose_schedule(spec.settings.schedules, self.size, self.aspect, self.sides)
 
@@ -202,6 +238,7 @@ class ModelOptions:
     tokenizer: TokenizerFile = None
     text_encoder: TextEncoderSource = None
     offload_text: OffloadText = False
+    offline: Offline = False
     device: Device = None
     dtype: DtypeName = None
 
@@ -213,6 +250,10 @@ class ModelOptions:
     def torch_device(self) -> torch.device:
         return choose_device(self.device)
 
+    def settled(self, method: Method, schedule: Schedule, batch: int) -> Method:
+        """The method that such a request runs; SettingError if its settings do not go with the model or the size."""
+        return settled_method(method, self.spec, schedule, batch, self.torch_device, self.weights)
+
     def load(self, **more: Any) -> Pipeline:
         """`more`: arguments of `nextscale.load` that are no shared options."""
         return load(
@@ -221,6 +262,7 @@ class ModelOptions:
             tokenizer=self.tokenizer,
             text_encoder=self.text_encoder,
             offload_text=self.offload_text,
+            download=not self.offline,
             device=self.device,
             dtype=as_torch_dtype(self.dtype),
             **more,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ..accel.method import Method
+from ..accel.situation import Situation
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
-from ..loading.load import prompt_reader
-from ..loading.presets import MODELS, ModelSpec, build_model
+from ..loading.beside import profile_folders
+from ..loading.load import choose_device, find, prompt_reader
+from ..loading.presets import MODELS, ModelSpec, build_model, build_tokenizer
+from ..profiles import Profile, find_profiles
 from ..schedules import ScheduleBook
 from ..stage import Schedule
 
@@ -43,11 +47,28 @@ def method_name(text: str) -> str:
     return " + ".join(part.strip() for part in text.split("+"))
 
 
-def require_fitting(method: Method, spec: ModelSpec, schedule: Schedule) -> None:
-    """SettingError if the method has settings that do not go with this model or size."""
+def situation_of(spec: ModelSpec, device: torch.device, profiles: Sequence[Profile], schedule: Schedule | None, batch: int) -> Situation:
+    """A request as it is known without weights."""
     with torch.device("meta"):
-        model = build_model(spec.model)
-    method.forecast(model, schedule)
+        model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
+    return Situation(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch)
+
+
+def settled_method(
+    method: Method, spec: ModelSpec, schedule: Schedule, batch: int = 1, device: torch.device | None = None, weights: Path | None = None
+) -> Method:
+    """The method that such a request runs, as far as that is known without weights; SettingError if its settings do not go with it."""
+    profiles = list(named_profiles(spec, weights).values()) if method.chooses else []
+    situation = situation_of(spec, device or choose_device(None), profiles, schedule, batch)
+    settled = method.settle(situation)
+    settled.forecast(situation.model, schedule)
+    return settled
+
+
+def named_profiles(spec: ModelSpec, weights: Path | None = None) -> dict[Path, Profile]:
+    """The profiles beside a model's weights that give its name. Loading compares the weights themselves."""
+    folders = profile_folders(spec, find(weights, spec.weights, f"weights of {spec.name}"))
+    return {path: profile for path, profile in find_profiles(folders).items() if profile.model == spec.name}
 
 
 def choose_schedule(book: ScheduleBook, size: str | None, aspect: str | None = None, sides: str | None = None) -> Schedule:

@@ -18,6 +18,7 @@ from ..collaborate import pair_cost, pair_memory
 from ..errors import SettingError
 from ..guidance import GuidedRows
 from ..lab.evals.methods import parse_methods
+from ..loading.beside import local_weights, rank_table_of
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models.base import NextScaleModel
 from ..pipeline import Settings
@@ -27,6 +28,7 @@ from ..stage import Schedule
 from ..tokenizers.base import Tokenizer
 from .groups import grouped
 from .options import DEFAULT_MODEL, DTYPES, CombinedMethods, Dtype, ModelName, SizeOptions, as_torch_dtype
+from .parse import settled_method
 from .program import app
 
 NOT_COUNTED = (
@@ -81,8 +83,10 @@ def plan(
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if name.startswith(module.float32) else as_torch_dtype(dtype))
     built.check_schedule(schedule)
+    built.rank_table = rank_table_of(built, weights) if (weights := local_weights(spec)) else None
     workload = request.workload(built, spec.settings, schedule)
-    forecast = forecast_of(spec.name, built, tokenizer, chosen, workload, keep_ratio)
+    settled = settled_method(chosen, spec, schedule, request.batch)
+    forecast = forecast_of(spec.name, built, tokenizer, settled, workload, keep_ratio)
     if as_json:
         typer.echo(json.dumps(forecast.to_dict(), indent=2))
     else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ..errors import NextscaleError
+from ..lab.machine import version
 from ..loading.presets import MODELS
 
 MEASURE, TRAIN = "Measurements", "Training"  # panels of the help
@@ -33,6 +33,11 @@ class Program(TyperGroup):
             status = 2
         sys.exit(status)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """A command may have a name of two words, the first of which is a command too: `observe` and `observe ranks`."""
+        two_words = " ".join(args[:2])
+        return (two_words, self.commands[two_words], args[2:]) if two_words in self.commands else super().resolve_command(ctx, args)
+
 
 def model_hint(message: str) -> str:
     """What to write in place of a model's name that stands where no word is expected."""
@@ -41,13 +46,6 @@ def model_hint(message: str) -> str:
 
 
 app = typer.Typer(cls=Program, add_completion=False, pretty_exceptions_enable=False)
-
-
-def version() -> str:
-    try:
-        return metadata.version("nextscale")
-    except metadata.PackageNotFoundError:
-        return "unknown (not installed as a package)"
 
 
 def show_version(asked: bool) -> None:

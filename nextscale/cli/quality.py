@@ -26,7 +26,7 @@ from ..lab.evals.quality import Evaluation, evaluate
 from ..lab.metrics.efficientnet import EfficientNetLite0
 from ..lab.metrics.files import EFFICIENTNET, LPIPS, metric_file
 from ..lab.results import Row, comparable, judged, read_rows, real_agreement, write_rows
-from ..loading.presets import ModelSpec, build_model
+from ..loading.presets import build_model
 from ..stage import Schedule
 from .console import UNLIMITED_WIDTH, result_console, share_bar
 from .files import require_image_name, require_writable
@@ -44,7 +44,7 @@ from .options import (
     compared_methods,
     out_option,
 )
-from .parse import method_name, parse_size, require_fitting
+from .parse import method_name, parse_size
 from .program import MEASURE, app
 from .sheet import compared
 
@@ -142,7 +142,7 @@ def quality(
         raise PromptError("no prompts: pass --prompts FILE, such as a shard of held-out images")
     spec = model.spec
     schedule = size.schedule(spec)
-    chosen = fitting_methods(method or [], spec, schedule)
+    chosen = fitting_methods(method or [], model, schedule, batch)
     if spec.text_encoder is None:
         raise SettingError(f"prompts of files are text, and {spec.name} takes class numbers: choose a text model")
     judged_prompts = prompts.read_file()
@@ -162,15 +162,15 @@ def quality(
     show_rows(found.rows)
 
 
-def fitting_methods(asked: Sequence[str], spec: ModelSpec, schedule: Schedule) -> dict[str, Method]:
+def fitting_methods(asked: Sequence[str], model: ModelOptions, schedule: Schedule, batch: int) -> dict[str, Method]:
     """Refuses a method that does not fit; one of a list that does not becomes a row that says so."""
     with torch.device("meta"):
-        blocks = len(build_model(spec.model).blocks)
+        blocks = len(build_model(model.spec.model).blocks)
     names = [method_name(method) for method in asked]
     chosen = chosen_methods(names or [STANDARD], len(schedule), blocks)
     for one in names:
         if one not in LISTS:
-            require_fitting(chosen[one], spec, schedule)
+            model.settled(chosen[one], schedule, batch)
     return chosen
 
 

@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from ..lab.machine import version
 from ..report import Report
 from .console import result_console
 from .files import Picture
-from .program import version
 
 DARKEST = 0.25  # where no stage computed anything
 ENGINES = {"graphs": "CUDA graphs"}
@@ -64,6 +64,8 @@ def show_results(calls: Sequence[Call]) -> None:
     reports = [call.report for call in calls]
     prompts, decoding = sum(report.condition_seconds for report in reports), sum(report.decode_seconds for report in reports)
     total = sum(report.seconds for report in reports)
+    for reason in dict.fromkeys(report.chosen_by for report in reports if report.chosen_by is not None):
+        console.print(escape(reason), soft_wrap=True)
     console.print(
         f"{total:.2f} s ({engines(reports)}): prompts {prompts:.2f}, stages {total - prompts - decoding:.2f}, decoding {decoding:.2f};"
         f" peak memory {max(report.peak_memory for report in reports) / 2**30:.2f} GiB"

@@ -150,6 +150,12 @@ class Captures:
             self._history.clear()
             self._drop_pool()
 
+    def decode_with(self, tokenizer: Tokenizer) -> None:
+        """Later captures decode with this tokenizer; those that decode with another are forgotten."""
+        if tokenizer is not self._tokenizer:
+            self.clear()
+            self._tokenizer = tokenizer
+
     # --- which capture
 
     def _key(self, request: Request) -> CaptureKey:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
+from ..errors import SettingError
 from ..generate import StageDone
 from ..models.base import PromptInputs
 from ..request import Request
@@ -41,3 +42,15 @@ class Executor(Protocol):
     def decode(self) -> Tensor:
         """Pixels [B, 3, H, W]."""
         ...
+
+
+def checked_engine(engine: Engine | None) -> Engine | None:
+    if engine is not None and engine not in get_args(Engine):
+        raise SettingError(f"engine {engine!r}: choose one of {', '.join(get_args(Engine))}")
+    return engine
+
+
+def checked_memory(graph_memory: int | None) -> int | None:
+    if graph_memory is not None and (isinstance(graph_memory, bool) or not isinstance(graph_memory, int) or graph_memory <= 0):
+        raise SettingError(f"graph_memory {graph_memory!r}: give a whole number of bytes; engine='eager' captures nothing")
+    return graph_memory

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..accel.method import MethodRun
+from ..accel.method import MethodRun, TokenCounts
 from ..cache import DenseLayerCache
 from ..canvas import Canvas
-from ..generate import StageDone, begin, run_stage
+from ..generate import StageDone, begin, per_row, run_stage
 from ..models.base import NextScaleModel, PromptInputs
 from ..models.env import Conditioning, Env
 from ..report import Stopwatch
@@ -28,7 +28,7 @@ from ..stage import Stage
 from ..tokenizers.base import Tokenizer
 from .buffers import StaticInputs, StaticRng
 from .executor import Engine, Generated
-from .stage_graphs import StageGraph, StageVariants, TokenCounter, bucket_sizes
+from .stage_graphs import StageGraph, StageVariants, TokenCounter, buckets
 
 WARM_UPS = 2  # runs before the capture
 
@@ -159,7 +159,7 @@ class CapturedRequest:
                 for stage in request.schedule:
                     counts, _, _ = self._run_stage(stage, state)
                     if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
-                        run.set_counts(0, stage.cells)
+                        run.set_counts(next(iter(self._buckets(stage, run).values())))
                         plan = run.plan(request.plans[stage.index], stage, canvas)
                         run_stage(self._model, canvas, request, run, plan, env, stage)
                     if not number:
@@ -223,15 +223,18 @@ class CapturedRequest:
         plan = state.run.plan(planned, stage, state.canvas)
         return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
+    def _buckets(self, stage: Stage, run: MethodRun) -> dict[int, TokenCounts]:
+        return buckets(stage.cells, self.batch, run.packs(self._request.plans[stage.index]))
+
     def _capture_buckets(self, stage: Stage, state: State, counter: TokenCounter, forks: list[State]) -> tuple[StageVariants, State]:
         """The stage with every bucket size, and the state that all of them leave. `forks` must live until all stages are captured."""
         variants: dict[int, StageGraph] = {}
         first, all_finite = state, None
         positions = self._positions()
-        for size in bucket_sizes(stage.cells):
+        for size, counts in self._buckets(stage, state.run).items():
             self._rewind(positions)
             fork = state.fork()
-            fork.run.set_counts(0, size)
+            fork.run.set_counts(counts)
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
                 plan = fork.run.plan(self._request.plans[stage.index], stage, fork.canvas)  # a method may ask for noise to make it
@@ -244,7 +247,8 @@ class CapturedRequest:
                 first, all_finite = fork, finite
             variants[size] = StageGraph(graph, done)
         forks += [state, first]
-        return StageVariants(variants, first.canvas.latent, all_finite, counter), first
+        packed = state.run.packs(self._request.plans[stage.index])
+        return StageVariants(variants, first.canvas.latent, all_finite, counter, packed), first
 
 
 def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
@@ -284,10 +288,11 @@ class Replay:
             if stage.counter is not None:
                 stage.counter.start()
             captured.rng.refill(request.rng, index, images)
-            variant = stage.smallest_sufficient()
+            counts = None if stage.counter is None else stage.counter.counts()
+            variant = stage.smallest_sufficient(counts)
             variant.replay()
             canvas.latent = stage.latent if images is None else stage.latent[:images]
-            done = replace(variant.done, canvas=canvas)
+            done = replace(variant.done, canvas=canvas, known_counts=counts)
             watch(done if images is None else first_images(done, images, captured.batch))
         return Generated(canvas.latent, {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None})
 
@@ -302,9 +307,16 @@ def first_images(done: StageDone, images: int, batch: int) -> StageDone:
     def own(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[:images]
 
+    rows, plan, num_tokens, known = done.rows * images // batch, done.plan, done.num_tokens, done.known_counts
+    if plan.packed is not None and known is not None:  # what the others take is not theirs
+        packed = plan.packed - sum(known[images:])
+        plan, num_tokens = replace(plan, packed=packed), per_row(packed, images)
     return replace(
         done,
-        rows=done.rows * images // batch,
+        rows=rows,
+        plan=plan,
+        num_tokens=num_tokens,
+        known_counts=None if known is None else known[:images],
         tokens=None if done.tokens is None else done.tokens.rows(slice(0, images)),
         counts=own(done.counts),
         ids=own(done.ids),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..accel.method import TokenCounts
 from ..generate import StageDone
 
 # Shares of the cells for which a data-dependent stage is captured: close together where few tokens are kept and each of them tells, so
@@ -19,6 +20,13 @@ BUCKETS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
 def bucket_sizes(cells: int) -> tuple[int, ...]:
     """The numbers of tokens for which a data-dependent stage is captured, from all cells down."""
     return tuple(dict.fromkeys(max(1, cells * share // PARTS) for share in BUCKETS))
+
+
+def buckets(cells: int, images: int, packed: bool) -> dict[int, TokenCounts]:
+    """The same by the number that has to be sufficient: the tokens of all images where rows are packed, else those of one."""
+    if packed:
+        return {size: TokenCounts(0, cells, size) for size in bucket_sizes(images * cells)}
+    return {size: TokenCounts(0, size, images * size) for size in bucket_sizes(cells)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,25 +55,27 @@ class TokenCounter:
         self._on_host.copy_(self._counts, non_blocking=True)
         self._counted.record(torch.cuda.current_stream(self._counts.device))
 
-    def largest(self) -> int:
-        """The most of any image; the host waits for the count, not for what was launched after it."""
+    def counts(self) -> tuple[int, ...]:
+        """Those of every image; the host waits for the count, not for what was launched after it."""
         self._counted.synchronize()
-        return int(self._on_host.max())
+        return tuple(self._on_host.tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class StageVariants:
     """A captured stage. Where it is data-dependent, `counter` counts the tokens and there is a graph for every bucket size."""
 
-    graphs: Mapping[int, StageGraph]  # by number of tokens, the largest first
+    graphs: Mapping[int, StageGraph]  # by number of tokens of an image, or of all images where rows are packed, the largest first
     latent: Tensor  # what the canvas holds afterwards, whichever graph was replayed
     finite: Tensor | None
     counter: TokenCounter | None = None
+    packed: bool = False
 
-    def smallest_sufficient(self) -> StageGraph:
-        if self.counter is None:
+    def smallest_sufficient(self, counts: Sequence[int] | None) -> StageGraph:
+        """`counts`: the tokens of every image, where they are counted."""
+        if counts is None:
             return next(iter(self.graphs.values()))
-        needed = self.counter.largest()
+        needed = sum(counts) if self.packed else max(counts)
         return self.graphs[min(size for size in self.graphs if size >= needed)]
 
     @property

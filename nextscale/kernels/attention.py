@@ -47,24 +47,33 @@ def attended(q, keys_ptr, values_ptr, start, length, largest, total, out, keys_t
     return now, total * faded + tl.sum(weight, axis=1), out
 
 
-@triton.jit(do_not_specialize=["queries", "known_length"])
+@triton.jit(do_not_specialize=["queries", "images", "known_length"])
 def attend_lengths_kernel(
-    q_ptr, keys_ptr, values_ptr, lengths_ptr, out_ptr, queries, known_length, factor,
+    q_ptr, keys_ptr, values_ptr, lengths_ptr, starts_ptr, out_ptr, queries, images, known_length, factor,
     q_row, q_token, q_head, keys_row, keys_token, keys_head, values_row, values_token, values_head,
-    RAGGED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    RAGGED: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     channel = tl.arange(0, BLOCK)
-    asked = (query < queries)[:, None] & (channel < CHANNELS)[None, :]
+    source = row  # of the queries
+    end = queries
+    if PACKED:
+        source = row // images
+        start = tl.load(starts_ptr + row % images)
+        end = tl.load(starts_ptr + row % images + 1)
+        query += start
+    asked = (query < end)[:, None] & (channel < CHANNELS)[None, :]
     length = known_length
     if RAGGED:
         length = tl.load(lengths_ptr + row)
+    if PACKED:
+        length = tl.where(start + tl.program_id(0) * QUERIES < end, length, 0)  # nobody asks: no keys are read, nothing is written
     keys_ptr += row * keys_row + head * keys_head
     values_ptr += row * values_row + head * values_head
-    q = tl.load(q_ptr + row * q_row + head * q_head + query[:, None] * q_token + channel[None, :], mask=asked, other=0.0)
+    q = tl.load(q_ptr + source * q_row + head * q_head + query[:, None] * q_token + channel[None, :], mask=asked, other=0.0)
     largest = tl.full([QUERIES], float("-inf"), dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     out = tl.zeros([QUERIES, BLOCK], dtype=tl.float32)
@@ -77,7 +86,7 @@ def attend_lengths_kernel(
         largest, total, out = attended(
             q, keys_ptr, values_ptr, whole, length, largest, total, out, keys_token, values_token, factor, CHANNELS, True, BLOCK, KEYS
         )
-    written = ((row * queries + query[:, None]) * HEADS + head) * CHANNELS + channel[None, :]
+    written = ((source * queries + query[:, None]) * HEADS + head) * CHANNELS + channel[None, :]
     tl.store(out_ptr + written, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=asked)
 
 
@@ -95,13 +104,28 @@ def tile_for(keys: int, channels: int) -> Tile:
     return Tile(64, 64, 4, 3) if channels <= WIDE else Tile(64, 32, 4, 2)
 
 
-def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, tile: Tile | None = None) -> Tensor:
+def attend_lengths(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor | int,
+    scale: float,
+    *,
+    starts: Tensor | None = None,
+    longest: int | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
     """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else: [R, N, H * D].
 
     lengths: [R], int32, each from 1 to T; a number where all rows are equally long. Half precision.
+    starts: [B + 1], int32, where q [F, N, H, D] holds the queries of F * B = R rows, B of them one after another: those of row f * B + b
+    are q[f, starts[b] : starts[b + 1]], at most `longest`. What lies behind the last gets no result.
     """
-    rows, num_queries, heads, channels = q.shape
-    room = keys.shape[1]
+    branches, num_queries, heads, channels = q.shape
+    images = 1 if starts is None else starts.shape[0] - 1
+    rows, room = branches * images, keys.shape[1]
+    if starts is not None:
+        starts = starts.int().contiguous()
     for name, store in (("keys", keys), ("values", values)):
         require_shape(name, store, rows, room, heads, channels)
     ragged, length = (lengths, room) if isinstance(lengths, Tensor) else (None, lengths)  # the largest possible length, or that of all rows
@@ -111,19 +135,24 @@ def attend_lengths(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | in
         raise ValueError(f"expected a length from 1 to {room}; got {length}")
     if any(x.stride(3) != 1 for x in (q, keys, values)):
         raise ValueError(f"channels must lie side by side; got strides {[x.stride() for x in (q, keys, values)]}")
-    out = torch.empty(rows, num_queries, heads * channels, dtype=q.dtype, device=q.device)
+    out = torch.empty(branches, num_queries, heads * channels, dtype=q.dtype, device=q.device)
     queries, key_block, warps, stages = tile_for(length, channels) if tile is None else tile
     with torch.cuda.device_of(q):
-        attend_lengths_kernel[triton.cdiv(num_queries, queries), heads, rows](
-            q, keys, values, ragged, out, num_queries, length, scale * LOG2_E,
+        attend_lengths_kernel[triton.cdiv(longest or num_queries, queries), heads, rows](
+            q, keys, values, ragged, starts, out, num_queries, images, length, scale * LOG2_E,
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-            RAGGED=ragged is not None, HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
+            RAGGED=ragged is not None, PACKED=starts is not None,
+            HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
             QUERIES=queries, KEYS=key_block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out
 
 
-def attend_lengths_reference(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float) -> Tensor:
+def attend_lengths_reference(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, starts: Tensor | None = None
+) -> Tensor:
+    if starts is not None:
+        return attend_packed_reference(q, keys, values, lengths, scale, starts.tolist())
     if isinstance(lengths, int):
         lengths = torch.full((q.shape[0],), lengths, device=q.device)
     there = (torch.arange(keys.shape[1], device=lengths.device) < lengths[:, None])[:, None, None]
@@ -131,3 +160,13 @@ def attend_lengths_reference(q: Tensor, keys: Tensor, values: Tensor, lengths: T
     keys, values = (x.masked_fill(~there[:, 0, 0, :, None, None], 0) for x in (keys, values))
     out = F.scaled_dot_product_attention(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=there, scale=scale)
     return out.transpose(1, 2).flatten(2)
+
+
+def attend_packed_reference(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, starts: list[int]) -> Tensor:
+    out = q.new_zeros(*q.shape[:2], q.shape[2] * q.shape[3])
+    for row in range(keys.shape[0]):
+        branch, image = divmod(row, len(starts) - 1)
+        asked, one = slice(starts[image], starts[image + 1]), slice(row, row + 1)
+        length = lengths if isinstance(lengths, int) else lengths[one]
+        out[branch, asked] = attend_lengths_reference(q[branch, asked][None], keys[one], values[one], length, scale)[0]
+    return out

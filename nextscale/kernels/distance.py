@@ -10,23 +10,29 @@ from torch import Tensor
 from .shapes import dense_channels, per_row, power_of_two, warps_for
 
 # Bytes for bfloat16 [2, 1600, 2048]: 13 MB in, next to nothing out: 3.0 us each at 4.3 TB/s, or less, since x is in the second cache
-# (60 MB on an H200). Measured there: mean 4.8 us (torch 10.0), distance 4.9 us (torch, which writes and reads the difference in float32
-# besides, 47). FastVAR needs both before every sublayer: 150 times a request with its preset for infinity-2b.
-TOKENS, CHANNELS_AT_A_TIME = 128, 16  # of the mean: few channels, so that there are programs enough; they fill a sector of 32 bytes
+# (60 MB on an H200). Measured there: distance 4.9 us (torch, which writes and reads the difference in float32 besides, 47). FastVAR needs
+# both before every sublayer: 150 times a request with its preset for infinity-2b. The mean is taken in two launches, over chunks of the
+# tokens and over the chunks' sums, so that there are programs enough: in one launch it took 13 us for 4096 tokens of 320 channels.
+TOKENS, CHANNELS_AT_A_TIME = 64, 32
+CHUNK = 256  # tokens that a program adds up; fixed, so that an image's sum is the same in every batch
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def mean_over_tokens_kernel(x_ptr, out_ptr, tokens, x_row, x_token, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and block of channels, which adds up all tokens in the same order whatever else runs."""
-    row = tl.program_id(1).to(tl.int64)
+@triton.jit(do_not_specialize=["tokens", "divisor"])
+def sum_chunks_kernel(
+    x_ptr, out_ptr, tokens, divisor, x_row, x_token,
+    CHANNELS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row, chunk of tokens and block of channels, which adds up the chunk in the same order whatever else runs."""
+    row, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     total = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
-    for start in range(0, tokens, TOKENS):
-        token = start + tl.arange(0, TOKENS)
+    for start in range(0, CHUNK, TOKENS):
+        token = chunk * CHUNK + start + tl.arange(0, TOKENS)
         place = row * x_row + token[:, None].to(tl.int64) * x_token + channel[None, :]
         total += tl.load(x_ptr + place, mask=(token < tokens)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * CHANNELS + channel, tl.sum(total, axis=0) / tokens, mask=inside)
+    chunks = tl.num_programs(1)
+    tl.store(out_ptr + (row * chunks + chunk) * CHANNELS + channel, tl.sum(total, axis=0) / divisor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -42,13 +48,22 @@ def distance_from_mean_kernel(x_ptr, mean_ptr, out_ptr, tokens, x_row, x_token, 
 
 def mean_over_tokens(x: Tensor) -> Tensor:
     """Mean over the tokens of x [R, N, C]: [R, 1, C], float32."""
+    tokens, sums = x.shape[1], dense_channels(x)
+    while sums.shape[1] > CHUNK:
+        sums = sum_chunks(sums, 1)
+    return sum_chunks(sums, tokens)
+
+
+def sum_chunks(x: Tensor, divisor: int) -> Tensor:
+    """Sums over chunks of the tokens of x [R, N, C], divided: [R, chunks, C], float32."""
     rows, tokens, channels = x.shape
-    x = dense_channels(x)
-    out = torch.empty(rows, 1, channels, dtype=torch.float32, device=x.device)
+    chunks = triton.cdiv(tokens, CHUNK)
+    out = torch.empty(rows, chunks, channels, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        mean_over_tokens_kernel[triton.cdiv(channels, CHANNELS_AT_A_TIME), rows](
-            x, out, tokens, x.stride(0), x.stride(1), CHANNELS=channels, TOKENS=TOKENS, BLOCK=CHANNELS_AT_A_TIME, num_warps=4
-        )
+        sum_chunks_kernel[triton.cdiv(channels, CHANNELS_AT_A_TIME), chunks, rows](
+            x, out, tokens, float(divisor), x.stride(0), x.stride(1),
+            CHANNELS=channels, CHUNK=CHUNK, TOKENS=TOKENS, BLOCK=CHANNELS_AT_A_TIME, num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -30,11 +30,11 @@ def turned(x, cosine, sine, factor, head_dim, NORMALISED: tl.constexpr, TURNED: 
     return tl.reshape(tl.join(even, odd), [x.shape[0], x.shape[1]])
 
 
-@triton.jit(do_not_specialize=["start", "tokens"])
+@triton.jit(do_not_specialize=["start", "tokens", "images"])
 def rotate_into_cache_kernel(
-    qkv_ptr, temperature_ptr, rotation_ptr, index_ptr, starts_ptr, q_ptr, keys_ptr, values_ptr,
-    start, tokens, qkv_row, qkv_token, qkv_part, keys_row, keys_token, values_row, values_token,
-    NORMALISED: tl.constexpr, TURNED: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr,
+    qkv_ptr, temperature_ptr, rotation_ptr, index_ptr, starts_ptr, image_ptr, place_ptr, ends_ptr, q_ptr, keys_ptr, values_ptr,
+    start, tokens, images, qkv_row, qkv_token, qkv_part, keys_row, keys_token, values_row, values_token,
+    NORMALISED: tl.constexpr, TURNED: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, CHANNEL_BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -43,6 +43,8 @@ def rotate_into_cache_kernel(
     channel = tl.arange(0, CHANNEL_BLOCK)[None, :]
     place = head * HEAD_DIM + channel  # [heads, channels]
     inside = (head < HEADS) & (channel < HEAD_DIM)
+    if PACKED:
+        inside &= token < tl.load(ends_ptr + images)  # nothing reads what is padding
     source = qkv_ptr + row * qkv_row + token * qkv_token + place
     q = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(source + qkv_part, mask=inside, other=0.0).to(tl.float32)
@@ -52,7 +54,7 @@ def rotate_into_cache_kernel(
     if TURNED:
         cell = token
         if INDEXED:
-            cell = tl.load(index_ptr + row * tokens + token).to(tl.int64)
+            cell = tl.load(index_ptr + (token if PACKED else row * tokens + token)).to(tl.int64)
         both = tl.load(rotation_ptr + cell * HEAD_DIM + channel, mask=channel < HEAD_DIM, other=0.0)
         cosine, sine = tl.split(tl.reshape(both, [1, CHANNEL_BLOCK // 2, 2]))
     temperature = 1.0
@@ -61,11 +63,15 @@ def rotate_into_cache_kernel(
     q = turned(q, cosine, sine, temperature, HEAD_DIM, NORMALISED, TURNED, EPS)
     tl.store(q_ptr + (row * tokens + token) * (HEADS * HEAD_DIM) + place, q.to(q_ptr.dtype.element_ty), mask=inside)
     k = turned(k, cosine, sine, 1.0, HEAD_DIM, NORMALISED, TURNED, EPS)
+    owner = row  # of the cache
     slot = token + start
+    if PACKED:
+        owner = row * images + tl.load(image_ptr + token).to(tl.int64)
+        slot = tl.load(place_ptr + token).to(tl.int64) + start
     if RAGGED:
-        slot = token + tl.load(starts_ptr + row).to(tl.int64)
-    tl.store(keys_ptr + row * keys_row + slot * keys_token + place, k.to(keys_ptr.dtype.element_ty), mask=inside)
-    tl.store(values_ptr + row * values_row + slot * values_token + place, v.to(values_ptr.dtype.element_ty), mask=inside)
+        slot += tl.load(starts_ptr + owner).to(tl.int64)
+    tl.store(keys_ptr + owner * keys_row + slot * keys_token + place, k.to(keys_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + owner * values_row + slot * values_token + place, v.to(values_ptr.dtype.element_ty), mask=inside)
 
 
 def rotate_into_cache(
@@ -77,6 +83,7 @@ def rotate_into_cache(
     values: Tensor,
     start: int | Tensor,
     *,
+    packed: tuple[Tensor, Tensor, Tensor] | None = None,
     warps: int | None = None,
 ) -> Tensor:
     """Queries [R, N, H, D] of qkv [R, N, 3, H, D]; keys and values go to tokens `start` to `start + N` of keys, values [R, T, H, D].
@@ -84,17 +91,25 @@ def rotate_into_cache(
     temperature: [H] or [H, 1], float32, what multiplies queries after both were made unit vectors; None: neither happens.
     rotation: complex64 [cells, D / 2] for the channel pairs (2i, 2i + 1); token n is cell index[r, n], or cell n without an index.
     start: a number, or one per row [R] where rows differ in length. Padding is written like any token.
+    packed: (image [N], place [N], starts [B + 1]) where every row of qkv holds the tokens of B rows, each from its start to the next one's:
+    keys, values and `start` have R * B rows, and token n of row r goes to place start + place[n] of row r * B + image[n]. The index is
+    [1, N] then. Of what lies behind the last token nothing is written, nor are its queries.
     """
     rows, tokens, three, heads, head_dim = qkv.shape
     if three != 3 or head_dim % 2:
         raise ValueError(f"qkv is [R, N, 3, H, D] with an even D; got {list(qkv.shape)}")
     if qkv.stride()[-2:] != (head_dim, 1):
         qkv = qkv.contiguous()
+    images = 1 if packed is None else keys.shape[0] // rows
     for name, store in (("keys", keys), ("values", values)):
-        require_shape(name, store, rows, store.shape[1], heads, head_dim)
+        require_shape(name, store, rows * images, store.shape[1], heads, head_dim)
         if store.stride()[-2:] != (head_dim, 1):
             raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
-    if isinstance(start, int) and not 0 <= start <= keys.shape[1] - tokens:
+    image, place, ends = packed or (None, None, None)
+    for name, entries, expected in (("image", image, tokens), ("place", place, tokens), ("starts", ends, images + 1)):
+        if entries is not None:
+            require_shape(name, entries, expected)
+    if isinstance(start, int) and packed is None and not 0 <= start <= keys.shape[1] - tokens:
         raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
     if temperature is not None:
         temperature = temperature.flatten().float().contiguous()
@@ -107,19 +122,20 @@ def rotate_into_cache(
         if index is None:
             require_shape("rotation", rotation, tokens, head_dim // 2)
     if index is not None:
-        index = require_index(index, rows)
-        require_shape("index", index, rows, tokens)
+        index = require_index(index, rows if packed is None else 1)
+        require_shape("index", index, index.shape[0], tokens)
     starts = start.contiguous() if isinstance(start, Tensor) else None
     if starts is not None:
-        require_shape("start", starts, rows)
+        require_shape("start", starts, rows * images)
     q = torch.empty(rows, tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     head_block, channel_block = power_of_two(heads), power_of_two(head_dim)
     with torch.cuda.device_of(qkv):
         rotate_into_cache_kernel[tokens, rows](
-            qkv, temperature, table, index, starts, q, keys, values,
-            0 if starts is not None else start, tokens, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
+            qkv, temperature, table, index, starts, image, place, ends, q, keys, values,
+            0 if starts is not None else start, tokens, images, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
             NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
-            HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block, EPS=SMALLEST_SQUARE,
+            PACKED=packed is not None, EPS=SMALLEST_SQUARE,
+            HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
     return q
@@ -133,6 +149,8 @@ def rotate_into_cache_reference(
     keys: Tensor,
     values: Tensor,
     start: int | Tensor,
+    *,
+    packed: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     rows, tokens, _, heads, head_dim = qkv.shape
     qk = qkv[:, :, :2].to(torch.promote_types(qkv.dtype, torch.float32))
@@ -146,7 +164,11 @@ def rotate_into_cache_reference(
     if temperature is not None:
         q = q * temperature.view(heads, 1)
     for store, new in ((keys, k), (values, qkv[:, :, 2])):
-        if isinstance(start, Tensor):
+        if packed is not None:
+            image, place = (part[: int(packed[2][-1])] for part in packed[:2])
+            row = torch.arange(rows, device=store.device)[:, None] * (store.shape[0] // rows) + image
+            store[row, place + (start[row] if isinstance(start, Tensor) else start)] = new[:, : len(image)].to(store.dtype)
+        elif isinstance(start, Tensor):
             row, slot = torch.arange(rows, device=start.device)[:, None], torch.arange(tokens, device=start.device)
             store[row, start[:, None] + slot] = new.to(store.dtype)
         else:

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from .shapes import power_of_two
 
-# Two launches and a few kilobytes. Torch sorts twice, stably, for which it takes several launches each: with FastVAR's preset for
-# infinity-2b 150 selections among 1024 or 1600 tokens a request. A token's rank is counted by comparing it with all others, 2.6 million
-# comparisons for 1600 tokens: 5.3 us for two rows on an H200 (17 with 32 tokens a program and 256 compared at a time), and 1.7 to place
-# them in order.
+# One launch and a few kilobytes, where torch sorts twice, stably, for which it takes several launches each: with FastVAR's preset for
+# infinity-2b 150 selections among 1024 or 1600 tokens a request. One program per row keeps all scores in registers and finds the smallest
+# kept one two bits at a time: 16 rounds in which the scores above three thresholds are counted at once. Comparing every token with all
+# others took 17 us for one pair of rows of 4096 tokens on an H200, but grew with the batch.
 
-COMPARED = 2048  # tokens that a program compares its own with at a time, at most
-OWN = 8  # tokens whose rank a program counts
-ORDERED = 4096  # tokens that a program puts in order at a time, at most
+LONGEST = 16384  # tokens of a row that a program holds; longer rows are sorted by torch
 
 
 @triton.jit
@@ -28,36 +26,27 @@ def sortable(score):
 
 
 @triton.jit(do_not_specialize=["tokens", "keep"])
-def topk_indices_rank_kernel(score_ptr, kept_ptr, tokens, keep, score_row, ROUNDS: tl.constexpr, OWN: tl.constexpr, COMPARED: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    scores = score_ptr + row * score_row
-    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    inside = own < tokens
-    mine = sortable(tl.load(scores + own, mask=inside, other=0.0))
-    rank = tl.zeros([OWN], dtype=tl.int32)
-    for step in range(ROUNDS):
-        other = step * COMPARED + tl.arange(0, COMPARED)
-        theirs = sortable(tl.load(scores + other, mask=other < tokens, other=0.0))
-        before = (theirs[None, :] > mine[:, None]) | ((theirs[None, :] == mine[:, None]) & (other[None, :] < own[:, None]))
-        rank += tl.sum((before & (other < tokens)[None, :]).to(tl.int32), axis=1)
-    tl.store(kept_ptr + row * tokens + own, (rank < keep).to(tl.int8), mask=inside)
-
-
-@triton.jit(do_not_specialize=["tokens", "keep"])
-def topk_indices_place_kernel(kept_ptr, out_ptr, tokens, keep, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
+def topk_indices_kernel(score_ptr, out_ptr, tokens, keep, score_row, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    found = 0
-    for step in range(ROUNDS):
-        token = step * BLOCK + tl.arange(0, BLOCK)
-        kept = tl.load(kept_ptr + row * tokens + token, mask=token < tokens, other=0).to(tl.int32)
-        place = found + tl.cumsum(kept, axis=0) - kept
-        tl.store(out_ptr + row * keep + place, token.to(tl.int64), mask=kept != 0)
-        found += tl.sum(kept, axis=0)
-
-
-def rounds(tokens: int, at_a_time: int) -> int:
-    """Rounds that cover all tokens; a power of two, so that few numbers of tokens need a kernel of their own."""
-    return power_of_two(triton.cdiv(tokens, at_a_time))
+    token = tl.arange(0, BLOCK)
+    inside = token < tokens
+    scores = sortable(tl.load(score_ptr + row * score_row + token, mask=inside, other=0.0)).to(tl.int64) + 0x80000000  # 32 bits, unsigned
+    scores = tl.where(inside, scores, -1)
+    least = tl.zeros([], dtype=tl.int64)  # the largest number that at least `keep` scores reach
+    for step in range(16):
+        unit = tl.full([], 1, tl.int64) << (30 - 2 * step)
+        reached = (scores >= least + unit).to(tl.int64)
+        reached += (scores >= least + 2 * unit).to(tl.int64) << 20
+        reached += (scores >= least + 3 * unit).to(tl.int64) << 40
+        count = tl.sum(reached, axis=0)
+        higher = ((count & 0xFFFFF) >= keep).to(tl.int64) + (((count >> 20) & 0xFFFFF) >= keep).to(tl.int64)
+        least += (higher + ((count >> 40) >= keep).to(tl.int64)) * unit
+    above = scores > least
+    equal = scores == least
+    first = tl.cumsum(equal.to(tl.int32), axis=0)  # of equals the first are taken
+    kept = above | (equal & (first <= keep - tl.sum(above.to(tl.int32), axis=0)))
+    place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    tl.store(out_ptr + row * keep + place, token.to(tl.int64), mask=kept)
 
 
 def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
@@ -65,20 +54,15 @@ def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
     rows, tokens = score.shape
     if score.dtype != torch.float32 or not 0 <= keep <= tokens:
         raise ValueError(f"expected scores [R, N] in float32 and N to keep at most; got {list(score.shape)}, {score.dtype}, {keep}")
+    if tokens > LONGEST:
+        return topk_indices_sorted_reference(score, keep)
     out = torch.empty(rows, keep, dtype=torch.int64, device=score.device)
     if not out.numel():
         return out
     score = score if score.stride(1) == 1 else score.contiguous()
-    kept = torch.empty(rows, tokens, dtype=torch.int8, device=score.device)
-    all_tokens = max(power_of_two(tokens), 32)
-    compared, block = min(all_tokens, COMPARED), min(all_tokens, ORDERED)
+    block = max(power_of_two(tokens), 32)
     with torch.cuda.device_of(score):
-        topk_indices_rank_kernel[triton.cdiv(tokens, OWN), rows](
-            score, kept, tokens, keep, score.stride(0), ROUNDS=rounds(tokens, compared), OWN=OWN, COMPARED=compared, num_warps=4
-        )
-        topk_indices_place_kernel[(rows,)](
-            kept, out, tokens, keep, ROUNDS=rounds(tokens, block), BLOCK=block, num_warps=max(block // 256, 1)
-        )
+        topk_indices_kernel[(rows,)](score, out, tokens, keep, score.stride(0), BLOCK=block, num_warps=min(max(block // 128, 1), 32))
     return out
 
 

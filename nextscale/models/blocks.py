@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
+from ..packing import Packing
 from ..stage import Tokens
 from .attention import CrossAttention, SelfAttention
 from .block_config import BlockConfig
@@ -57,7 +58,7 @@ class Block(nn.Module):
         return self.attention(self.norm(x), tokens, env)
 
     def text_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.text_attention(self.text_norm(x), env)
+        return self.text_attention(self.text_norm(x), env, tokens.packing)
 
     def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return self.feed_forward(self.norm(x))
@@ -85,11 +86,12 @@ def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env
     """Runs sublayers of one block or of several in order: an addition and the norm that follows are one pass."""
     last = sublayers[-1]
     assert last.gain is not None
-    y = kernels.norm_modulate(x, sublayers[0].scale, sublayers[0].shift)
+    image = None if tokens.packing is None else tokens.packing.image
+    y = kernels.norm_modulate(x, sublayers[0].scale, sublayers[0].shift, image=image)
     for sublayer, following in pairwise(sublayers):
         update = sublayer.run(y, tokens, env)
-        x, y = kernels.residual_norm_modulate(x, sublayer.gain, update, following.scale, following.shift)
-    return torch.addcmul(x, last.gain, last.run(y, tokens, env))
+        x, y = kernels.residual_norm_modulate(x, sublayer.gain, update, following.scale, following.shift, image=image)
+    return torch.addcmul(x, tokens.of_rows(last.gain), last.run(y, tokens, env))
 
 
 class ModulatedBlock(Block):
@@ -111,14 +113,17 @@ class ModulatedBlock(Block):
         feed_forward = FusedSublayer(m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain, lambda y, *_: self.feed_forward(y))
         if not self.has_text:
             return attention, feed_forward
-        text = FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, lambda y, _, env: self.text_attention(y, env))
+        text = FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, self._text_attention)
         return attention, text, feed_forward
 
+    def _text_attention(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return self.text_attention(y, env, tokens.packing)
+
     def attention_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return env.cond.modulation[self.layer].attention_gain * self._attention(x, tokens, env)
+        return tokens.of_rows(env.cond.modulation[self.layer].attention_gain) * self._attention(x, tokens, env)
 
     def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return env.cond.modulation[self.layer].feed_forward_gain * self._feed_forward(x, env)
+        return tokens.of_rows(env.cond.modulation[self.layer].feed_forward_gain) * self._feed_forward(x, tokens, env)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         """Runs all sublayers in order, each gain fused with the addition; with kernels also with the next norm."""
@@ -126,26 +131,28 @@ class ModulatedBlock(Block):
         if fused:
             return run_fused(fused, x, tokens, env)
         m = env.cond.modulation[self.layer]
-        x = torch.addcmul(x, m.attention_gain, self._attention(x, tokens, env))
+        x = torch.addcmul(x, tokens.of_rows(m.attention_gain), self._attention(x, tokens, env))
         if self.has_text:
             x = x + self.text_sublayer(x, tokens, env)
-        return torch.addcmul(x, m.feed_forward_gain, self._feed_forward(x, env))
+        return torch.addcmul(x, tokens.of_rows(m.feed_forward_gain), self._feed_forward(x, tokens, env))
 
     def _attention(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.attention(self.attention_input(x, env.cond.modulation[self.layer]), tokens, env)
+        return self.attention(self.attention_input(x, env.cond.modulation[self.layer], tokens.packing), tokens, env)
 
-    def _feed_forward(self, x: Tensor, env: Env) -> Tensor:
-        return self.feed_forward(self.feed_forward_input(x, env.cond.modulation[self.layer]))
+    def _feed_forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return self.feed_forward(self.feed_forward_input(x, env.cond.modulation[self.layer], tokens.packing))
 
-    def attention_input(self, x: Tensor, m: Modulation) -> Tensor:
-        return self._modulated(x, m.attention_scale, m.attention_shift)
+    def attention_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
+        return self._modulated(x, m.attention_scale, m.attention_shift, packing)
 
-    def feed_forward_input(self, x: Tensor, m: Modulation) -> Tensor:
-        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift)
+    def feed_forward_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
+        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing)
 
-    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None) -> Tensor:
         if self.fusable and kernels.available(x):
-            return kernels.norm_modulate(x, scale, shift)
+            return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image)
+        if packing is not None:
+            scale, shift = packing.of_rows(scale), packing.of_rows(shift)
         return torch.addcmul(shift, self.norm(x), scale)
 
 

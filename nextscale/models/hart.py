@@ -146,7 +146,7 @@ class Hart(NextScaleModel):
         return self.level_embed(torch.full((1,), stage.index, device=self.device))
 
     def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
-        codes = self.word_embed(hidden.canvas.vectors(ids).to(self.dtype))
+        codes = self.word_embed(hidden.canvas.vectors(hidden.tokens.pack(ids)).to(self.dtype))
         condition = self.residual_norm(hidden.x + codes.repeat(hidden.cfg_branches, 1, 1))
         request = hidden.request
         scale = self.residual_scale(request.guidance, hidden.tokens.stage)

@@ -188,6 +188,6 @@ class Infinity(NextScaleModel):
     def logit_shape(self) -> tuple[int, ...]:
         return self.head.out_features // 2, 2
 
-    def logits(self, x: Tensor, env: Env) -> Tensor:
+    def logits(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         """[R, N, bits, 2]: for every bit the logit of 0 and of 1."""
-        return super().logits(x, env).unflatten(-1, (-1, 2))
+        return super().logits(x, tokens, env).unflatten(-1, (-1, 2))

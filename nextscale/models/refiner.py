@@ -48,10 +48,13 @@ class Refiner(nn.Module):
         return Conditioning(start=self.text_proj(pooled)[:, None] + self.pos_start, temperatures=temperatures(self.stack), rope=rope)
 
     def forward(self, x: Tensor, known: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        """The main model's hidden states [R, N, C] and settled code vectors [B, N, Z], zero elsewhere, to logits [R, N, V]."""
+        """The main model's hidden states [R, N, C] and settled code vectors [B, N, Z], zero elsewhere, to logits [R, N, V].
+
+        `tokens` have one before those on the grid; where they are packed all three are.
+        """
         codes = self.word_embed(known.to(x.dtype)) + self.level_embed.weight[tokens.stage.index]
-        codes = torch.cat([env.cond.start, codes.repeat(x.shape[0] // codes.shape[0], 1, 1)], dim=1)
-        y = self.merge(torch.cat([codes, torch.cat([env.cond.start, x], dim=1)], dim=-1))
+        codes = tokens.prepend(env.cond.start, codes.repeat(x.shape[0] // codes.shape[0], 1, 1))
+        y = self.merge(torch.cat([codes, tokens.prepend(env.cond.start, x)], dim=-1))
         y = run_in_order(self.stack, y, tokens, env)
         return self.head(self.head_norm(tokens.on_grid(y)[0])).float()
 
@@ -68,9 +71,10 @@ class Refiner(nn.Module):
                 out = logits
             else:
                 known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
-                with attention_backend(hidden.x.shape[0] * with_prompt.num_tokens, logits.device, hidden.env.captured):
-                    raw = self(hidden.x, tokens.gather(known), with_prompt, env)
-                out = sampling.prepare(request.guidance.in_full(raw, request.batch), tokens.stage)
+                with attention_backend(with_prompt.rows_of(hidden.x) * with_prompt.num_tokens, logits.device, hidden.env.captured):
+                    raw = self(hidden.x, tokens.pack(tokens.gather(known)), with_prompt, env)
+                guided = request.guidance.in_full(raw, tokens.stage, tokens.branch_size(request.batch))
+                out = sampling.prepare(tokens.unpack(guided), tokens.stage)
                 hidden.finite.append(out.isfinite().all())
             codes, kept = sample_codes(out, tokens, sampling, request.rng)
             certainty = kept.softmax(dim=-1).gather(-1, codes[..., None]).squeeze(-1)

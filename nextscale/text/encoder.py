@@ -60,6 +60,7 @@ class TextEncoder(ABC):
             dtype = self.cuda_dtype if self.device.type == "cuda" else torch.float32
         if not dtype.is_floating_point:
             raise SettingError(f"dtype is {dtype}; expected a floating type: torch.float16, torch.bfloat16 or torch.float32")
+        self.source = source
         self._cache = _RecentPrompts(cache_size)
         self._tokenizer, model = self._load(source, dtype)
         self.offload = offload

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ..errors import MissingExtra, TextEncoderUnavailable
+from ..errors import DownloadError, MissingExtra, TextEncoderUnavailable
+from ..hub import cached_snapshot, snapshot
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -73,16 +74,20 @@ class EncoderFiles:
 
 
 class EncoderSource:
-    """A folder or hub name as the user gave it, and what it should hold. A folder never touches the network."""
+    """A folder or hub name as the user gave it, and what it should hold. A folder never touches the network.
 
-    def __init__(self, given: str | Path, files: EncoderFiles) -> None:
+    A hub name stands for the folder in the hub's cache; without `download`, what is not there is not fetched.
+    """
+
+    def __init__(self, given: str | Path, files: EncoderFiles, download: bool = True) -> None:
         self._given = given
         self._files = files
-        self._is_hub_name = _is_hub_name(given)
+        self._can_download = download
+        self._is_hub_name = is_hub_name(given)
 
     def open(self) -> Path:
         """A folder on this machine in which every needed file was found."""
-        folder = self._download() if self._is_hub_name else Path(self._given).expanduser()
+        folder = self._from_hub(str(self._given)) if self._is_hub_name else Path(self._given).expanduser()
         if not folder.is_dir():
             raise self.unavailable("is not a folder on this machine.")
         absent = self._files.absent(folder)
@@ -100,17 +105,19 @@ class EncoderSource:
         repository = str(self._given) if self._is_hub_name else self._files.repository
         return TextEncoderUnavailable(f"text encoder {str(self._given)!r} {problem} {self._files.how_to_fetch(repository)}")
 
-    def _download(self) -> Path:
-        """Fetch into the hub's own cache or find it there, with one look-up: from_pretrained would retry each file for most of a minute."""
-        from huggingface_hub import snapshot_download
-
+    def _from_hub(self, repository: str) -> Path:
+        cached = cached_snapshot(repository)
+        if cached is not None and not self._files.absent(cached):
+            return cached
+        if not self._can_download:
+            raise self.unavailable("is not in the hub's cache, and downloads are not allowed.")
         try:
-            return Path(snapshot_download(str(self._given), allow_patterns=list(self._files.downloaded)))
-        except Exception as error:  # the hub client passes on errors of whichever HTTP package it uses
-            raise self.unavailable(f"could not be fetched: {error}") from error
+            return snapshot(repository, self._files.downloaded)
+        except DownloadError as error:
+            raise self.unavailable(f"is not on this machine. {error}.") from error
 
 
-def _is_hub_name(source: str | Path) -> bool:
+def is_hub_name(source: str | Path) -> bool:
     if isinstance(source, Path):
         return False
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import PromptError, TextEncoderUnavailable
-from . import Encoder, TextFeatures
+from . import Encoder, TextEncoder, TextFeatures
 
 
 class Prompts(Protocol):
@@ -49,6 +50,10 @@ class Labels:
 class PromptReader(Protocol):
     def read(self, prompt: Any) -> Prompts: ...
 
+    def to(self, device: torch.device) -> None:
+        """Where prompts are read from now on."""
+        ...
+
     def empty(self) -> Prompts | None:
         """What stands for "no prompt" in guidance; None where the model has its own idea of it."""
         ...
@@ -71,8 +76,26 @@ class ClassReader:
                 raise PromptError(f"class {number!r}: this model takes whole numbers from 0 to {self.classes - 1}; -1 is no class")
         return Labels(torch.tensor([number if number >= 0 else self.classes for number in numbers]))
 
+    def to(self, device: torch.device) -> None:
+        """Class numbers follow the model."""
+
     def empty(self) -> None:
         return None
+
+
+@dataclass
+class EncoderOpener:
+    """Opens the text encoder of a model. What is changed before it is opened counts."""
+
+    open: Callable[[torch.device, bool], Encoder]  # device, offload
+    source: str | Path | None  # folder or hub name; None: an encoder that was made by hand, or a small one of words
+    kind: str  # name of its class
+    device: torch.device
+    offload: bool = False
+    can_offload: bool = False
+
+    def __call__(self) -> Encoder:
+        return self.open(self.device, self.offload)
 
 
 class TextReader:
@@ -82,12 +105,36 @@ class TextReader:
     """
 
     def __init__(self, open_encoder: Callable[[], Encoder], reads_empty: bool = False) -> None:
-        self._open_encoder = open_encoder
-        self._reads_empty = reads_empty
+        self.open_encoder = open_encoder
+        self.reads_empty = reads_empty
 
     @cached_property
     def encoder(self) -> Encoder:
-        return self._open_encoder()
+        return self.open_encoder()
+
+    @property
+    def is_open(self) -> bool:
+        return "encoder" in self.__dict__
+
+    def to(self, device: torch.device) -> None:
+        if isinstance(self.open_encoder, EncoderOpener):
+            self.open_encoder.device = device
+            if not self.is_open:
+                return
+        if hasattr(self.encoder, "to"):  # one of the caller's own need not have it
+            self.encoder.to(device)
+
+    @property
+    def can_offload(self) -> bool:
+        return isinstance(self.encoder, TextEncoder) if self.is_open else getattr(self.open_encoder, "can_offload", False)
+
+    def offload(self) -> None:
+        """The encoder's weights lie in the host's memory from now on, and are on the device only while it encodes."""
+        if isinstance(self.open_encoder, EncoderOpener):
+            self.open_encoder.offload = True
+        if self.is_open and isinstance(self.encoder, TextEncoder):
+            self.encoder.offload = True
+            self.encoder.to(self.encoder.device)
 
     def read(self, prompt: Any) -> TextFeatures:
         prompts: Any = [prompt] if isinstance(prompt, str) else prompt
@@ -98,7 +145,7 @@ class TextReader:
         raise PromptError(f"prompt {prompt!r}: give a prompt, a non-empty list of prompts, or text features [tokens, channels]")
 
     def empty(self) -> TextFeatures | None:
-        if not self._reads_empty:
+        if not self.reads_empty:
             return None
         try:
             return self.encoder.empty()

@@ -66,7 +66,7 @@ class Rules(NamedTuple):
         """Without anchors, which the reference implementation adds in batches only."""
         return SparseVAR(
             tau=self.tau,
-            from_stage=self.first + 1,
+            first_stage=self.first,
             blocks=(self.blocks.start, self.blocks.stop),
             rows="both",
             alpha=None,

@@ -59,7 +59,6 @@ def method_of(case: dict[str, Any], schedule: Schedule) -> StageVAR:
     return StageVAR(
         guidance_off=len(guided),
         alphas={**skipped, **{stage: float(case["alpha"]) for stage in low}},
-        ranks="table",
         groups=depth // groups,
         as_released=True,
     )

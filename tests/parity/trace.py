@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import ImageGroup, MethodRun, Plans, RunSetup, Span
+from nextscale.accel.method import ImageGroup, MethodRun, Plans, RunSetup, Span, TokenCounts
 from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
@@ -88,8 +88,11 @@ class TraceRun(MethodRun):
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         return self.run.count_tokens(stage, canvas)
 
-    def set_counts(self, fewest: int, num_tokens: int) -> None:
-        self.run.set_counts(fewest, num_tokens)
+    def set_counts(self, counts: TokenCounts) -> None:
+        self.run.set_counts(counts)
+
+    def packs(self, planned: StagePlan) -> bool:
+        return self.run.packs(planned)
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         self.trace.first_inputs.append(x)
@@ -102,7 +105,7 @@ class TraceRun(MethodRun):
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         stage = tokens.stage.index
-        self.trace.inputs[stage, layer], self.trace.outputs[stage, layer] = before, after
+        self.trace.inputs[stage, layer], self.trace.outputs[stage, layer] = tokens.unpack(before), tokens.unpack(after)
         self.run.observe(layer, before, after, tokens)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:

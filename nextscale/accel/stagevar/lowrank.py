@@ -54,11 +54,13 @@ def project(x: Tensor, q: Tensor) -> Tensor:
 
 
 def singular_energies(x: Tensor, count: Tensor | None = None) -> Tensor:
-    """Squared singular values of the mean-centred x [R, N, C], largest first: [R, min(N, C)]."""
-    x = zero_tail(x.float(), count)
-    tokens = x.shape[1] if count is None else count[:, None, None]
-    centred = zero_tail(x - x.sum(dim=1, keepdim=True) / tokens, count)
-    return torch.linalg.svdvals(centred).square()
+    """Squared singular values of x [R, N, C], largest first: [R, min(N, C)].
+
+    Of x as it is, as in equation 4, and as the variants decompose it. The published tables were measured of mean-centred features, which
+    lack the direction that all tokens share and so need more rows for the same alpha: on nano 3.0 % of the tokens in place of 1.6 % at
+    40x40 and alpha 0.96.
+    """
+    return torch.linalg.svdvals(zero_tail(x.float(), count)).square()
 
 
 def energy_ranks(energies: Tensor, alpha: float) -> Tensor:

@@ -1,67 +1,83 @@
-"""Ranks as StageVAR counts them, one ratio per group of blocks: the published tables."""
+"""Which rank table a model has: one that was measured of its weights, or the published one of the same model."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from ...errors import SettingError
 from ...models.base import NextScaleModel
-from ...stage import Stage
+from ...models.rank_table import RankRow, RankTable
 from .settings import PUBLISHED, published_for
 
-CONSTANT_RATIO = 0.177  # where no table fits: the share of its tokens that Infinity's 40 x 40 stage keeps at alpha 0.96
-
-Table = dict[float, dict[int, tuple[float, ...]]]
+ADVICE = (
+    "Set ranks to a ratio such as 0.05, to one per group, or to \"measured\"; or measure a table of this model with"
+    " `nextscale observe ranks`, which is then found beside its weights, or given as ranks=FILE"
+)
 
 
 @cache
-def rank_tables() -> dict[str, Table]:
-    """The published ratios by table, alpha and side of the stage, one per group."""
-    text = files(__package__).joinpath("ranks.json").read_text()
+def published_tables() -> dict[str, RankTable]:
+    """The published ratios by family, each of the model that it was measured of."""
+    tables = json.loads(files(__package__).joinpath("ranks.json").read_text())
     return {
-        name: {float(alpha): {int(side): tuple(ratios) for side, ratios in sides.items()} for alpha, sides in table.items()}
-        for name, table in json.loads(text).items()
-        if name != "note"
+        family: RankTable(
+            family,
+            published.depth,
+            published.dim,
+            tuple(
+                RankRow(float(alpha), int(side) ** 2, tuple(ratios))
+                for alpha, sides in tables[family].items()
+                for side, ratios in sides.items()
+            ),
+        )
+        for family, published in PUBLISHED.items()
     }
 
 
-def groups_in(table: Table) -> int:
-    return len(next(iter(next(iter(table.values())).values())))
-
-
-def table_for(model: NextScaleModel, groups: int, as_released: bool = False) -> Table | None:
-    """The published table of this kind of model, if it has as many groups; as released it may have more, where the program's may."""
-    published = published_for(model)
-    if published is None:
+def published_table(model: NextScaleModel) -> RankTable | None:
+    """The published table, if it was measured of this model."""
+    published, table = published_for(model), published_tables().get(model.family)
+    if published is None or table is None or not table.belongs_to(model):
         return None
-    table = rank_tables()[published.table]
-    fits = groups <= groups_in(table) if as_released and published.first_ratios else groups == groups_in(table)
-    return table if fits else None
+    trained: Any = model.config if published.trained_sides else None
+    return table if trained is None or trained.sides == published.trained_sides else None
 
 
-def table_ratios(table: Table, alpha: float, stage: Stage, groups: int) -> tuple[float, ...]:
-    """The first `groups` ratios at the side whose square has nearly as many cells as the stage."""
-    if alpha not in table:
-        raise SettingError(
-            f"alpha {alpha} at stage {stage.index} has no published ranks; there are {', '.join(str(known) for known in sorted(table))}."
-            ' Choose one of them, or set ranks to a ratio or "measured"'
-        )
-    sides = table[alpha]
-    return sides[min(sides, key=lambda side: abs(side * side - stage.cells))][:groups]
+def table_for(model: NextScaleModel, groups: int, as_released: bool) -> RankTable:
+    """The table of this model; SettingError where there is none with as many groups.
 
-
-def no_table(model: NextScaleModel, groups: int) -> SettingError:
-    known = []
-    for backbone, published in PUBLISHED.items():
-        table = rank_tables()[published.table]
-        sides = ", ".join(str(side) for side in next(iter(table.values())))
-        known.append(f"{backbone} with {groups_in(table)} groups (sides {sides})")
-    return SettingError(
-        f"there are no published ranks for {type(model).__name__} with {groups} groups of blocks, only for {'; '.join(known)}."
-        ' Set ranks to a ratio such as 0.2, to one per group, to "measured", or to what measure_ranks returns'
+    The reference implementations have one table for every model of a family, and Infinity's takes the first ratios for fewer groups.
+    """
+    published = published_for(model)
+    if as_released and published is not None:
+        table = published_tables()[model.family]
+        if groups == table.groups or (published.first_ratios and groups < table.groups):
+            return table
+    known = model.rank_table or published_table(model)
+    if known is not None:
+        return require_groups(known, groups)
+    owners = "; ".join(table.owner for table in published_tables().values())
+    depth, dim = len(model.blocks), model.block_config.dim
+    raise SettingError(
+        f"StageVAR has no ranks for {model.family} with {depth} blocks of {dim} channels; there are published ones for {owners}. {ADVICE}"
     )
+
+
+def given_table(table: RankTable, model: NextScaleModel, groups: int) -> RankTable:
+    """A table that the caller gives for this model; SettingError if it belongs to another."""
+    if not table.belongs_to(model):
+        depth, dim = len(model.blocks), model.block_config.dim
+        raise SettingError(f"these are {table!r}, and not of {model.family} with {depth} blocks of {dim} channels. {ADVICE}")
+    return require_groups(table, groups)
+
+
+def require_groups(table: RankTable, groups: int) -> RankTable:
+    if table.groups != groups:
+        raise SettingError(f"these are {table!r}, and not {groups}: leave out the setting groups. {ADVICE}")
+    return table
 
 
 def counted_tokens(model: NextScaleModel) -> int | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ...checks import is_share, is_whole
 from ...errors import SettingError
 from ...models.base import NextScaleModel
+from ...models.rank_table import RankTable, read_rank_table
+from ...schedules import HART_1024
 
 Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
 Alphas = tuple[tuple[int, float], ...]
@@ -24,7 +27,8 @@ PUBLISHED_ALPHA = 0.96
 class Published:
     """What the paper and its reference implementation do for one family."""
 
-    table: str  # in ranks.json
+    depth: int  # with dim, of the model that its ranks were measured of
+    dim: int
     stages: int
     guidance_off: int
     alphas: Alphas
@@ -32,11 +36,13 @@ class Published:
     sides: Mapping[int, float] | None = None  # alphas by the stage's side, where the reference implementation finds stages by it
     counts_all_tokens: bool = False  # a ratio is a share of all tokens; False: of at most as many as the network has channels
     first_ratios: bool = False  # with fewer groups than its table the program takes the first ratios
+    trained_sides: tuple[int, ...] | None = None  # where models for other sizes have weights of their own: that model's stages
 
 
 PUBLISHED: Mapping[str, Published] = {
     "infinity": Published(
-        "infinity",
+        32,
+        2048,
         13,
         10,
         ((10, PUBLISHED_ALPHA), (11, 0.0), (12, 0.0)),
@@ -44,8 +50,8 @@ PUBLISHED: Mapping[str, Published] = {
         counts_all_tokens=True,
         first_ratios=True,
     ),
-    "star": Published("star", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
-    "hart": Published("hart", 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
+    "star": Published(30, 1920, 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1, trained_sides=HART_1024),
+    "hart": Published(24, 1536, 14, 12, ((13, PUBLISHED_ALPHA),), blocks_per_group=1),
 }
 
 
@@ -75,11 +81,13 @@ def checked_alphas(given: object) -> Alphas:
     return tuple(sorted((int(stage), float(alpha)) for stage, alpha in pairs))
 
 
-def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios:
+def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios | RankTable:
     if is_share(given, above_zero=True):
         return float(given)
-    if isinstance(given, str) and given in ("table", "measured"):
+    if isinstance(given, RankTable) or given == "measured":
         return given
+    if isinstance(given, str | Path) and str(given).endswith(".json"):
+        return read_rank_table(Path(given).expanduser())
     if isinstance(given, Sequence) and given and all(is_share(ratio, above_zero=True) for ratio in given):
         return tuple(float(ratio) for ratio in given)
     pairs = pairs_of(given)
@@ -88,8 +96,8 @@ def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios:
         for stage, ratios in pairs
     ):
         raise SettingError(
-            'ranks is "table", "measured", a ratio above 0 and up to 1, a tuple of one per group, or a mapping of stages to such tuples;'
-            f" got {given!r}"
+            'ranks is "measured", a ratio above 0 and up to 1, a tuple of one per group, a mapping of stages to such tuples, or the file of'
+            f" a table (.json); got {given!r}"
         )
     return tuple(sorted((int(stage), tuple(float(ratio) for ratio in ratios)) for stage, ratios in pairs))
 

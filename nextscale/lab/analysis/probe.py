@@ -44,6 +44,6 @@ class ProbeRun(MethodRun):
     watchers: tuple[Watch, ...]
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        before, after = (tokens.on_grid(x)[0] for x in (before, after))
+        before, after = (tokens.unpack(tokens.on_grid(x)[0]) for x in (before, after))
         for watch in self.watchers:
             watch(tokens.stage, layer, before, after)

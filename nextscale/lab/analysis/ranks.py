@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Any
 
 import torch
@@ -16,23 +17,25 @@ from ...accel.stagevar.ranks import counted_tokens
 from ...accel.stagevar.settings import PUBLISHED_ALPHA, group_layers
 from ...checks import is_share
 from ...errors import SettingError
+from ...models.rank_table import RankRow, RankTable, identity
 from ...pipeline import Pipeline
 from ...stage import Schedule, Stage
 from .numbers import Curve, Rank
 from .probe import FeatureProbe
 
 ALPHAS = (0.9, 0.96, 0.99)  # StageVAR's published setting is 0.96
+TABLE_ALPHAS = (0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999)
 MOST_LAYERS = 8  # StageVAR measures 8 groups of blocks
 MOST_IMAGES = 8  # the decomposition is slow, and images differ little in their ranks
 
 
 def energies(x: Tensor) -> Tensor:
-    """Squared singular values of the mean-centred x [B, N, C], largest first, [B, min(N, C)], in float64 on the CPU.
+    """Squared singular values of x [B, N, C], largest first, [B, min(N, C)], in float64 on the CPU.
 
     They are eigenvalues of the products along the shorter side, which a GPU forms quickly; it is slow at decomposing many matrices.
     """
-    centred = (x - x.mean(dim=1, keepdim=True, dtype=torch.float32)).double()
-    products = centred @ centred.mT if x.shape[1] < x.shape[2] else centred.mT @ centred
+    x = x.double()
+    products = x @ x.mT if x.shape[1] < x.shape[2] else x.mT @ x
     return torch.linalg.eigvalsh(products.cpu()).flip(1).clamp(min=0)
 
 
@@ -87,6 +90,7 @@ def measure_ranks(
     method: StageVAR | None = None,
     stages: Sequence[int] | None = None,
     seed: int = 0,
+    on_image: Callable[[], None] = lambda: None,
     **request: Any,
 ) -> dict[float, dict[int, tuple[float, ...]]]:
     """Rank ratios of any model: {alpha: {stage: one ratio per group}}, mean over prompts, for `StageVAR(ranks=measured[alpha])`.
@@ -110,6 +114,7 @@ def measure_ranks(
     probed = Combined((dense, FeatureProbe((watcher.watch,), layers, frozenset(measured))))
     for image, prompt in enumerate(prompts):
         pipe(prompt, seed=seed + image, method=probed, **request)
+        on_image()
     if not watcher.found:
         raise SettingError("no ranks to measure: give at least one prompt")
 
@@ -119,3 +124,25 @@ def measure_ranks(
         return tuple(float(torch.stack([ranks[alpha].mean() for ranks in requests]).mean()) / most for requests in found)
 
     return {alpha: {stage: ratios(number, stage) for stage in measured} for number, alpha in enumerate(alphas)}
+
+
+def measure_table(
+    pipe: Pipeline,
+    prompts: Sequence[Any],
+    schedules: Sequence[Schedule],
+    alphas: Sequence[float] = TABLE_ALPHAS,
+    seed: int = 0,
+    on_image: Callable[[], None] = lambda: None,
+) -> RankTable:
+    """A table of this model, for all stages of these schedules that StageVAR runs without guidance.
+
+    Stages with as many cells in several schedules have the mean of them. `on_image` is called after every image.
+    """
+    found: dict[tuple[float, int], list[tuple[float, ...]]] = {}
+    for schedule in schedules:
+        by_alpha = measure_ranks(pipe, prompts, alphas, seed=seed, on_image=on_image, size=schedule)
+        for alpha, by_stage in by_alpha.items():
+            for stage, ratios in by_stage.items():
+                found.setdefault((float(alpha), schedule[stage].cells), []).append(ratios)
+    means = {key: tuple(round(mean(group), 6) for group in zip(*several, strict=True)) for key, several in found.items()}
+    return RankTable(*identity(pipe.model), tuple(sorted(RankRow(*key, ratios) for key, ratios in means.items())))

@@ -18,8 +18,8 @@ def request_prompts(pipe: Pipeline, batch: int, seed: int) -> Any:
     each = [seed + image for image in range(batch)]
     if not isinstance(pipe.reader, TextReader):
         return [number % 10 for number in each]
-    lengths = text_lengths(pipe, batch)  # the number and the encoder's end token are two of them
-    return pipe.reader.read([f"{number} " + "word " * (length - 2) for number, length in zip(each, lengths, strict=True)])
+    lengths = text_lengths(pipe, batch)  # the number, of one or two tokens, and the encoder's own one are three of them
+    return pipe.reader.read([f"{number % 100} " + "word " * (length - 3) for number, length in zip(each, lengths, strict=True)])
 
 
 def text_lengths(pipe: Pipeline, batch: int) -> list[int]:

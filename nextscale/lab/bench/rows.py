@@ -130,7 +130,9 @@ def memory_numbers(runner: Runner) -> Row:
     pipe, workload, captured = runner.pipe, request_workload(runner.pipe, runner.case), runner.warm_up
     weights = weights_bytes(pipe.model) + weights_bytes(pipe.tokenizer)
     peak = max(one.memory for one in runner.timed) + runner.captured_bytes + (weights if runner.device.type == "cuda" else 0)
-    plans = runner.method.forecast(pipe.model, workload.schedule, workload.guided, ASSUMED_KEPT)
+    plans = pipe.settled(runner.method, workload.schedule, workload.images).forecast(
+        pipe.model, workload.schedule, workload.guided, ASSUMED_KEPT
+    )
     predicted = request_memory(pipe.model, pipe.tokenizer, workload, plans)
     return {
         "peak_gb": round(peak / 1e9, 2),

@@ -97,7 +97,7 @@ def with_engine(pipe: Pipeline, engine: Engine) -> Pipeline:
     """The same weights, with captured graphs of its own, which may take all of the device's memory."""
     device = pipe.model.device
     everything = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine, everything)
+    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine, everything, pipe.profiles)
 
 
 def rounds(runners: Sequence[Runner]) -> Iterator[list[Runner]]:

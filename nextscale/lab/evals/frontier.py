@@ -10,27 +10,33 @@ from ...errors import SettingError
 from ..results import PROBED, Row
 
 PANEL_WIDTH, PANEL_HEIGHT, LEFT, TOP, GAP = 380, 300, 58, 54, 66
-LEGEND_LINE = 15
+LEGEND_LINE, LETTER = 15, 6  # pixels
 COLOURS = {"dense": "#333", "skip": "#888", "sparse": "#3b6fb6", "fast": "#c2542d", "stage": "#3a8a4d", "tome": "#8a5aa8"}
 OTHER = "#3b6fb6"
 FEWEST_TICKS = 4
 
 
-def frontier_svg(rows: Sequence[Row]) -> str:
-    """Two panels for the methods of one model and size: LPIPS to the dense image, and agreement with the prompt, both against the
-    speedup over dense generation; on a CPU, whose times mean little, against the share of the MACs."""
+def frontier_svg(rows: Sequence[Row], timed: bool | None = None) -> str:
+    """Two panels for the methods of one model and size: LPIPS to the dense image, and agreement with the prompt where it was judged.
+
+    timed: both against the speedup over dense generation, not against the share of the MACs; None: unless it ran on a CPU, where times
+        mean little.
+    """
     usable = [row for row in rows if "error" not in row]
     if not usable:
         raise SettingError("there is nothing to draw: the results hold no row of a method that ran")
-    timed = not usable[0]["hardware"].startswith("CPU") and all(row["speedup"] for row in usable)
+    if timed is None:
+        timed = not usable[0]["hardware"].startswith("CPU") and all(row["speedup"] for row in usable)
     across = (lambda row: row["speedup"]["median"]) if timed else (lambda row: row["cost_share"])
     named = "speedup over dense" if timed else "MACs against dense"
     agreement = next((name for name in ("label_top5", "style") if name in usable[0]), None)
     panels = [("LPIPS to the dense image", "lpips", True)]
     if agreement is not None:
         panels.append((f"agreement with the prompt, {PROBED[agreement]}{of_real(usable[0][agreement]['real'])}", agreement, False))
-    width = LEFT + len(panels) * (PANEL_WIDTH + GAP)
-    height = TOP + PANEL_HEIGHT + 50 + LEGEND_LINE * ((len(usable) + 1) // 2)
+    column = math.ceil(len(usable) / len(panels))
+    longest = max(len(row["method"]) for row in usable) + 4
+    width = max(LEFT + len(panels) * (PANEL_WIDTH + GAP), LEFT + math.ceil(LETTER * longest) if len(panels) == 1 else 0)
+    height = TOP + PANEL_HEIGHT + 50 + LEGEND_LINE * column
     numbers = {row["method"]: number for number, row in enumerate(usable)}
     parts = [
         _panel(
@@ -42,7 +48,6 @@ def frontier_svg(rows: Sequence[Row]) -> str:
     heading = (
         f"{first['model']}, {first['size'][0]}x{first['size'][1]}, {first['images']} prompts, batch {first['batch']}, {first['hardware']}"
     )
-    column = (len(usable) + 1) // 2
     legend = [
         _text(
             LEFT + (number // column) * width / 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,10 +35,10 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Judges:
-    """LPIPS, the network whose features stand for what an image shows, and probes of these features."""
+    """LPIPS, the network whose features stand for what an image shows, and probes of these features. Without it only pairs are compared."""
 
-    lpips: Lpips
-    features: EfficientNetLite0
+    lpips: Callable[[Tensor, Tensor], Tensor]
+    features: EfficientNetLite0 | None = None
     agreement: Agreement | None = None
 
     @staticmethod
@@ -50,7 +51,8 @@ class Judges:
         """Adds what images [B, 3, H, W] in 8 bits show; those that are not `dense` themselves are compared with it."""
         for ours, theirs in zip(images.split(METRIC_BATCH), dense.split(METRIC_BATCH), strict=True):
             a, b = (levels.float() / 127.5 - 1 for levels in (ours, theirs))
-            result.features.append(self.features.features(a))
+            if self.features is not None:
+                result.features.append(self.features.features(a))
             if images is not dense:
                 found = {"psnr": psnr(a, b), "ssim": ssim(a, b), "lpips": self.lpips(a, b)}
                 for name, values in found.items():

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...accel.method import Method
 from ...accel.registry import resolve_method
-from ...accel.sparsevar import OTHER_BLOCK
 from ...errors import SettingError
 
 DENSE = "dense"
@@ -41,23 +40,66 @@ def standard(stages: int, blocks: int) -> dict[str, str]:
 
 
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
-    """What the paper of SparseVAR leaves open or picks by eye, each changed alone at tau 0.6; other metrics at thresholds of their own."""
-    first = 10 if stages > 10 else stages - 1  # what from_stage is when it is not given
-    published = max(1, round(OTHER_BLOCK * blocks))  # what block is then, except for HART
+    """What the paper of SparseVAR leaves open or picks by eye, each changed alone at a budget of 40 % in the last three stages.
+
+    The budget keeps equally many tokens whatever the setting, so that the rows differ in the choice alone.
+    """
+    keep = {stage: 0.4 for stage in range(max(1, stages - 3), stages)}
+    groups = {f"blocks {first} to {first + blocks // 4 - 1}": (first, first + blocks // 4) for first in range(0, blocks, blocks // 4)}
     chosen: dict[str, dict[str, object]] = {
-        "SparseVAR 0.6": {},
-        "rows both": {"rows": "both"},
-        **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 8, "none")},
-        **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, -1)},
-        **{f"from stage {stage}": {"from_stage": stage} for stage in range(max(2, first - 2), stages + 1) if stage != first},
-        **{f"block {block}": {"block": block} for block in range(1, blocks + 1) if block != published},
-        **{f"logits {tau}": {"metric": "logits", "tau": tau} for tau in (0.5, 0.7, 0.9, 0.97)},
-        **{f"image {tau}": {"metric": "image", "tau": tau} for tau in (0.04, 0.1, 0.3)},
+        "SparseVAR, 40 % kept": {},
+        **{f"rows {rows}": {"rows": rows} for rows in ("both", "uncond")},
+        **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 3, 6, 8, "none")},
+        **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, 1, -1)},
+        **{f"block {block}": {"blocks": block} for block in range(blocks)},
+        **{name: {"blocks": list(group)} for name, group in groups.items()},
+        "all blocks": {"blocks": [0, blocks]},
+        "resize nearest": {"resize": "nearest"},
+        "left out: zero": {"left_out": "zero"},
+        "4 nearest anchors": {"candidates": 4},
+        "anchors at the edges": {"edges": True},
+        "logits": {"metric": "logits"},
+        "image": {"metric": "image"},
     }
-    return {
-        name: "sparsevar:" + ",".join(f"{key}={value}" for key, value in ({"tau": 0.6} | settings).items())
-        for name, settings in chosen.items()
-    }
+    specs = {name: {"keep": keep} | settings for name, settings in chosen.items()}
+    return {name: "sparsevar:" + ",".join(f"{key}={value}" for key, value in settings.items()) for name, settings in specs.items()}
+
+
+def fastvar_scales(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, table 4: two neighbouring stages are thinned, ever later ones."""
+    pairs = [(first, first + 1) for first in range(max(2, stages - 6), stages - 1, 2)]
+    return {f"{a} and {b}, {ratio:.0%}": f"fastvar:ratios={ {a: ratio, b: ratio} }" for a, b in pairs for ratio in (0.5, 0.75)}
+
+
+def fastvar_ratios(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, figure 6: how much of the last stage is not run."""
+    return {f"ratio {ratio}": f"fastvar:ratios={ {stages - 1: ratio} }" for ratio in (0.25, 0.5, 0.6, 0.75, 0.9, 1.0)}
+
+
+def fastvar_cache(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, table A.4: the last two stages are thinned, and restored from ever earlier ones."""
+    thinned = {stages - 2: 0.4, stages - 1: 0.5}
+    return {f"cache {stage}": f"fastvar:ratios={thinned},cache_stage={stage}" for stage in range(max(1, stages - 6), stages - 2)}
+
+
+def stagevar_ranks(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, figure 7: rank ratios of the last stage."""
+    return {f"rank {ratio}": f"stagevar:alphas={ {stages - 1: 0.96} },ranks={ratio}" for ratio in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)}
+
+
+def stagevar_alphas(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, eq. 4: the share of the energy that the rank keeps, measured as it runs; 0 skips the stage."""
+    return {f"alpha {alpha}": f"stagevar:alphas={ {stages - 1: alpha} },ranks=measured" for alpha in (0, 0.8, 0.9, 0.96, 0.99)}
+
+
+def sparsevar_anchors(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, table 4: one anchor in every alpha x alpha cells."""
+    return {f"anchors {alpha}": f"sparsevar:tau=0.6,alpha={alpha}" for alpha in (2, 3, 4, 5, None)}
+
+
+def sparsevar_stages(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, table 5: the stage P, counted from 1, from which tokens leave."""
+    return {f"from stage {first}": f"sparsevar:tau=0.6,from_stage={first}" for first in range(max(2, stages - 7), stages + 1)}
 
 
 def peers(stages: int, blocks: int) -> dict[str, str]:
@@ -81,6 +123,13 @@ def peers(stages: int, blocks: int) -> dict[str, str]:
 LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
     "standard": standard,
     "sparsevar-decisions": sparsevar_decisions,
+    "sparsevar-anchors": sparsevar_anchors,
+    "sparsevar-stages": sparsevar_stages,
+    "fastvar-scales": fastvar_scales,
+    "fastvar-ratios": fastvar_ratios,
+    "fastvar-cache": fastvar_cache,
+    "stagevar-ranks": stagevar_ranks,
+    "stagevar-alphas": stagevar_alphas,
     "peers": peers,
 }
 
@@ -99,4 +148,4 @@ def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, 
 
 def parse_methods(*specs: str) -> Method:
     """One method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
-    return resolve_method([part.strip() for spec in specs for part in spec.split("+")] or None)
+    return resolve_method(specs)

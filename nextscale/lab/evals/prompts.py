@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -14,12 +15,14 @@ from ...errors import PromptError
 from ...io import from_pil
 from ..shards import DataError, Record, read_records, read_shard
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class EvalPrompt:
     """A prompt; style, label and the encoded real image are None where they are not known."""
 
-    text: str
+    text: Any  # or a class number
     style: str | None = None
     label: str | None = None
     encoded: bytes | None = None
@@ -52,7 +55,7 @@ def read_eval_prompts(file: str | Path, limit: int | None = None) -> list[EvalPr
     return evenly_spread(prompts, limit)
 
 
-def evenly_spread(prompts: Sequence[EvalPrompt], limit: int | None) -> list[EvalPrompt]:
+def evenly_spread(prompts: Sequence[T], limit: int | None) -> list[T]:
     """At most `limit` of the prompts."""
     if limit is None or limit >= len(prompts):
         return list(prompts)

@@ -99,19 +99,20 @@ def evaluate(
     turns batch by batch. On a GPU each first runs two batches that are not timed, in which requests that can be captured are: "engine"
     in a row is the one that ran the timed batches. What fails becomes a row with an "error".
 
-    Times are per image in batches of this size, decoding included, encoding the prompts not: a method that keeps another number of
-    tokens in every image, as SparseVAR does, runs as many as the image of the batch that keeps most. `cost_share` counts that padding;
-    `kept`, the share of the cells that the images themselves needed, does not. Both are means over all batches.
+    Times are per image in batches of this size, decoding included, encoding the prompts not. Where a method keeps another number of
+    tokens in every image, as SparseVAR does, `cost_share` counts the padding of buckets and of rows that cannot be packed; `kept`, the
+    share of the cells that the images themselves needed, does not. Both are means over all batches.
     """
     if DENSE not in methods or not prompts:
         raise SettingError(f"quality is judged against dense generation of one or more prompts; got {', '.join(methods)}, {len(prompts)}")
     schedule = pipeline.settings.schedules.choose(size, None)
     requests = Requests(pipeline, schedule, prompts, seed, mixed_batches(len(prompts), batch))
-    chosen = {DENSE: methods[DENSE], **methods}  # each turn starts with the images that the others are compared with
+    ordered = {DENSE: methods[DENSE], **methods}  # each turn starts with the images that the others are compared with
+    chosen = {name: pipeline.settled(method, schedule, batch) for name, method in ordered.items()}
     measured = {name: Measured() for name in chosen}
     longest = requests.longest()
     has_images = all(prompt.encoded is not None for prompt in prompts)
-    references = real_features(judges.features, requests.in_order) if has_images else None
+    references = real_features(judges.features, requests.in_order) if has_images and judges.features is not None else None
     if pipeline.model.device.type == "cuda":
         warm_up(requests, chosen, measured, longest)
     samples = take_turns(requests, chosen, measured, judges, on_progress)

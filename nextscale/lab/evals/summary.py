@@ -92,7 +92,7 @@ class Summary:
     def _directions(self) -> Directions | None:
         """The directions in which real images vary most, or dense ones where there are no real ones; None for too few images."""
         number = min(DIRECTIONS, len(self.prompts) // IMAGES_PER_DIRECTION)
-        if number < FEWEST_DIRECTIONS:
+        if number < FEWEST_DIRECTIONS or not self.dense.features:
             return None
         return Directions.of((torch.cat(self.dense.features) if self.references is None else self.references).cpu(), number)
 

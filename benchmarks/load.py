@@ -1,0 +1,282 @@
+"""A server under load: requests that come on their own time, at half, all and twice of what it can do.
+
+    python -m benchmarks.load --size 256 --max-batch 16 --seconds 20
+    python -m benchmarks.load --door http --size 128 --max-batch 4 --seconds 20
+
+The door is the batcher itself, driven by threads, or `nextscale serve` in a process of its own over HTTP (extra `serve`). First it is asked
+for one image after the other, then for as many as it takes: the ratio is what batching brings. Then requests arrive by chance, whether
+earlier ones are answered or not. Their latency counts from the moment of arrival. At the end the door drains while requests still come,
+which are refused. Some images are then generated again, alone, and compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+
+import nextscale
+from nextscale.cli.parse import parse_size
+from nextscale.engine.batcher import Batcher, BatchRecord, Job
+from nextscale.errors import Overloaded, ShuttingDown
+from nextscale.pipeline import Pipeline
+
+from .results import RESULTS, append, measure
+
+PROMPTS = (
+    "a 3D icon of a red apple",
+    "a flat icon of a rocket",
+    "a glossy emoji of a sailboat",
+    "a photo of a blue t-shirt",
+    "an android style emoji of a cactus",
+)
+RATES = (0.5, 1.0, 2.0)  # of the capacity
+LATE_SHARE = 0.05  # of a run, during which the door drains
+GONE = 0
+ROUNDS = 3  # of measuring the capacity
+EQUAL_LEVELS = 1  # of 255: rounding at the edge of a level
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What became of a request."""
+
+    status: int  # GONE where the server had ended
+    seconds: float  # since it arrived
+    seed: int
+    image: Image.Image | None = None  # of those that are kept
+
+
+class Door(Protocol):
+    """Where requests are answered."""
+
+    @property
+    def batches(self) -> list[int]:
+        """Images of each batch."""
+        ...
+
+    def ask(self, seed: int) -> Future[Answer]: ...
+
+    def drain(self) -> None:
+        """Accepted requests finish, new ones are refused."""
+
+    def close(self) -> None: ...
+
+
+def is_kept(seed: int) -> bool:
+    """Whether the image is kept for the comparison; all of them would be gigabytes."""
+    return seed % 3 == 0
+
+
+def prompt_of(seed: int) -> str:
+    return PROMPTS[seed % len(PROMPTS)]
+
+
+class BatcherDoor:
+    def __init__(self, pipeline: Pipeline, settings: dict[str, Any], max_batch: int, delay: float, max_queue: int) -> None:
+        self._settings = settings
+        self._batches: list[int] = []
+        self._batcher = Batcher([{"model": pipeline}], max_batch=max_batch, batch_delay=delay, max_queue=max_queue, on_batch=self._count)
+
+    def _count(self, record: BatchRecord) -> None:
+        self._batches.append(record.images)
+
+    @property
+    def batches(self) -> list[int]:
+        return self._batches
+
+    def ask(self, seed: int) -> Future[Answer]:
+        arrived, answer = time.monotonic(), Future[Answer]()
+        try:
+            handle = self._batcher.submit(Job("model", prompt_of(seed), (seed,), settings=self._settings))
+        except (Overloaded, ShuttingDown) as refused:
+            answer.set_result(Answer(429 if isinstance(refused, Overloaded) else 503, time.monotonic() - arrived, seed))
+            return answer
+
+        def done(future: Future[Any]) -> None:
+            seconds = time.monotonic() - arrived
+            failed = future.exception() is not None
+            image = None if failed or not is_kept(seed) else future.result()[0].image
+            answer.set_result(Answer(500 if failed else 200, seconds, seed, image))
+
+        handle.future.add_done_callback(done)
+        return answer
+
+    def drain(self) -> None:
+        self._batcher.drain(0)
+
+    def close(self) -> None:
+        self._batcher.drain()
+        self._batcher.close()
+
+
+# --- runs
+
+
+def saturated(door: Door, images: int, at_a_time: int) -> float:
+    """Images per second with always so many requests under way."""
+    begun, pending, left = time.monotonic(), set[Future[Answer]](), list(range(images))
+    while left or pending:
+        while left and len(pending) < at_a_time:
+            pending.add(door.ask(left.pop()))
+        done, pending = wait(pending, return_when="FIRST_COMPLETED")
+        assert all(answer.result().status == 200 for answer in done)
+    return images / (time.monotonic() - begun)
+
+
+def rates(alone: Door, together: Door, max_batch: int, images: int) -> tuple[float, float]:
+    """Images per second one at a time and in batches, medians of rounds in turns, so that what else the machine does hits both."""
+    busy = 2 * max_batch  # the next batch waits while one runs
+    saturated(alone, 1, 1)
+    saturated(together, busy, busy)
+    found = [(saturated(alone, max(images // 4, 2), 1), saturated(together, max(images, 2 * max_batch), busy)) for _ in range(ROUNDS)]
+    alone.close()
+    together.close()
+    return statistics.median(one for one, _ in found), statistics.median(many for _, many in found)
+
+
+def open_loop(door: Door, per_second: float, seconds: float, seed: int) -> tuple[list[Answer], float]:
+    """Poisson arrivals; the answers, and the seconds until the last accepted one."""
+    rng, answers = random.Random(seed), list[Future[Answer]]()
+    begun, arrival, draining = time.monotonic(), 0.0, False
+    while arrival < seconds * (1 + LATE_SHARE):
+        if not draining and arrival > seconds:
+            draining = True
+            door.drain()
+        time.sleep(max(begun + arrival - time.monotonic(), 0))
+        answers.append(door.ask(len(answers)))
+        arrival += rng.expovariate(per_second)
+    finished = wait(answers, timeout=600)
+    assert not finished.not_done, f"{len(finished.not_done)} requests have no answer"
+    return [answer.result() for answer in answers], time.monotonic() - begun
+
+
+def summary(answers: Sequence[Answer], seconds: float, batches: Sequence[int]) -> dict[str, Any]:
+    served = [answer for answer in answers if answer.status == 200]
+    times = np.array([answer.seconds for answer in served]) * 1000
+    found = {f"p{share}_ms": round(float(np.percentile(times, share)), 1) if served else None for share in (50, 95, 99)}
+    refused = [answer.seconds for answer in answers if answer.status != 200]
+    return {
+        "requests": len(answers),
+        "answers": {
+            str(status) if status else "server ended": count
+            for status, count in sorted(Counter(answer.status for answer in answers).items())
+        },
+        "lost": len(answers) - sum(answer.status in (200, 429, 503, GONE) for answer in answers),
+        "images_per_s": round(len(served) / seconds, 3),
+        **found,
+        "refused_ms": round(1000 * max(refused), 2) if refused else None,
+        "mean_batch": round(float(np.mean(batches)), 2) if batches else None,
+        "batches": {str(size): count for size, count in sorted(Counter(batches).items())},
+    }
+
+
+def compared(answers: Sequence[Answer], alone: Callable[[int], Image.Image], images: int) -> dict[str, Any]:
+    """Images from the crowd against the same ones generated alone."""
+    chosen = random.Random(0).sample([answer for answer in answers if answer.image is not None], images)
+    worst, decibels = [], []
+    for answer in chosen:
+        ours, theirs = (np.asarray(image).astype(float) for image in (answer.image, alone(answer.seed)))
+        worst.append(int(np.abs(ours - theirs).max()))
+        error = float(np.square(ours - theirs).mean())
+        decibels.append(99.0 if error == 0 else min(10 * np.log10(255**2 / error), 99.0))
+    equal = sum(levels <= EQUAL_LEVELS for levels in worst)
+    return {
+        "compared": images,
+        "equal": equal,
+        "worst_levels": max(worst, default=None),
+        "least_psnr": round(float(min(decibels)), 2) if decibels else None,
+        "mean_psnr": round(float(np.mean(decibels)), 2) if decibels else None,
+    }
+
+
+def warmed(pipeline: Pipeline, settings: dict[str, Any], max_batch: int) -> float:
+    """Seconds of generating every batch size once; on a GPU this captures its graphs."""
+    begun = time.monotonic()
+    for batch in range(1, max_batch + 1) if pipeline.engine == "graphs" else (1, max_batch):
+        pipeline([prompt_of(image) for image in range(batch)], seed=0, warmup=True, **settings)
+    return time.monotonic() - begun
+
+
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    pipeline = nextscale.load(arguments.model, device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
+    settings: dict[str, Any] = {"size": parse_size(arguments.size)} | ({"method": arguments.method} if arguments.method else {})
+    warm_seconds = warmed(pipeline, settings, arguments.max_batch)
+
+    def door(max_batch: int, max_queue: int) -> Door:
+        if arguments.door == "http":
+            from .load_http import HttpDoor
+
+            return HttpDoor(arguments, max_batch, max_queue)
+        return BatcherDoor(pipeline, settings, max_batch, arguments.delay_ms / 1000, max_queue)
+
+    single, capacity = rates(door(1, 10_000), door(arguments.max_batch, 10_000), arguments.max_batch, arguments.probe_images)
+    config = {
+        "door": arguments.door,
+        "model": arguments.model,
+        "size": arguments.size,
+        "method": arguments.method or "dense",
+        "dtype": str(pipeline.model.dtype).removeprefix("torch."),
+        "engine": pipeline.engine,
+        "max_batch": arguments.max_batch,
+        "batch_delay_ms": arguments.delay_ms,
+        "max_queue": arguments.max_queue,
+        "warmup_s": round(warm_seconds, 1),
+        "one_at_a_time_per_s": round(single, 3),
+        "capacity_per_s": round(capacity, 3),
+        "gain": round(capacity / single, 2),
+    }
+    print(f"one at a time {single:.2f} images/s, in batches {capacity:.2f}: {capacity / single:.2f} x", flush=True)
+
+    def alone(seed: int) -> Image.Image:
+        return pipeline(prompt_of(seed), seed=seed, **settings).images[0]
+
+    def at(rate: float) -> dict[str, Any]:
+        opened = door(arguments.max_batch, arguments.max_queue)
+        try:
+            answers, seconds = open_loop(opened, rate * capacity, arguments.seconds, seed=int(100 * rate))
+        finally:
+            opened.close()
+        images = min(arguments.compared, sum(answer.image is not None for answer in answers))
+        return {"seconds": round(seconds, 2), **summary(answers, seconds, opened.batches), **compared(answers, alone, images)}
+
+    rows = []
+    for rate in arguments.rates:
+        rows.append(measure("load", {**config, "rate": rate, "offered_per_s": round(rate * capacity, 3)}, lambda rate=rate: at(rate)))
+        print({name: value for name, value in rows[-1].items() if name not in config}, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--door", choices=("batcher", "http"), default="batcher")
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--size", default="256", help="HEIGHTxWIDTH, the side of a square, or a budget")
+    parser.add_argument("--method", default=None)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--max-batch", type=int, default=16)
+    parser.add_argument("--max-queue", type=int, default=64)
+    parser.add_argument("--delay-ms", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--probe-images", type=int, default=64, help="images of a round by which the capacity is measured")
+    parser.add_argument("--compared", type=int, default=16, help="images that are generated again, alone")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    append(run(arguments), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

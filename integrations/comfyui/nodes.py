@@ -1,0 +1,181 @@
+"""The nodes: Load, Accelerate, Generate, Stages, Compute mask."""
+
+from __future__ import annotations
+
+import comfy.model_management
+import torch
+from comfy_api.latest import ComfyAPISync, io
+
+import nextscale
+from nextscale.accel import METHODS
+from nextscale.accel.registry import resolve_method
+
+from .values import Loaded, as_comfy, darkened, mask_as_comfy, profile_method, read_prompts, read_size, stages_as_comfy
+
+CATEGORY = "nextscale"
+ASPECTS = ("model's own", "1:1", "4:3", "3:2", "16:9", "2:1", "3:4", "2:3", "9:16", "1:2")
+DTYPES = ("default", "float32", "bfloat16", "float16")
+SEEDS = 2**32  # more than enough, and numbers that a browser keeps exactly
+
+Pipeline = io.Custom("NEXTSCALE_PIPELINE")
+Generated = io.Custom("NEXTSCALE_RESULT")
+
+
+def model_names() -> list[str]:
+    """Those whose weights are released."""
+    return [name for name, spec in nextscale.MODELS.items() if spec.weights is not None]
+
+
+class NextScaleLoad(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="NextScaleLoad",
+            display_name="Load (nextscale)",
+            category=CATEGORY,
+            description="A next-scale model by its name; missing files are fetched from the hub.",
+            inputs=[
+                io.Combo.Input("model", options=model_names(), default="nano"),
+                io.Combo.Input("dtype", options=list(DTYPES), default="default", tooltip="bfloat16 on a GPU, float32 on the CPU"),
+                io.Boolean.Input("download", default=True, tooltip="Fetch missing files; off: say what is missing"),
+                io.Boolean.Input("offload_text", default=False, tooltip="Keep a large text encoder in the host's memory"),
+                io.String.Input("folder", default="", optional=True, tooltip="One that save_pretrained wrote, in place of the model"),
+            ],
+            outputs=[Pipeline.Output("pipeline", display_name="pipeline")],
+        )
+
+    @classmethod
+    def execute(cls, model: str, dtype: str, download: bool, offload_text: bool, folder: str = "") -> io.NodeOutput:
+        precision = None if dtype == "default" else getattr(torch, dtype)
+        loaded = nextscale.Pipeline.from_pretrained(folder or model, dtype=precision, download=download, offload_text=offload_text)
+        return io.NodeOutput(Loaded(loaded))
+
+
+class NextScaleAccelerate(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="NextScaleAccelerate",
+            display_name="Accelerate (nextscale)",
+            category=CATEGORY,
+            description="Generates with a training-free acceleration method; several such nodes in a row combine.",
+            inputs=[
+                Pipeline.Input("pipeline"),
+                io.Combo.Input("method", options=[*METHODS, "profile"], default="stagevar"),
+                io.String.Input("settings", default="", tooltip="Such as last=2 for skip, or tau=0.6 for sparsevar"),
+                io.String.Input("profile", default="", optional=True, tooltip="A tuning profile, with the method profile"),
+                io.Int.Input("point", default=0, min=0, max=1000, optional=True, tooltip="Which point of the profile"),
+            ],
+            outputs=[Pipeline.Output("accelerated", display_name="pipeline")],
+        )
+
+    @classmethod
+    def execute(cls, pipeline: Loaded, method: str, settings: str, profile: str = "", point: int = 0) -> io.NodeOutput:
+        with_settings = f"{method}:{settings.strip()}" if settings.strip() else method
+        accelerated = pipeline.accelerated(profile_method(profile, point) if method == "profile" else with_settings)
+        resolve_method(accelerated.methods)  # what is wrong with it is said here and not in Generate
+        return io.NodeOutput(accelerated)
+
+
+class NextScaleGenerate(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="NextScaleGenerate",
+            display_name="Generate (nextscale)",
+            category=CATEGORY,
+            description="Images of a prompt, with a preview after each stage.",
+            inputs=[
+                Pipeline.Input("pipeline"),
+                io.String.Input("prompt", multiline=True, default="a 3D icon of a red apple", tooltip="For class models a class number"),
+                io.String.Input("negative", multiline=True, default="", tooltip="What to steer away from"),
+                io.Int.Input("seed", default=0, min=0, max=SEEDS, control_after_generate=True, tooltip="Image i takes seed + i"),
+                io.Int.Input("images", default=1, min=1, max=64),
+                io.Combo.Input("aspect", options=list(ASPECTS), default=ASPECTS[0]),
+                io.String.Input("size", default="", tooltip="HEIGHTxWIDTH, a side, or a budget such as 0.25M; empty: the model's own"),
+                io.Float.Input("guidance", default=-1.0, min=-1.0, max=50.0, step=0.1, tooltip="-1: the model's own"),
+                io.Boolean.Input("preview", default=True, tooltip="Decode and show every stage"),
+                io.Boolean.Input("compute_mask", default=False, tooltip="For the node Compute mask; such requests are not captured"),
+            ],
+            outputs=[
+                io.Image.Output("image", display_name="image"),
+                Generated.Output("result", display_name="result"),
+                io.String.Output("report", display_name="report"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        pipeline: Loaded,
+        prompt: str,
+        negative: str,
+        seed: int,
+        images: int,
+        aspect: str,
+        size: str,
+        guidance: float,
+        preview: bool,
+        compute_mask: bool,
+    ) -> io.NodeOutput:
+        total = len(pipeline.pipeline.settings.schedules.choose(read_size(size), None if aspect == ASPECTS[0] else aspect))
+        progress = ComfyAPISync().execution
+
+        def on_stage(shown: nextscale.Preview) -> None:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            picture = shown.images()[0] if preview else None
+            progress.set_progress(value=shown.done.stage.index + 1, max_value=total, preview_image=picture)
+
+        output = pipeline.pipeline(
+            read_prompts(pipeline.pipeline, prompt, images),
+            seed=seed,
+            negative=negative or None,
+            aspect=None if aspect == ASPECTS[0] else aspect,
+            size=read_size(size),
+            guidance=None if guidance < 0 else guidance,
+            method=pipeline.methods,
+            compute_mask=compute_mask,
+            keep_stages=True,
+            on_stage=on_stage,
+        )
+        report = output.report
+        told = f"{report.model}, {report.method}: {report.seconds:.2f} s, {report.cost_share:.0%} of the MACs of dense generation"
+        return io.NodeOutput(as_comfy(output.pixels), output, told)
+
+
+class NextScaleStages(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="NextScaleStages",
+            display_name="Stages (nextscale)",
+            category=CATEGORY,
+            description="What there was after each stage, as one batch.",
+            inputs=[Generated.Input("result")],
+            outputs=[io.Image.Output("stages", display_name="stages")],
+        )
+
+    @classmethod
+    def execute(cls, result: nextscale.Output) -> io.NodeOutput:
+        return io.NodeOutput(stages_as_comfy(result))
+
+
+class NextScaleComputeMask(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="NextScaleComputeMask",
+            display_name="Compute mask (nextscale)",
+            category=CATEGORY,
+            description="The share of the network that ran for every part of the image; the picture is dark where less was computed.",
+            inputs=[Generated.Input("result"), io.Int.Input("stage", default=-1, min=-32, max=31, tooltip="-1 is the last")],
+            outputs=[io.Mask.Output("mask", display_name="mask"), io.Image.Output("picture", display_name="picture")],
+        )
+
+    @classmethod
+    def execute(cls, result: nextscale.Output, stage: int) -> io.NodeOutput:
+        mask = mask_as_comfy(result, stage)
+        return io.NodeOutput(mask, darkened(as_comfy(result.pixels), mask))
+
+
+NODES = (NextScaleLoad, NextScaleAccelerate, NextScaleGenerate, NextScaleStages, NextScaleComputeMask)

@@ -1,0 +1,99 @@
+"""What travels between the nodes, and images as ComfyUI has them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import nextscale
+from nextscale.errors import SettingError
+from nextscale.text.prompts import ClassReader
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline and the methods to use with it. All nodes that come after one Load share the pipeline, so it stays as it is."""
+
+    pipeline: nextscale.Pipeline
+    methods: tuple[str, ...] = ()
+
+    def accelerated(self, method: str) -> Loaded:
+        """With one method more, or several that are joined by +; "dense" takes all away."""
+        added = () if method == "dense" else tuple(part.strip() for part in method.split("+"))
+        return replace(self, methods=(*self.methods, *added) if added else ())
+
+
+def read_prompts(pipeline: nextscale.Pipeline, text: str, images: int) -> list[Any]:
+    """One prompt for all images; for class models a class number, or one for each image, between commas."""
+    if not isinstance(pipeline.reader, ClassReader):
+        return [text] * images
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise SettingError(f"prompt {text!r}: {pipeline.name} generates classes; write a number such as 207, or 207, 360") from error
+    if len(numbers) not in (1, images):
+        raise SettingError(f"{len(numbers)} classes for {images} images: give one, or one for each")
+    return numbers * images if len(numbers) == 1 else numbers
+
+
+def read_size(text: str) -> str | tuple[int, int] | None:
+    """Nothing, a budget of pixels such as 0.25M, a side, or HEIGHTxWIDTH."""
+    text = text.strip()
+    if not text or text.endswith("M"):
+        return text or None
+    try:
+        sides = [int(side) for side in text.lower().split("x")]
+    except ValueError:
+        sides = []
+    if len(sides) not in (1, 2):
+        raise SettingError(f"size {text!r}: write HEIGHTxWIDTH such as 768x1024, the side of a square, or a budget such as 0.25M")
+    return sides[0], sides[-1]
+
+
+def profile_method(file: str, point: int) -> str:
+    """The method of one point of a tuning profile."""
+    try:
+        points = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))["points"]
+        methods = [str(one["method"]) for one in points]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(f"profile {file!r} cannot be read ({error}): give a file that nextscale has written") from error
+    if not 0 <= point < len(methods):
+        raise SettingError(f"point {point}: {file} has the points 0 to {len(methods) - 1}: {', '.join(methods)}")
+    return methods[point]
+
+
+def as_comfy(pixels: Tensor) -> Tensor:
+    """Pixels [B, 3, H, W] in [-1, 1] as an IMAGE: [B, H, W, C] in 0..1, float32, on the host."""
+    return ((pixels.float().clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 1).contiguous().cpu()
+
+
+def stages_as_comfy(output: nextscale.Output) -> Tensor:
+    """All stages as one batch, images of the first stage first, in the size of the result."""
+    height, width = output.report.size
+    assert output.stages is not None  # Generate keeps them
+    with torch.inference_mode():
+        decoded = [output.stages.tokenizer.decode(latent).float() for latent in output.stages.latents]
+        sized = [F.interpolate(pixels, size=(height, width), mode="bilinear") for pixels in decoded]  # FlexVAR's grow with the stage
+    return as_comfy(torch.cat(sized).clone())
+
+
+def mask_as_comfy(output: nextscale.Output, stage: int) -> Tensor:
+    """A MASK [B, H, W] in 0..1: the share of the network that ran for every cell of a stage; -1 is the last."""
+    masks = output.compute_mask
+    if masks is None:
+        raise SettingError("this image has no compute mask: switch compute_mask on in Generate")
+    if not -len(masks) <= stage < len(masks):
+        raise SettingError(f"stage {stage}: there are the stages 0 to {len(masks) - 1}; -1 is the last")
+    height, width = output.report.size
+    return F.interpolate(masks[stage][:, None].float(), size=(height, width), mode="nearest")[:, 0].cpu()
+
+
+def darkened(image: Tensor, mask: Tensor) -> Tensor:
+    """An IMAGE that is dark where less was computed."""
+    return image * (0.25 + 0.75 * mask[..., None])

@@ -1,0 +1,115 @@
+"""A block of diffusers' modular pipelines that generates images with nextscale.
+
+    pipe = ModularPipeline.from_pretrained("integrations/diffusers", trust_remote_code=True)
+    pipe.load_components()
+    images = pipe(prompt="a 3D icon of a red apple", seed=7, output="images")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.modular_pipelines import ComponentSpec, InputParam, ModularPipeline, ModularPipelineBlocks, OutputParam, PipelineState
+from PIL import Image
+
+import nextscale
+
+COMPONENT = "next_scale"
+DEFAULT_MODEL = "nano"
+
+
+class NextScalePipeline:
+    """What diffusers loads: a nextscale pipeline by a model's name, or from a folder that its `save_pretrained` wrote."""
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str, subfolder: str | None = None, variant: str | None = None, revision: str | None = None, **options: Any
+    ) -> nextscale.Pipeline:
+        """`options` are those of `nextscale.load`. Its models are whole and have no subfolders, variants or revisions to choose from."""
+        given = {"subfolder": subfolder, "variant": variant, "revision": revision}
+        if unused := [name for name, value in given.items() if value]:
+            raise nextscale.NextscaleError(f"{', '.join(unused)}: nextscale's models have none; name the model or pass a folder of its own")
+        return nextscale.Pipeline.from_pretrained(source, **options)
+
+
+class NextScaleBlock(ModularPipelineBlocks):
+    """From prompts, or class numbers, to images."""
+
+    model_name = "nextscale"
+
+    @property
+    def description(self) -> str:
+        return "Generates images with a next-scale model: VAR, FlexVAR, Infinity, HART, STAR or nano."
+
+    @property
+    def expected_components(self) -> list[ComponentSpec]:
+        return [
+            ComponentSpec(
+                COMPONENT,
+                type_hint=NextScalePipeline,
+                description="A nextscale pipeline",
+                pretrained_model_name_or_path=DEFAULT_MODEL,
+            )
+        ]
+
+    @property
+    def inputs(self) -> list[InputParam]:
+        return [
+            InputParam("prompt", required=True, description="A prompt or a list; for class models class numbers"),
+            InputParam("negative_prompt", description="What to steer away from"),
+            InputParam("guidance_scale", type_hint=float, description="Strength of guidance; the model's own by default"),
+            InputParam("seed", description="Image i takes seed + i, or the i-th of a list"),
+            InputParam("generator", type_hint=torch.Generator, description="One stream for the whole batch, in place of a seed"),
+            InputParam("num_images_per_prompt", type_hint=int, default=1, description="Images of each prompt"),
+            InputParam("height", type_hint=int, description="In pixels, together with width"),
+            InputParam("width", type_hint=int, description="In pixels, together with height"),
+            InputParam("aspect", type_hint=str, description='Width and height such as "16:9", in place of height and width'),
+            InputParam("method", description='An acceleration method, such as "stagevar"; dense by default'),
+        ]
+
+    @property
+    def intermediate_outputs(self) -> list[OutputParam]:
+        return [
+            OutputParam("images", type_hint=list[Image.Image], description="The images"),
+            OutputParam("report", type_hint=nextscale.Report, description="Time, tokens and memory of the request"),
+        ]
+
+    @torch.no_grad()
+    def __call__(self, components: ModularPipeline, state: PipelineState) -> tuple[ModularPipeline, PipelineState]:
+        asked = self.get_block_state(state)
+        pipeline = getattr(components, COMPONENT)
+        if pipeline is None:
+            remedy = f"call load_components(), or update_components({COMPONENT}=nextscale.load(...))"
+            raise nextscale.NextscaleError(f"no model is loaded: {remedy}")
+        output = pipeline(
+            repeated(asked.prompt, asked.num_images_per_prompt),
+            seed=chosen_seed(asked.seed, asked.generator),
+            negative=asked.negative_prompt,
+            guidance=asked.guidance_scale,
+            size=chosen_size(asked.height, asked.width),
+            aspect=asked.aspect,
+            method=asked.method,
+        )
+        asked.images, asked.report = output.images, output.report
+        self.set_block_state(state, asked)
+        return components, state
+
+
+def repeated(prompt: Any, images: int) -> list[Any]:
+    prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
+    if not isinstance(images, int) or images < 1:
+        raise nextscale.NextscaleError(f"num_images_per_prompt {images!r}: give a whole number of at least 1")
+    return [one for one in prompts for _ in range(images)]
+
+
+def chosen_seed(seed: Any, generator: torch.Generator | None) -> Any:
+    if seed is not None and generator is not None:
+        raise nextscale.NextscaleError("seed and generator: give one of them")
+    return generator if seed is None else seed
+
+
+def chosen_size(height: int | None, width: int | None) -> tuple[int, int] | None:
+    if (height is None) != (width is None):
+        raise nextscale.NextscaleError(f"height {height} and width {width}: give both, or neither")
+    return None if height is None or width is None else (height, width)

@@ -1,0 +1,241 @@
+"""`nextscale tune`: finds settings for a model and writes a profile."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ..errors import NextscaleError, PromptError, SettingError
+from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
+from ..lab.machine import version, where
+from ..lab.metrics import Lpips
+from ..lab.metrics.files import LPIPS, metric_file
+from ..lab.tune import tune as search
+from ..lab.tune.log import TrialLog
+from ..lab.tune.prompts import own_prompts
+from ..lab.tune.prove import prove
+from ..lab.tune.trials import Bench
+from ..loading.presets import ModelSpec
+from ..pipeline import Pipeline
+from ..planning.cost import Workload
+from ..profiles import SUFFIX, Point, Profile, fingerprint
+from ..stage import Schedule
+from .console import result_console, share_bar
+from .files import require_writable
+from .groups import grouped
+from .options import MACHINE, Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
+from .program import MEASURE, app
+
+OWN_PROMPTS = 256  # of ours, where none are given
+PROVED = 0.25  # of the time, on the prompts of the proof
+TARGETS = ("speedup", "lpips", "ms")
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What the search sees, and how long it may take."""
+
+    prompts_file: PromptsFile = None
+    test: Annotated[
+        Path | None,
+        typer.Option(
+            "--test", metavar="FILE", show_default="every second prompt", help="Prompts of the proof, which the search does not see."
+        ),
+    ] = None
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="NAME=NUMBER", help="What you are after: speedup=2, lpips=0.08 or ms=50 (per image)."),
+    ] = None
+    minutes: Annotated[float, typer.Option("--minutes", metavar="N", min=0.01, help="Minutes that the search may take.")] = 10
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="PROFILE", help="Prove the points of this profile here, on this machine and batch, without a search."
+        ),
+    ] = None
+
+    def read(self, spec: ModelSpec, pipeline: Pipeline) -> tuple[list[Any], list[Any], str]:
+        """Prompts of the search and of the proof, none in both, and where they come from."""
+        if self.prompts_file is None:
+            given, source = own_prompts(pipeline, OWN_PROMPTS), "prompts of nextscale"
+        else:
+            given, source = prompts_of(self.prompts_file, spec), self.prompts_file.name
+        if self.test is None:
+            return given[::2], given[1::2], f"{source}, every second one for the proof"
+        proof = prompts_of(self.test, spec)
+        shared = set(given) & set(proof)
+        seen = [prompt for prompt in given if prompt not in shared]
+        if not seen:
+            raise PromptError(f"--test {self.test} holds all prompts of the search: give other ones")
+        return seen, proof, f"{source} for the search, {self.test.name} for the proof"
+
+
+@app.command(rich_help_panel=MEASURE)
+@grouped
+def tune(
+    *,
+    name: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The same as --model.")] = None,
+    model: ModelOptions,
+    searching: SearchOptions,
+    size: SizeOptions,
+    batch: Batch = 8,
+    seed: Seed = 0,
+    metrics: Metrics = None,
+    images: Annotated[
+        int,
+        typer.Option("--images", metavar="N", min=1, rich_help_panel=MACHINE, help="Images that a candidate generates first, at least."),
+    ] = 24,
+    out: Annotated[Path | None, out_option("FILE", f"The profile, *{SUFFIX}.", "beside the weights")] = None,
+    force: Force = False,
+) -> None:
+    """Find the settings that fit a model: how fast it can be, and what that costs.
+
+    The search can be stopped and started again: what it has measured lies beside the profile until the profile is written.
+    """
+    model = model if name is None else replace(model, model=name)
+    spec = model.spec
+    schedule = size.schedule(spec)
+    wanted = None if searching.target is None else parsed_target(searching.target)
+    metric_file(LPIPS, metrics)
+    with share_bar() as progress:
+        task = progress.add_task("loading", total=1.0)
+
+        def on_progress(what: str, share: float) -> None:
+            progress.update(task, completed=share, description=escape(what[:100]))
+
+        pipeline = model.load()
+        file = out or default_file(model, pipeline, schedule, batch)
+        if not file.name.endswith(SUFFIX):
+            raise SettingError(f"--out {file}: give a name that ends in {SUFFIX}, by which `load` finds it")
+        require_writable([file], force)
+        seen, proof, source = searching.read(spec, pipeline)
+        lpips = Lpips.load(metrics, pipeline.model.device)
+        log_file = file.with_name(file.name.removesuffix(SUFFIX) + ".trials.jsonl")
+        if searching.start is None:
+            require_images(seen, batch)
+            bench = Bench(pipeline, schedule, seen, batch, seed, lpips, images)
+            log = TrialLog.open(log_file, conditions(bench))
+            winners = [
+                candidate.text
+                for candidate in search(bench, log, 60 * searching.minutes * (1 - PROVED), workload(pipeline, bench), on_progress)
+            ]
+        else:
+            winners, seen = starting_points(searching.start, pipeline), []
+        profile = prove(
+            pipeline,
+            winners,
+            [EvalPrompt(prompt) for prompt in proof],
+            lpips,
+            schedule=schedule,
+            batch=batch,
+            seed=seed,
+            searched=len(seen),
+            source=source,
+            on_progress=on_progress,
+        )
+    profile.save(file)
+    log_file.unlink(missing_ok=True)
+    show(profile, file, wanted)
+
+
+def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
+    """Captions, or class numbers where the model takes these."""
+    found = [prompt.text for prompt in read_eval_prompts(file)]
+    if spec.text_encoder is not None:
+        return found
+    try:
+        return [int(text) for text in found]
+    except ValueError:
+        raise PromptError(f"{file}: {spec.name} takes class numbers; give one per line") from None
+
+
+def require_images(prompts: Sequence[Any], batch: int) -> None:
+    if len(prompts) < batch:
+        raise PromptError(f"{len(prompts)} prompts for batches of {batch}: give more prompts, or a smaller --batch")
+
+
+def conditions(bench: Bench) -> dict[str, Any]:
+    """What trials depend on: those of another start are taken only under the same."""
+    prompts = hashlib.sha256(json.dumps(list(bench.prompts)).encode()).hexdigest()[:16]
+    model = bench.pipeline.model
+    return {
+        "model": fingerprint(model),
+        "grids": [list(stage.size) for stage in bench.schedule],
+        "batch": bench.batch,
+        "seed": bench.seed,
+        "images": bench.least,
+        "prompts": prompts,
+        "dtype": str(model.dtype),
+        "hardware": where(model.device)["hardware"],
+        "version": version(),
+    }
+
+
+def workload(pipeline: Pipeline, bench: Bench) -> Workload:
+    prompts = pipeline.reader.read(bench.part(0)[0])
+    text = prompts.longest if pipeline.model.stack[0].has_text else 0
+    guided = any(scale != 1 for scale in pipeline.settings.guidance.scales(bench.schedule))
+    return Workload(bench.schedule, bench.batch, guided, text, pipeline.settings.sampling.refine)
+
+
+def starting_points(file: Path, pipeline: Pipeline) -> list[str]:
+    profile = Profile.load(file)
+    if profile.fingerprint != fingerprint(pipeline.model):
+        raise NextscaleError(f"--from {file} is a profile of {profile.model} with other weights: give one of {pipeline.name}")
+    return [point.method for point in profile.points]
+
+
+def default_file(model: ModelOptions, pipeline: Pipeline, schedule: Schedule, batch: int) -> Path:
+    """Beside the weights, or in the current folder for those that came with the package or from the hub."""
+    weights = model.weights
+    folder = Path() if weights is None else weights if weights.is_dir() else weights.parent
+    height, width = schedule.grid
+    return folder / f"{pipeline.name}-{height}x{width}-batch{batch}-{pipeline.model.device.type}{SUFFIX}"
+
+
+def parsed_target(text: str) -> tuple[str, float]:
+    name, equals, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if name not in TARGETS or not equals or not 0 < value < float("inf"):
+        raise SettingError(f"--target {text!r}: give one of speedup=2, lpips=0.08, ms=50")
+    return name, value
+
+
+def show(profile: Profile, file: Path, wanted: tuple[str, float] | None) -> None:
+    console = result_console()
+    table = Table("method", box=None, pad_edge=False)
+    for heading in ("speedup", "LPIPS to dense", "PSNR", "ms per image", "MACs"):
+        table.add_column(heading, justify="right")
+    for point in sorted((*profile.skipping, *profile.points), key=lambda point: point.speedup.value):
+        table.add_row(
+            escape(point.method),
+            f"{point.speedup.value:.2f}",
+            str(point.lpips),
+            f"{point.psnr:.1f}",
+            f"{point.ms:.1f}",
+            f"{point.macs:.0%}",
+        )
+    console.print(table)
+    console.print(f"{profile.tested} prompts that the search did not see, batch {profile.batch}, on {profile.hardware}. Written to {file}")
+    if wanted is not None:
+        point = met(profile, *wanted)
+        console.print(
+            f"--target {wanted[0]}={wanted[1]:g}: {point.method} ({point.speedup.value:.2f}x, LPIPS {point.lpips.value:.3f})", markup=False
+        )
+
+
+def met(profile: Profile, name: str, value: float) -> Point:
+    if name == "speedup":
+        return profile.nearest(speedup=value)
+    return profile.fastest(lpips=value) if name == "lpips" else profile.within(ms=value)

@@ -1,0 +1,98 @@
+"""A folder of its own for every shard that is at work, locked: temporary files lie there and nowhere else."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from ..errors import NextscaleError
+from .shard import Shard
+
+WORK = ".sample"  # inside the folder of images
+LOCK = "lock"
+
+
+class FolderInUse(NextscaleError):
+    """Another process writes the same images."""
+
+
+@contextmanager
+def working_folder(out: Path, shard: Shard) -> Iterator[Path]:
+    """An empty folder for temporary files, which is this process's alone and gone at the end.
+
+    The lock is released by the system when its process dies, so a killed run leaves only files that the next one of this shard removes.
+    """
+    folder = out / WORK / shard.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder)
+    except OSError as error:
+        raise NextscaleError(f"{folder} cannot be made and locked ({error}): choose a folder on a file system with locks") from error
+    if lock is None:
+        owner = _owner(folder)
+        raise FolderInUse(
+            f"shard {shard.index}/{shard.count} of {out} is being written{owner}: wait until that ends, or start other shards with --shard"
+        )
+    try:
+        _refuse_other_counts(out, shard)
+        _empty(folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+        with suppress(OSError):  # other shards are at work
+            (out / WORK).rmdir()
+
+
+def _locked(folder: Path) -> IO[str] | None:
+    """The locked file; None where another process holds it."""
+    path = folder / LOCK
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return None
+        raise
+    if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:  # its last owner removed it in between
+        file.close()
+        folder.mkdir(parents=True, exist_ok=True)
+        return _locked(folder)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def _owner(folder: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        return f" by {(folder / LOCK).read_text(encoding='utf-8')}"
+    return ""
+
+
+def _refuse_other_counts(out: Path, shard: Shard) -> None:
+    """Runs that split the work into another number of shards would do some of it twice; what dead ones left is removed."""
+    for folder in (out / WORK).iterdir():
+        if folder.name.endswith(f"-of-{shard.count}"):
+            continue
+        lock = _locked(folder)
+        if lock is None:
+            raise FolderInUse(
+                f"{out} is being written in another number of shards, {folder.name}{_owner(folder)}: wait, or use the same number of shards"
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def _empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        if file.name != LOCK:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,148 @@
+"""The images of a plan, batch after batch, written while the next batch is generated."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ..errors import SettingError
+from ..pipeline import Pipeline
+from .manifest import Entry
+from .plan import Batch, Picture
+from .store import WRITERS, Encoded, Store
+
+BATCHES_WAITING = 3  # for their files; beyond that the generator waits, so that memory does not grow where the disk is slow
+LONGEST_TRIED = 8  # prompts, by letters, among which the one with most tokens is looked for
+
+OnImages = Callable[[int], None]
+"""Called with the number of images that were written since."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run did."""
+
+    written: int
+    there: int
+    seconds: float  # of all batches but the first, in which programs are loaded and graphs captured; files included
+    timed: int  # images of that time
+
+    @property
+    def images_per_second(self) -> float | None:
+        """None where there was one batch only."""
+        return self.timed / self.seconds if self.timed else None
+
+
+class Generator:
+    """Makes the images of a batch with one pipeline; `settings` are what the pipeline's call takes, besides prompts, seeds and size."""
+
+    def __init__(self, pipeline: Pipeline, settings: Mapping[str, Any]) -> None:
+        self._pipeline, self._settings = pipeline, dict(settings)
+        self._captures = pipeline.engine == "graphs"
+
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Reads the longest prompts, so that what the encoder refuses is mostly refused now, and captures the requests of these batches
+        with the longest of all, whose graphs serve shorter ones as well.
+
+        A request is then the same program whether it comes first or after a restart, and so are its images.
+        """
+        for batch in {(batch.schedule, batch.images): batch for batch in batches}.values():
+            longest = self._longest([picture.prompt for other in batches if other.schedule == batch.schedule for picture in other.pictures])
+            if not self._captures:
+                continue
+            try:
+                self._pipeline.warmup([longest] * batch.images, size=batch.schedule, **self._settings)
+            except SettingError:
+                self._captures = False  # what cannot be captured runs eagerly
+
+    def images(self, batch: Batch) -> list[Image.Image]:
+        pictures = batch.filled
+        output = self._pipeline(
+            [picture.prompt for picture in pictures],
+            seed=[picture.seed for picture in pictures],
+            size=batch.schedule,
+            warmup=self._captures,
+            **self._settings,
+        )
+        return output.images[: len(batch.pictures)]
+
+    def _longest(self, prompts: Sequence[str | int]) -> str | int:
+        candidates = sorted(set(prompts), key=lambda prompt: len(str(prompt)))[-LONGEST_TRIED:]
+        return max(candidates, key=lambda prompt: self._pipeline.reader.read(prompt).longest)
+
+
+def missing(batches: Sequence[Batch], there: set[str]) -> list[Batch]:
+    """The batches of which an image is not there. They keep the images that are, which are generated once more as company."""
+    return [batch for batch in batches if any(picture.file not in there for picture in batch.pictures)]
+
+
+def sample(
+    load: Callable[[], Pipeline], settings: Mapping[str, Any], batches: Sequence[Batch], store: Store, on_images: OnImages = lambda _: None
+) -> Done:
+    """Generates what is not there; the model is not loaded if that is nothing."""
+    there = store.verified(batches)
+    on_images(len(there))
+    todo = missing(batches, there)
+    if not todo:
+        return Done(0, len(there), 0.0, 0)
+    generator = Generator(load(), settings)
+    generator.prepare(batches)
+    started, untimed, writing = time.perf_counter(), 0, Writing(store, on_images)
+    with writing:
+        for turn, batch in enumerate(todo):
+            images = generator.images(batch)
+            if turn == 0:
+                started = time.perf_counter()
+            chosen = [(picture, image) for picture, image in zip(batch.pictures, images, strict=True) if picture.file not in there]
+            writing.add(chosen)
+            untimed = len(chosen) if turn == 0 else untimed
+    seconds = time.perf_counter() - started
+    return Done(writing.written, len(there), seconds, writing.written - untimed)
+
+
+class Writing:
+    """Threads that encode and write images, and one that adds their lines to the manifest, in the order of the images."""
+
+    def __init__(self, store: Store, on_images: OnImages) -> None:
+        self._store, self._on_images = store, on_images
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="write")
+        self._recorder = ThreadPoolExecutor(1, thread_name_prefix="record")
+        self._waiting: deque[Future[None]] = deque()
+        self.written = 0
+
+    def add(self, images: Sequence[tuple[Picture, Image.Image]]) -> None:
+        """Returns at once, unless too many images wait already."""
+        entries = [self._writers.submit(self._write, picture, image) for picture, image in images]
+        self._waiting.append(self._recorder.submit(self._record, entries))
+        while len(self._waiting) > BATCHES_WAITING or self._waiting[0].done():
+            self._waiting.popleft().result()
+            if not self._waiting:
+                break
+
+    def _write(self, picture: Picture, image: Image.Image) -> Entry:
+        return self._store.write(picture, Encoded.of(image, Path(picture.file).suffix))
+
+    def _record(self, entries: Sequence[Future[Entry]]) -> None:
+        for entry in entries:
+            self._store.record(entry.result())
+        self.written += len(entries)
+        self._on_images(len(entries))
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes what waits; after an error, only what has been begun."""
+        try:
+            while kind is None and self._waiting:
+                self._waiting.popleft().result()
+        finally:
+            self._writers.shutdown(wait=True, cancel_futures=True)
+            self._recorder.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,55 @@
+"""Which part of a run a process does: shard i of N takes every N-th batch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import SettingError
+
+AUTO = "auto"
+LAUNCHERS = (  # variables of this process's number, of the number of processes, and of the first number
+    ("RANK", "WORLD_SIZE", None),  # torchrun
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
+    ("SLURM_PROCID", "SLURM_NTASKS", None),  # srun
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    index: int = 0
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.index}-of-{self.count}"
+
+    def part(self, batches: Sequence[T]) -> Sequence[T]:
+        """Whole batches, so that an image has the same neighbours in its batch whatever the number of shards."""
+        return batches[self.index :: self.count]
+
+    @staticmethod
+    def parse(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
+        """From "2/8", counted from 0, or "auto": what torchrun or Slurm say."""
+        if text == AUTO:
+            return _launched(environment)
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if match is None or not int(match[1]) < int(match[2]):
+            raise SettingError(f"--shard {text!r}: give i/N with i from 0 to N - 1, such as 0/8 to 7/8, or {AUTO} under torchrun or Slurm")
+        return Shard(int(match[1]), int(match[2]))
+
+
+def _launched(environment: Mapping[str, str]) -> Shard:
+    for number, count, first in LAUNCHERS:
+        if number in environment and count in environment:
+            index, total = int(environment[number]) - int(environment.get(first or "", 0)), int(environment[count])
+            if not 0 <= index < total:
+                raise SettingError(f"--shard {AUTO}: {number} {index} of {count} {total}; Slurm arrays count in steps of 1 here")
+            return Shard(index, total)
+    names = ", ".join(f"{number} and {count}" for number, count, _ in LAUNCHERS)
+    raise SettingError(f"--shard {AUTO}: none of {names} is set: start it with torchrun or Slurm, or give --shard i/N")

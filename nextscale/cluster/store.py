@@ -1,0 +1,113 @@
+"""A folder of images to which a run adds: every file whole, every image with its line in the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ..errors import NextscaleError, SettingError
+from ..io import IMAGE_FORMATS, LOSSY_QUALITY, write_text
+from .manifest import Entry, as_text, manifest_files, read_manifest
+from .plan import Batch, Picture
+from .shard import Shard
+
+WRITERS = min(16, os.cpu_count() or 1)  # threads; PNG of 512 x 512 pixels takes one about 14 ms, in which Python runs on
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An image as it is written."""
+
+    content: bytes
+    sha256: str
+    size: tuple[int, int]
+
+    @staticmethod
+    def of(image: Image.Image, suffix: str) -> Encoded:
+        buffer = io.BytesIO()
+        image.save(buffer, IMAGE_FORMATS[suffix], quality=LOSSY_QUALITY)  # PNG has no quality and ignores it
+        content = buffer.getvalue()
+        return Encoded(content, hashlib.sha256(content).hexdigest(), (image.height, image.width))
+
+
+class Store:
+    """The folder `out`, for one shard, which has locked its folder `work` for temporary files.
+
+    settings: what all images depend on; images of other settings are not touched. versions: of programs and machine.
+    """
+
+    def __init__(self, out: Path, work: Path, shard: Shard, settings: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+        self.out, self._work = out, work
+        self._settings, self._versions = settings, versions
+        self._manifest = out / ("manifest.jsonl" if shard.count == 1 else f"manifest-{shard.name}.jsonl")
+        self._known = {file: read_manifest(file) for file in manifest_files(out)}
+
+    def verified(self, batches: Sequence[Batch]) -> set[str]:
+        """Names of the pictures that are there, whole and as planned. The shard's own manifest then has a line for these alone."""
+        planned = {picture.file: picture for batch in batches for picture in batch.pictures}
+        asked = [(file, entry) for file, entries in self._known.items() for entry in entries if entry.file in planned]
+        for file, entry in asked:
+            self._require_same(planned[entry.file], entry, file)
+        with ThreadPoolExecutor(WRITERS) as threads:
+            whole = list(threads.map(lambda one: one[1].matches(self.out), asked))
+        good = {entry.file: (file, entry) for (file, entry), matches in zip(asked, whole, strict=True) if matches}
+        kept = [entry for file, entry in good.values() if file == self._manifest]
+        others = [entry for entry in self._known.get(self._manifest, []) if entry.file not in planned]
+        write_text(as_text([*others, *kept]), self._manifest)
+        self._warn_of_versions(entry for _, entry in good.values())
+        return {*good}
+
+    def write(self, picture: Picture, image: Encoded) -> Entry:
+        """Writes the file; the manifest does not have it yet. May be called from several threads."""
+        temporary = self._work / picture.file
+        try:
+            temporary.write_bytes(image.content)
+            os.replace(temporary, self.out / picture.file)
+        except OSError as error:
+            raise NextscaleError(f"{self.out / picture.file} cannot be written ({error}). Check space and permissions") from error
+        settings = self._settings_of(picture)
+        return Entry(picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, self._versions)
+
+    def record(self, entry: Entry) -> None:
+        """Adds the line of an image that is written."""
+        with self._manifest.open("a", encoding="utf-8") as lines:
+            lines.write(entry.line)
+
+    def arrange(self, batches: Sequence[Batch]) -> None:
+        """Puts the lines of the shard's own manifest into the order of the plan, where images came in another."""
+        order = {picture.file: number for number, picture in enumerate(picture for batch in batches for picture in batch.pictures)}
+        entries = sorted(read_manifest(self._manifest), key=lambda entry: order.get(entry.file, -1))
+        write_text(as_text(entries), self._manifest)
+
+    def _settings_of(self, picture: Picture) -> dict[str, Any]:
+        return {**self._settings, "stages": picture.stages}
+
+    def _require_same(self, picture: Picture, entry: Entry, file: Path) -> None:
+        ours = {"prompt": picture.prompt, "seed": picture.seed, **self._settings_of(picture)}
+        theirs = {"prompt": entry.prompt, "seed": entry.seed, **entry.settings}
+        for name in {**theirs, **ours}:
+            if ours.get(name) != theirs.get(name):
+                raise SettingError(
+                    f"{file} says that {entry.file} has {name} {theirs.get(name)!r}, and this run {ours.get(name)!r}:"
+                    f" choose another folder, or the settings of the images that are there"
+                )
+
+    def _warn_of_versions(self, entries: Iterable[Entry]) -> None:
+        differing = {
+            name: (value, self._versions.get(name))
+            for entry in entries
+            for name, value in entry.versions.items()
+            if value != self._versions.get(name)
+        }
+        if differing:
+            told = ", ".join(f"{name} {theirs!r}, now {ours!r}" for name, (theirs, ours) in differing.items())
+            warnings.warn(f"images in {self.out} were made elsewhere ({told}): the rest may differ from them by rounding", stacklevel=3)

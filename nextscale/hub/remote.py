@@ -1,0 +1,98 @@
+"""What a repository of the hub holds, and what its refusals mean."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PureWindowsPath
+from types import ModuleType
+from typing import Any
+
+from ..errors import DownloadError, MissingExtra
+
+SHA256_DIGITS = 64
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    repository: str
+    revision: str  # the commit
+    path: str
+    size: int
+    etag: str  # names the content: SHA-256 of a large file, git's SHA-1 of a small one
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the hub stores it outside git."""
+        return len(self.etag) == SHA256_DIGITS
+
+    def __str__(self) -> str:
+        return f"{self.repository}/{self.path}"
+
+
+def hub_package() -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingExtra(
+            "downloading needs the package 'huggingface_hub', which is not installed: pip install 'nextscale[hub]'"
+        ) from error
+    return huggingface_hub
+
+
+def listing(repository: str) -> list[RemoteFile]:
+    """Every file of a repository at its newest revision. Asks the hub that HF_ENDPOINT names."""
+    hub = hub_package()
+    with explained(repository, repository):
+        info = hub.HfApi().model_info(repository, files_metadata=True)
+        return [_remote_file(repository, str(info.sha), sibling) for sibling in info.siblings or ()]
+
+
+def _remote_file(repository: str, revision: str, sibling: Any) -> RemoteFile:
+    path, large = sibling.rfilename, sibling.lfs
+    pure = PureWindowsPath(path)  # Windows rules also cover POSIX names
+    if pure.anchor or ".." in pure.parts or not pure.parts:
+        raise DownloadError(f"{repository} lists a file {path!r}, outside its folder. Refused: check HF_ENDPOINT")
+    size, etag = (large.size, large.sha256) if large else (sibling.size, sibling.blob_id)
+    if not isinstance(size, int) or not isinstance(etag, str):
+        raise DownloadError(f"{repository} lists {path!r} without its size and hash. Check that HF_ENDPOINT is a Hugging Face hub")
+    return RemoteFile(repository, revision, path, size, etag)
+
+
+def matching(files: Iterable[RemoteFile], patterns: Sequence[str]) -> list[RemoteFile]:
+    return [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)]
+
+
+@contextmanager
+def explained(what: str, repository: str) -> Iterator[None]:
+    """Turns what the hub's client raises into a DownloadError that says what to do."""
+    try:
+        yield
+    except DownloadError:
+        raise
+    except Exception as error:  # the client passes on errors of whichever HTTP package it uses
+        raise DownloadError(f"{what} could not be fetched: {_meaning(error, repository)}") from error
+
+
+def _meaning(error: Exception, repository: str) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    page = f"https://huggingface.co/{repository}"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE forbids it. Unset it, or put the files in place by hand"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full. Make room and try again: what has arrived is kept"
+    if status in (401, 403):
+        return (
+            f"the hub refuses (HTTP {status}). Accept the terms at {page} if there are any, and set HF_TOKEN to a token that may read it; "
+            "a repository that does not exist is refused in the same way"
+        )
+    if status == 404:
+        return f"the hub has nothing there (HTTP 404). See what is published at {page}, fetch it by hand and pass its path"
+    if status is not None:
+        return f"the hub answers HTTP {status}. Try again later"
+    return f"{type(error).__name__}: {error}. Check the connection and HF_ENDPOINT, then try again: what has arrived is kept"

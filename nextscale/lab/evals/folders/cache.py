@@ -1,0 +1,84 @@
+"""Features of folders, kept on disk part by part: what was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ....io import replacing
+from .images import ImageFolder, by_shape
+from .networks import Network
+
+PART = 256  # images in a file
+CACHE = ".features"  # inside the folder of images
+
+OnImages = Callable[[int], None]
+
+
+@torch.inference_mode()
+def features_of(
+    folder: ImageFolder,
+    network: Network,
+    device: torch.device,
+    *,
+    batch: int = 64,
+    cache: Path | None = None,
+    on_images: OnImages | None = None,
+) -> Tensor:
+    """Features [N, D] of all images, in the order of their names. `cache`: where they are kept, by default inside the folder."""
+    where = (folder.path / CACHE if cache is None else cache / folder_key(folder)) / f"{network.name}-{network.fingerprint[:12]}"
+    found = []
+    for first in range(0, len(folder.files), PART):
+        files = folder.files[first : first + PART]
+        stored, state = where / f"{first // PART:06d}.safetensors", states(folder, files)
+        part = read_part(stored, state)
+        if part is None:
+            part = torch.cat([one for images in folder.batches(files, batch) for one in [_computed(network, images, device)]])
+            write_part(stored, part, state)
+        if on_images is not None:
+            on_images(len(files))
+        found.append(part)
+    return torch.cat(found)
+
+
+def _computed(network: Network, images: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Features [B, D] on the host; images of one shape are run together."""
+    rows: dict[int, Tensor] = {}
+    for numbers in by_shape(images).values():
+        found = network.features(torch.stack([images[number] for number in numbers]).to(device)).float().cpu()
+        rows |= dict(zip(numbers, found, strict=True))
+    return torch.stack([rows[number] for number in range(len(images))])
+
+
+def folder_key(folder: ImageFolder) -> str:
+    return f"{folder.path.name}-{hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:8]}"
+
+
+def states(folder: ImageFolder, files: Sequence[Path]) -> str:
+    """Names, sizes and times of the files: features of other files are not theirs."""
+    stats = [(str(file), (folder.path / file).stat()) for file in files]
+    return json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+
+
+def read_part(file: Path, state: str) -> Tensor | None:
+    """None where there is nothing, or something of other images, or a damaged file."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            if (stored.metadata() or {}).get("files") != state:
+                return None
+            found: Tensor = stored.get_tensor("features")
+            return found
+    except (OSError, SafetensorError):
+        return None
+
+
+def write_part(file: Path, features: Tensor, state: str) -> None:
+    with replacing(file) as temporary:
+        temporary.write_bytes(save({"features": features.contiguous()}, metadata={"files": state}))

@@ -1,0 +1,29 @@
+"""From the folder that `nextscale sample` wrote to the folder that a scorer reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ....cluster.manifest import read_folder
+from ....errors import NextscaleError
+from .layouts import Samples
+from .suite import Suite
+
+
+def export(suite: Suite, folder: Path, out: Path, prompt_set: Path | None = None, seeds: int | None = None) -> int:
+    """Lays the images of `folder` out for the suite's scorer; returns their number. `seeds`: images per prompt, if not the published."""
+    prompts = suite.prompts(prompt_set)
+    wanted = suite.seeds if seeds is None else seeds
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for entry in read_folder(folder).values():
+        found.setdefault(entry.id, []).append((entry.seed, folder / entry.file))
+    if lacking := [prompt.id for prompt in prompts if len(found.get(prompt.id, ())) < wanted]:
+        raise NextscaleError(
+            f"{folder} lacks images of {len(lacking)} of the {len(prompts)} prompts, such as {lacking[0]!r}: run `nextscale"
+            f" sample --seeds {wanted}` with the prompts of `nextscale evaluate --suite {suite.name} --write-prompts FILE`"
+        )
+    if out.exists() and any(out.iterdir()):
+        raise NextscaleError(f"{out} is not empty, and some scorers count files: give a new folder")
+    images = {prompt.id: [file for _, file in sorted(found[prompt.id])[:wanted]] for prompt in prompts}
+    suite.lay_out(Samples(prompts, images, prompt_set, folder.name), out)
+    return wanted * len(prompts)

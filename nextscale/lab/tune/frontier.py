@@ -1,0 +1,62 @@
+"""Which of several candidates are worth more runs: those at the frontier of speed and likeness, or near it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+MOST_RANGES = 8  # of speed
+
+Place = Callable[[T], tuple[float, float]]
+"""Speedup, and distance to dense."""
+
+
+def gap(place: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
+    """The speedup against the fastest that is no further from dense: 1 at the frontier, less behind it."""
+    speedup, distance = place
+    return speedup / max(speedup, *(other for other, far in others if far <= distance))
+
+
+def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
+    """Those that nothing beats in both, slowest first; of equals the first."""
+    found: list[T] = []
+    best = -math.inf
+    for item in sorted(items, key=lambda item: (of(item)[1], -of(item)[0])):  # nearest first
+        if of(item)[0] > best:
+            found.append(item)
+            best = of(item)[0]
+    return found
+
+
+def near_frontier(items: Sequence[T], of: Place[T], count: int) -> list[T]:
+    """At most `count` items: of several ranges of speed in turn, so that all are covered, always the one nearest to the frontier."""
+    places = [of(item) for item in items]
+    if not places:
+        return []
+    bins = max(1, min(MOST_RANGES, count // 3))
+    low, high = (math.log(pick(speedup for speedup, _ in places)) for pick in (min, max))
+    width = (high - low) / bins or 1.0
+    shelves: dict[int, list[tuple[float, int]]] = {}
+    for number, place in enumerate(places):
+        shelf = min(bins - 1, int((math.log(place[0]) - low) / width))
+        shelves.setdefault(shelf, []).append((-gap(place, places), number))
+    for shelf_items in shelves.values():
+        shelf_items.sort()
+    chosen: list[int] = []
+    for rank in range(len(items)):
+        for shelf in sorted(shelves):
+            if rank < len(shelves[shelf]) and len(chosen) < count:
+                chosen.append(shelves[shelf][rank][1])
+    return [items[number] for number in chosen]
+
+
+def thinned(items: Sequence[T], of: Place[T], count: int) -> list[T]:
+    """At most `count` items of a frontier, spread evenly over the logarithm of the speedup, both ends among them."""
+    if len(items) <= count:
+        return list(items)
+    low, high = math.log(of(items[0])[0]), math.log(of(items[-1])[0])
+    wanted = [low + (high - low) * step / (count - 1) for step in range(count)]
+    chosen = {min(range(len(items)), key=lambda number: abs(math.log(of(items[number])[0]) - place)) for place in wanted}
+    return [items[number] for number in sorted(chosen)]

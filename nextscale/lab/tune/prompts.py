@@ -1,0 +1,29 @@
+"""Prompts to search with where none are given: things, places and manners, combined; classes for models that take classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...pipeline import Pipeline
+from ...text.prompts import TextReader
+
+THINGS = (
+    "a red apple", "two cats", "an old bicycle", "a lighthouse", "a bowl of soup", "a wooden chair", "a sailing boat", "a bunch of flowers",
+    "a steam engine", "a small owl", "a pair of shoes", "a market stall", "a mountain lake", "a white horse", "a stack of books", "a robot",
+)  # fmt: skip
+PLACES = (
+    "on a plain background", "in the snow", "by a window", "under a cloudy sky", "in a busy street", "on a beach at sunset", "at night",
+    "in tall grass",
+)  # fmt: skip
+MANNERS = ("a photograph of {}", "an oil painting of {}", "a pencil sketch of {}", "a flat icon of {}")
+
+
+def own_prompts(pipeline: Pipeline, count: int) -> list[Any]:
+    """So many prompts, the same ones every time."""
+    if not isinstance(pipeline.reader, TextReader):
+        return [(7 * number) % 1000 % pipeline.reader.classes for number in range(count)]  # type: ignore[attr-defined]
+    made = []
+    for number in range(count):
+        thing, place = THINGS[number * 5 % len(THINGS)], PLACES[number * 3 % len(PLACES)]
+        made.append(MANNERS[number // 2 % len(MANNERS)].format(f"{thing} {place}"))
+    return made

@@ -1,0 +1,39 @@
+"""What lies beside a model's weights: its ranks for StageVAR, and profiles for `auto`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import SettingError
+from ..io import home
+from ..models.base import NextScaleModel
+from ..models.rank_table import RankTable, rank_file, read_rank_table
+from ..profiles import profile_folder
+from .fetch import locate
+from .parts import Weights
+from .presets import Embedded, ModelSpec
+
+
+def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
+    """The table beside the weights; None where there is none, SettingError if it is another model's."""
+    file = rank_file(weights)
+    if not file.is_file():
+        return None
+    table = read_rank_table(file)
+    if not table.belongs_to(model):
+        raise SettingError(f"{file} lies beside these weights, and has {table!r}: remove it, or write it with `nextscale observe ranks`")
+    return table
+
+
+def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
+    """Where profiles of these weights may lie: beside them, and for the weights that come with the package there."""
+    return [profile_folder(weights), *([profile_folder(spec.weights.path)] if isinstance(spec.weights, Embedded) else [])]
+
+
+def local_weights(spec: ModelSpec) -> Path | None:
+    """Where the weights lie if they are there: in the package, or where they are looked for; None where none are released."""
+    if isinstance(spec.weights, Embedded):
+        return spec.weights.path
+    if spec.weights is None:
+        return None
+    return locate(Weights(f"weights of {spec.name}", spec.weights)) or home() / spec.weights.local

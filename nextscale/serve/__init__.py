@@ -1,0 +1,1 @@
+"""The image server: the endpoint that clients speak already, over the batcher."""

@@ -1,0 +1,52 @@
+"""Images as files in memory: encoded for the client, with their settings inside, and read back from strangers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, PngImagePlugin
+from torch import Tensor
+
+from ..io import IMAGE_FORMATS, LOSSY_QUALITY
+from .errors import refused
+
+CHUNK = "nextscale"  # the PNG's text chunk that holds the settings, as JSON
+FASTEST_PNG = 1  # zlib's level: a 1024 px picture takes 60 ms in place of 300, and is a tenth larger
+
+
+def encoded(image: Image.Image, form: str = "png", compression: int | None = None, settings: Mapping[str, Any] | None = None) -> str:
+    """Base64 of the file. `settings` go into a PNG, from which the studio restores them."""
+    buffer = io.BytesIO()
+    if form == "png":
+        info = PngImagePlugin.PngInfo()
+        if settings is not None:
+            info.add_text(CHUNK, json.dumps(settings, ensure_ascii=True))
+        image.save(buffer, "PNG", pnginfo=info, compress_level=FASTEST_PNG)
+    else:
+        image.save(buffer, IMAGE_FORMATS[f".{form}"], quality=LOSSY_QUALITY if compression is None else compression)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def mask_picture(mask: Tensor) -> Image.Image:
+    """Shares [h, w] as grey levels, a pixel per cell; white is all of the network."""
+    return Image.fromarray((mask.float().clamp(0, 1) * 255).round().to(torch.uint8).numpy())
+
+
+def decoded_png(text: str, param: str, most_pixels: int) -> Tensor:
+    """Pixels [1, 3, H, W] in [-1, 1] of a picture that a client sends; nothing but a PNG of an allowed size is opened."""
+    try:
+        content = base64.b64decode(text, validate=True)
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+            if image.width * image.height > most_pixels:
+                raise refused(param, f"{param} has {image.width}x{image.height} pixels; at most {most_pixels} are compared")
+            pixels = np.array(image.convert("RGB"))
+    except (binascii.Error, ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise refused(param, f"{param} is no PNG in base64") from error
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1

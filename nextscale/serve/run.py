@@ -1,0 +1,85 @@
+"""Runs the server until a signal: accepted requests finish, new ones are refused, and the process ends in time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from types import FrameType
+
+import uvicorn
+
+from .app import create_app
+from .service import Content, Service
+from .settings import ServeSettings
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 2  # what the last answers have to be sent when all images are done or given up
+
+
+class DrainingServer(uvicorn.Server):
+    """The first signal drains: the door stays open, so that newcomers are told why they are refused. A second one ends at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self.in_time = True
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)  # type: ignore[arg-type]
+        self._service.start(failed=self.stop)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None or self._service.state == "draining":
+            self.should_exit = self.force_exit = True
+            return
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+    def _begin(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        seconds = self._service.settings.shutdown_timeout
+        log.info("draining: accepted requests have %.0f s to finish", seconds)
+        self.in_time = await asyncio.to_thread(self._service.drain, seconds)
+        if not self.in_time:
+            log.warning("requests were not finished in %.0f s and are given up", seconds)
+            await asyncio.to_thread(self._service.close)
+        self.should_exit = True
+
+
+def http_server(service: Service) -> DrainingServer:
+    config = uvicorn.Config(
+        create_app(service),
+        host=service.settings.host,
+        port=service.settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=ANSWER_SECONDS,
+    )
+    return DrainingServer(config, service)
+
+
+def serve(content: Content, settings: ServeSettings) -> None:
+    """Returns after a signal. Raises what kept the models from being loaded."""
+    service = Service(content, settings)
+    if not settings.loopback and not settings.api_keys:
+        log.warning("%s is reached from other machines and there are no API keys: give --api-key-file", settings.host)
+    http_server(service).run()
+    if service.error is not None:
+        raise service.error
+    if not service.close():
+        log.warning("a worker did not leave its stage: the process ends without it")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

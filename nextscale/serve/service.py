@@ -1,0 +1,160 @@
+"""A server's inside: models that are loaded in the background, the batcher over them, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Literal
+
+from ..engine.batcher import Batcher, Handle, Job
+from ..errors import NextscaleError, SettingError
+from ..lab.evals.methods import parse_methods
+from ..pipeline import Pipeline
+from ..text.prompts import ClassReader
+from .catalogue import SIZE, Asked, Catalogue, Served
+from .errors import loading
+from .metrics import ServeMetrics
+from .settings import ServeSettings
+
+log = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "draining", "failed"]
+Watch = Callable[[object], None]
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Sizes and batches that are generated once before the server is ready: on a GPU their CUDA graphs are captured."""
+
+    size: tuple[int, int]  # height, width
+    batches: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Warmup:
+        """WIDTHxHEIGHT:BATCH,BATCH as in 1024x1024:1,4."""
+        size, colon, numbers = text.partition(":")
+        found, batches = SIZE.fullmatch(size), [part for part in numbers.split(",") if part.isdecimal() and int(part)]
+        if not found or not colon or len(batches) != numbers.count(",") + 1:
+            raise SettingError(f"warm-up {text!r}: write WIDTHxHEIGHT:BATCH,BATCH, such as 1024x1024:1,4")
+        return cls((int(found[2]), int(found[1])), tuple(map(int, batches)))
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a server serves. `load` opens a model, by its name, on one of `devices`."""
+
+    models: tuple[str, ...]
+    devices: tuple[str | None, ...]  # None: the GPU if there is one
+    load: Callable[[str, str | None], Pipeline]
+    aliases: Mapping[str, str]
+    method: str = "dense"
+    warmups: tuple[Warmup, ...] = ()
+
+
+class Service:
+    def __init__(self, content: Content, settings: ServeSettings) -> None:
+        self.content, self.settings = content, settings
+        self.metrics = ServeMetrics()
+        self.started = int(time.time())
+        self.error: BaseException | None = None  # why loading failed
+        self.catalogue: Catalogue | None = None
+        self._batcher: Batcher | None = None
+        self._pipelines: Sequence[Mapping[str, Pipeline]] = ()
+        self._draining = False
+
+    # --- life
+
+    def start(self, failed: Callable[[], None]) -> None:
+        """Loads in the background; `failed` is called where that does not work."""
+        Thread(target=self._load_or_fail, args=(failed,), name="nextscale-loading", daemon=True).start()
+
+    def _load_or_fail(self, failed: Callable[[], None]) -> None:
+        try:
+            self.open()
+        except BaseException as error:
+            self.error = error
+            failed()
+
+    def open(self) -> None:
+        """Loads the models, warms them up, and takes requests from then on."""
+        content, settings = self.content, self.settings
+        self._pipelines = [{model: content.load(model, device) for model in content.models} for device in content.devices]
+        for pipelines in self._pipelines:
+            for pipeline in pipelines.values():
+                warm_up(pipeline, content.warmups, content.method)
+        served = [Served(name, pipeline) for name, pipeline in self._pipelines[0].items()]
+        catalogue = Catalogue(served, content.aliases, content.method, settings.limits)
+        self._batcher = Batcher(
+            self._pipelines,
+            max_batch=settings.max_batch,
+            batch_delay=settings.batch_delay,
+            max_queue=settings.max_queue,
+            on_batch=self.metrics.batch_done,
+        )
+        self.metrics.watch(self._batcher, self._all_pipelines)
+        if self._draining:
+            self._batcher.drain(0)
+        self.catalogue = catalogue
+        log.info("ready: %s", ", ".join(content.models))
+
+    def _all_pipelines(self) -> Iterable[tuple[str, Pipeline]]:
+        return (pair for pipelines in self._pipelines for pair in pipelines.items())
+
+    def drain(self, seconds: float) -> bool:
+        """Refuses new requests and finishes those that were accepted; whether there was time enough."""
+        self._draining = True
+        return self._batcher is None or self._batcher.drain(seconds)
+
+    def close(self) -> bool:
+        """Gives up the rest; whether all workers have gone."""
+        self._draining = True
+        return self._batcher is None or self._batcher.close()
+
+    @property
+    def state(self) -> State:
+        if self.error is not None or (self._batcher is not None and self._batcher.broken):
+            return "failed"
+        if self._draining:
+            return "draining"
+        return "loading" if self.catalogue is None else "ready"
+
+    # --- requests
+
+    def require_catalogue(self) -> Catalogue:
+        if self.catalogue is None:
+            raise loading()
+        return self.catalogue
+
+    def submit(self, asked: Asked, watch: Watch | None = None) -> Handle:
+        """Overloaded or ShuttingDown where it cannot be taken."""
+        assert self._batcher is not None  # there is a catalogue
+        job = Job(
+            asked.model,
+            asked.prompt,
+            asked.seeds,
+            asked.negative,
+            asked.settings,
+            frozenset(asked.partial_stages),
+            watch,
+            time.monotonic() + self.settings.request_timeout,
+        )
+        return self._batcher.submit(job)
+
+
+def warm_up(pipeline: Pipeline, warmups: Sequence[Warmup], method: str) -> None:
+    """Sizes that this model does not offer are for other models."""
+    chosen = parse_methods(method)
+    for warmup in warmups:
+        if warmup.size not in pipeline.settings.schedules.offers():
+            continue
+        for batch in warmup.batches:
+            prompts = [0 if isinstance(pipeline.reader, ClassReader) else "a red apple"] * batch
+            begun = time.monotonic()
+            try:
+                pipeline(prompts, seed=0, size=warmup.size, method=chosen, warmup=True)
+            except NextscaleError as error:
+                raise NextscaleError(f"warm-up of {pipeline.name}, {batch} image(s) of {warmup.size}: {error}") from error
+            log.info("warmed up %s, %d image(s) of %s: %.1f s", pipeline.name, batch, warmup.size, time.monotonic() - begun)

@@ -1,0 +1,101 @@
+"""How a server runs: what it allows, whom it lets in, and for how long it waits."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checks import is_number, is_whole
+from ..errors import NextscaleError, SettingError
+
+SHORTEST_KEY = 16  # characters
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    prompt_chars: int = 2000
+    images: int = 10
+    pixels: int = 10 * 1024 * 1024  # of all its images together
+    body_bytes: int = 64 * 1024
+    compared_bytes: int = 32 * 1024 * 1024  # two pictures, of the studio's comparison
+    read_seconds: float = 30.0  # until the body is there
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_chars", "images", "pixels", "body_bytes", "compared_bytes"):
+            if not is_whole(getattr(self, name), least=1):
+                raise SettingError(f"{name} {getattr(self, name)!r}: give a whole number, 1 or more")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Everything that is decided when a server starts, besides its models."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_batch: int = 8
+    batch_delay: float = 0.005
+    max_queue: int = 64
+    request_timeout: float = 300.0  # seconds after which a request is given up
+    shutdown_timeout: float = 30.0  # seconds that accepted requests have to finish
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names under which the server is reached, besides those of the loopback
+    log_prompts: bool = False
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.port) or self.port > 65535:
+            raise SettingError(f"port {self.port!r}: give a whole number from 0 (any that is free) to 65535")
+        for name in ("request_timeout", "shutdown_timeout"):
+            seconds = getattr(self, name)
+            if not is_number(seconds) or not 0 < seconds < float("inf"):
+                raise SettingError(f"{name} {seconds!r}: give a number of seconds above 0")
+        for key in self.api_keys:
+            if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+                raise SettingError(
+                    f"an API key of {len(key)} characters: give {SHORTEST_KEY} or more, printable ASCII without spaces,"
+                    " such as the output of `openssl rand -hex 32`"
+                )
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        if self.host in LOOPBACK_NAMES:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def host_names(self) -> tuple[str, ...] | None:
+        """Names that a request may address the server by; None: any. A page elsewhere cannot pretend to be a server on the loopback."""
+        return (*LOOPBACK_NAMES, self.host, *self.allowed_hosts) if self.loopback or self.allowed_hosts else None
+
+
+def read_api_keys(file: Path) -> tuple[str, ...]:
+    """One key per line; empty lines and those that begin with # do not count."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NextscaleError(f"the API keys in {file} cannot be read ({error}): give a text file with one key per line") from error
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    if not keys:
+        raise SettingError(f"{file} holds no API key: write one per line, or leave the option out to let everybody in")
+    return keys
+
+
+def parse_aliases(given: Mapping[str, str] | list[str], models: tuple[str, ...]) -> dict[str, str]:
+    """NAME=MODEL, by which clients that ask for another model's name get one that is served."""
+    pairs = [one.partition("=")[::2] for one in given] if isinstance(given, list) else list(given.items())
+    for name, model in pairs:
+        if not name.strip() or model not in models:
+            raise SettingError(f"alias {name!r} of {model!r}: write NAME=MODEL with a model that is served: {', '.join(models)}")
+        if name in models:
+            raise SettingError(f"alias {name!r} is the name of a model that is served: choose another one")
+    return dict(pairs)

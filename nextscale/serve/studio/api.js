@@ -1,0 +1,63 @@
+// What the page asks of the server.
+
+const KEY = "nextscale.key";
+
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY) || "",
+  set: (key) => sessionStorage.setItem(KEY, key),
+};
+
+export class ApiError extends Error {
+  constructor(status, error) {
+    super(error?.message || `the server answered ${status}`);
+    this.status = status;
+    this.param = error?.param;
+  }
+}
+
+async function ask(path, body, signal) {
+  const headers = body ? { "content-type": "application/json" } : {};
+  if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
+  const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+  if (!response.ok) throw new ApiError(response.status, (await response.json().catch(() => ({}))).error);
+  return response;
+}
+
+const pause = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
+
+/** A full queue is asked again: it empties by itself. */
+async function patiently(path, body, signal) {
+  for (let attempt = 0; ; attempt++) {
+    try {
+      return await ask(path, body, signal);
+    } catch (error) {
+      if (error.status !== 429 || attempt >= 20) throw error;
+      await pause(0.5 + attempt / 4);
+    }
+  }
+}
+
+export const options = async () => (await ask("/studio/options")).json();
+export const compare = async (a, b) => (await ask("/studio/compare", { a, b })).json();
+export const generate = async (body, signal) => (await patiently("/v1/images/generations", body, signal)).json();
+
+/** Calls `onEvent` with every event of a stream; fails where the stream says so. */
+export async function stream(body, onEvent, signal) {
+  const response = await patiently("/v1/images/generations", { ...body, stream: true }, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const events = text.split("\n\n");
+    text = events.pop();
+    for (const event of events) {
+      const data = event.split("\n").find((line) => line.startsWith("data: "));
+      if (!data) continue;
+      const content = JSON.parse(data.slice(6));
+      if (content.error) throw new ApiError(response.status, content.error);
+      onEvent(content);
+    }
+  }
+}

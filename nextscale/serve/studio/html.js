@@ -1,0 +1,5 @@
+// Preact's elements written as templates.
+import htm from "htm";
+import { h } from "preact";
+
+export const html = htm.bind(h);

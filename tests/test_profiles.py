@@ -1,0 +1,294 @@
+"""Profiles: what they offer, what their files may hold, and which model they belong to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import nextscale
+from nextscale import Profile
+from nextscale.cli import app, parse
+from nextscale.errors import NextscaleError, ProfileError, SettingError
+from nextscale.loading import presets
+from nextscale.profile_file import LARGEST
+from nextscale.profiles import Interval, find_profiles, fingerprint, own_profiles, profile_folder, require_own
+
+from . import tiny
+from .tiny_profiles import FAST, NEAR, POINTS, SKIP, point, profile_of
+
+PROFILE = profile_of(tiny.shared_pipeline("infinity"))
+
+
+# --- points by target
+
+
+def test_a_distance_takes_the_fastest_point_within_it() -> None:
+    assert PROFILE.fastest(lpips=0.2).method == FAST
+    assert PROFILE.fastest(lpips=0.09).method == FAST
+    assert PROFILE.fastest(lpips=0.08).method == NEAR
+
+
+def test_a_speedup_takes_the_nearest_point_that_has_it() -> None:
+    assert PROFILE.nearest(speedup=1.0).method == NEAR
+    assert PROFILE.nearest(speedup=1.6).method == FAST
+
+
+def test_a_time_takes_the_nearest_point_within_it() -> None:
+    assert PROFILE.within(ms=70).method == NEAR
+    assert PROFILE.within(ms=50).method == FAST
+
+
+@pytest.mark.parametrize(
+    ("ask", "wanted"),
+    [
+        (lambda: PROFILE.fastest(lpips=0.01), "an LPIPS of at most 0.01"),
+        (lambda: PROFILE.nearest(speedup=3), "a speedup of at least 3"),
+        (lambda: PROFILE.within(ms=30), "at most 30 ms per image"),
+    ],
+)
+def test_what_no_point_meets_is_answered_with_what_there_is(ask: Callable[[], object], wanted: str) -> None:
+    with pytest.raises(SettingError, match=wanted) as refused:
+        ask()
+    assert "it offers 1.50x at LPIPS 0.030 (66.7 ms) up to 2.50x at LPIPS 0.090 (40.0 ms), dense 100.0 ms" in str(refused.value)
+    assert PROFILE.described in str(refused.value)
+
+
+# --- files
+
+
+def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
+    file = tmp_path / PROFILE.file_name
+    PROFILE.save(file)
+    assert Profile.load(file) == PROFILE
+    assert file.name == "tiny-infinity-8x6-cpu-batch2.profile.json"
+    lines = file.read_text().splitlines()
+    assert sum(f'"method": "{method}"' in line for method in (NEAR, FAST, SKIP) for line in lines) == 3  # a line for each point
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return json.loads(written()) | changes
+
+
+def written() -> str:
+    return json.dumps({"format": "nextscale profile 1"} | asdict(PROFILE))
+
+
+def changed_point(**changes: Any) -> dict[str, Any]:
+    content = json.loads(written())
+    content["points"][1] |= changes
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (changed(format="nextscale profile 2"), "its format is 'nextscale profile 2'; this version reads 'nextscale profile 1'"),
+        ([], r"its format is \[\]"),
+        ({"format": "nextscale profile 1"}, "the profile lacks batch, dense_ms"),
+        (changed(colour="red"), "the profile has colour, which this version does not know"),
+        (changed(batch=0), "batch is 0; expected a whole number, 1 or more"),
+        (changed(batch=True), "batch is True"),
+        (changed(seed=1.5), "seed is 1.5"),
+        (changed(dense_ms="fast"), "dense_ms is 'fast'; expected a finite number"),
+        (changed(dense_ms=0), "dense_ms is 0"),
+        (changed(dense_ms=10**400), "dense_ms is 1000"),
+        (changed(dtype="int8"), "dtype is 'int8'; expected one of float32, bfloat16, float16"),
+        (changed(engine=["eager"]), r"engine is \['eager'\]; expected one of graphs, eager"),
+        (changed(device="tpu"), "device is 'tpu'; expected one of cuda, cpu"),
+        (changed(fingerprint="abc"), "fingerprint is 'abc'; expected 64 hexadecimal digits"),
+        (changed(model=""), "model is ''; expected a line of text"),
+        (changed(prompts="a\nb"), "prompts is 'a"),
+        (changed(hardware="x" * 1001), "hardware is 'xxx"),
+        (changed(size=[8]), r"size is \(8,\); expected \(height, width\) in pixels"),
+        (changed(size=8), "size is 8; expected a list"),
+        (changed(grids=[[2, 2]]), "grids: the first stage is the single start token"),
+        (changed(grids=[[1, "1"]]), "grids: a schedule is a non-empty list"),
+        (changed(grids=[1, 2]), "a grid is 1; expected a list"),
+        (changed(points=[]), "it has no points"),
+        (changed(points={}), r"points is \{\}; expected a list"),
+        (changed(points=["skip"]), r"points\[0\] is 'skip'; expected a JSON object"),
+        (changed(points=changed()["points"][::-1]), "its points are no frontier: after 2.50x at LPIPS 0.090 comes 1.50x at LPIPS 0.030"),
+        (changed(points=changed()["points"][:1] * 2), "its points are no frontier"),
+        (changed_point(method="skp:last=1"), r"points\[1\]: the method 'skp:last=1' is none of this version \(unknown method 'skp'"),
+        (changed_point(method="skip:first=1"), "'first=1' is no setting of skip"),
+        (changed_point(method="fastvar:ratios=7"), "the method 'fastvar:ratios=7' is none of this version"),
+        (changed_point(method="auto"), "the method 'auto' is chosen by a profile and cannot be a point of one"),
+        (changed_point(method="auto + skip"), "use it alone"),
+        (changed_point(method=7), "method is 7"),
+        (changed_point(ms=-1), "ms is -1; expected a number above 0"),
+        (changed_point(macs=-0.1), "macs is -0.1; expected 0 or more"),
+        (changed_point(psnr=None), "psnr is None; expected a finite number"),
+        (changed_point(lpips=0.1), "lpips is 0.1; expected a JSON object"),
+        (changed_point(lpips={"value": 0.1, "low": 0.2, "high": 0.3}), "the value 0.1 lies outside its interval, 0.2 to 0.3"),
+        (changed_point(speedup={"value": 1, "low": 1}), "speedup lacks high"),
+        (changed_point(note="good"), r"points\[1\] has note, which"),
+    ],
+)
+def test_damaged_files_are_refused_by_field(content: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.profile.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=message) as refused:
+        Profile.load(file)
+    assert str(refused.value).startswith(f"{file} is no profile that can be used: ")
+    assert find_profiles([tmp_path]) == {}  # named in the log, and in nobody's way
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it is not JSON"),
+        ("{" * 100_000, "it is not JSON"),
+        ('{"format": NaN}', "NaN is no number"),
+        ('{"format": 1, "format": 2}', "a name comes twice"),
+        (" " * (LARGEST + 1), f"it has {LARGEST + 1} bytes, a profile at most {LARGEST}"),
+        (written().replace("100.0", "1e999"), "dense_ms is inf"),
+        ("\ud800", "it is not JSON"),
+    ],
+)
+def test_what_is_no_json_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.profile.json"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ProfileError, match=message):
+        Profile.load(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"absent.profile.json is no profile that can be used: it cannot be read \(No such file"):
+        Profile.load(tmp_path / "absent.profile.json")
+
+
+def test_a_bound_may_miss_its_value_by_rounding() -> None:
+    assert Interval(1.0, 1.0 + 1e-9, 2).low > 1
+    with pytest.raises(ProfileError, match="value is nan"):
+        Interval(float("nan"), 0, 1)
+
+
+# --- whose it is
+
+
+@pytest.mark.parametrize("family", ["var", "infinity", "hart", "star"])
+def test_a_fingerprint_is_the_same_in_every_float_type(family: str) -> None:
+    own = fingerprint(tiny.shared_pipeline(family).model)
+    assert re.fullmatch("[0-9a-f]{64}", own)
+    for dtype in (torch.bfloat16, torch.float16):
+        model = tiny.fresh_pipeline(family).model.to(dtype)
+        assert fingerprint(model) == own
+
+
+def test_other_weights_have_another_fingerprint() -> None:
+    fingerprints = {fingerprint(tiny.shared_pipeline(family).model) for family in tiny.FAMILIES}
+    assert len(fingerprints) == len(tiny.FAMILIES)
+    model = tiny.fresh_pipeline("var").model
+    with torch.no_grad():
+        model.head.weight[0, 0] *= -1
+    assert fingerprint(model) != fingerprint(tiny.shared_pipeline("var").model)
+
+
+def test_a_model_without_weights_has_none() -> None:
+    with torch.device("meta"):
+        model = presets.build_model(tiny.SPECS["var"].model)
+    with pytest.raises(ProfileError, match="load them first"):
+        fingerprint(model)
+
+
+def test_a_profile_of_other_weights_is_refused(tmp_path: Path) -> None:
+    pipe = tiny.fresh_pipeline("var")
+    file = tmp_path / "x.profile.json"
+    PROFILE.save(file)
+    with pytest.raises(ProfileError, match=r"was measured on other weights \(infinity, fingerprint .{12}\) than these \(var, fingerprint"):
+        pipe.add_profile(file)
+    assert pipe.profiles == ()
+    require_own(PROFILE, tiny.shared_pipeline("infinity").model)
+
+
+def test_profiles_lie_beside_the_weights(tmp_path: Path) -> None:
+    pipe = tiny.shared_pipeline("infinity")
+    PROFILE.save(tmp_path / "a.profile.json")
+    profile_of(tiny.shared_pipeline("var")).save(tmp_path / "b.profile.json")
+    (tmp_path / "c.profile.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    assert profile_folder(weights) == profile_folder(tmp_path) == tmp_path
+    assert own_profiles([tmp_path], pipe.model) == (PROFILE,)
+    assert own_profiles([tmp_path / "absent"], pipe.model) == ()
+
+
+# --- the command
+
+
+@pytest.fixture
+def beside_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of profiles beside the weights of the one model that is known, tiny-infinity."""
+    monkeypatch.setattr("nextscale.cli.profiles.MODELS", {"tiny-infinity": tiny.SPECS["infinity"]})
+    monkeypatch.setattr(parse, "find", lambda *_: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["profiles", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_profiles_are_listed(beside_tiny: Path) -> None:
+    assert "No profile found. `nextscale tune` makes one." in run().stdout
+    PROFILE.save("a.profile.json")
+    profile_of(tiny.shared_pipeline("infinity"), batch=7, points=POINTS[:1]).save("b.profile.json")
+    rows = [re.split(r" {2,}", line.strip()) for line in run().stdout.splitlines()]
+    assert rows[1][:7] == ["tiny-infinity", "8x6", "2", "CPU of another kind", "2", "1.50 to 2.50", "0.030 to 0.090"]
+    assert rows[2][2] == "7"
+    assert rows[2][-1].endswith("b.profile.json")
+
+
+def test_a_profile_is_shown_and_plotted(beside_tiny: Path) -> None:
+    PROFILE.save("a.profile.json")
+    result = run("a.profile.json", "--plot", "a.svg")
+    assert result.exit_code == 0, result.stderr
+    rows = [re.split(r" {2,}", line.strip()) for line in result.stdout.splitlines()]
+    assert ["1.50", "0.030 (0.027 to 0.033)", "20.0 dB", "66.7", "67%", NEAR] in rows
+    assert ["1.40", "0.200 (0.180 to 0.220)", "20.0 dB", "71.4", "71%", f"for comparison: {SKIP}"] in rows
+    plot = Path("a.svg").read_text()
+    assert all(f"{number}  {name}</text>" in plot for number, name in enumerate(("dense", NEAR, FAST, SKIP)))
+    assert "speedup over dense" in plot  # though it was measured on a CPU
+    assert plot.count("<circle") == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("absent.profile.json",), "it cannot be read"),
+        (("x.profile.json", "-m", "nano"), "leave it out, or leave out the files"),
+        (("--plot", "a.png"), "give a name that ends in .svg"),
+        (("--plot", "a.svg"), "--plot draws one profile, and here are 0"),
+        (("-m", "nono"), "unknown model 'nono'"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], message: str, beside_tiny: Path) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stderr.startswith("error: ")) == (2, True)
+    assert message in result.stderr
+    assert list(beside_tiny.iterdir()) == []
+
+
+def test_a_profile_that_is_made_wrong_is_refused_at_once() -> None:
+    with pytest.raises(NextscaleError, match="no frontier"):
+        profile_of(tiny.shared_pipeline("infinity"), points=(point(FAST, 2.5, 0.09), point(NEAR, 1.5, 0.03)))
+
+
+def test_load_finds_what_was_measured_on_these_weights(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.symlink_to(presets.NANO.weights.path)  # type: ignore[union-attr]
+    pipe = nextscale.load("nano", weights=weights, device="cpu")
+    shipped = pipe.profiles
+    profile = profile_of(pipe)
+    profile.save(tmp_path / profile.file_name)
+    PROFILE.save(tmp_path / PROFILE.file_name)  # of another model
+    assert nextscale.load("nano", weights=weights, device="cpu", dtype=torch.bfloat16).profiles == (*shipped, profile)

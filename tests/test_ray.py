@@ -1,0 +1,185 @@
+"""`nextscale sample --ray` on a real cluster of this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nextscale.cluster.lock import working_folder
+from nextscale.cluster.manifest import read_manifest
+from nextscale.cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray, workers_for
+from nextscale.cluster.sampler import Done, sample
+from nextscale.cluster.shard import Shard
+from nextscale.cluster.store import Store
+from nextscale.errors import SettingError
+from nextscale.loading.random_weights import random_pipeline
+from nextscale.pipeline import Pipeline
+
+from . import tiny
+from .conftest import PROJECT
+from .test_sample import contents, planned
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # of its own
+SPEC = tiny.infinity_spec()
+BATCHES = planned(10, 2)
+
+
+def tiny_pipeline() -> Pipeline:
+    torch.set_num_threads(1)
+    return random_pipeline(SPEC)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two cores, on which Ray starts in about ten seconds."""
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(PROJECT)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        memory = 200 * 2**20  # of objects, bytes
+        runtime = {"env_vars": environment}
+        ray.init(address=LOCAL, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=memory, runtime_env=runtime)
+        yield
+        ray.shutdown()
+
+
+def on_ray(out: Path, on_images: Any = lambda _: None, workers: int = 1) -> Done:
+    with working_folder(out, Shard()) as work:
+        store = Store(out, work, Shard(), {"model": SPEC.name}, {})
+        return sample_on_ray(tiny_pipeline, {}, BATCHES, store, RaySettings(LOCAL, workers), on_images)
+
+
+def undisturbed(out: Path) -> dict[str, str]:
+    with working_folder(out, Shard()) as work:
+        sample(tiny_pipeline, {}, BATCHES, Store(out, work, Shard(), {"model": SPEC.name}, {}))
+    return contents(out)
+
+
+def actor_processes(name: str) -> list[int]:
+    """Processes of this machine that Ray named after an actor, and that belong to this test's cluster."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+            mine = str(PROJECT).encode() in (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if line.startswith("ray::") and name in line and mine:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_killed_in_the_middle_changes_nothing(tmp_path: Path) -> None:
+    whole = undisturbed(tmp_path / "whole")
+    killed: list[int] = []
+
+    def kill_once(images: int) -> None:
+        if images and not killed and (processes := actor_processes("MapWorker")):
+            killed.append(processes[0])
+            os.kill(processes[0], signal.SIGKILL)
+
+    done = on_ray(tmp_path / "out", kill_once, workers=2)
+    assert killed, "no actor was found to kill"
+    assert done.written == 20 // 2 and done.there == 0
+    assert contents(tmp_path / "out") == whole  # the manifest too, in the plan's order
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+    whole = undisturbed(tmp_path / "whole")
+    undisturbed(tmp_path / "out")
+    (tmp_path / "out" / BATCHES[3].pictures[0].file).unlink()
+    done = on_ray(tmp_path / "out")
+    assert (done.written, done.there) == (1, 9)
+    assert contents(tmp_path / "out") == whole
+    assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 10
+    assert on_ray(tmp_path / "out").written == 0
+
+
+@pytest.mark.usefixtures("cluster")
+def test_without_gpus_there_is_one_worker() -> None:
+    assert workers_for(RaySettings()) == 1 and workers_for(RaySettings(workers=3)) == 3
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 1.5])
+def test_wrong_shares_are_refused(gpus: float) -> None:
+    with pytest.raises(SettingError, match="GPUs per worker"):
+        RaySettings(gpus=gpus)
+
+
+# --- the server
+
+
+def load_tiny(name: str, device: str | None) -> Pipeline:
+    return tiny_pipeline()
+
+
+def asked(port: int, seed: int) -> bytes:
+    """The image of a seed, asked for again where a replica died, as OpenAI's client does."""
+    body = json.dumps({"prompt": "a cat", "seed": seed, "output_format": "png"}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/images/generations", body, {"content-type": "application/json"})
+    for _ in range(20):
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return base64.b64decode(json.load(answer)["data"][0]["b64_json"])
+        except urllib.error.HTTPError as error:
+            assert error.code >= 500, error.read()
+        except OSError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"seed {seed} was not answered")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.usefixtures("cluster")
+def test_every_request_is_answered_when_a_replica_dies() -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.service import Content
+    from nextscale.serve.settings import ServeSettings
+
+    port = free_port()
+    content = Content((SPEC.name,), (None,), load_tiny, {})
+    server = RayServer(content, ServeSettings(port=port, max_batch=2), RaySettings(LOCAL, workers=2))
+    with server.running():
+        replicas = actor_processes("ServeReplica")
+        assert len(replicas) == 2
+        before = [asked(port, seed) for seed in range(4)]
+        assert len({*before}) == 4
+        with ThreadPoolExecutor(4) as clients:
+            answers = [clients.submit(asked, port, seed % 4) for seed in range(24)]
+            answers[4].result()
+            os.kill(replicas[0], signal.SIGKILL)
+            assert [answer.result() for answer in answers] == [before[seed % 4] for seed in range(24)]
+    assert not actor_processes("ServeReplica")
+
+
+def test_devices_are_rays_to_give() -> None:
+    pytest.importorskip("fastapi")
+    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.service import Content
+    from nextscale.serve.settings import ServeSettings
+
+    with pytest.raises(SettingError, match="leave out --device"):
+        RayServer(Content((SPEC.name,), ("cuda:1",), load_tiny, {}), ServeSettings(), RaySettings())

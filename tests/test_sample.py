@@ -1,0 +1,380 @@
+"""`nextscale sample`: folders of images that end the same whatever happens on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from nextscale.cli import app
+from nextscale.cluster.lock import FolderInUse, working_folder
+from nextscale.cluster.manifest import read_folder, read_manifest
+from nextscale.cluster.plan import Batch, plan_batches
+from nextscale.cluster.prompts import SamplePrompt, read_sample_prompts
+from nextscale.cluster.sampler import Generator, sample
+from nextscale.cluster.shard import Shard
+from nextscale.cluster.store import Encoded, Store
+from nextscale.errors import NextscaleError, PromptError, SettingError
+from nextscale.loading import presets
+from nextscale.loading.random_weights import random_pipeline
+
+from . import tiny
+
+SPEC = tiny.infinity_spec()
+SCHEDULE = tiny.INFINITY_SCHEDULE
+PROMPTS = [f"prompt number {number}" for number in range(10)]
+
+
+@pytest.fixture(autouse=True)
+def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.MODELS, SPEC.name, SPEC)
+    monkeypatch.setenv("NEXTSCALE_COMMIT", "tested")  # a commit while the tests run would be in some lines and not in others
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return written(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+
+
+def written(file: Path, lines: Sequence[Any]) -> Path:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def arguments(prompts: Path, out: Path, *more: str) -> list[str]:
+    options = ["-m", SPEC.name, "--random-weights", "--device", "cpu", "--batch", "4", "--prompts", str(prompts), "--out", str(out), *more]
+    return ["sample", *options]
+
+
+def run(prompts: Path, out: Path, *more: str) -> Result:
+    return CliRunner().invoke(app, arguments(prompts, out, *more))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file below the folder, hidden ones included."""
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.rglob("*") if file.is_file()}
+
+
+def images(folder: Path) -> dict[str, str]:
+    return {name: content for name, content in contents(folder).items() if name.endswith(".png")}
+
+
+# --- prompts, shards, plans
+
+
+def test_prompts_have_ids_seeds_and_sizes(tmp_path: Path) -> None:
+    file = written(
+        tmp_path / "p.jsonl",
+        [{"prompt": "a"}, {"id": 7, "caption": "b", "seed": 3}, {"id": "x.y", "class": 5, "size": [8, 6], "aspect": "1:1"}],
+    )
+    assert read_sample_prompts(file) == [
+        SamplePrompt("00000", "a"),
+        SamplePrompt("7", "b", 3),
+        SamplePrompt("x.y", "5", None, "8x6", "1:1"),
+    ]
+    plain = tmp_path / "p.txt"
+    plain.write_text("# comment\nfirst\nsecond\n")
+    assert [(prompt.id, prompt.text) for prompt in read_sample_prompts(plain)] == [("00000", "first"), ("00001", "second")]
+    assert [prompt.text for prompt in read_sample_prompts(plain, limit=1)] == ["first"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": ""}', "has no prompt"),
+        ('{"id": "a"}', "has no prompt"),
+        ("[1]", "expected an object"),
+        ("{", "is no JSON"),
+        ('{"prompt": "a", "id": "../x"}', "cannot name files"),
+        ('{"prompt": "a", "id": ".hidden"}', "cannot name files"),
+        ('{"prompt": "a", "seed": -1}', "no whole number"),
+        ('{"prompt": "a", "size": 1.5}', "as on the command line"),
+        ('{"prompt": "a", "id": "b"}\n{"prompt": "c", "id": "b"}', "several prompts"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_wrong_prompt_files_are_refused(line: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(PromptError, match=said):
+        read_sample_prompts(file)
+
+
+def planned(count: int, batch: int, seeds: int = 1) -> list[Batch]:
+    prompts = [SamplePrompt(str(number), PROMPTS[number]) for number in range(count)]
+    return plan_batches(prompts, batch=batch, read=str, schedule=lambda _: SCHEDULE, seeds=seeds, seed=100)
+
+
+def test_a_plan_counts_seeds_as_generate_does_and_fills_the_last_batch() -> None:
+    batches = planned(3, 4, seeds=2)
+    assert [[(picture.id, picture.seed) for picture in batch.pictures] for batch in batches] == [
+        [("0", 100), ("0", 101), ("1", 102), ("1", 103)],
+        [("2", 104), ("2", 105)],
+    ]
+    assert [picture.seed for picture in batches[1].filled] == [104, 105, 105, 105]
+    assert batches[0].pictures[1].file == "0_101.png"
+
+
+def test_batches_hold_one_size_each() -> None:
+    sizes = {"wide": tiny.infinity_spec().settings.schedules.choose(None, None), "own": SCHEDULE}
+    other = type(SCHEDULE)([1, 2])
+    prompts = [SamplePrompt(str(number), "p", aspect="wide" if number % 2 else None) for number in range(6)]
+    batches = plan_batches(prompts, batch=2, read=str, schedule=lambda prompt: other if prompt.aspect else sizes["own"])
+    assert all(len({picture.schedule for picture in batch.pictures}) == 1 for batch in batches)
+    assert [len(batch.pictures) for batch in batches] == [2, 1, 2, 1]
+
+
+def test_names_that_would_meet_are_refused() -> None:
+    prompts = [SamplePrompt("a_1", "p", seed=2), SamplePrompt("A", "p", seed=1), SamplePrompt("a", "p", seed=1)]
+    with pytest.raises(PromptError, match="would both write"):
+        plan_batches(prompts, batch=2, read=str, schedule=lambda _: SCHEDULE)
+
+
+def test_shards_part_the_work() -> None:
+    batches = list(range(10))
+    parts = [Shard(index, 3).part(batches) for index in range(3)]
+    assert sorted(number for part in parts for number in part) == batches
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "4"}, Shard(3, 4)),
+        ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "2"}, Shard(3, 4)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, Shard(0, 2)),
+    ],
+)
+def test_launchers_say_which_shard(environment: dict[str, str], expected: Shard) -> None:
+    assert Shard.parse("auto", environment) == expected
+
+
+@pytest.mark.parametrize("text", ["3/3", "1", "-1/2", "a/b", "1/0", "auto"])
+def test_wrong_shards_are_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="--shard"):
+        Shard.parse(text, {})
+
+
+# --- folders
+
+
+def test_a_run_writes_every_image_with_its_line(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run(prompts, out, "--seeds", "2")
+    assert result.exit_code == 0, result.output
+    assert "20 images written" in result.output
+    assert {*contents(out)} == {f"{i // 2:05d}_{i}.png" for i in range(20)} | {"manifest.jsonl"}
+    entries = read_manifest(out / "manifest.jsonl")
+    assert [entry.seed for entry in entries] == list(range(20))
+    assert entries[3].prompt == PROMPTS[1] and entries[3].settings["method"] == "dense"
+    assert all(entry.matches(out) for entry in entries)
+    pipe = random_pipeline(SPEC)
+    alone = pipe(PROMPTS[1], seed=3, size=SCHEDULE).images[0]
+    with Image.open(out / entries[3].file) as stored:
+        assert stored.tobytes() == alone.tobytes()
+
+
+def test_shards_give_the_same_files_as_one_process(prompts: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(prompts, whole).exit_code == 0
+    for index in range(2):
+        assert run(prompts, parts, "--shard", f"{index}/2").exit_code == 0
+    assert images(parts) == images(whole)
+    assert {*read_folder(parts)} == {*images(whole)}
+    again = run(prompts, parts)  # one process after two
+    assert "0 images written" in again.output and "10 were there" in again.output
+
+
+def test_what_is_damaged_or_missing_is_made_again_and_nothing_else(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    before = contents(out)
+    untouched = (out / "00000_0.png").stat().st_mtime_ns
+    (out / "00001_1.png").write_bytes(b"damaged")
+    (out / "00009_9.png").unlink()
+    with (out / "manifest.jsonl").open("a") as lines:
+        lines.write('{"file": "0000')  # a line that was not finished
+    result = run(prompts, out)
+    assert "2 images written" in result.output and "8 were there" in result.output
+    assert images(out) == {name: content for name, content in before.items() if name.endswith(".png")}
+    assert (out / "00000_0.png").stat().st_mtime_ns == untouched
+    assert Counter(entry.file for entry in read_manifest(out / "manifest.jsonl")) == Counter([*images(out)])
+
+
+def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    before = contents(out)
+    for more in (["--method", "skip:last=1"], ["--guidance", "2"], ["--greedy"]):
+        result = run(prompts, out, *more)
+        assert result.exit_code == 2 and "choose another folder" in result.output
+    assert contents(out) == before
+
+
+def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "manifest.jsonl").write_text('{"mine": 1}\n')
+    result = run(prompts, out)
+    assert result.exit_code == 2 and "no line of a manifest" in result.output
+    assert (out / "manifest.jsonl").read_text() == '{"mine": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--workers", "2"], "add --ray"),
+        (["--ray", "auto"], "say --dtype"),
+        (["--ray", "local", "--device", "cuda:0"], "leave it out"),
+        (["--shard", "2/2"], "give i/N"),
+        (["--weights", "x.pth"], "reads no files"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(more: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
+    result = run(prompts, tmp_path / "out", *more)
+    assert result.exit_code == 2 and said in result.output and not images(tmp_path / "out")
+
+
+def test_other_versions_are_said(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    file = out / "manifest.jsonl"
+    file.write_text(file.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
+    (out / "00001_1.png").unlink()
+    result = run(prompts, out)
+    assert "made elsewhere (torch '1.0'" in result.output
+
+
+def test_a_folder_in_use_is_refused(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with working_folder(out, Shard(0, 2)):
+        with pytest.raises(FolderInUse, match=f"process {os.getpid()} on"), working_folder(out, Shard(0, 2)):
+            pass
+        with working_folder(out, Shard(1, 2)):
+            pass
+        result = run(prompts, out)
+        assert result.exit_code == 2 and "another number of shards" in result.output
+    assert contents(out) == {}
+    assert run(prompts, out).exit_code == 0
+
+
+def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
+    for name in ("0-of-1", "3-of-4"):
+        folder = tmp_path / ".sample" / name
+        folder.mkdir(parents=True)
+        (folder / "half.png").write_bytes(b"half")
+        (folder / "lock").write_text("process 1 on elsewhere")
+    with working_folder(tmp_path, Shard()) as work:
+        assert {file.name for file in work.iterdir()} == {"lock"}
+    assert contents(tmp_path) == {}
+
+
+def test_a_disk_that_refuses_ends_the_run_with_a_message(tmp_path: Path) -> None:
+    batches = planned(4, 2)
+    out = tmp_path / "out"
+    with working_folder(out, Shard()) as work:
+        store = Store(out, work, Shard(), {}, {})
+        (out / batches[0].pictures[1].file).mkdir()
+        with pytest.raises(NextscaleError, match="cannot be written"):
+            sample(lambda: random_pipeline(SPEC), {}, batches, store)
+
+
+def test_the_model_is_not_loaded_where_nothing_is_missing(tmp_path: Path) -> None:
+    batches = planned(4, 2)
+    with working_folder(tmp_path, Shard()) as work:
+        store = Store(tmp_path, work, Shard(), {}, {})
+        sample(lambda: random_pipeline(SPEC), {}, batches, store)
+        again = Store(tmp_path, work, Shard(), {}, {})
+        done = sample(lambda: pytest.fail("loaded"), {}, batches, again)
+    assert (done.written, done.there, done.images_per_second) == (0, 4, None)
+
+
+def test_graphs_are_captured_for_the_longest_prompt() -> None:
+    """On a GPU; here a pipeline that only notes what it is asked for."""
+    asked: list[Any] = []
+
+    class Noted:
+        engine = "graphs"
+        reader = random_pipeline(SPEC).reader
+
+        def warmup(self, prompt: Any, **settings: Any) -> None:
+            asked.append((prompt, settings["size"]))
+
+    prompts = [SamplePrompt(str(number), "word " * number) for number in range(1, 6)]
+    batches = plan_batches(prompts, batch=2, read=str, schedule=lambda _: SCHEDULE)
+    Generator(Noted(), {}).prepare(batches)  # type: ignore[arg-type]
+    assert asked == [(["word " * 5] * 2, SCHEDULE)]
+
+
+def test_files_are_encoded_as_their_name_says() -> None:
+    image = Image.new("RGB", (8, 6), "red")
+    for suffix, start in ((".png", b"\x89PNG"), (".jpg", b"\xff\xd8"), (".webp", b"RIFF")):
+        encoded = Encoded.of(image, suffix)
+        assert encoded.content.startswith(start) and encoded.size == (6, 8)
+
+
+# --- killed
+
+
+def child(arguments: list[str]) -> None:
+    os.environ["NEXTSCALE_COMMIT"] = "tested"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    presets.MODELS[SPEC.name] = SPEC
+    app(arguments)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    """Starts processes in which the program is imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "tests.test_sample"])  # the first is imported where a model is built
+    yield context
+
+
+def test_killed_at_random_moments_it_ends_as_an_undisturbed_run(processes: Any, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": f"prompt number {number}"} for number in range(64)])
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(prompts, whole).exit_code == 0
+    moments, kills, there = random.Random(0), 0, 0
+    while kills < 10:
+        process = processes.Process(target=child, args=(arguments(prompts, killed),))
+        process.start()
+        # a moment is a number of new files: it does not depend on how fast this machine is
+        target = there + moments.randrange(7)
+        while process.is_alive() and len(images(killed)) < target:
+            time.sleep(0.002)
+        time.sleep(moments.random() * 0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        kills += 1
+        there = len(images(killed))
+    assert there < 64, "the kills came too late to disturb anything"
+    assert run(prompts, killed).exit_code == 0
+    assert contents(killed) == contents(whole)  # the manifest too; no temporary file, no lock
+    assert len(read_manifest(killed / "manifest.jsonl")) == 64
+
+
+def test_two_processes_on_one_shard_do_not_corrupt_one_another(processes: Any, prompts: Path, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run(prompts, whole).exit_code == 0
+    both = [processes.Process(target=child, args=(arguments(prompts, out),)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert 0 in {process.exitcode for process in both} and {process.exitcode for process in both} <= {0, 2}
+    assert contents(out) == contents(whole)

@@ -1,0 +1,200 @@
+"""The studio in a real browser: chromium, driven headless. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+import nextscale
+
+from .serving import SECONDS, Live, Steered, live
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: install it (apt-get install chromium) to test the studio in a browser"),
+]
+REFUSED = "Failed to load resource: the server responded with a status of 400"  # what the browser says of an answer that the page shows
+SIZE, STAGES = "128x128", 7
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Steered:
+    return Steered(nextscale.load("nano", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def server(pipe: Steered) -> Iterator[Live]:
+    with live({"nano": pipe}, batch_delay=0.05) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Live) -> Iterator[Any]:
+    """The studio at the smallest size; whatever the page complains about fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 860}, accept_downloads=True)
+    opened = context.new_page()
+    opened.set_default_timeout(1000 * SECONDS)
+    complaints: list[str] = []
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on(
+        "console", lambda message: complaints.append(message.text) if message.type == "error" and REFUSED not in message.text else None
+    )
+    opened.goto(server.url)
+    opened.select_option("#size", SIZE)
+    yield opened
+    context.close()
+    assert not complaints
+
+
+def generated(page: Any, method: str = "dense") -> None:
+    page.fill("#method", method)
+    page.keyboard.press("Control+Enter") if page.evaluate("document.activeElement.id") == "prompt" else page.click("text=Generate >> nth=1")
+    page.wait_for_selector("#used-seed")
+
+
+def test_stages_arrive_and_can_be_scrubbed(page: Any, server: Live) -> None:
+    seen = page.evaluate_handle("""() => { const seen = []; new MutationObserver(() => {
+        const canvas = document.querySelector('.canvas'); if (canvas?.dataset.stage) seen.push(canvas.dataset.stage);
+    }).observe(document.body, {subtree: true, childList: true, attributes: true}); return seen; }""")
+    page.fill("#method", "skip:last=2")
+    page.fill("#prompt", "a 3D icon of a red apple")
+    page.focus("#prompt")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#used-seed")
+    stages = list(dict.fromkeys(seen.json_value()))
+    assert len(stages) >= 2 and stages == sorted(stages, key=int)  # the image grew; the page may draw two stages at once
+    frames = int(page.get_attribute(".canvas", "data-frames"))
+    assert frames == STAGES - 2  # of the stages that ran; the finished image stands for the last
+    last = page.get_attribute(".canvas img", "src")
+    scrubber = page.locator('input[aria-label="stage"]')
+    scrubber.focus()
+    page.keyboard.press("Home")
+    assert page.get_attribute(".canvas", "data-stage") == "0" and page.get_attribute(".canvas img", "src") != last
+    page.keyboard.press("End")
+    assert page.get_attribute(".canvas img", "src") == last
+    page.check("text=darker where less of the network ran")
+    mask = page.locator(".canvas .mask")
+    assert mask.count() == 1
+    page.locator('input[aria-label="opacity of the mask"]').fill("0.3")
+    assert mask.evaluate("node => node.style.opacity") == "0.3"
+    assert page.locator(".bars tbody tr").count() == STAGES and page.locator(".bars tr.skipped").count() == 2
+    assert page.inner_text("#used-seed") == "7"
+
+
+def test_a_stopped_image_stops_the_server(page: Any, server: Live, pipe: Steered) -> None:
+    pipe.open()
+    pipe.hold_after(2)
+    page.click("text=Generate >> nth=1")
+    assert pipe.holding.wait(SECONDS)
+    page.keyboard.press("Escape")
+    page.wait_for_selector("button.primary:not([disabled])")
+    while server.service.metrics.open_requests._value.get():
+        Event().wait(0.005)
+    pipe.go.set()
+    assert server.service._batcher is not None and server.service._batcher._waiting.wait_empty(SECONDS)
+    assert pipe.stages == [0, 1, 2]
+    pipe.open()
+
+
+def test_dense_and_method_are_compared(page: Any) -> None:
+    page.click("#tab-compare")
+    page.fill("#method", "skip:last=1")
+    page.click("text=Compare with dense")
+    page.wait_for_function("() => document.querySelector('#psnr') && document.querySelector('#psnr').innerText.endsWith('dB')")
+    assert 5 < float(page.inner_text("#psnr").split()[0]) < 99
+    slider = page.locator('input[aria-label="slider"]')
+    slider.fill("20")
+    assert page.locator(".canvas .above").evaluate("node => node.style.clipPath").replace("0px", "0").startswith("inset(0 80%")
+
+
+def test_a_grid_of_seeds_and_methods(page: Any) -> None:
+    page.click("#tab-grid")
+    page.check('label:text-is("skip the last stage") input')
+    page.fill("input[type=number][max]", "2")
+    page.click("text=Generate the grid")
+    page.wait_for_function("() => document.querySelectorAll('.grid img').length === 4")
+    assert [row.inner_text().split("\n")[0] for row in page.locator(".grid th").all()] == ["dense", "skip the last stage"]
+
+
+def test_blind_votes_are_kept_counted_and_exported(page: Any) -> None:
+    page.click("#tab-blind")
+    page.fill("#blind-b", "skip:last=3")
+    page.click("text=Next pair")
+    page.wait_for_selector(".pair img >> nth=1")
+    sources = [image.get_attribute("src") for image in page.locator(".pair img").all()]
+    assert sources[0] != sources[1]
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".tally")
+    page.wait_for_selector(".pair img >> nth=1")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("() => document.querySelector('.tally tbody td:nth-child(5)').innerText === '1'")
+    with page.expect_download() as download:
+        page.click("text=Export votes")
+    kept = json.loads(Path(download.value.path()).read_text())
+    assert [vote["choice"] for vote in kept["votes"]][1] == "tie" and kept["votes"][0]["choice"] in ("a", "b")
+    # One vote for "a" that stood on the right, or for "b" that stood there: by chance, and known.
+    first = kept["votes"][0]
+    assert (first["choice"] == "b") == first["swapped"] and {first["a"], first["b"]} == {"dense", "skip:last=3"}
+    (line,) = kept["tally"]
+    assert line["ties"] == 1 and line["winsA"] + line["winsB"] == 1
+    assert line["interval"] == pytest.approx([0.2065, 1.0] if line["winsA"] else [0.0, 0.7935], abs=1e-3)  # Wilson, one of one
+    page.reload()
+    page.click("#tab-blind")
+    assert page.locator(".tally tbody tr").count() == 1
+
+
+def test_settings_come_back_from_history_and_from_a_dropped_png(page: Any) -> None:
+    page.fill("#prompt", "a flat icon of a rocket")
+    page.fill("#seed", "21")
+    page.fill("#negative_prompt", "fog")
+    generated(page, "skip:last=4")
+    with page.expect_download() as download:
+        page.click("text=Save PNG")
+    png = Path(download.value.path()).read_bytes()
+
+    def scramble() -> None:
+        page.fill("#prompt", "something else")
+        page.fill("#seed", "1")
+        page.fill("#negative_prompt", "")
+        page.fill("#method", "dense")
+
+    def settings() -> list[str]:
+        return [page.input_value(field) for field in ("#prompt", "#seed", "#negative_prompt", "#method", "#size")]
+
+    asked = ["a flat icon of a rocket", "21", "fog", "skip:last=4", SIZE]
+    scramble()
+    page.click("#tab-history")
+    page.click(".history figure > button")
+    assert settings() == asked
+    scramble()
+    page.evaluate(
+        """async (bytes) => { const transfer = new DataTransfer();
+        transfer.items.add(new File([new Uint8Array(bytes)], 'image.png', {type: 'image/png'}));
+        dispatchEvent(new DragEvent('drop', {dataTransfer: transfer})); }""",
+        list(png),
+    )
+    page.wait_for_function("() => document.querySelector('#prompt').value.includes('rocket')")
+    assert settings() == asked
+
+
+def test_errors_of_the_server_are_shown(page: Any) -> None:
+    page.fill("#method", "warp")
+    page.click("text=Generate >> nth=1")
+    page.wait_for_selector(".error")
+    assert "unknown method 'warp'" in page.inner_text(".error")

@@ -1,0 +1,330 @@
+"""Benchmarks of others: prompt sets as published, and the layouts that their scorers read, as facts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from nextscale.cli import app
+from nextscale.cluster.manifest import Entry
+from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
+from nextscale.errors import NextscaleError, PromptError, SettingError
+from nextscale.lab.evals.methods import DENSE, parse_methods
+from nextscale.lab.evals.suites import SUITES, export, suite
+from nextscale.lab.evals.suites.papers import PAPER_RUNS, Work, measured_hardware, measured_speed, paper_work
+from nextscale.lab.evals.suites.prompts import as_lines
+from nextscale.lab.evals.suites.suite import suite_table
+from nextscale.loading.presets import MODELS, build_model, model_spec
+
+from .conftest import PROJECT
+
+SIDE = 8
+
+
+def lines(*objects: object) -> str:
+    return "".join(json.dumps(one) + "\n" for one in objects)
+
+
+def geneval_set(folder: Path) -> Path:
+    file = folder / "evaluation_metadata.jsonl"
+    file.write_text(
+        lines({"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"}, {"prompt": "two cows"})
+    )
+    return file
+
+
+def geneval2_set(folder: Path) -> Path:
+    file = folder / "geneval2_data.jsonl"
+    file.write_text(lines({"prompt": "four white bicycles", "atom_count": 2}, {"prompt": "a cow", "atom_count": 1}))
+    return file
+
+
+def dpg_set(folder: Path) -> Path:
+    (folder / "prompts").mkdir()
+    (folder / "prompts" / "COCOval2014000000000042.txt").write_text("a long text\n")
+    (folder / "prompts" / "256.txt").write_text("another")
+    return folder / "prompts"
+
+
+def hps_set(folder: Path) -> Path:
+    for style in ("anime", "concept-art", "paintings", "photo"):
+        (folder / f"{style}.json").write_text(json.dumps([f"{style} one", f"{style} two"]))
+    return folder
+
+
+def reward_set(folder: Path) -> Path:
+    file = folder / "benchmark-prompts.json"
+    file.write_text(json.dumps([{"id": "005695-0057", "prompt": "a vehicle"}, {"id": "005784-0093", "prompt": "space"}]))
+    return file
+
+
+def mjhq_set(folder: Path) -> Path:
+    file = folder / "meta_data.json"
+    file.write_text(json.dumps({"0a1b": {"category": "people", "prompt": "a man"}, "ff00": {"category": "food", "prompt": "a pie"}}))
+    return file
+
+
+def coco_set(folder: Path) -> Path:
+    file = folder / "captions_val2014.json"
+    annotations = [
+        {"image_id": 42, "id": 9, "caption": "later"},
+        {"image_id": 42, "id": 3, "caption": "first\n"},
+        {"image_id": 7, "id": 5, "caption": "other"},
+    ]
+    file.write_text(json.dumps({"annotations": annotations}))
+    return file
+
+
+def compbench_set(folder: Path) -> Path:
+    (folder / "color_val.txt").write_text("a green bench and a blue bowl\na red/black car\n")
+    return folder
+
+
+SETS: dict[str, Callable[[Path], Path | None]] = {
+    "geneval": geneval_set,
+    "geneval2": geneval2_set,
+    "dpg": dpg_set,
+    "hpsv2": hps_set,
+    "imagereward": reward_set,
+    "mjhq": mjhq_set,
+    "coco": coco_set,
+    "imagenet": lambda folder: None,
+    "t2i-compbench": compbench_set,
+    "evalscope": geneval2_set,
+}
+
+
+def sampled(folder: Path, prompts: list[SamplePrompt], seeds: int) -> Path:
+    """A folder as `nextscale sample` writes it; image k of prompt i has the colour (i, k, 0)."""
+    out = folder / "infinity-2b"
+    out.mkdir()
+    entries = []
+    for number, prompt in enumerate(prompts):
+        for k in reversed(range(seeds)):  # the manifest's order does not matter
+            name = f"{prompt.id}_{100 + k}.png"
+            Image.new("RGB", (SIDE, SIDE), (number % 256, k, 0)).save(out / name)
+            entries.append(Entry(name, prompt.id, prompt.text, 100 + k, (SIDE, SIDE), {}, "", {}))
+    (out / "manifest.jsonl").write_text("".join(entry.line for entry in entries))
+    return out
+
+
+def laid_out(name: str, tmp_path: Path, seeds: int | None = None) -> tuple[Path, set[str]]:
+    """The exported folder, and its files."""
+    (tmp_path / "set").mkdir()
+    prompt_set = SETS[name](tmp_path / "set")
+    prompts = suite(name).prompts(prompt_set)
+    wanted = suite(name).seeds if seeds is None else seeds
+    folder, out = sampled(tmp_path, prompts, wanted), tmp_path / "out"
+    assert export(suite(name), folder, out, prompt_set, seeds) == wanted * len(prompts)
+    return out, {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+
+
+def colour(file: Path) -> tuple[int, ...]:
+    with Image.open(file) as image:
+        return image.convert("RGB").getpixel((0, 0))  # type: ignore[return-value]
+
+
+def test_geneval(tmp_path: Path) -> None:
+    """Folders whose names are digits, metadata.jsonl with one object, samples/DIGITS.png."""
+    out, files = laid_out("geneval", tmp_path)
+    assert files == {f"0000{i}/{name}" for i in range(2) for name in ("metadata.jsonl", *(f"samples/000{k}.png" for k in range(4)))}
+    assert json.loads((out / "00000" / "metadata.jsonl").read_text())["include"] == [{"class": "bench", "count": 1}]
+    assert colour(out / "00001" / "samples" / "0002.png") == (1, 2, 0)
+
+
+def test_geneval2(tmp_path: Path) -> None:
+    """A JSON object from prompts to paths."""
+    out, _ = laid_out("geneval2", tmp_path)
+    paths = json.loads((out / "image_paths.json").read_text())
+    assert [*paths] == ["four white bicycles", "a cow"]
+    assert colour(Path(paths["a cow"])) == (1, 0, 0) and Path(paths["a cow"]).is_absolute()
+
+
+def test_dpg(tmp_path: Path) -> None:
+    """One picture per prompt under the name of its text file: top left, top right, bottom left, bottom right; no other files."""
+    out, files = laid_out("dpg", tmp_path)
+    assert files == {"COCOval2014000000000042.png", "256.png"}
+    with Image.open(out / "256.png") as picture:
+        assert picture.size == (2 * SIDE, 2 * SIDE)
+        corners = [picture.getpixel(place) for place in ((0, 0), (SIDE, 0), (0, SIDE), (SIDE, SIDE))]
+    assert corners == [(0, k, 0) for k in range(4)]
+
+
+def test_hpsv2(tmp_path: Path) -> None:
+    """STYLE/00000.jpg in the order of the style's list."""
+    out, files = laid_out("hpsv2", tmp_path)
+    assert files == {f"{style}/0000{i}.jpg" for style in ("anime", "concept-art", "paintings", "photo") for i in range(2)}
+    with Image.open(out / "photo" / "00001.jpg") as picture:
+        assert picture.format == "JPEG"
+        assert np.abs(np.asarray(picture).astype(int).mean(axis=(0, 1)) - (7, 0, 0)).max() < 3
+
+
+def test_imagereward(tmp_path: Path) -> None:
+    """MODEL/ID_NUMBER.png, numbers from 0, and as many files as prompts times images."""
+    out, files = laid_out("imagereward", tmp_path)
+    assert files == {f"infinity-2b/{name}_{k}.png" for name in ("005695-0057", "005784-0093") for k in range(10)}
+    assert colour(out / "infinity-2b" / "005784-0093_9.png") == (1, 9, 0)
+
+
+def test_mjhq(tmp_path: Path) -> None:
+    assert laid_out("mjhq", tmp_path)[1] == {"people/0a1b.png", "food/ff00.png"}
+
+
+def test_coco_takes_the_first_caption_of_every_image(tmp_path: Path) -> None:
+    assert laid_out("coco", tmp_path)[1] == {"000000000007.png", "000000000042.png"}
+    assert [prompt.text for prompt in suite("coco").prompts(tmp_path / "set" / "captions_val2014.json")] == ["other", "first"]
+
+
+def test_imagenet(tmp_path: Path) -> None:
+    """arr_0 of a npz, [N, H, W, 3] in 8 bits."""
+    out, files = laid_out("imagenet", tmp_path, seeds=1)
+    assert files == {"samples.npz"}
+    with np.load(out / "samples.npz") as arrays:
+        assert arrays.files == ["arr_0"]
+        images = arrays["arr_0"]
+    assert images.shape == (1000, SIDE, SIDE, 3) and images.dtype == np.uint8
+    assert images[3, 0, 0].tolist() == [3, 0, 0] and images[999, 7, 7].tolist() == [999 % 256, 0, 0]
+
+
+def test_compbench(tmp_path: Path) -> None:
+    """SET/samples/PROMPT_NUMBER.png; the prompt ends at the first _, and numbers are never repeated."""
+    _, files = laid_out("t2i-compbench", tmp_path)
+    names = sorted((Path(file).name for file in files), key=lambda name: int(name.split("_")[-1].split(".")[0]))
+    assert {Path(file).parent.as_posix() for file in files} == {"color_val/samples"}
+    assert names[0] == "a green bench and a blue bowl_000000.png"
+    assert [name.split("_")[0] for name in names] == ["a green bench and a blue bowl"] * 10 + ["a red black car"] * 10
+    assert [int(name.split("_")[1][:6]) for name in names] == list(range(20))
+
+
+def test_evalscope(tmp_path: Path) -> None:
+    """A line with id, prompt and image_path for every image."""
+    out, files = laid_out("evalscope", tmp_path)
+    assert files == {"samples.jsonl"}
+    found = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["prompt"]) for line in found] == [("00000", "four white bicycles"), ("00001", "a cow")]
+    assert colour(Path(found[1]["image_path"])) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_prompts_go_to_sample_and_come_back(name: str, tmp_path: Path) -> None:
+    prompts = suite(name).prompts(SETS[name](tmp_path))
+    assert all(SAFE_ID.fullmatch(prompt.id) for prompt in prompts)
+    file = tmp_path / "for-sample.jsonl"
+    file.write_text(as_lines(prompts))
+    assert read_sample_prompts(file) == prompts
+
+
+def test_what_is_lacking_is_said(tmp_path: Path) -> None:
+    prompt_set = geneval_set(tmp_path)
+    prompts = suite("geneval").prompts(prompt_set)
+    folder = sampled(tmp_path, prompts, 3)
+    with pytest.raises(NextscaleError, match="lacks images of 2 of the 2 prompts"):
+        export(suite("geneval"), folder, tmp_path / "out", prompt_set)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "other").touch()
+    with pytest.raises(NextscaleError, match="not empty"):
+        export(suite("geneval"), folder, tmp_path / "out", prompt_set, seeds=3)
+    with pytest.raises(SettingError, match="pass --prompt-set with the path of evaluation_metadata.jsonl"):
+        suite("geneval").prompts(None)
+    with pytest.raises(PromptError, match="another benchmark"):
+        suite("imagereward").prompts(hps_set(tmp_path) / "photo.json")
+
+
+def test_the_page_has_the_table() -> None:
+    assert suite_table() in (PROJECT / "docs" / "evaluation.md").read_text()
+
+
+# --- the papers' tables
+
+
+def test_every_run_of_the_papers_fits_its_model() -> None:
+    asked = {(run.model, run.side): set[str]() for run in PAPER_RUNS}
+    for run in PAPER_RUNS:
+        asked[run.model, run.side] |= {*run.methods} - {DENSE}
+    for (name, side), methods in asked.items():
+        spec = model_spec(name)
+        with torch.device("meta"):
+            model = build_model(spec.model)
+        for method in methods:
+            parse_methods(method).forecast(model, spec.settings.schedules.choose((side, side), None))
+    assert {name for name, _ in asked} <= {*MODELS}
+
+
+def test_numbers_of_images() -> None:
+    assert {name: one.images for name, one in SUITES.items() if one.published} == {
+        "geneval": 2212,
+        "geneval2": 800,
+        "dpg": 4260,
+        "hpsv2": 3200,
+        "imagereward": 1000,
+        "mjhq": 30_000,
+        "coco": 30_000,
+        "imagenet": 50_000,
+        "t2i-compbench": 24_000,
+    }
+    dense = [work for work in paper_work() if (work.suite, work.model, work.method) == ("geneval", "infinity-2b", DENSE)]
+    assert len(dense) == 1 and dense[0].images == 2212  # three papers, one folder
+    assert len(dense[0].tables) == 3
+
+
+def test_hours_follow_from_measured_speeds() -> None:
+    def row(method: str, rate: float, hardware: str = "GPU") -> dict[str, object]:
+        return {"model": "m", "size": [64, 64], "hardware": hardware, "method": method, "images_per_second": rate}
+
+    rows = [row(DENSE, 2.0), row(DENSE, 4.0), row("FastVAR", 10.0), row(DENSE, 99.0, "other")]
+    work = Work("geneval", "m", 64, "fastvar", 100, ())
+    speed = measured_speed(rows, work, "GPU")
+    assert speed is not None and (speed.images_per_second, speed.exact) == (10.0, True)
+    unmeasured = measured_speed(rows, Work("geneval", "m", 64, "sparsevar:tau=0.4", 100, ()), "GPU")
+    assert unmeasured is not None and (unmeasured.images_per_second, unmeasured.exact) == (4.0, False)
+    assert measured_speed(rows, Work("geneval", "m", 128, DENSE, 100, ()), "GPU") is None
+    assert (
+        measured_hardware(rows, "other") == "other" and measured_hardware(rows, "this") == "GPU" and measured_hardware([], "this") is None
+    )
+
+
+# --- the command
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def test_a_dry_run_counts_images_and_hours() -> None:
+    result = run("--suite", "paper-tables", "--dry-run")
+    assert result.exit_code == 0, result.output
+    total = sum(work.images for work in paper_work())
+    assert re.search(rf"{total} images in {len(paper_work())} folders; [\d.]+ hours on one NVIDIA H200", result.output)
+    assert "StageVAR 3" in result.output
+
+
+def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
+    prompt_set, file = geneval_set(tmp_path), tmp_path / "prompts.jsonl"
+    result = run("--suite", "geneval", "--prompt-set", prompt_set, "--write-prompts", file)
+    assert result.exit_code == 0 and "--seeds 4" in result.output
+    folder = sampled(tmp_path, read_sample_prompts(file), 4)
+    result = run(folder, "--suite", "geneval", "--prompt-set", prompt_set, "--export", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "evaluate_images.py" in result.output and str(tmp_path / "out") in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--suite", "none"], "choose one of"),
+        (["--suite", "paper-tables"], "add --dry-run"),
+        (["--suite", "geneval"], "add --write-prompts"),
+        (["--suite", "geneval", "--export", "x"], "one folder of images"),
+    ],
+)
+def test_wrong_suites_are_refused(arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and said in result.output
