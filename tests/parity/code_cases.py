@@ -20,6 +20,7 @@ from nextscale.models import Var, VarConfig
 from nextscale.models.env import Env
 from nextscale.pipeline import Settings
 from nextscale.schedules import SquareBook
+from nextscale.stage import Tokens
 from nextscale.text.prompts import ClassReader
 
 from .class_cases import VAR, var_tokenizer
@@ -130,7 +131,8 @@ def next_map(stages: StageTrace, place: int) -> Tensor:
 def raw_logits(pipe: Pipeline, call: Call) -> Tensor:
     """Logits of all rows, from a pass through the last block."""
     env: Env = call.inputs[2]
-    return pipe.model.logits(call.output, env)
+    tokens: Tokens = call.inputs[1]
+    return pipe.model.logits(call.output, tokens, env)
 
 
 def compare(expected: Expected, read: dict[str, Callable[[], Tensor]]) -> None:

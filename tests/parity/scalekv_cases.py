@@ -107,7 +107,7 @@ class TracedSelections(Trace):
             return None
         return torch.from_numpy(np.unpackbits(packed[layers.index(layer)].numpy(), axis=-1))[..., :cached].bool()
 
-    def settle(self, selection: Tensor, score: Tensor, stage: int, layer: int) -> Tensor:
+    def as_stored(self, selection: Tensor, score: Tensor, stage: int, layer: int) -> Tensor:
         """The stored selection where it differs only by tokens that score like the last one that is kept."""
         stored = self.stored(stage, layer, score.shape[2])
         chosen = self.mask(selection, score.shape[2])
@@ -150,7 +150,7 @@ class TracedCache(ScaleKVCache):
     def selected(self, seen: Attended, keep: int) -> Tensor:
         trace, stage, name = self.trace, seen.tokens.stage.index, f"s{seen.tokens.stage.index}.layer{self.layer}"
         found, score = super().selected(seen, keep).transpose(1, 2), self.scores(seen)[0]
-        selection = trace.settle(found, score, stage, self.layer)
+        selection = trace.as_stored(found, score, stage, self.layer)
         trace.selections[stage, self.layer] = selection
         length = math.sqrt(seen.q.shape[-1])  # of the library's keys, whose vectors have a mean square of 1
         keys = seen.slot.keys.narrow(1, 0, seen.slot.end).transpose(1, 2) / length

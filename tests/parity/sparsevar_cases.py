@@ -179,8 +179,8 @@ class StoredFilling(Trace):
         """The head runs on all cells, of which some were copied."""
         head = model.logits
 
-        def filled(x: Tensor, env: Env) -> Tensor:
-            return head(self.fill(x), env)
+        def filled(x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+            return head(self.fill(x), tokens, env)
 
         with mock.patch.object(model, "logits", filled):
             yield
