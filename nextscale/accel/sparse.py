@@ -11,7 +11,6 @@ from .. import kernels
 from ..attending import Attended
 from ..cache import CacheSpec, Slot
 from ..errors import SettingError
-from ..kernels.lists import attend_lists_reference
 from ..models.attention import reads_lengths
 from ..stage import Schedule, Stage
 
@@ -59,6 +58,8 @@ class KeyLists(NamedTuple):
 
 def attend_listed(q: Tensor, slot: Slot, lists: KeyLists, scale: float) -> Tensor:
     """q [R, N, H, D] over the keys that the lists name, [R, N, H * D]."""
+    from ..kernels.lists import attend_lists_reference  # kernels are loaded where they are used
+
     run = kernels.attend_lists if reads_lengths(q) else attend_lists_reference
     keys, values = (store.narrow(1, 0, slot.end) for store in (slot.keys, slot.values))
     return run(q, keys, values, lists.numbers, lists.counts, lists.group, scale)
