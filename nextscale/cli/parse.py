@@ -13,7 +13,7 @@ from ..accel.method import Method
 from ..accel.situation import Situation
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
-from ..loading.beside import profile_folders
+from ..loading.beside import local_weights, profile_folders, rank_table_of
 from ..loading.load import choose_device, find, prompt_reader
 from ..loading.presets import MODELS, ModelSpec, build_model, build_tokenizer
 from ..profiles import Profile, find_profiles
@@ -47,10 +47,14 @@ def method_name(text: str) -> str:
     return " + ".join(part.strip() for part in text.split("+"))
 
 
-def situation_of(spec: ModelSpec, device: torch.device, profiles: Sequence[Profile], schedule: Schedule | None, batch: int) -> Situation:
-    """A request as it is known without weights."""
+def situation_of(
+    spec: ModelSpec, device: torch.device, profiles: Sequence[Profile], schedule: Schedule | None, batch: int, weights: Path | None = None
+) -> Situation:
+    """A request as it is known without weights, but with the ranks that lie beside them."""
     with torch.device("meta"):
         model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
+    place = weights or local_weights(spec)
+    model.rank_table = None if place is None else rank_table_of(model, place)
     return Situation(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch)
 
 
@@ -59,7 +63,7 @@ def settled_method(
 ) -> Method:
     """The method that such a request runs, as far as that is known without weights; SettingError if its settings do not go with it."""
     profiles = list(named_profiles(spec, weights).values()) if method.chooses else []
-    situation = situation_of(spec, device or choose_device(None), profiles, schedule, batch)
+    situation = situation_of(spec, device or choose_device(None), profiles, schedule, batch, weights)
     settled = method.settle(situation)
     settled.forecast(situation.model, schedule)
     return settled

@@ -31,7 +31,7 @@ from ..stage import Schedule
 from .console import result_console, share_bar
 from .files import require_writable
 from .groups import grouped
-from .options import MACHINE, Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
+from .options import Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
 from .program import MEASURE, app
 
 OWN_PROMPTS = 256  # of ours, where none are given
@@ -57,10 +57,13 @@ class SearchOptions:
     minutes: Annotated[float, typer.Option("--minutes", metavar="N", min=0.01, help="Minutes that the search may take.")] = 10
     start: Annotated[
         Path | None,
-        typer.Option(
-            "--from", metavar="PROFILE", help="Prove the points of this profile here, on this machine and batch, without a search."
-        ),
+        typer.Option("--from", metavar="FILE", help="Prove the points of this profile here, on this machine and batch, without a search."),
     ] = None
+
+    images: Annotated[
+        int,
+        typer.Option("--images", metavar="N", min=1, help="Images that a candidate generates first, at least."),
+    ] = 24
 
     def read(self, spec: ModelSpec, pipeline: Pipeline) -> tuple[list[Any], list[Any], str]:
         """Prompts of the search and of the proof, none in both, and where they come from."""
@@ -89,10 +92,6 @@ def tune(
     batch: Batch = 8,
     seed: Seed = 0,
     metrics: Metrics = None,
-    images: Annotated[
-        int,
-        typer.Option("--images", metavar="N", min=1, rich_help_panel=MACHINE, help="Images that a candidate generates first, at least."),
-    ] = 24,
     out: Annotated[Path | None, out_option("FILE", f"The profile, *{SUFFIX}.", "beside the weights")] = None,
     force: Force = False,
 ) -> None:
@@ -121,7 +120,7 @@ def tune(
         log_file = file.with_name(file.name.removesuffix(SUFFIX) + ".trials.jsonl")
         if searching.start is None:
             require_images(seen, batch)
-            bench = Bench(pipeline, schedule, seen, batch, seed, lpips, images)
+            bench = Bench(pipeline, schedule, seen, batch, seed, lpips, searching.images)
             log = TrialLog.open(log_file, conditions(bench))
             winners = [
                 candidate.text

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import get_args
 
 from ...errors import NextscaleError
 from ...guidance import CfgBranch
@@ -18,7 +19,7 @@ from .trials import Trial
 PROBED_SHARES = (0.5, 0.2)  # of every late stage alone
 PROBED_ALPHAS = (3, 6)
 COARSE = (1.0, 0.8, 0.6, 0.4, 0.25, 0.15)  # shares that are combined; the search then steps more finely
-LATE = 3  # stages that are reduced
+LATE = 4  # stages that are reduced
 UNGUIDED = 5  # stages that may be the first without guidance
 SKIPPED = 3  # stages at most
 POWERS = tuple(1 + step / 10 for step in range(16))  # 1 to 2.5
@@ -142,7 +143,8 @@ class Predictor:
             return math.inf
         _, dense = self.trials[0]
         other = dense.seconds - sum(dense.stages)
-        return other + sum(overhead + slope * work if work else 0.0 for work, (overhead, slope) in zip(macs, self.rates, strict=True))
+        rates = self.rates[candidate.reducer]
+        return other + sum(overhead + slope * work if work else 0.0 for work, (overhead, slope) in zip(macs, rates, strict=True))
 
     def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
         """Of every stage; None where the model or the schedule does not allow the candidate."""
@@ -156,9 +158,13 @@ class Predictor:
         return self.counted[candidate]
 
     @cached_property
-    def rates(self) -> list[tuple[float, float]]:
-        """Of every stage: its overhead in seconds, and seconds per MAC."""
-        counted = ((self.macs(candidate), trial.stages) for candidate, trial in self.trials if trial.error is None)
+    def rates(self) -> dict[Reducer, list[tuple[float, float]]]:
+        """Of every stage: its overhead in seconds, and seconds per MAC. Each reducer has an overhead of its own."""
+        return {reducer: self._rates(reducer) for reducer in get_args(Reducer)}
+
+    def _rates(self, reducer: Reducer) -> list[tuple[float, float]]:
+        fitting = [(c, trial) for c, trial in self.trials if trial.error is None and (not c.amounts or c.reducer == reducer)]
+        counted = ((self.macs(candidate), trial.stages) for candidate, trial in fitting)
         measured = [(macs, times) for macs, times in counted if macs is not None]
         return [fitted([(macs[k], times[k]) for macs, times in measured if macs[k]]) for k in range(self.stages)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ...planning.cost import Workload
@@ -18,7 +18,7 @@ from .trials import Bench, Trial
 EXPLORED = 0.65  # of the time, until candidates meet more prompts
 STEPPED = 8  # neighbours that are run before the frontier is drawn anew
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
-MOST_CANDIDATES, MOST_WINNERS = 60, 14
+MOST_CANDIDATES, MOST_WINNERS = 40, 14
 MOST_ROUNDS = 4  # of prompts: what is left then is told apart by the proof
 FEWEST, MOST_PREDICTED = 12, 500  # candidates of the predicted frontier that are run whatever the time, and at most
 
@@ -109,8 +109,12 @@ class Search:
                 places[candidate] = predictor.speedup(candidate), predictor.distance(candidate)
         for number, candidate in enumerate(near_frontier(list(places), places.__getitem__, MOST_PREDICTED)):
             if self.spent > EXPLORED / 2 and number >= FEWEST:
-                return
+                break
             self.trial(candidate, what="predicted", timed=False)
+        several = [
+            (c, self.seen[c.text, 1]) for c in places if (c.text, 1) in self.seen and c.amounts and (c.unguided is not None or c.skipped)
+        ]
+        self.predictor = replace(predictor, together=several or predictor.together)
 
     def refine(self) -> None:
         """Steps away from the measured frontier, one knob at a time, those first that are predicted to move it most."""
