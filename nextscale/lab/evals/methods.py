@@ -102,8 +102,8 @@ def sparsevar_anchors(stages: int, blocks: int) -> dict[str, str]:
 
 
 def sparsevar_stages(stages: int, blocks: int) -> dict[str, str]:
-    """SparseVAR, table 5: the stage P, counted from 1, from which tokens leave."""
-    return {f"from stage {first}": f"sparsevar:tau=0.6,from_stage={first}" for first in range(max(2, stages - 7), stages + 1)}
+    """SparseVAR, table 5: the stage P, counted from 0, from which tokens leave."""
+    return {f"from stage {first}": f"sparsevar:tau=0.6,first_stage={first}" for first in range(max(1, stages - 8), stages)}
 
 
 def peers(stages: int, blocks: int) -> dict[str, str]:
