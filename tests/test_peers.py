@@ -454,6 +454,17 @@ def test_drafters_are_the_layers_that_lose_most() -> None:
 # --- CoDe
 
 
+def test_the_stages_of_both_models_are_kept() -> None:
+    pipe = pair("flexvar")
+    prompt, method = tiny.prompts("flexvar", 2), CoDe(refiner="small")
+    latents: list[Tensor] = []
+    code = pipe(prompt, seed=3, method=method, keep_stages=True)
+    pipe.refiners.known["small"](prompt, seed=3, given=code.codes[:2], on_stage=lambda preview: latents.append(preview.latent))
+    assert code.stages is not None and len(code.stages) == len(latents)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(code.stages.latents[:2], latents[:2], strict=True))
+    assert torch.equal(code.stages.latents[-1], code.latent)
+
+
 def pair(family: str, engine: str | None = None) -> Pipeline:
     """A tiny model that drafts for one with a block less."""
     spec = tiny.SPECS[family]
