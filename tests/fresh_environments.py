@@ -41,6 +41,14 @@ PROBES = {
         f"{SHOW_ERROR}\nexcept AttributeError:\n    print('matplotlib is there, and None has nothing to draw')",
         "matplotlib is there",
     ),
+    "serve": Probe(
+        f"import nextscale\nfrom nextscale.cli.serve import require_packages\ntry:\n    require_packages()\n    print('it can start'){SHOW_ERROR}",
+        "it can start",
+    ),
+    "ray": Probe(
+        f"import nextscale\nfrom nextscale.cluster.ray_sampler import import_ray\ntry:\n    print(import_ray().data.__name__){SHOW_ERROR}",
+        "ray.data",
+    ),
     "train": Probe(
         f"import nextscale\nfrom nextscale.lab.train.words import SentenceModel\ntry:\n    SentenceModel('no/such-encoder'){SHOW_ERROR}",
         "is not on this machine",

@@ -111,14 +111,20 @@ def cluster(settings: RaySettings) -> Iterator[Any]:
         yield ray.data
 
 
-@contextmanager
-def connected(settings: RaySettings) -> Iterator[Any]:
-    """Ray, on the cluster; one that was started here ends here."""
+def import_ray() -> Any:
+    """Ray, with its data sets."""
     try:
         import ray
         import ray.data
     except ImportError as error:
         raise MissingExtra(f"--ray needs Ray ({error}): pip install 'nextscale[ray]'") from error
+    return ray
+
+
+@contextmanager
+def connected(settings: RaySettings) -> Iterator[Any]:
+    """Ray, on the cluster; one that was started here ends here."""
+    ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
         try:
