@@ -1,6 +1,25 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import Auto, DropGuidance, FastVAR, Method, MethodRun, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from .accel import (
+    Auto,
+    CoDe,
+    DropGuidance,
+    FastVAR,
+    LiteVAR,
+    Method,
+    MethodRun,
+    PiToMe,
+    ScaleKV,
+    SkipStages,
+    SkipVAR,
+    SparseVAR,
+    SparseViT,
+    SparVAR,
+    StagePlan,
+    StageVAR,
+    ToMe,
+    ZipVL,
+)
 from .errors import NextscaleError
 from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from .loading import MODELS, ModelSpec, load
@@ -14,24 +33,31 @@ from .text import T5Encoder, TextFeatures
 __all__ = [
     "MODELS",
     "Auto",
+    "CoDe",
     "ConstantGuidance",
     "DropGuidance",
     "FastVAR",
     "Guidance",
+    "LiteVAR",
     "Method",
     "MethodRun",
     "ModelSpec",
     "NextscaleError",
     "Output",
+    "PiToMe",
     "Pipeline",
     "Preview",
     "Profile",
     "RampGuidance",
     "Report",
     "Sampling",
+    "ScaleKV",
     "Schedule",
     "SkipStages",
+    "SkipVAR",
+    "SparVAR",
     "SparseVAR",
+    "SparseViT",
     "Stage",
     "StageGuidance",
     "StagePlan",
@@ -40,5 +66,6 @@ __all__ = [
     "TextFeatures",
     "ToMe",
     "Tokens",
+    "ZipVL",
     "load",
 ]

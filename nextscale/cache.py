@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .stage import Schedule, Stage, Tokens
+from .stage import Rows, Schedule, Stage, Tokens
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,12 @@ class StageKeys:
     stage: int
     rows: int
     tokens: tuple[int, ...]  # of a row, per layer; a text prefix included
+    kept: tuple[int, ...] | None = None  # of a row, per layer, that are left of all stages so far when it has run; None: all
+
+    def layer(self, number: int) -> StageKeys:
+        """What it adds to the cache of one layer."""
+        kept = None if self.kept is None else (self.kept[number],)
+        return StageKeys(self.stage, self.rows, (self.tokens[number],), kept)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class CacheSpec:
 
     def layer(self, number: int) -> CacheSpec:
         """The sizes of one layer alone."""
-        planned = None if self.planned is None else tuple(replace(stage, tokens=(stage.tokens[number],)) for stage in self.planned)
+        planned = None if self.planned is None else tuple(stage.layer(number) for stage in self.planned)
         return replace(self, layers=1, planned=planned)
 
     @property
@@ -111,6 +117,11 @@ def per_layer(stages: Sequence[StageKeys]) -> list[int]:
     return [sum(tokens) for tokens in zip(*(stage.tokens for stage in stages), strict=True)]
 
 
+def row_count(rows: Rows, of: int) -> int:
+    """How many of a number of rows these are."""
+    return len(range(*rows.indices(of))) if isinstance(rows, slice) else rows.shape[0]
+
+
 def pair_bytes(pair: tuple[Tensor, Tensor] | None) -> int:
     return 0 if pair is None else sum(tensor.nbytes for tensor in pair)
 
@@ -146,7 +157,7 @@ class LayerCache(Protocol):
         """Adds k, v [R, N, H, D] of `tokens`; returns all keys and values [R, T, H, D] and a mask [R, 1, 1, T] or None."""
         ...
 
-    def keep_rows(self, rows: slice) -> None: ...
+    def keep_rows(self, rows: Rows) -> None: ...
 
 
 def real_entries(lengths: Tensor, entries: int) -> Tensor:
@@ -221,6 +232,10 @@ class DenseLayerCache:
         return self._held()[1]
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.put(k, v, tokens).filled
+
+    def put(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
+        """Adds k, v [R, N, H, D] of `tokens`; returns where all keys and values are."""
         rows, new = k.shape[:2]
         slot = self.reserve(rows, new, tokens)
         for store, fresh in ((slot.keys, k), (slot.values, v)):
@@ -229,7 +244,7 @@ class DenseLayerCache:
             else:
                 row = torch.arange(rows, device=k.device)[:, None]
                 store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
-        return slot.filled
+        return slot
 
     def append_packed(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
         """Adds k, v [F, T, H, D] of packed tokens, each at the end of its row."""
@@ -286,8 +301,8 @@ class DenseLayerCache:
         self.lengths = (start + (new if added is None else added)).int()
         return slot._replace(start=start, lengths=self.lengths)
 
-    def keep_rows(self, rows: slice) -> None:
-        self._rows = len(range(*rows.indices(self._rows)))
+    def keep_rows(self, rows: Rows) -> None:
+        self._rows = row_count(rows, self._rows)
         if self._pair is not None:
             self._move(max(self.spec.room(self._rows), self.length), rows)  # copies: a view would keep the others alive
         if self.lengths is not None:
@@ -308,7 +323,7 @@ class DenseLayerCache:
         if self.keys.shape[1] < end:
             self._move(end + self.spec.room(self._rows, after=stage.index), slice(None))
 
-    def _move(self, tokens: int, rows: slice) -> None:
+    def _move(self, tokens: int, rows: Rows) -> None:
         """Copies some of the rows to memory with room for `tokens`."""
         old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
         for target, source in zip(fresh, old, strict=True):
@@ -336,7 +351,7 @@ class NoCache:
         keys, values = tokens.unpack(k.to(v.dtype)), tokens.unpack(v)
         return Slot(keys, values, 0, keys.shape[1], (tokens.prefix + tokens.count).int())
 
-    def keep_rows(self, rows: slice) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         """Nothing is kept."""
 
 
@@ -368,7 +383,7 @@ class StageMemory:
         memory._maps = dict(self._maps)
         return memory
 
-    def keep_rows(self, rows: slice) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         """Keeps copies of these rows: views would keep the others alive."""
         self._maps = {key: (y[rows].clone(), size) for key, (y, size) in self._maps.items()}
 

@@ -14,11 +14,13 @@ from .accel.method import DENSE, MethodRun, RunSetup, StagePlan, TokenCounts
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
+from .given import fits_one_pass, pass_noise, read_in_one_pass
 from .guidance import GuidedRows
 from .models.attention import attention_backend
 from .models.base import Hidden, NextScaleModel
 from .models.blocks import Block, run_in_order
 from .models.env import Conditioning, Env
+from .parts import Part, joined
 from .planning.memory import reserved_cache
 from .request import Request, Revise, as_sampled
 from .stage import Stage, Tokens
@@ -41,6 +43,7 @@ class StageDone:
     plan: StagePlan = DENSE
     compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
     known_counts: tuple[int, ...] | None = None  # `counts`, where the host has read them
+    plans: tuple[StagePlan, ...] | None = None  # of every image, where they go on apart from each other; None: `plan` is that of all
 
     @property
     def skipped(self) -> bool:
@@ -60,26 +63,59 @@ def generate(
     watch: Callable[[StageDone], None],
 ) -> dict[int, Tensor]:
     """Generates a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
-    run, env = begin(model, cond, request)
+    parts = [Part(request, canvas, *begin(model, cond, request))]
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
-        known = settle_counts(run, stage, canvas) if request.method.data_dependent else None
-        plan = run.plan(request.plans[stage.index], stage, canvas)
-        done, good = run_stage(model, canvas, request, run, plan, env, stage)
-        if good is not None:
-            finite[stage.index] = good
-        watch(replace(done, known_counts=known))
+        parts = [one for part in parts for one in part.split(stage)]
+        results = [run_part(model, part, stage) for part in parts]
+        good = [one for _, one in results if one is not None]
+        if good:
+            finite[stage.index] = torch.stack(good).all()
+        watch(results[0][0] if len(parts) == 1 else join(parts, [done for done, _ in results], canvas, request.batch))
     return finite
+
+
+def run_part(model: NextScaleModel, part: Part, stage: Stage) -> tuple[StageDone, Tensor | None]:
+    """What `run_stage` returns, with the plan that the run makes when the stage comes."""
+    request, canvas, run = part.request, part.canvas, part.run
+    known = settle_counts(run, stage, canvas) if request.method.data_dependent else None
+    plan = run.plan(request.plans[stage.index], stage, canvas)
+    done, finite = run_stage(model, canvas, request, run, plan, part.env, stage)
+    return replace(done, known_counts=known), finite
+
+
+def join(parts: Sequence[Part], done: Sequence[StageDone], canvas: Canvas, batch: int) -> StageDone:
+    """What several parts of a batch have done, as one, with the canvas of all; images that did not run have zeros for codes."""
+    latent = joined([(part, part.canvas.latent) for part in parts], batch)
+    assert latent is not None
+    canvas.latent = latent
+    plans = {image: one.plan for part, one in zip(parts, done, strict=True) for image in part.images or ()}
+    ran = [one for one in done if not one.skipped]
+    if not ran:
+        return StageDone(done[0].stage, canvas, plan=done[0].plan, plans=tuple(plans[image] for image in range(batch)))
+    ids, codes, residual = (
+        joined([(part, getattr(one, name)) for part, one in zip(parts, done, strict=True)], batch) for name in ("ids", "codes", "residual")
+    )
+    masks = [(part, one.compute_mask) for part, one in zip(parts, done, strict=True)]
+    return replace(
+        ran[0],
+        canvas=canvas,
+        rows=sum(one.rows for one in ran),
+        logits=None,
+        ids=ids,
+        codes=codes,
+        residual=residual,
+        compute_mask=joined(masks, batch),
+        known_counts=None,
+        plans=tuple(plans[image] for image in range(batch)),
+    )
 
 
 def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:
     """A run of the request's method and what the stages share; the method refuses what it cannot run."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
-    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, guided=rows > request.batch))
-    if method.own_cache:  # which knows its own need
-        spec = model.cache_spec(request.schedule, rows)
-    else:
-        spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
+    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache))
+    spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
     workspace = Workspace(spec)
     env = Env(
         request.batch,
@@ -115,6 +151,11 @@ def run_stage(
         canvas.skip(stage)
         return StageDone(stage, canvas, plan=plan), None
     env.keep(plan.cfg_branches)
+    if stage.index < len(request.given):
+        return put_given(model, canvas, request, run, plan, env, stage), None
+    if env.seen:
+        seen, env.seen = env.seen, ()
+        read_in_one_pass(model, env, request.schedule.stages[: len(seen)], seen)
     x, tokens = run.reduce(model.embed(canvas.input(stage), stage, env), Tokens(stage))
     plan.check_num_tokens(tokens)
     counts = None if tokens.count is None else tokens.count[:batch]
@@ -146,6 +187,24 @@ def run_stage(
 def per_row(tokens: int, rows: int) -> float:
     """The mean of all rows, a whole number where it is one."""
     return tokens / rows if tokens % rows else tokens // rows
+
+
+def put_given(
+    model: NextScaleModel, canvas: Canvas, request: Request, run: MethodRun, plan: StagePlan, env: Env, stage: Stage
+) -> StageDone:
+    """A stage whose codes are given: they go on the canvas, and the network reads what it would, now or together with others like it."""
+    shown, codes, rows = canvas.input(stage), request.given[stage.index], env.cond.start.shape[0]
+    plan = replace(plan, num_tokens=None, packed=None, taps=())
+    at_once = not request.guidance.layers and fits_one_pass(model, env) and all(one == DENSE for one in request.plans[: len(request.given)])
+    if at_once:
+        env.seen = (*env.seen, shown)
+    else:
+        x, tokens = model.with_text(model.embed(shown, stage, env), Tokens(stage), env)
+        run_blocks(model, x, tokens, env, plan, request.guidance, run)
+    pass_noise(model, stage, request.batch, request.sampling, request.rng)
+    canvas.add(codes, Tokens(stage))
+    num_tokens = stage.cells + (model.text_prefix if stage.index == 0 else 0)
+    return StageDone(stage, canvas, rows, num_tokens, tokens=Tokens(stage), ids=codes, codes=codes, plan=plan)
 
 
 def as_measured(plan: StagePlan, env: Env) -> StagePlan:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from PIL import Image
@@ -118,11 +120,22 @@ def costs_of(model: NextScaleModel, request: Request, inputs: PromptInputs, done
         request.guidance.needs_both,
         0 if inputs.text is None else inputs.text.length,
         request.sampling.refine,
+        len(request.given),
         model.residual_scale(request.guidance, request.schedule[-1]) != 1,
     )
-    plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in done_stages]
+    by_image = [done.plans or (done.plan,) * request.batch for done in done_stages]
+    kinds = Counter(zip(*by_image, strict=True))  # the plans of an image, stage by stage, and how many images have the same
     counts = {done.stage.index: done.known_counts for done in done_stages if done.known_counts is not None}
-    return Costs(request_cost(model, workload), request_cost(model, workload, plans, counts))
+    spent = [
+        request_cost(
+            model,
+            replace(workload, images=images),
+            [as_run(model, done.stage, plan, done.num_tokens) for done, plan in zip(done_stages, plans, strict=True)],
+            counts,
+        )
+        for plans, images in kinds.items()
+    ]
+    return Costs(request_cost(model, workload), reduce(RequestCost.beside, spent))
 
 
 def stage_reports(done_stages: Sequence[StageDone], padding: Sequence[float], costs: Costs, request: Request) -> tuple[StageReport, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .accel.code import CoDe
 from .accel.method import Method
 from .accel.registry import MethodLike, resolve_method
 from .accel.situation import Situation
+from .collaborate import Refiners, collaborate, require_plain
 from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import checked_engine, checked_memory
@@ -23,6 +25,7 @@ from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
 from .errors import SettingError
 from .generate import StageDone, check_plans, require_finite
+from .given import checked_given
 from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
 from .habits import Habits
 from .models.base import NextScaleModel
@@ -93,6 +96,7 @@ class Pipeline(Habits):
         self.name = name
         self.method = Method()
         self.profiles = profiles
+        self.refiners = Refiners()  # smaller models that this one can draft for
 
     def __call__(
         self,
@@ -108,6 +112,8 @@ class Pipeline(Habits):
         keep_stages: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
         revise: Revise = as_sampled,
+        given: Sequence[Tensor] = (),
+        decode: bool = True,
         warmup: bool = False,
         **sampling: Any,
     ) -> Output:
@@ -123,14 +129,20 @@ class Pipeline(Habits):
         compute_mask: the output tells for every cell which share of the network was run.
         keep_stages: the output keeps what there was after each stage, to look at later.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
+        given: codes of the first stages, such as another call's, which are read and not generated. decode: False leaves pixels empty.
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
+        chosen = self.method if method is None else resolve_method(method)
+        if isinstance(chosen, CoDe):
+            require_plain(compute_mask, revise, given)
+            call = {"size": size, "aspect": aspect, "guidance": guidance, "negative": negative, "on_stage": on_stage, "warmup": warmup}
+            return collaborate(self, chosen, prompt, seed, {**call, "keep_stages": keep_stages, **sampling})
         with self._turn() as nested:
-            request = self._request(prompt, seed, size, aspect, guidance, negative, method, sampling, compute_mask, revise)
+            request = self._request(prompt, seed, size, aspect, guidance, negative, chosen, sampling, compute_mask, revise, given)
             latents: list[Tensor] | None = [] if keep_stages else None
             with self._watched(request.schedule, on_stage, latents) as watch:
-                output = self._run(request, watch, warmup, nested)
+                output = self._run(request, watch, warmup, nested, decode)
             return output if latents is None else replace(output, stages=Stages(tuple(latents), self.tokenizer))
 
     def warmup(
@@ -219,6 +231,7 @@ class Pipeline(Habits):
         sampling: dict[str, Any],
         compute_mask: bool = False,
         revise: Revise = as_sampled,
+        given: Sequence[Tensor] = (),
     ) -> Request:
         asked = self.method if method is None else resolve_method(method)
         schedule = self.settings.schedules.choose(size, aspect)
@@ -245,6 +258,7 @@ class Pipeline(Habits):
             numbers.seeds,
             compute_mask,
             revise,
+            given=checked_given(given, schedule, len(prompts), self.model.device),
             chosen_by=asked.reason(situation),
         )
 
@@ -271,7 +285,7 @@ class Pipeline(Habits):
         require_room(self.model.device, planned(), request, self.captures.bytes)
         return Eager(self.model, self.tokenizer, self._tables.of(request.schedule))
 
-    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool) -> Output:
+    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool, decode: bool = True) -> Output:
         device, clock, done_stages = self.model.device, request.clock, list[StageDone]()
         planned = cache(partial(self._planned, request))
 
@@ -292,7 +306,7 @@ class Pipeline(Habits):
                 clock.start("stage")
                 latent, finite = executor.run(request, stage_done)
                 with clock.time("decode"):
-                    pixels = executor.decode()
+                    pixels = executor.decode() if decode else latent.new_empty(request.batch, 3, 0, 0)
             # What needs no result comes before the host waits for the device. Copies are ordinary tensors, not inference tensors.
             copies = pixels.clone(), latent.clone(), tuple(done.codes.clone() for done in done_stages if done.codes is not None)
             masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None

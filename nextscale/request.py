@@ -50,11 +50,13 @@ class Request:
     compute_mask: bool = False
     revise: Revise = as_sampled
     captured: bool = False  # launches cost the host nothing
+    given: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
+    images: int | None = None  # how many of the prompts' images go on, where the others go on apart from them; None: all
     chosen_by: str | None = None  # why this method, where it was looked up
 
     @property
     def batch(self) -> int:
-        return len(self.prompts)
+        return len(self.prompts) if self.images is None else self.images
 
     @property
     def rows(self) -> int:

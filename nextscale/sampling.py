@@ -24,6 +24,7 @@ class Sampling:
     temperature: a number, or one per stage. greedy: always the most likely code; no random numbers are used.
     smooth: VAR's "more smooth": a mixture of codes, weighted with Gumbel noise, instead of a single one.
     sampled_sides, widest_sampled: FlexVAR's rule that only stages of these sides, up to this width, are sampled; the others are greedy.
+    filter_first: top_k and top_p see the logits before the temperature divides them (CoDe), not after.
     forbidden: code numbers that are made very unlikely (logit -100).
     last_repeats: the last stage is smoothed like the one before it (HART).
     refine: how a model that has a refiner samples the late stages in several rounds (STAR); None: every stage at once.
@@ -39,6 +40,7 @@ class Sampling:
     forbidden: tuple[int, ...] = ()
     last_repeats: bool = False
     refine: Refinement | None = None
+    filter_first: bool = False
 
     def __post_init__(self) -> None:
         counts = self.top_k if isinstance(self.top_k, tuple) else (self.top_k,)
@@ -46,7 +48,7 @@ class Sampling:
             raise SettingError(f"top_k is 0 (off) or a whole number of codes, or a tuple of one per stage; got {self.top_k!r}")
         if not is_share(self.top_p):
             raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
-        for name in ("greedy", "smooth", "last_repeats"):
+        for name in ("greedy", "smooth", "last_repeats", "filter_first"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
         if self.sampled_sides is not None:
@@ -85,14 +87,18 @@ class Sampling:
 
     def prepare(self, logits: Tensor, stage: Stage) -> Tensor:
         """Guided logits with this stage's temperature and the forbidden codes applied."""
-        temperature = self.temperature[stage.index] if isinstance(self.temperature, tuple) else self.temperature
-        if temperature != 1:
-            logits = logits / temperature
+        if not self.filter_first:
+            logits = self.cooled(logits, stage)
         if self.forbidden:
             logits = logits.clone()
             for code in self.forbidden:  # one by one: a captured graph cannot take a list of them from the host
                 logits.select(-1, code).fill_(-100.0)
         return logits
+
+    def cooled(self, logits: Tensor, stage: Stage) -> Tensor:
+        """Logits divided by this stage's temperature."""
+        temperature = self.temperature[stage.index] if isinstance(self.temperature, tuple) else self.temperature
+        return logits if temperature == 1 else logits / temperature
 
     def top_k_at(self, stage: Stage) -> int:
         sides = set(stage.size)
@@ -168,6 +174,12 @@ class ImageRng:
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return self._filled(Tensor.normal_, shape, device)
 
+    def only(self, images: Sequence[int]) -> ImageRng:
+        """The same numbers for some of the images."""
+        rng = ImageRng((), torch.device("cpu"))
+        rng.generators = [self.generators[image] for image in images]
+        return rng
+
     def _filled(self, fill: Callable[..., Tensor], shape: Sequence[int], device: torch.device) -> Tensor:
         noise = torch.empty(tuple(shape), device=device)
         for image, generator in zip(noise, self.generators, strict=True):
@@ -242,6 +254,8 @@ def soften(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
 def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
     """Code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits that they were sampled from."""
     kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
+    if sampling.filter_first:
+        kept = sampling.cooled(kept, tokens.stage)
     if sampling.greedy:
         return kept.argmax(dim=-1), kept
     return sample(kept, cell_noise(rng.exponential, tokens, logits.shape, logits.device)), kept
@@ -249,7 +263,8 @@ def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -
 
 def kernel_samples(logits: Tensor, sampling: Sampling, stage: Stage) -> bool:
     """Whether the kernel samples what `sample_codes` would: one of two codes, with a top p that never decides between equals."""
-    two = logits.shape[-1] == 2 and logits.dtype == torch.float32 and sampling.top_k_at(stage) != 1 and not sampling.smooth
+    usual = not sampling.smooth and not sampling.filter_first
+    two = logits.shape[-1] == 2 and logits.dtype == torch.float32 and sampling.top_k_at(stage) != 1 and usual
     return two and (sampling.top_p == 0 or sampling.top_p > 0.5) and kernels.available(logits)
 
 

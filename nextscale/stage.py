@@ -12,6 +12,9 @@ from . import kernels
 from .errors import SizeError
 from .packing import Packing
 
+Rows = slice | Tensor
+"""Some rows of a batch: a slice, or their numbers [K] on the device."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:

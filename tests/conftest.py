@@ -21,6 +21,9 @@ FAMILIES = (  # folders of SHARED whose models and methods are built
     "fastvar_hart",
     "stagevar_infinity",
     "sparsevar_infinity",
+    "scalekv_infinity",
+    "skipvar_infinity",
+    "code_var",
 )
 
 TENSORS_COMPARED = "tensors compared"  # a property of a test's report, which reaches the closing table from every process

@@ -51,7 +51,7 @@ class Toy:
             latent = torch.tensor([float(one) for one in seed]).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
             decoder = SimpleNamespace(decode=lambda x: x / 255 * 2 - 1)
             on_stage(SimpleNamespace(latent=latent, done=SimpleNamespace(stage=SimpleNamespace(index=stage)), tokenizer=decoder))
-        report = Report("toy", "eager", None, "dense", "cpu", "float32", (2, 2), tuple(seed), (), 1.0, 0.0, 0.0, 0, 0)
+        report = Report("toy", "eager", None, "dense", None, "cpu", "float32", (2, 2), tuple(seed), (), 1.0, 0.0, 0.0, 0, 0)
         return SimpleNamespace(images=[f"image {one}" for one in seed], report=report, compute_mask=None)
 
 

@@ -16,15 +16,15 @@ PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("basics", ("errors", "checks", "io", "kernels", "packing", "stage", "report", "checkpoints", "assets", "hub")),
-    ("parts", ("cache", "canvas", "guidance", "sampling", "schedules")),
+    ("parts", ("cache", "attending", "compressed", "canvas", "guidance", "sampling", "schedules")),
     ("models", ("models", "tokenizers", "text")),
     ("method interface", ("accel.method", "accel.situation")),
     ("planning", ("planning",)),
     ("methods", ("accel",)),
-    ("generate", ("generate", "request")),
+    ("generate", ("generate", "given", "parts", "request")),
     ("engine", ("engine",)),
     ("profiles", ("profiles", "profile_file")),
-    ("pipeline", ("pipeline", "output", "habits", "placement", "notebook")),
+    ("pipeline", ("pipeline", "collaborate", "output", "habits", "placement", "notebook")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),
     ("command line", ("cli", "__main__")),

@@ -160,7 +160,7 @@ def test_a_request_reserves_by_its_forecast(method: Method, guided: bool, monkey
     assert made == [reserved("var", method, IMAGES * (2 if guided else 1))]
 
 
-def test_a_method_with_its_own_caches_is_told_the_sizes_of_dense_generation() -> None:
+def test_a_method_with_its_own_caches_is_told_what_is_reserved() -> None:
     told: list[CacheSpec] = []
 
     class OwnCache(Method):
@@ -175,7 +175,7 @@ def test_a_method_with_its_own_caches_is_told_the_sizes_of_dense_generation() ->
             return DenseLayerCache(spec, workspace)
 
     tiny.shared_pipeline("var")(tiny.prompts("var", IMAGES), seed=5, method=[SkipStages(last=1), OwnCache()])
-    assert told == [dense_spec("var").layer(number) for number in range(tiny.DEPTH)]
+    assert told == [reserved("var", SkipStages(last=1), 2 * IMAGES).layer(number) for number in range(tiny.DEPTH)]
 
 
 def test_what_each_saving_saves() -> None:

@@ -846,6 +846,6 @@ def test_a_method_may_have_its_own_cache_alone_or_beside_others() -> None:
     for others in ([], [SkipStages(0)]):
         method = WithOwnCache()
         tiny.assert_same_bits(generated("var", method=[*others, method]), generated("var"))
-        assert [spec.planned for spec in method.specs] == [None] * 3  # its own need is not in the plans
+        assert [[keys.tokens for keys in spec.stages] for spec in method.specs] == [[(1,), (4,), (9,), (16,)]] * 3
     with pytest.raises(SettingError, match="each of WithOwnCache and WithOwnCache keeps keys and values its own way"):
         generated("var", method=[WithOwnCache(), WithOwnCache()])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale import FastVAR, LiteVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR, ToMe, ZipVL
 from nextscale.accel import Combined
 from nextscale.accel.sparsevar.run import SparseRun
 from nextscale.engine.stage_graphs import buckets
@@ -224,6 +224,26 @@ def test_stages_with_spans_keep_padded_rows(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(SparseRun, "packs", lambda self, planned: False)
     theirs, _ = generated("infinity", method)
     torch.testing.assert_close(ours.latent, theirs.latent, rtol=0, atol=1e-4)
+
+
+OWN_CACHES = [ScaleKV(budgets={1: 3, 2: 6}, window=2), ZipVL(), ZipVL(tau=0.9), LiteVAR(width=1)]
+
+
+@pytest.mark.parametrize("beside", OWN_CACHES, ids=lambda method: method.label)
+@pytest.mark.parametrize("family", ["var_shared", "infinity", "hart"])
+def test_caches_of_other_methods_have_padded_rows(family: str, beside: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are those of batches of one; where a method packs all the same, attention gives such caches padded rows."""
+    method = Combined((RAGGED[family], beside))
+    ours, seen = generated(family, method)
+    assert any(len(set(done.known_counts or ())) > 1 for done in seen)
+    assert packed_stages(seen) == []
+    settings = {"method": method, **WHOLE_CODES.get(family, {})}
+    alone = [tiny.shared_pipeline(family)(tiny.one_prompt(family, image), seed=11 + image, **settings).latent for image in range(3)]
+    monkeypatch.setattr(SparseRun, "packs", lambda self, planned: self.setup.batch > 1)
+    theirs, packed = generated(family, method)
+    assert packed_stages(packed)
+    for other in (theirs.latent, torch.cat(alone)):
+        torch.testing.assert_close(ours.latent, other, rtol=0, atol=2e-4 if family == "hart" else 1e-5)
 
 
 # --- captured

@@ -224,6 +224,8 @@ def test_other_formats(server: Live, form: str, kind: str) -> None:
         ("method", {"method": "skip:last=99"}),
         ("method", {"method": "skip:last=[[1]]"}),
         ("method", {"method": "fastvar:ratios=/etc/passwd"}),
+        ("method", {"method": "code:refiner=var-d16"}),
+        ("method", {"method": "skipvar:models=LICENSE"}),
         ("method", {"method": ""}),
         ("stop_after_stage", {"stop_after_stage": 12}),
         ("guidance_scale", {"guidance_scale": [1, 2]}),

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class RunSetup:
     rng: Rng  # random numbers for methods: using them changes nothing of what the image is sampled with
     plans: Plans  # the request's forecast, with all methods that run together
     guided: bool = True  # unconditional rows run beside the conditional ones
+    own_cache: bool = False  # one of the methods keeps keys and values its own way, which takes padded rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class StagePlan:
     guidance_share: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
     residual_tokens: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
     packed: int | None = None  # tokens of all images of a cfg branch, padding included, where rows run one after another
+    kept_keys: tuple[int, ...] | None = None  # of a row, that each layer keeps of all stages so far when it has run; None: all
+    attended: tuple[float, ...] | None = None  # share of the pairs of a query and a key that attention computes, per layer; None: all
 
     def __post_init__(self) -> None:
         if not is_share(self.guidance_share):
@@ -161,6 +164,10 @@ class StagePlan:
         shares = {self.guidance_share, other.guidance_share} - {1.0}
         if len(shares) > 1:
             raise ValueError(f"two methods fade guidance, to {self.guidance_share:.3g} and to {other.guidance_share:.3g} of its strength")
+        if None not in (self.kept_keys, other.kept_keys):
+            raise ValueError("two methods compress the cache")
+        if None not in (self.attended, other.attended):
+            raise ValueError("two methods have an attention of their own")
         return StagePlan(
             skip=self.skip or other.skip,
             cfg_branches=next(iter(dropped), "both"),
@@ -170,6 +177,8 @@ class StagePlan:
             packed=self.packed if other.packed is None else other.packed,
             spans=self.spans + other.spans,
             taps=tuple(sorted({*self.taps, *other.taps})),
+            kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
+            attended=self.attended if other.attended is None else other.attended,
         )
 
 
@@ -184,6 +193,7 @@ class Method:
 
     chooses: ClassVar[bool] = False  # True: `settle` puts another method in its place, and it combines with none
     reduces_stages: bool = False  # True: its runs change `reduce`
+    splits_batches: bool = False  # True: its runs change `split`
     own_cache: bool = False  # True: its runs change `layer_cache`
 
     def __eq__(self, other: object) -> bool:
@@ -232,16 +242,30 @@ class Method:
         return MethodRun()
 
 
+class ImageGroup(NamedTuple):
+    """Images of a batch that go on apart from the others."""
+
+    images: tuple[int, ...]
+    run: MethodRun
+
+
 class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
-    At each stage generation calls, in this order: `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
+    At each stage generation calls, in this order: `split`, `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
     `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_hidden`.
     """
 
     def fork(self) -> MethodRun:
         """Returns another run that goes on from here, with the same tensors."""
         return copy.copy(self)
+
+    def split(self, stage: Stage, canvas: Canvas) -> Sequence[ImageGroup] | None:
+        """Before a stage, returns groups of images that go on apart from each other, each with a run of its own; None: all go on together.
+
+        Together the groups have all images. The host may read from the device here, which a captured graph does not allow.
+        """
+        return None
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""

@@ -10,14 +10,22 @@ from dataclasses import fields, is_dataclass
 
 from ..errors import SettingError
 from .auto import Auto
+from .code import CoDe
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
+from .litevar import LiteVAR
 from .method import Method
+from .pitome import PiToMe
+from .scalekv import ScaleKV
 from .skip import SkipStages
+from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
+from .sparsevit import SparseViT
+from .sparvar import SparVAR
 from .stagevar.method import StageVAR
 from .tome import ToMe
+from .zipvl import ZipVL
 
 MethodLike = Method | str | Sequence[Method | str] | None
 
@@ -29,6 +37,14 @@ METHODS: dict[str, type[Method]] = {
     "fastvar": FastVAR,
     "stagevar": StageVAR,
     "tome": ToMe,
+    "scalekv": ScaleKV,
+    "skipvar": SkipVAR,
+    "code": CoDe,
+    "pitome": PiToMe,
+    "sparsevit": SparseViT,
+    "zipvl": ZipVL,
+    "litevar": LiteVAR,
+    "sparvar": SparVAR,
     "auto": Auto,
 }
 

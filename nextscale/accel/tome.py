@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SublayerName = Literal["attention", "cross_attention", "feed_forward"]
 LAST_STAGES = 3
+FIRST_COMPARED = 10  # the stage from which on SparseVAR's appendix B reduces tokens: 40 x 40 on Infinity, 27 x 27 on HART
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,7 @@ class ToMe(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         if "cross_attention" in self.sublayers and not all(block.has_text for block in model.stack):
             raise SettingError(f"ToMe: {type(model).__name__} has no cross_attention; sublayers are attention and feed_forward")
-        stages = range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages
-        absent = [stage for stage in stages if stage >= len(schedule)]
-        if absent:
-            raise SettingError(f"ToMe: there is no stage {absent[0]}; this schedule has stages 0 to {len(schedule) - 1}")
+        stages = present_stages(range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages, schedule, "ToMe")
         plans = [DENSE] * len(schedule)
         for stage in (schedule[index] for index in stages):
             key = f"tome {self.ratio} {'+'.join(self.sublayers)}"
@@ -76,6 +74,21 @@ def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
     if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(is_whole(stage) for stage in stages):
         raise SettingError(f"stages is a tuple of stage indices, 0 or more; got {stages!r}")
     return tuple(sorted({int(stage) for stage in stages}))
+
+
+def present_stages(stages: Sequence[int], schedule: Schedule, method: str) -> Sequence[int]:
+    """Returns these stage indices; raises SettingError if the schedule does not have them."""
+    absent = [stage for stage in stages if stage >= len(schedule)]
+    if absent:
+        raise SettingError(f"{method}: there is no stage {absent[0]}; this schedule has stages 0 to {len(schedule) - 1}")
+    return stages
+
+
+def late_stages(stages: Sequence[int] | None, schedule: Schedule, method: str) -> Sequence[int]:
+    """Returns checked stage indices; None is from SparseVAR's first reduced stage on, at least the last three, so that curves compare."""
+    if stages is not None:
+        return present_stages(stages, schedule, method)
+    return range(max(1, min(FIRST_COMPARED, len(schedule) - LAST_STAGES)), len(schedule))
 
 
 def sublayer_names(sublayers: Sequence[str] | str) -> tuple[str, ...]:
@@ -114,9 +127,9 @@ class MergedBlocks(Span):
         return len(self.layers) * (1 + len(self.sublayers)) * tokens * min(tokens, self.destinations) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        into = Destinations.lowest(tokens, self._priority(x.shape[0], tokens.stage, x.device, env))
+        merging = self.merging(x, tokens, env)
         for block in blocks:
-            merge = Merge.closest(x, tokens, into, self.ratio)
+            merge = merging(block, x)
             for name, sublayer in zip(sublayers_of(block), block.sublayers, strict=True):
                 merged = name in self.sublayers
                 x = x + (merge.unmerge(sublayer(merge.merge(x), merge.tokens, env)) if merged else sublayer(x, tokens, env))
@@ -124,6 +137,11 @@ class MergedBlocks(Span):
                 env.computed.add(merge.tokens, merge.selection, len(self.sublayers))
                 env.computed.add(tokens, x, len(block.sublayers) - len(self.sublayers))
         return x
+
+    def merging(self, x: Tensor, tokens: Tokens, env: Env) -> Callable[[Block, Tensor], Merge]:
+        """How a block merges its input, for a stage that begins with x."""
+        into = Destinations.lowest(tokens, self._priority(x.shape[0], tokens.stage, x.device, env))
+        return lambda block, x: Merge.closest(x, tokens, into, self.ratio)
 
     def _priority(self, rows: int, stage: Stage, device: torch.device, env: Env) -> Tensor:
         """Returns an order of the cells [R, cells], by which the first of every 2x2 block is its destination.

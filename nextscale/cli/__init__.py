@@ -6,6 +6,7 @@ from . import (  # noqa: F401 - each registers its command
     demo,
     download,
     evaluate,
+    fit,
     generate,
     models,
     observe,

@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..accel.method import Method
+from ..accel.code import PAIRS, CoDe
+from ..accel.method import DENSE, Method
+from ..collaborate import pair_cost, pair_memory
+from ..errors import SettingError
 from ..guidance import GuidedRows
 from ..lab.evals.methods import parse_methods
 from ..loading.beside import local_weights, rank_table_of
@@ -30,7 +33,7 @@ from .program import app
 
 NOT_COUNTED = (
     "Not counted: text encoder and prompt, canvas, decoding, and how a method selects and restores tokens, such as SparseVAR's search for"
-    " anchors; the matrix products with which StageVAR and ToMe reduce tokens are counted."
+    " anchors; the matrix products with which StageVAR, ToMe and PiToMe reduce tokens are counted."
 )
 
 
@@ -139,6 +142,8 @@ class Forecast:
 
 
 def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float) -> Forecast:
+    if isinstance(method, CoDe):
+        return pair_forecast(name, model, tokenizer, method, workload)
     schedule = workload.schedule
     plans = method.forecast(model, schedule, workload.guided, keep_ratio)
     reserved = method.forecast(model, schedule, workload.guided, max(keep_ratio, ASSUMED_KEPT))
@@ -156,6 +161,37 @@ def forecast_of(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: 
             model.cache_spec(schedule, rows).kept_bytes,
             reserved_cache(model, schedule, plans, workload.images, rows).kept_bytes,
             request_memory(model, tokenizer, workload, reserved),
+            request_memory(model, tokenizer, workload),
+        ),
+    )
+
+
+def pair_forecast(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: CoDe, workload: Workload) -> Forecast:
+    """What a large model drafts and a small one refines. The caches of one are gone when the other runs."""
+    schedule, draft = workload.schedule, method.drafted(workload.schedule)
+    partner = PAIRS.get(name) if method.refiner is None else method.refiner
+    if partner is None:
+        raise SettingError(f"CoDe: no smaller model is known for {name}: name one, as in code:refiner=var-d16")
+    with torch.device("meta"):
+        refiner = build_model(model_spec(partner).model)
+    for known, parameter in refiner.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if known.startswith(refiner.float32) else model.dtype)
+    rows = workload.images * (2 if workload.guided else 1)
+    plans, dense = method.forecast(model, schedule, workload.guided), (DENSE,) * len(schedule)
+    both = ((model, plans), (refiner, dense)) if draft < len(schedule) else ((model, plans),)
+    planned = pair_cost(model, refiner, workload, draft) if draft < len(schedule) else request_cost(model, workload)
+    return Forecast(
+        f"{name} + {partner}",
+        method.label,
+        workload,
+        None,
+        request_cost(model, workload),
+        planned,
+        Memory(
+            max(reserved_bytes(one, schedule, own, workload.images, rows, workload.text_tokens) for one, own in both),
+            model.cache_spec(schedule, rows).kept_bytes,
+            max(reserved_cache(one, schedule, own, workload.images, rows).kept_bytes for one, own in both),
+            pair_memory(model, refiner, tokenizer, workload, draft),
             request_memory(model, tokenizer, workload),
         ),
     )

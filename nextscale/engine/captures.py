@@ -47,12 +47,13 @@ class CaptureKey:
     sampling: Sampling
     method: Method
     text: int  # room for this number of text tokens
+    given: int = 0  # stages whose codes are given
 
     @classmethod
     def of(cls, request: Request, reads_text: bool) -> CaptureKey:
         """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
         text = text_bucket(request.text_tokens) if reads_text else 0
-        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text)
+        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, len(request.given))
 
     def serves(self, other: CaptureKey) -> bool:
         """Whether a capture for this one can run the other: shorter prompts and fewer images are padded."""
@@ -148,6 +149,12 @@ class Captures:
             self._captures.clear()
             self._history.clear()
             self._drop_pool()
+
+    def decode_with(self, tokenizer: Tokenizer) -> None:
+        """Later captures decode with this tokenizer; those that decode with another are forgotten."""
+        if tokenizer is not self._tokenizer:
+            self.clear()
+            self._tokenizer = tokenizer
 
     # --- which capture
 

@@ -113,7 +113,9 @@ class CapturedRequest:
         self.batch = request.batch
         self.inputs = StaticInputs(inputs, request.batch, room)
         self.rng, self.method_rng = StaticRng(), StaticRng()
-        self._request = replace(request, rng=self.rng, method_rng=self.method_rng, clock=SilentClock(model.device), captured=True)
+        self.given = tuple(codes.clone() for codes in request.given)
+        silent = SilentClock(model.device)
+        self._request = replace(request, rng=self.rng, method_rng=self.method_rng, given=self.given, clock=silent, captured=True)
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
         self.stages = self._capture()
@@ -278,6 +280,9 @@ class Replay:
 
     def run(self, request: Request, watch: Callable[[StageDone], None]) -> Generated:
         captured, images, canvas = self._captured, self._images, self._captured.canvas
+        for target, codes in zip(captured.given, request.given, strict=True):
+            target[:images] = codes
+            target[request.batch :] = codes[-1:]
         for index, stage in enumerate(captured.stages):
             captured.method_rng.refill(request.method_rng, index, images)
             if stage.counter is not None:

@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
+    from .sparse_attention import attend_lists
     from .topk import topk_indices_sorted
     from .upsample import upsample_nearest
 
 __all__ = [
     "add_bias_residual_",
     "attend_lengths",
+    "attend_lists",
     "available",
     "centred_silu",
     "distance_from_mean",
@@ -54,6 +56,7 @@ __all__ = [
 
 FILES = {
     "attend_lengths": "attention",
+    "attend_lists": "sparse_attention",
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",

@@ -69,7 +69,7 @@ def load(
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     spec = checkpoint_spec(spec, weights_path, tokenizer_path)
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
-    return assemble(spec, weights_path, tokenizer_path, reader, device, dtype, engine, graph_memory)
+    return assemble(spec, weights_path, tokenizer_path, reader, device, dtype, engine, graph_memory, download)
 
 
 def assemble(
@@ -81,6 +81,7 @@ def assemble(
     dtype: torch.dtype,
     engine: Engine | None,
     graph_memory: int | None,
+    download: bool,
 ) -> Pipeline:
     """Reads the weights of both modules and puts them together."""
     with torch.device("meta"):
@@ -93,7 +94,17 @@ def assemble(
     profiles = own_profiles(profile_folders(spec, weights), model)
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, engine, graph_memory, profiles)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
+    pipeline.refiners.open = lambda other: load_partner(
+        spec, other, tokenizer=tokenizer, device=pipeline.model.device, dtype=pipeline.model.dtype, engine=engine, download=download
+    )
     return pipeline
+
+
+def load_partner(spec: ModelSpec, name: str, **settings: Any) -> Pipeline:
+    """A smaller model that shares a tokenizer with the one of `spec`, loaded in the same way."""
+    if model_spec(name).tokenizer_weights != spec.tokenizer_weights:
+        raise SettingError(f"{spec.name} and {name} were trained with different tokenizers: choose two models that share one")
+    return load(name, **settings)
 
 
 def released_spec(spec: ModelSpec) -> ModelSpec:

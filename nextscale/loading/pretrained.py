@@ -129,7 +129,7 @@ def load_saved(
     device = choose_device(device)
     reader = prompt_reader(spec, text_encoder or saved.encoder, device, offload_text, download)
     dtype = choose_dtype(dtype or saved.dtype, device)
-    return assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, engine, graph_memory)
+    return assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, engine, graph_memory, download)
 
 
 def read_index(folder: Path) -> Saved:

@@ -26,7 +26,9 @@ def random_pipeline(
     for module in (model, tokenizer):
         fill_random(module, generator, dtype, module.float32)
     device = torch.device(device)
-    return Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
+    pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
+    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, seed=seed)
+    return pipe
 
 
 def random_encoder(config: ModelConfig, device: torch.device) -> RandomEncoder | None:

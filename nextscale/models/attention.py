@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
+from ..attending import Attended, AttendingCache
 from ..cache import DenseLayerCache, NoCache, Slot, real_entries
 from ..packing import Packing
 from ..stage import Tokens
@@ -58,7 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool, packing: Packing | None) -> Tensor:
+def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool, packing: Packing | None = None) -> Tensor:
     """Attention over all that a cache holds; rows of different length need no mask, which fast kernels do not take."""
     if packing is not None:
         keys, values = (store.narrow(1, 0, slot.end) for store in (slot.keys, slot.values))
@@ -122,15 +123,24 @@ class SelfAttention(nn.Module):
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(attend_slot(q, slot, self.scale, env.captured, packing))
+            return self.proj(self._attend(x, q, slot, tokens, env))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         if packing is not None and isinstance(cache, DenseLayerCache | NoCache):
-            slot = cache.append_packed(k, v, tokens)
-            return self.proj(attend_slot(q.to(x.dtype), slot, self.scale, env.captured, packing))
+            return self.proj(self._attend(x, q.to(x.dtype), cache.append_packed(k, v, tokens), tokens, env))
+        if isinstance(cache, AttendingCache):
+            return self.proj(self._attend(x, q.to(x.dtype), cache.put(k, v, tokens), tokens, env))
         q, k, v = (tokens.unpack(part) for part in (q, k, v))
         keys, values, mask = cache.append(q, k, v, tokens)
         return self.proj(tokens.pack(attend(q.to(x.dtype), keys, values, mask, self.scale)))
+
+    def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, env: Env) -> Tensor:
+        """Queries [R, N, H, D] over what the cache holds, in the cache's own way if it has one: [R, N, H * D]; packed as they are."""
+        cache = env.cache[self.layer]
+        if not isinstance(cache, AttendingCache):
+            return attend_slot(q, slot, self.scale, env.captured, tokens.packing)
+        rows = tokens.unpack(x), tokens.unpack(q)
+        return tokens.pack(cache.attend(Attended(*rows, slot, tokens.unpacked(), self.scale, self.qkv.weight, env.captured, env.batch)))
 
     def queries_keys_values(
         self, x: Tensor, temperature: Tensor | None, turn: Callable[[Tensor], Tensor] | None

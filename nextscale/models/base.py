@@ -108,6 +108,11 @@ class NextScaleModel(nn.Module):
     def device(self) -> torch.device:
         return self.word_embed.weight.device
 
+    @property
+    def logit_shape(self) -> tuple[int, ...]:
+        """Shape of the logits of one token."""
+        return (self.head.out_features,)
+
     def cache_spec(self, schedule: Schedule, rows: int) -> CacheSpec:
         config = self.block_config
         return CacheSpec(len(self.blocks), rows, config.heads, config.head_dim, schedule, self.dtype, self.device, self.text_prefix)

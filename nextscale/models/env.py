@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..cache import ComputedCells, LayerCache, StageMemory
 from ..guidance import CfgBranches
 from ..sampling import Rng
+from ..stage import Rows
 from .modulation import HeadModulation, Modulation
 from .rope import Rope
 from .text_context import TextContext
@@ -33,7 +36,7 @@ class Conditioning:
         """A condition with the same tensors; rows that leave the copy stay here."""
         return replace(self, refiner=None if self.refiner is None else self.refiner.copy())
 
-    def keep_rows(self, rows: slice) -> None:
+    def keep_rows(self, rows: Rows) -> None:
         self.start = self.start[rows]
         self.modulation = [modulation.rows(rows) for modulation in self.modulation]
         self.head = None if self.head is None else self.head.rows(rows)
@@ -58,6 +61,7 @@ class Env:
     measured: dict[range, Any] = field(default_factory=dict)  # spans that find their number of tokens as they run, with that number
     captured: bool = False  # launches cost the host nothing
     data_dependent: bool = False  # the method may leave out tokens of one image and not of another
+    seen: tuple[Tensor | None, ...] = ()  # what the canvas showed of stages whose codes are given and which are still to be read
 
     def keep(self, cfg_branches: CfgBranches) -> None:
         """Drops the rows of the other cfg branch. Rows leave and never return; "both" keeps those that still run."""
@@ -65,9 +69,25 @@ class Env:
             return
         if self.cfg_branches != "both":
             raise ValueError(f"the {cfg_branches} rows do not run any more: only {self.cfg_branches} rows are left")
-        rows = slice(0, self.batch) if cfg_branches == "cond" else slice(self.batch, None)
+        self._keep_rows(slice(0, self.batch) if cfg_branches == "cond" else slice(self.batch, None))
+        self.cfg_branches = cfg_branches
+
+    def only(self, images: Tensor, method_rng: Rng) -> Env:
+        """What some of the images [K] need, in memory of its own: they go on without the others."""
+        part = replace(
+            self,
+            batch=images.shape[0],
+            cond=self.cond.copy(),
+            cache=[copy.copy(cache) for cache in self.cache],
+            memory=self.memory.copy(),
+            method_rng=method_rng,
+            computed=None if self.computed is None else ComputedCells(images.shape[0]),
+        )
+        part._keep_rows(torch.cat([images, self.batch + images]) if self.cfg_branches == "both" else images)
+        return part
+
+    def _keep_rows(self, rows: Rows) -> None:
         self.cond.keep_rows(rows)
         for cache in self.cache:
             cache.keep_rows(rows)
         self.memory.keep_rows(rows)
-        self.cfg_branches = cfg_branches

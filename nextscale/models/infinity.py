@@ -39,8 +39,8 @@ class InfinityConfig:
 
     @property
     def block(self) -> BlockConfig:
-        # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192.
-        hidden = round(4 * self.dim / 256) * 256
+        # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192. The smallest have as many as they have channels.
+        hidden = round(4 * self.dim / 256) * 256 or self.dim
         text = TextAttentionConfig(self.dim, learned_norm=True)
         return BlockConfig(self.dim, self.heads, hidden, modulation="shared", text=text)
 
@@ -183,6 +183,10 @@ class Infinity(NextScaleModel):
 
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index]
+
+    @property
+    def logit_shape(self) -> tuple[int, ...]:
+        return self.head.out_features // 2, 2
 
     def logits(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         """[R, N, bits, 2]: for every bit the logit of 0 and of 1."""

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..stage import Rows
+
 
 class Modulation(NamedTuple):
     """Condition-dependent gains, scales and shifts of one block, [R, 1, C] each; scales are stored with the 1 added."""
@@ -25,7 +27,7 @@ class Modulation(NamedTuple):
         one[2:4].fill_(1)  # on the device: a captured graph cannot take a tensor from the host
         return [cls(*layer.unsqueeze(2).unbind(1)) for layer in (six + one).to(dtype)]
 
-    def rows(self, rows: slice) -> Modulation:
+    def rows(self, rows: Rows) -> Modulation:
         return Modulation(*(part[rows] for part in self))
 
 
@@ -35,5 +37,5 @@ class HeadModulation(NamedTuple):
     scale: Tensor
     shift: Tensor
 
-    def rows(self, rows: slice) -> HeadModulation:
+    def rows(self, rows: Rows) -> HeadModulation:
         return HeadModulation(self.scale[rows], self.shift[rows])

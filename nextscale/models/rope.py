@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..stage import Schedule, Stage, Tokens
+from ..stage import Rows, Schedule, Stage, Tokens
 
 RopeMode = Literal["normalized", "raw", "resampled"]
 RESAMPLED_SIDE = 128  # longer side of the table that the "resampled" mode shrinks
@@ -24,7 +24,7 @@ class Rope(Protocol):
         """Queries and keys x [R, N, 2, H, D], float32, turned to where their tokens are."""
         ...
 
-    def rows(self, rows: slice) -> Rope:
+    def rows(self, rows: Rows) -> Rope:
         """The same for some of the rows only."""
         ...
 
@@ -114,7 +114,7 @@ class PairRope:
         pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * self.at(tokens)).flatten(-2)
 
-    def rows(self, rows: slice) -> PairRope:
+    def rows(self, rows: Rows) -> PairRope:
         return self
 
 
@@ -174,5 +174,5 @@ class HalvesRope:
         first, second = x.chunk(2, dim=-1)
         return torch.addcmul(x * cosines, torch.cat([-second, first], dim=-1), sines)
 
-    def rows(self, rows: slice) -> HalvesRope:
+    def rows(self, rows: Rows) -> HalvesRope:
         return HalvesRope((cosines[rows], sines[rows]) for cosines, sines in self.tables)

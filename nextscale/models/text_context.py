@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..cache import real_entries
 from ..errors import PromptError
+from ..stage import Rows
 from ..text.features import TextFeatures
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class TextContext:
     lengths: Tensor | None = None  # [R], int32; None when all rows are equally long
     mask: Tensor | None = None  # [R, 1, 1, T], the same as a mask
 
-    def rows(self, rows: slice) -> TextContext:
+    def rows(self, rows: Rows) -> TextContext:
         if self.keys_values[0][0].shape[0] == 1:
             return self
         lengths, mask = (None if x is None else x[rows] for x in (self.lengths, self.mask))

@@ -4,8 +4,9 @@ Counted is every matrix product between a stage's input and its codes: embedding
 Not counted are the text encoder, what is made of the prompt once per request, the canvas, decoding, and everything that is no matrix
 product. What a method itself computes counts only where its spans report it (`Span.own_macs`), as those of StageVAR and ToMe do. SparseVAR
 has no spans: its comparison of cells with anchors, cells x anchors x logits MACs per image in a reduced stage, is not counted, nor
-are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache. Where rows are padded,
-padding counts; where they are packed, every image counts with its own tokens. Texts are as long as the longest, whatever attention reads.
+are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache without what plans drop.
+Where rows are padded, padding counts; where they are packed, every image counts with its own tokens. Texts are as long as the longest,
+whatever attention reads.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Workload:
     guided: bool = True  # two rows per image
     text_tokens: int = 0  # that cross-attention reads, padding included; 0 where there is none
     refine: Refinement | None = None  # STAR: how late stages are sampled in rounds
+    given: int = 0  # first stages whose codes are given: they have no head
     residual_guided: bool = True  # False: HART's diffusion runs one cfg branch, as it does at a guidance scale of exactly 2
 
 
@@ -57,6 +59,17 @@ class StageCost:
 
     def share(self, dense: StageCost) -> float:
         return self.total / dense.total
+
+    def beside(self, other: StageCost) -> StageCost:
+        """The cost of both, of other images. What is said of a row is the mean over all rows."""
+        rows = self.rows + other.rows
+        mean = {
+            name: (self.rows * getattr(self, name) + other.rows * getattr(other, name)) / max(rows, 1)
+            for name in ("tokens", "computed", "keys", "held")
+        }
+        whole = {name: round(value) for name, value in mean.items() if name != "computed"}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("linear", "attention", "head")}
+        return StageCost(self.stage, rows, computed=mean["computed"], **whole, **sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,10 @@ class RequestCost:
     def share(self, dense: RequestCost) -> float:
         return self.total / dense.total
 
+    def beside(self, other: RequestCost) -> RequestCost:
+        """The cost of both, of other images at the same stages."""
+        return RequestCost(tuple(mine.beside(theirs) for mine, theirs in zip(self.stages, other.stages, strict=True)))
+
 
 def request_cost(
     model: NextScaleModel,
@@ -119,12 +136,12 @@ def request_cost(
         layers = tokens_per_layer(plan.spans, entered.tokens, prefix, len(model.blocks))
         ran = SublayerTokens.total(layers)
         read = cached.with_stage(layers, entered.counts)
-        pairs = branches * cached.pairs(layers, entered.counts)
+        pairs = branches * cached.pairs(layers, entered.counts, plan.attended)
         linear = model.embedding_macs(stage, images) + entered.rows * own + block.linear(ran, entered.rows)
         attention = block.products(pairs, ran.text, entered.rows)
         added = read.of_row - cached.of_row
-        cached = cached if stage.last else read
-        head = head_macs(model, stage, workload, entered, plan.residual_tokens)
+        cached = cached if stage.last else read.limited(plan.kept_keys)
+        head = head_macs(model, stage, workload, entered, plan.residual_tokens) if stage.index >= workload.given else 0
         computed = entered.per_row(mean_tokens(ran, len(layers), block.text > 0)) - prefix
         tokens = entered.per_row(entered.tokens)
         costs.append(StageCost(stage, branches * images, tokens, computed, linear, attention, head, added, cached.of_row))
@@ -182,15 +199,19 @@ class CachedKeys:
             return CachedKeys([before + layer.attention for before, layer in zip(self.common, layers, strict=True)], self.own)
         return CachedKeys(self.common, [before + count for before, count in zip(self.own, counts, strict=True)])
 
-    def pairs(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None) -> int:
-        """Pairs of a query of a stage with a key, its own included, over all images and layers."""
-        read = self.with_stage(layers, counts)
+    def limited(self, most: Sequence[int] | None) -> CachedKeys:
+        """These, of which every layer keeps so many of a row; None: all."""
+        return self if most is None else CachedKeys(list(map(min, self.common, most)), self.own)
+
+    def pairs(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None, attended: Sequence[float] | None) -> int:
+        """Pairs of a query of a stage with a key, its own included, over all images and layers; `attended`: the share that is computed."""
+        read, shares = self.with_stage(layers, counts), attended or (1,) * len(layers)
         if counts is None:
-            queries = [layer.attention for layer in layers]
-            shared = sum(query * keys for query, keys in zip(queries, read.common, strict=True))
-            return len(self.own) * shared + sum(self.own) * sum(queries)
-        every, depth = sum(self.common), len(self.common)
-        return sum(count * (every + depth * keys) for count, keys in zip(counts, read.own, strict=True))
+            queries = [share * layer.attention for share, layer in zip(shares, layers, strict=True)]
+            shared = sum(round(query * keys) for query, keys in zip(queries, read.common, strict=True))
+            return len(self.own) * shared + round(sum(self.own) * sum(queries))
+        every, depth = sum(share * keys for share, keys in zip(shares, self.common, strict=True)), sum(shares)
+        return round(sum(count * (every + depth * keys) for count, keys in zip(counts, read.own, strict=True)))
 
 
 def as_run(model: NextScaleModel, stage: Stage, plan: StagePlan, num_tokens: float) -> StagePlan:

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..accel.method import DENSE, StagePlan
 from ..cache import CacheSpec, StageKeys
+from ..compressed import CompressedSpec
 from ..models.base import NextScaleModel
 from ..models.feed_forward import PIECE
 from ..models.text_context import context_bytes
@@ -50,8 +51,9 @@ def reserved_cache(
             running = min(running, images)
         tokens = stage.cells if plan.num_tokens is None or all_cells else plan.num_tokens
         layers = tokens_per_layer(plan.spans, tokens, model.text_prefix if stage.index == 0 else 0, len(model.blocks))
-        planned.append(StageKeys(stage.index, running, tuple(layer.attention for layer in layers)))
-    return replace(model.cache_spec(schedule, rows), planned=tuple(planned))
+        planned.append(StageKeys(stage.index, running, tuple(layer.attention for layer in layers), plan.kept_keys))
+    spec = replace(model.cache_spec(schedule, rows), planned=tuple(planned))
+    return CompressedSpec(**vars(spec)) if any(stage.kept for stage in planned) else spec
 
 
 def text_bytes(model: NextScaleModel, rows: int, text_tokens: int) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..accel.code import CoDe
 from ..accel.combine import Combined
 from ..accel.method import Method
 from ..accel.skip import SkipStages
@@ -176,6 +177,8 @@ class Catalogue:
         method = self._default if request.method is None else parsed_method(request.method)
         with about("method"):
             method = served.pipeline.settled(method, schedule)  # for one image: `auto` must not depend on who shares the batch
+        if isinstance(method, CoDe):
+            raise refused("method", f"method {method.label}: it runs a second model beside {served.name}; requests run one")
         fitting(served, method, schedule, guided, "method")
         if request.stop_after_stage is None:
             return method

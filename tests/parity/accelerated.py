@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale import Stage
+from nextscale import Schedule, Stage
+from nextscale.sampling import filter_logits
 from nextscale.tokenizers import InfinityTokenizer
 
 from .compare import Expected, Tolerance
-from .infinity_cases import to_tokens
+from .infinity_cases import OFFICIAL_SAMPLER, to_tokens
+from .supplied import StoredRng
 
 SAMPLING = {"sampling": "argmax per bit"}  # all else at the top of a case describes how it was made
 
@@ -33,9 +35,12 @@ class SettledBits:
         if bits is None or logits is None:
             return codes
         stored = to_tokens(self.tokenizer, bits)
-        near = (codes != stored) & ((logits[..., 1] - logits[..., 0]).abs() <= 2 * self.noise)
+        near = (codes != stored) & self.undecided(stage, logits)
         self.settled += int(near.sum())
         return torch.where(near, stored, codes)
+
+    def undecided(self, stage: Stage, logits: Tensor) -> Tensor:
+        return (logits[..., 1] - logits[..., 0]).abs() <= 2 * self.noise
 
     def __enter__(self) -> SettledBits:
         return self
@@ -43,6 +48,23 @@ class SettledBits:
     def __exit__(self, *_: object) -> None:
         if self.settled:
             warnings.warn(f"{self.settled} bits between nearly equal logits were settled as in the stored run", stacklevel=2)
+
+
+class SettledDraws(SettledBits):
+    """Likewise where bits were drawn: those whose probability is as close to the stored number as rounding may bring it."""
+
+    def undecided(self, stage: Stage, logits: Tensor) -> Tensor:
+        zero = filter_logits(logits, **OFFICIAL_SAMPLER).softmax(dim=-1)[..., 0]
+        return (zero - self.expected.tensors[f"s{stage.index}.uniform"].view(zero.shape)).abs() <= 2 * self.noise
+
+
+def bit_rng(expected: Expected, schedule: Schedule) -> StoredRng:
+    """Random numbers with which our sampler draws what the stored ones say: 1 where the number is at least the probability of 0.
+
+    Ours takes the larger of two ratios of a probability to its number: p0 / u and (1 - p0) / (1 - u).
+    """
+    drawn = (expected.input(f"s{stage.index}.uniform") for stage in schedule if f"s{stage.index}.uniform" in expected)
+    return StoredRng(exponential=[torch.stack([number.clamp(min=1e-30), 1 - number], dim=-1) for number in drawn])
 
 
 def stated_tolerance(case: dict[str, Any]) -> Tolerance:

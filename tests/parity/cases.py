@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .class_cases import replay_flexvar, replay_published_tokenizer, replay_var
+from .code_cases import replay_code
 from .compare import Expected
 from .fastvar_cases import replay_fastvar_hart, replay_fastvar_infinity
 from .hart_cases import replay_hart
 from .infinity_cases import replay_infinity, replay_rope, replay_roundtrip
 from .recipe import drawn_tensors
+from .scalekv_cases import replay_scalekv
+from .skipvar_cases import replay_skipvar, replay_skipvar_decisions
 from .sparsevar_cases import replay_sparsevar
 from .stagevar_cases import replay_stagevar
 from .star_cases import replay_star, replay_star_encoder
@@ -58,7 +61,9 @@ def replay(description: Path) -> int:
     folder, config = description.parent, case.get("config", {})
     model = config.get("model", "")
     in_other_files = 0
-    if model == "VAR":
+    if model == "VAR pair":
+        replay_code(folder, case, expected)
+    elif model == "VAR":
         replay_var(folder, case, expected)
     elif model == "FlexVAR":
         replay_flexvar(folder, case, expected)
@@ -70,6 +75,12 @@ def replay(description: Path) -> int:
         replay_stagevar(folder, case, expected)
     elif case.get("what", "").startswith("SparseVAR on Infinity"):
         replay_sparsevar(folder, case, expected)
+    elif case.get("what", "").startswith("ScaleKV on Infinity"):
+        replay_scalekv(folder, case, expected)
+    elif case.get("what", "").startswith("SkipVAR decision only"):
+        replay_skipvar_decisions(folder, case, expected)
+    elif case.get("what", "").startswith("SkipVAR on Infinity"):
+        replay_skipvar(folder, case, expected)
     elif "vae_bits" in config and "cfg_list" in case:
         replay_infinity(folder, case, expected)
     elif "vae_scale_schedule" in case:

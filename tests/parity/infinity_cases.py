@@ -48,6 +48,8 @@ def tokenizer_of(config: dict[str, Any], patchify: bool) -> InfinityTokenizer:
 
 def weights_file(case: dict[str, Any], part: str) -> str:
     """The file beside the case, or where the case says: "../dense/weights_*.safetensors" or "../dense"."""
+    if part == "vae" and "weights_vae" in case:
+        return case["weights_vae"]
     where = case.get("weights", ".")
     return (where if where.endswith(".safetensors") else f"{where}/weights_*.safetensors").replace("*", part)
 

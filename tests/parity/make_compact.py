@@ -44,6 +44,7 @@ class Cut:
     transformer: str | None = None  # its file, where it is not beside the case
     written_out: tuple[str, ...] = ()  # its parameters that were changed after they had been drawn, in order
     drawn: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes of expected tensors that are left out
+    files: tuple[str, ...] = ()  # weights that the case finds where they are, copied to the same place
 
 
 INFINITY_DROP = rf"{IMAGE}|s[456]\.(block_in|hidden|block\d.*)|s3\.(block_in|hidden)|s[345]\.summed_codes"
@@ -113,6 +114,28 @@ CUTS = (
         "sparsevar_infinity/trilinear_060M_tau03/case",
         r"s([0-4]|8|9|10)\.logits|s[0-4]\.(block_in|hidden)",
         weights="sparsevar_infinity/trilinear_060M_tau03/weights_transformer.safetensors",
+        without_vae=True,
+    ),
+    Cut(
+        "scalekv_infinity/rule_depth12/case",
+        rf"{IMAGE}|s\d+\.(logits|summed_codes|next_tokens)|s\d\.hidden.*|s\d+\.layer([2-46-9]|1[01])\.kept|s(9|1[0-2])\.layer0\.kept",
+        without_vae=True,
+        files=("scalekv_infinity/rule_depth12/weights_transformer.safetensors",),
+    ),
+    Cut(
+        "skipvar_infinity/features_and_decisions/case",
+        r"c[1-35-8]\..*|c[04]\.(old|new)_(preview|sobel)",
+        files=("skipvar_infinity/skip2_1M/weights_vae.safetensors",),
+    ),
+    Cut(
+        "code_var/n6/case",
+        r"image|(draft|refine)\.s\d\.(fhat|next_map)|refine\.s[79]\.logits.*",
+        without_vae=True,
+        files=("code_var/n6/weights_drafter.safetensors", "code_var/n6/weights_refiner.safetensors"),
+    ),
+    Cut(
+        "code_var/n8_seeded/case",
+        r"image|hub|(draft|refine)\.s\d\.(fhat|next_map|logits.*)|refine\.prefix\.logits.*",
         without_vae=True,
     ),
 )
@@ -237,6 +260,9 @@ def cut(full: Path, how: Cut) -> None:
         shutil.copyfile(full / how.weights, target.parent / Path(how.weights).name)
         if "weights" in case:
             case["weights"] = Path(how.weights).name
+    for file in how.files:
+        (TARGET / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(full / file, TARGET / file)
     case["expected_left_out"] = how.drop
     for listed in ("tensors", "summaries"):  # of what the full case stores
         case.pop(listed, None)

@@ -179,8 +179,8 @@ class StoredFilling(Trace):
         """The head runs on all cells, of which some were copied."""
         head = model.logits
 
-        def filled(x: Tensor, env: Env) -> Tensor:
-            return head(self.fill(x), env)
+        def filled(x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+            return head(self.fill(x), tokens, env)
 
         with mock.patch.object(model, "logits", filled):
             yield
@@ -285,7 +285,7 @@ class FillingRun(TraceRun):
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         plan = super().plan(planned, stage, canvas)
         kept = self.trace.stored(stage, "kept")
-        return plan if kept is None else replace(plan, num_tokens=kept.shape[1])
+        return plan if kept is None else replace(plan, num_tokens=kept.shape[1], packed=None)
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         trace, stage, (_, own) = self.trace, tokens.stage, super().reduce(x, tokens)

@@ -276,7 +276,7 @@ class StarRun:
         """Cross-attention before the reference implementation throws away all rows but the first."""
         model = copy(self.model)
         model.config = replace(model.config, as_released=False)
-        x, env = call.inputs
+        x, env, _ = call.inputs
         text = model.condition(self.prompts, True, self.schedule, self.negative).text
         return model.blocks[layer].text_attention(x, replace(env, cond=replace(env.cond, text=text)))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import MethodRun, Plans, RunSetup, Span, TokenCounts
+from nextscale.accel.method import ImageGroup, MethodRun, Plans, RunSetup, Span, TokenCounts
 from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
@@ -81,6 +81,10 @@ class TraceRun(MethodRun):
             taps=tuple(sorted({*plan.taps, *(layer for layer in trace.taps if layer not in grouped)})),
         )
 
+    def split(self, stage: Stage, canvas: Canvas) -> Sequence[ImageGroup] | None:
+        groups = self.run.split(stage, canvas)
+        return None if groups is None else [ImageGroup(images, type(self)(self.trace, run)) for images, run in groups]
+
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         return self.run.count_tokens(stage, canvas)
 
@@ -132,10 +136,12 @@ class CountingCache:
     def __init__(self, cache: LayerCache) -> None:
         self.cache = cache
         self.lengths: list[int] = []  # keys that each stage has seen, with its own
+        self.rows: list[int] = []  # that each stage has run
 
     def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
         keys, values, mask = self.cache.append(q, k, v, tokens)
         self.lengths.append(keys.shape[1])
+        self.rows.append(keys.shape[0])
         return keys, values, mask
 
     def keep_rows(self, rows: slice) -> None:

@@ -121,8 +121,11 @@ class SparseRun(MethodRun):
         self.choice = replace(self.choice, known=counts)
 
     def packs(self, planned: StagePlan) -> bool:
-        """Spans choose among the tokens of a row or compare them, and want padded rows; a single image is packed as it is."""
-        return self.setup.batch > 1 and not planned.spans
+        """Spans and caches of other methods choose among the tokens of a row or compare them, and want padded rows.
+
+        A single image is packed as it is.
+        """
+        return self.setup.batch > 1 and not planned.spans and not self.setup.own_cache
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         if self.settings.keep is not None:

@@ -26,6 +26,18 @@ TIMED_METHODS: Mapping[str, tuple[Method | str, ...]] = {
     "SparseVAR, 30 % kept + guidance off": (SPARSEVAR, GUIDANCE_OFF),
     "ToMe": ("tome",),
 }
+PEERS: Mapping[str, tuple[Method | str, ...]] = {
+    "ScaleKV": ("scalekv",),
+    "SkipVAR": ("skipvar",),
+    "CoDe": ("code",),
+    "PiToMe": ("pitome",),
+    "SparseViT": ("sparsevit",),
+    "ZipVL": ("zipvl",),
+    "LiteVAR": ("litevar",),
+    "SparVAR": ("sparvar",),
+    "SparVAR, windows alone": ("sparvar:choosing=0",),
+}
+"""The other methods of the papers' tables, at their own settings."""
 PUBLISHED = (SPARSE, "FastVAR", "StageVAR")
 PUBLISHED_ELSEWHERE = (SPARSE, "FastVAR", "stagevar:ranks=0.177")  # random weights have no ranks: the mean of Infinity-2B's at 40x40
 
@@ -96,10 +108,14 @@ def suite(name: str) -> tuple[Case, ...]:
     return SUITES[name]
 
 
+LISTS: Mapping[str, Iterable[str]] = {ALL: TIMED_METHODS, "peers": PEERS}
+
+
 def timed_methods(names: Iterable[str]) -> dict[str, Method]:
-    """Dense generation first, then those asked for: names of the table above, "all" of it, or methods such as "fastvar + skip:last=1"."""
+    """Dense generation first, then those asked for: names of the tables above, "all" or "peers" for one of them, or methods such as
+    "fastvar + skip:last=1"."""
     chosen: dict[str, Method] = {DENSE: Method()}
     for name in names:
-        for one in TIMED_METHODS if name == ALL else (name,):
-            chosen[one] = resolve_method(TIMED_METHODS.get(one, one))
+        for one in LISTS.get(name, (name,)):
+            chosen[one] = resolve_method({**TIMED_METHODS, **PEERS}.get(one, one))
     return chosen

@@ -102,8 +102,26 @@ def sparsevar_anchors(stages: int, blocks: int) -> dict[str, str]:
 
 
 def sparsevar_stages(stages: int, blocks: int) -> dict[str, str]:
-    """SparseVAR, table 5: the stage P, counted from 1, from which tokens leave."""
-    return {f"from stage {first}": f"sparsevar:tau=0.6,from_stage={first}" for first in range(max(2, stages - 7), stages + 1)}
+    """SparseVAR, table 5: the stage P, counted from 0, from which tokens leave."""
+    return {f"from stage {first}": f"sparsevar:tau=0.6,first_stage={first}" for first in range(max(1, stages - 8), stages)}
+
+
+def peers(stages: int, blocks: int) -> dict[str, str]:
+    """The other methods of the papers' tables: at their own settings, and milder or bolder where one number says so."""
+    return {
+        "ScaleKV": "scalekv",
+        "ScaleKV, a quarter kept": "scalekv:share=0.25",
+        "SkipVAR": "skipvar",
+        "SkipVAR 0.88": "skipvar:models=0.88",
+        **{f"PiToMe {ratio}": f"pitome:ratio={ratio}" for ratio in (0.25, 0.5)},
+        **{f"SparseViT {ratio}": f"sparsevit:ratio={ratio}" for ratio in (0.25, 0.5)},
+        **{f"ZipVL {ratio}": f"zipvl:ratio={ratio}" for ratio in (0.25, 0.5)},
+        "ZipVL, tau 0.975": "zipvl:tau=0.975",
+        "LiteVAR": "litevar",
+        "LiteVAR, bands alone": "litevar:share_rows=false",
+        "SparVAR": "sparvar",
+        "SparVAR, windows alone": "sparvar:choosing=0",
+    }
 
 
 LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
@@ -116,6 +134,7 @@ LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
     "fastvar-cache": fastvar_cache,
     "stagevar-ranks": stagevar_ranks,
     "stagevar-alphas": stagevar_alphas,
+    "peers": peers,
 }
 
 

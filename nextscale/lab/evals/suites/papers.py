@@ -35,7 +35,7 @@ class PaperRun:
 
 TAUS = tuple(f"sparsevar:tau={tau}" for tau in (0.4, 0.5, 0.6, 0.7))
 ANCHORS = tuple(f"sparsevar:tau=0.6,alpha={alpha}" for alpha in (2, 3, 5, "None"))
-FIRST_STAGES = tuple(f"sparsevar:tau=0.6,from_stage={stage}" for stage in (6, 8, 9, 11, 12))
+FIRST_STAGES = tuple(f"sparsevar:tau=0.6,first_stage={stage}" for stage in (6, 8, 9, 11, 12))
 BOTH = ("infinity-2b", "hart-0.7b")
 SCALES = ((8, 0.75), (10, 0.5), (10, 0.75), (12, 0.5), (12, 0.75))  # first of two thinned stages of HART, and the share that is not run
 THINNED = tuple(f"fastvar:ratios={{{first}:{ratio},{first + 1}:{ratio}}}" for first, ratio in SCALES)

@@ -1,0 +1,149 @@
+"""LiteVAR (Xie et al., 2024): attention in diagonal bands, and one attention map for both rows of a guided pair."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attending import Attended, AttendingCache
+from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from ..checks import is_share, is_whole
+from ..errors import SettingError
+from ..models.attention import attend_slot
+from ..stage import Schedule, Stage
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from .sparse import KeyMap, key_map, require_whole
+
+if TYPE_CHECKING:
+    from ..models.base import NextScaleModel
+
+FIRST = 3  # the first stage that attends in bands, and the first whose keys are read so
+SHARED_PAIR = 0.75  # of the products of a guided pair: those of queries and keys are made once, those with the values twice
+
+
+@dataclass(frozen=True)
+class LiteVAR(Method):
+    """From stage 3 on a query reads, of every large stage, the keys near its own place in raster order; and the attention of the
+    conditional row is used for the unconditional one too, which has its own values.
+
+    Published are one width per block, head and pair of stages, measured on VAR, in files that are not released; here one share of the keys
+    serves them all. Its quantisation, which the release simulates, is no part of this. Bands are a mask: what they save is computed by
+    no fast kernel, so that this is for quality; `SparVAR` has the kernel.
+
+    The knobs that matter:
+    width: half the width of a band, as a share of the stage's keys. 1 reads all of them.
+    share_rows: both rows of a guided pair have one attention map.
+
+    To tinker with:
+    first: the first stage that attends in bands; keys of earlier ones are always read whole.
+    as_released: keys outside a band keep a logit of 0, as in the release, in place of being left out.
+    """
+
+    width: float = 0.25
+    share_rows: bool = True
+    first: int = FIRST
+    as_released: bool = False
+
+    own_cache = True
+
+    def __post_init__(self) -> None:
+        if not is_share(self.width, above_zero=True):
+            raise SettingError(f"width is a share of a stage's keys, above 0 and at most 1; got {self.width!r}")
+        if not is_whole(self.first):
+            raise SettingError(f"first is the index of a stage, 0 or more; got {self.first!r}")
+        for name in ("share_rows", "as_released"):
+            if not isinstance(getattr(self, name), bool):
+                raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
+
+    def bands(self, stage: Stage) -> bool:
+        return self.width < 1 and stage.index >= self.first
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        rows = SHARED_PAIR if self.share_rows and guided else 1.0
+        plans = []
+        for stage in schedule:
+            there = key_map(schedule, stage, model.text_prefix)
+            share = rows * (band_share(there, self.first, self.width) if self.bands(stage) else 1.0)
+            plans.append(DENSE if share == 1 else StagePlan(attended=(share,) * len(model.blocks)))
+        return tuple(plans)
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        return LiteVARRun(self)
+
+
+@dataclass(frozen=True)
+class LiteVARRun(MethodRun):
+    method: LiteVAR
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        idle = self.method.width == 1 and not self.method.share_rows
+        return DenseLayerCache(spec, workspace) if idle else LiteVARCache(spec, workspace, self.method)
+
+
+class LiteVARCache(AttendingCache):
+    def __init__(self, spec: CacheSpec, workspace: Workspace, method: LiteVAR) -> None:
+        super().__init__(spec, workspace)
+        self.method = method
+
+    def attend(self, seen: Attended) -> Tensor:
+        method, stage = self.method, seen.tokens.stage
+        paired = method.share_rows and seen.q.shape[0] == 2 * seen.batch
+        banded = method.bands(stage)
+        if not paired and not banded:
+            return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        if banded:
+            require_whole(seen, "LiteVAR")
+        keys, values, mask = seen.slot.filled
+        mask = band_mask(KeyMap.of(self.spec, stage), method.first, method.width, seen.q.device) if banded else mask
+        q, k, v = (x.transpose(1, 2) for x in (seen.q, keys, values))  # [R, H, N or T, D]
+        if paired:
+            half = seen.batch
+            q, k, v = q[:half], k[:half], torch.cat([v[:half], v[half:]], dim=-1)
+            mask = mask if mask is None or mask.shape[0] == 1 else mask[:half]
+        if banded and method.as_released and mask is not None:
+            out = zeroed_attention(q, k, v, mask, seen.scale)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=seen.scale)
+        if paired:
+            out = torch.cat(out.chunk(2, dim=-1))
+        return out.transpose(1, 2).flatten(2)
+
+
+def zeroed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention in which the logits of masked keys are 0: they still take a part of the weight."""
+    return (q @ k.mT * scale * mask).float().softmax(dim=-1).to(v.dtype) @ v
+
+
+# --- bands
+
+
+def band_width(width: float, keys: int) -> int:
+    return max(1, math.ceil(width * keys))
+
+
+def band(queries: int, keys: int, width: int) -> Tensor:
+    """Which keys of a stage lie within `width` of each query's own place, both in raster order: [queries, keys]."""
+    centre = torch.arange(queries, dtype=torch.float64) * keys / queries
+    return (centre[:, None] - torch.arange(keys)).abs() < width
+
+
+@lru_cache(maxsize=32)  # two requests of 13 stages; megabytes each
+def band_mask(there: KeyMap, first: int, width: float, device: torch.device) -> Tensor:
+    """[1, 1, N, T] for the queries of the last stage in `there`."""
+    cells = [height * wide for height, wide in there.sizes]
+    parts = [torch.ones(cells[-1], there.prefix, dtype=torch.bool)]
+    for number, keys in enumerate(cells):
+        whole = number < first
+        parts.append(torch.ones(cells[-1], keys, dtype=torch.bool) if whole else band(cells[-1], keys, band_width(width, keys)))
+    return torch.cat(parts, dim=1)[None, None].to(device)
+
+
+def band_share(there: KeyMap, first: int, width: float) -> float:
+    """The share of all pairs of a query and a key that bands leave."""
+    return float(band_mask(there, first, width, torch.device("cpu")).double().mean())

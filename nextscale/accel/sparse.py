@@ -1,0 +1,84 @@
+"""What methods share that attend to a part of the keys: where the keys of each stage lie, and attention to lists of keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..attending import Attended
+from ..cache import CacheSpec, Slot
+from ..errors import SettingError
+from ..models.attention import reads_lengths
+from ..stage import Schedule, Stage
+
+
+class KeyMap(NamedTuple):
+    """The stages whose keys a cache holds, in order; all cells of each, after a text prefix."""
+
+    prefix: int
+    sizes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, spec: CacheSpec, stage: Stage) -> KeyMap:
+        """What is there when `stage` attends: the stages that have run, and itself."""
+        ran = [known.stage for known in spec.stages if known.stage <= stage.index]
+        return cls(spec.prefix, tuple(spec.schedule[index].size for index in ran))
+
+    @property
+    def starts(self) -> list[int]:
+        """The number of the first key of each stage; the prefix belongs to the first."""
+        starts = [self.prefix]
+        for height, width in self.sizes:
+            starts.append(starts[-1] + height * width)
+        return starts[:-1]
+
+    @property
+    def keys(self) -> int:
+        return self.prefix + sum(height * width for height, width in self.sizes)
+
+
+class KeyLists(NamedTuple):
+    """The keys that groups of queries, one after another, read."""
+
+    numbers: Tensor  # [R or 1, H or 1, groups, M], int32
+    counts: Tensor  # [R or 1, H or 1, groups], int32: how many of the M are read
+    group: int  # queries of a group
+
+    def mean(self, queries: int) -> float:
+        """Keys of a query, mean over this number of queries; the last group may be smaller than the others."""
+        sizes = torch.tensor([min(self.group, queries - start) for start in range(0, queries, self.group)], device=self.counts.device)
+        return float((self.counts.double().mean(dim=(0, 1)) * sizes).sum() / queries)
+
+    def rows(self, rows: slice | Tensor) -> KeyLists:
+        return self if self.numbers.shape[0] == 1 else KeyLists(self.numbers[rows], self.counts[rows], self.group)
+
+
+def attend_listed(q: Tensor, slot: Slot, lists: KeyLists, scale: float) -> Tensor:
+    """q [R, N, H, D] over the keys that the lists name, [R, N, H * D]."""
+    from ..kernels.lists import attend_lists_reference  # kernels are loaded where they are used
+
+    run = kernels.attend_lists if reads_lengths(q) else attend_lists_reference
+    keys, values = (store.narrow(1, 0, slot.end) for store in (slot.keys, slot.values))
+    return run(q, keys, values, lists.numbers, lists.counts, lists.group, scale)
+
+
+def require_whole(seen: Attended, method: str) -> None:
+    """Raises SettingError where another method runs a part of the stage's cells: keys could not be told by where they lie."""
+    if seen.tokens.index is not None or seen.slot.lengths is not None:
+        raise SettingError(
+            f"{method} finds keys by where they lie, and another method runs a part of the cells of stage {seen.tokens.stage.index}: choose"
+            " one of them, or let both act at stages of their own"
+        )
+
+
+def key_map(schedule: Schedule, stage: Stage, prefix: int) -> KeyMap:
+    """The keys of dense generation when `stage` attends."""
+    return KeyMap(prefix, schedule.sizes[: stage.index + 1])
+
+
+def centres(queries: Tensor, side: int, key_side: int) -> Tensor:
+    """Where cells of one side lie on another: rounded, half to even, so that some centres can fall off the grid."""
+    return (queries.double() / side * key_side).round()

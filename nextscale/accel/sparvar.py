@@ -1,0 +1,246 @@
+"""SparVAR (2026): late stages attend to a part of the keys, to windows around their own place or to keys chosen at an earlier stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attending import Attended, AttendingCache
+from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from ..checks import is_share, is_whole
+from ..errors import SettingError
+from ..models.attention import attend_slot
+from ..stage import Rows, Schedule, Stage
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from .sparse import KeyLists, KeyMap, attend_listed, centres, key_map, require_whole
+
+if TYPE_CHECKING:
+    from ..models.base import NextScaleModel
+
+WINDOWS = (7, 5, 3, 1, 1)  # sides on the maps of the last stage and of those before it; others but the sinks are not read
+OWN_WINDOWS = (9, 7)  # likewise, on a stage's own map where keys are chosen
+SINK_CELLS = 64  # stages of at most this size are always read: 0 to 4 of Infinity's 13
+BLOCK = 128  # queries and keys that are read together: one that is visible makes all of them visible
+GROUP = 192  # neighbouring queries for which keys are chosen together
+MULTIPLE = 64  # of chosen keys
+CHOOSING_LAYERS = 11 / 32
+
+
+@dataclass(frozen=True)
+class SparVAR(Method):
+    """Runs all tokens, and lets the attention of the last stages read a part of the keys.
+
+    Later layers read windows: the small stages whole, and of the largest ones what lies around the query's own place. The first third of
+    the layers chooses: at the first of these stages, which is computed densely, every 192 queries choose the keys with the largest
+    attention; the later stages read the same keys and rows around their own, and add what the choice had left out there, interpolated.
+
+    The knobs that matter:
+    last: how many of the last stages are sparse. Published is 3. 0 is dense generation.
+    keys: share of the keys that is chosen.
+
+    To tinker with:
+    choosing: how many of the first layers choose keys; None is the published share, 11 of 32. 0 reads windows everywhere.
+    windows: sides of the windows on the maps of the last stage, of the one before it and so on. sinks: stages of at most this number of
+        cells are always read whole. Published are windows and sinks of Infinity's 13 square stages; other schedules are ours.
+    """
+
+    last: int = 3
+    keys: float = 0.2
+    choosing: int | None = None
+    windows: tuple[int, ...] = WINDOWS
+    sinks: int = SINK_CELLS
+
+    own_cache = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("sinks", self.sinks), ("choosing", 0 if self.choosing is None else self.choosing)):
+            if not is_whole(value):
+                raise SettingError(f"{name} is a whole number, 0 or more; got {value!r}")
+        if not is_share(self.keys, above_zero=True):
+            raise SettingError(f"keys is a share above 0 and at most 1; got {self.keys!r}")
+        if not isinstance(self.windows, tuple | list) or not all(is_whole(side, 1) for side in self.windows) or not self.windows:
+            raise SettingError(f"windows is a tuple of sides, 1 or more, of the last stage and those before it; got {self.windows!r}")
+        object.__setattr__(self, "windows", tuple(self.windows))
+
+    def first(self, schedule: Schedule) -> int:
+        """The first sparse stage, at which keys are chosen."""
+        if self.last >= len(schedule):
+            raise SettingError(
+                f"SparVAR: the first of {len(schedule)} stages must be dense: last is at most {len(schedule) - 1}; got {self.last}"
+            )
+        return len(schedule) - self.last
+
+    def choosing_layers(self, layers: int) -> int:
+        return min(layers, round(CHOOSING_LAYERS * layers) if self.choosing is None else self.choosing)
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        layers, plans = len(model.blocks), [DENSE] * len(schedule)
+        choosing = self.choosing_layers(layers)
+        first = self.first(schedule)
+        for stage in schedule.stages[first:]:
+            there = key_map(schedule, stage, model.text_prefix)
+            windowed = self.window_lists(there, schedule, torch.device("cpu")).mean(stage.cells) / there.keys
+            chosen = self.listed_keys(schedule, stage, model.text_prefix) / there.keys
+            chosen += 1.5 if stage.index == first else 0  # dense attention, and its weights once more to choose by
+            plans[stage.index] = StagePlan(attended=(chosen,) * choosing + (windowed,) * (layers - choosing))
+        return tuple(plans)
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        return SparVARRun(self, len(setup.model.blocks))
+
+    def window_lists(self, there: KeyMap, schedule: Schedule, device: torch.device) -> KeyLists:
+        """What the queries of the last stage in `there` read of it."""
+        sides = dict(zip(reversed(schedule.sizes), self.windows, strict=False))
+        windows = tuple(-1 if height * width <= self.sinks else sides.get((height, width), 0) for height, width in there.sizes)
+        return visible_lists(there, windows, device)
+
+    def own_run(self, schedule: Schedule, stage: Stage) -> int:
+        """Keys of its own stage that a group of queries reads where keys are chosen: whole rows, as many as the widest group needs."""
+        ends = ((start, min(start + GROUP, stage.cells) - 1) for start in range(0, stage.cells, GROUP))
+        rows = max(end // stage.width - start // stage.width for start, end in ends) + 1
+        needed = (rows + 2 * (self.own_window(schedule, stage) // 2)) * stage.width
+        return min(stage.cells, -(-needed // MULTIPLE) * MULTIPLE)
+
+    def own_window(self, schedule: Schedule, stage: Stage) -> int:
+        """Rows of its own stage around a query that it reads where keys are chosen."""
+        return OWN_WINDOWS[min(len(schedule) - 1 - stage.index, len(OWN_WINDOWS) - 1)]
+
+    def chosen_keys(self, keys: int) -> int:
+        return min(keys, MULTIPLE * max(1, round(self.keys * keys / MULTIPLE)))
+
+    def listed_keys(self, schedule: Schedule, stage: Stage, prefix: int) -> int:
+        """Keys that a query reads where they are chosen."""
+        first = self.first(schedule)
+        listed = self.chosen_keys(key_map(schedule, schedule[first], prefix).keys)
+        return listed + sum(self.own_run(schedule, later) for later in schedule.stages[first + 1 : stage.index + 1])
+
+
+@dataclass
+class SparVARRun(MethodRun):
+    method: SparVAR
+    layers: int
+    made: int = 0  # caches so far
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        chooses, self.made = self.made < self.method.choosing_layers(self.layers), self.made + 1
+        return SparVARCache(spec, workspace, self.method, chooses) if self.method.last else DenseLayerCache(spec, workspace)
+
+
+class SparVARCache(AttendingCache):
+    def __init__(self, spec: CacheSpec, workspace: Workspace, method: SparVAR, chooses: bool) -> None:
+        super().__init__(spec, workspace)
+        self.method, self.chooses = method, chooses
+        self.first = method.first(spec.schedule)
+        self.chosen: KeyLists | None = None
+        self.left_out: tuple[Tensor, tuple[int, int]] | None = None  # [R, cells, C], what the choice left out, and the size of that stage
+
+    def attend(self, seen: Attended) -> Tensor:
+        stage = seen.tokens.stage
+        if stage.index < self.first:
+            return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        require_whole(seen, "SparVAR")
+        if not self.chooses:
+            lists = self.method.window_lists(KeyMap.of(self.spec, stage), self.spec.schedule, seen.q.device)
+            return attend_listed(seen.q, seen.slot, lists, seen.scale)
+        if self.chosen is None or self.left_out is None:
+            return self._choose(seen)
+        assert isinstance(seen.slot.start, int)
+        around = self.method.own_window(self.spec.schedule, stage) // 2, self.method.own_run(self.spec.schedule, stage)
+        self.chosen = carried(self.chosen, stage, seen.slot.start, *around)
+        return attend_listed(seen.q, seen.slot, self.chosen, seen.scale) + resized(*self.left_out, stage.size)
+
+    def _choose(self, seen: Attended) -> Tensor:
+        """Dense attention, which says what later stages read."""
+        out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        if seen.tokens.stage.index != self.spec.final:
+            keys = seen.slot.keys.narrow(1, 0, seen.slot.end)
+            self.chosen = chosen_lists(seen.q, keys, seen.scale, self.method.chosen_keys(seen.slot.end))
+            self.left_out = out - attend_listed(seen.q, seen.slot, self.chosen, seen.scale), seen.tokens.stage.size
+        return out
+
+    def keep_rows(self, rows: Rows) -> None:
+        super().keep_rows(rows)
+        self.chosen = None if self.chosen is None else self.chosen.rows(rows)
+        self.left_out = None if self.left_out is None else (self.left_out[0][rows], self.left_out[1])
+
+
+# --- windows
+
+
+@lru_cache(maxsize=32)  # two requests of 13 stages; megabytes each
+def visible_lists(there: KeyMap, windows: tuple[int, ...], device: torch.device) -> KeyLists:
+    """The keys that the queries of the last stage in `there` read, in blocks of 128: all of a block of which one query sees one key.
+
+    windows: the side of the window on each stage's map; 0 is no window, -1 the whole map.
+    """
+    height, width = there.sizes[-1]
+    blocks = []
+    for start in range(0, height * width, BLOCK):
+        query = torch.arange(start, min(start + BLOCK, height * width))
+        seen = torch.cat([torch.ones(there.prefix, dtype=torch.bool), *visible_cells(query, there.sizes, windows)])
+        opened = F.pad(seen, (0, -len(seen) % BLOCK)).view(-1, BLOCK).any(dim=1).repeat_interleave(BLOCK)[: len(seen)]
+        blocks.append(opened.nonzero()[:, 0])
+    counts = torch.tensor([len(block) for block in blocks], dtype=torch.int32)
+    numbers = torch.stack([F.pad(block, (0, int(counts.max()) - len(block))) for block in blocks]).int()
+    return KeyLists(numbers[None, None].contiguous().to(device), counts[None, None].to(device), BLOCK)
+
+
+def visible_cells(query: Tensor, sizes: tuple[tuple[int, int], ...], windows: tuple[int, ...]) -> list[Tensor]:
+    """Which cells of each stage any of these queries [N], cells of the last one, sees: [cells] each."""
+    (height, width), found = sizes[-1], []
+    for (key_height, key_width), window in zip(sizes, windows, strict=True):
+        if window <= 0:
+            found.append(torch.full((key_height * key_width,), window < 0))
+            continue
+        down = near(centres(query // width, height, key_height), key_height, window)
+        across = near(centres(query % width, width, key_width), key_width, window)
+        found.append((down[:, :, None] & across[:, None]).any(dim=0).flatten())
+    return found
+
+
+def near(centre: Tensor, side: int, window: int) -> Tensor:
+    """Which of the cells along a side lie in the window around each centre [N]: [N, side]."""
+    return (torch.arange(side) - centre[:, None]).abs() <= window // 2
+
+
+# --- chosen keys
+
+
+def chosen_lists(q: Tensor, keys: Tensor, scale: float, number: int) -> KeyLists:
+    """The keys [R, T, H, D] with the largest attention of every group of queries [R, N, H, D], summed over the group."""
+    found, all_keys = [], keys.permute(0, 2, 3, 1)  # [R, H, D, T]
+    for part in q.transpose(1, 2).split(GROUP, dim=2):  # one after another: the weights of all of them at once would be gigabytes
+        sums = (part @ all_keys.to(part.dtype) * scale).float().softmax(dim=-1).sum(dim=2)  # [R, H, T]
+        found.append(sums.topk(number, dim=-1, sorted=False).indices.sort(dim=-1).values)
+    numbers = torch.stack(found, dim=2).int()
+    return KeyLists(numbers, numbers.new_full(numbers.shape[:3], number), GROUP)
+
+
+def carried(lists: KeyLists, stage: Stage, start: int, rows: int, own: int) -> KeyLists:
+    """The lists of an earlier stage for the queries of a later one, each with `own` keys from `rows` rows above it on.
+
+    start: the number of the later stage's first key.
+    """
+    groups, device = -(-stage.cells // GROUP), lists.numbers.device
+    group = torch.arange(groups, device=device)
+    source = source_groups(group, groups, lists.numbers.shape[2])
+    first = ((group * GROUP // stage.width - rows) * stage.width).clamp(0, stage.cells - own)
+    around = (start + first[:, None] + torch.arange(own, device=device)).int()
+    before = lists.numbers[:, :, source]
+    numbers = torch.cat([before, around.expand(*before.shape[:3], -1)], dim=3)
+    return KeyLists(numbers, numbers.new_full(numbers.shape[:3], numbers.shape[3]), GROUP)
+
+
+def source_groups(group: Tensor, groups: int, earlier: int) -> Tensor:
+    """Which of the `earlier` groups lies where each of these does."""
+    return ((group.double() + 0.5) / groups * earlier - 0.5).round().long().clamp(0, earlier - 1)
+
+
+def resized(x: Tensor, size: tuple[int, int], target: tuple[int, int]) -> Tensor:
+    """x [R, h * w, C] on another grid, [R, h' * w', C]."""
+    return F.interpolate(x.transpose(1, 2).unflatten(2, size), size=target, mode="bilinear").flatten(2).transpose(1, 2)

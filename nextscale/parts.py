@@ -1,0 +1,78 @@
+"""Images of a batch that go on apart from each other: what a group of them needs, and one batch again of what the groups have done."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .accel.method import MethodRun
+from .canvas import Canvas
+from .models.env import Env
+from .request import Request, Revise, as_sampled
+from .sampling import ImageRng, Rng
+from .stage import Stage
+
+
+@dataclass(frozen=True)
+class Part:
+    """A request, or some of its images, in the middle of its stages."""
+
+    request: Request
+    canvas: Canvas
+    run: MethodRun
+    env: Env
+    images: tuple[int, ...] | None = None  # of the whole batch; None: all
+
+    def split(self, stage: Stage) -> list[Part]:
+        """What goes on apart from this stage on."""
+        groups = self.run.split(stage, self.canvas)
+        if groups is None:
+            return [self]
+        if len(groups) == 1:
+            return [replace(self, run=groups[0].run)]
+        return [self._only(group.images, group.run) for group in groups]
+
+    def _only(self, images: tuple[int, ...], run: MethodRun) -> Part:
+        index = torch.tensor(images, device=self.canvas.latent.device)
+        canvas = copy.copy(self.canvas)
+        canvas.latent = self.canvas.latent[index]
+        request = replace(
+            self.request,
+            images=len(images),
+            rng=own_rng(self.request.rng, images),
+            method_rng=own_rng(self.request.method_rng, images),
+            revise=revise_only(self.request.revise, index, self.request.batch),
+        )
+        in_batch = images if self.images is None else tuple(self.images[image] for image in images)
+        return Part(request, canvas, run, self.env.only(index, request.method_rng), in_batch)
+
+
+def own_rng(rng: Rng, images: tuple[int, ...]) -> Rng:
+    """The random numbers of some images; a generator that is shared by the batch stays shared."""
+    return rng.only(images) if isinstance(rng, ImageRng) else rng
+
+
+def revise_only(revise: Revise, images: Tensor, batch: int) -> Revise:
+    """What the caller makes of codes, who sees those of the whole batch: zeros for the images that go on elsewhere."""
+    if revise is as_sampled:
+        return revise
+    return lambda stage, codes: revise(stage, spread(codes, images, batch))[images.to(codes.device)]
+
+
+def spread(values: Tensor, images: Tensor, batch: int) -> Tensor:
+    """Values of some images [K, ...] at their places in the batch [B, ...], which is zero elsewhere."""
+    return values.new_zeros(batch, *values.shape[1:]).index_copy(0, images.to(values.device), values)
+
+
+def joined(values: Sequence[tuple[Part, Tensor | None]], batch: int) -> Tensor | None:
+    """One tensor of what parts have, zero for the images of those that have nothing; None if nobody has."""
+    whole: Tensor | None = None
+    for part, value in values:
+        if value is not None and part.images is not None:
+            whole = value.new_zeros(batch, *value.shape[1:]) if whole is None else whole
+            whole[list(part.images)] = value
+    return whole

@@ -1,0 +1,149 @@
+"""Cases of CoDe: two VARs of different size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from nextscale import CoDe, Pipeline, RampGuidance, Sampling, Schedule, sampling
+from nextscale.canvas import to_map
+from nextscale.checkpoints import published_slots
+from nextscale.models import Var, VarConfig
+from nextscale.models.env import Env
+from nextscale.pipeline import Settings
+from nextscale.schedules import SquareBook
+from nextscale.stage import Tokens
+from nextscale.text.prompts import ClassReader
+
+from .class_cases import VAR, var_tokenizer
+from .compare import Expected, Tolerance
+from .infinity_cases import every
+from .recipe import recipe_value
+from .settings import QUANTIZER, translated, understood
+from .supplied import without_decoder
+from .trace import Call, StageTrace, calls_of
+from .weights import NETWORKS, fill, fill_with
+
+FIXED = {"more_smooth": False}
+SAID = {"draft_steps", "prefix_length", "cfg", "top_k", "top_p", "temperature", "temperature_note", "g_seed"}
+LOGITS, LATENTS, IMAGE = Tolerance(2e-4, 1e-4), Tolerance(1e-4), Tolerance(1e-3)
+REFINER = "refiner"
+
+
+def replay_code(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    said, config = case["code"], case["config"]
+    understood(said, SAID, FIXED)
+    schedule, draft = Schedule(config["patch_nums"]), said["draft_steps"]
+    pipes = {part: build(folder, case, part) for part in ("drafter", "refiner")}
+    drafter, refiner = pipes["drafter"], pipes["refiner"]
+    drafter.refiners.known[REFINER] = refiner
+    stages, hooks = StageTrace(schedule), {}
+    for part, pipe in pipes.items():
+        hooks |= {f"{part} first": pipe.model.blocks[0], f"{part} last": pipe.model.blocks[-1]}
+    layers = {f"layer {layer}": block for layer, block in enumerate(refiner.model.blocks)}
+    with calls_of(hooks | layers) as calls, drawn(expected, schedule, draft) if said["g_seed"] is None else torch.inference_mode():
+        out = drafter(
+            expected.input("labels"),
+            seed=torch.Generator().manual_seed(said["g_seed"] or 0),
+            size=schedule,
+            guidance=RampGuidance(strength=said["cfg"]),
+            method=CoDe(draft=draft, refiner=REFINER),
+            top_k=tuple(said["top_k"]),
+            top_p=said["top_p"],
+            temperature=tuple(said["temperature"]),
+            filter_first=True,
+            on_stage=stages,
+        )
+    read: dict[str, Callable[[], Tensor]] = {}
+    for place, done in enumerate(stages.done):
+        part = "draft" if place < draft else "refine"
+        if part == "refine" and done.stage.index < draft:
+            continue  # read, not generated
+        name = f"{part}.s{done.stage.index}"
+        read |= {
+            f"{name}.logits_cfg": lambda done=done: done.logits,
+            f"{name}.tokens": lambda done=done: done.ids,
+            f"{name}.fhat": partial(stages.latents.__getitem__, place),
+        }
+        if not done.stage.last:
+            read[f"{name}.next_map"] = partial(next_map, stages, place)
+    passes = calls["refiner first"][:2], calls["refiner last"][:2]
+    assert sum(map(tokens_of, passes[0])) == said["prefix_length"], "prefix_length"
+    read |= {
+        "hub": lambda: torch.cat(stages.next_inputs[:draft], dim=1),
+        "draft.s0.block0_in": lambda: calls["drafter first"][0].inputs[0],
+        "refine.prefix.block0_in": lambda: torch.cat([call.inputs[0] for call in passes[0]], dim=1),
+        "refine.prefix.logits_cond_uncond": lambda: torch.cat([raw_logits(refiner, call) for call in passes[1]], dim=1),
+        "refine.prefix.cache_len": lambda: torch.tensor([sum(tokens_of(call) for call in calls[name][:2]) for name in layers]),
+        "image": lambda: every((out.pixels.clamp(-1, 1) + 1) / 2, case["image_subsample"]),
+    }
+    compare(expected, read)
+
+
+def tokens_of(call: Call) -> int:
+    return call.inputs[0].shape[1]
+
+
+def build(folder: Path, case: dict[str, Any], part: str) -> Pipeline:
+    config = {**case["config"], **case["config"][part]}
+    model = Var(VarConfig(**translated(config, VAR), **translated(config["vae"], QUANTIZER)))
+    fill(model, folder, f"{case['weights']}/weights_{part}.safetensors", {})
+    tokenizer = var_tokenizer(config["vae"])
+    (salt,) = re.findall(r"salt='([^']+)'", case["weights_vae"])
+    if case.get("vae_weights_left_out"):
+        slots = {key: slot for key, slot in published_slots(tokenizer, tokenizer.layout).items() if not re.fullmatch(NETWORKS, key)}
+        fill_with(tokenizer, {key: torch.from_numpy(recipe_value(key, slot.shape, salt)) for key, slot in slots.items()}, NETWORKS)
+        without_decoder(tokenizer)
+    else:
+        fill(tokenizer, folder, "", {"salt": salt})
+    settings = Settings(SquareBook((tuple(config["patch_nums"]),)), RampGuidance(), Sampling())
+    return Pipeline(model, tokenizer, ClassReader(model.config.classes), settings, part)
+
+
+@contextmanager
+def drawn(expected: Expected, schedule: Schedule, draft: int) -> Iterator[None]:
+    """Draws codes with the stored numbers: the first whose cumulative probability exceeds the number."""
+    names = [f"{'draft' if stage.index < draft else 'refine'}.s{stage.index}.uniform" for stage in schedule]
+    numbers = iter([expected.input(name) for name in names])
+
+    def sample(logits: Tensor, noise: Tensor) -> Tensor:
+        return (logits.softmax(dim=-1).double().cumsum(dim=-1) > next(numbers)[..., None]).byte().argmax(dim=-1)
+
+    with mock.patch.object(sampling, "sample", sample):
+        yield
+
+
+def next_map(stages: StageTrace, place: int) -> Tensor:
+    done = stages.done[place]
+    generated = [number for number, one in enumerate(stages.done) if not one.stage.last]
+    return to_map(stages.next_inputs[generated.index(place)], stages.schedule[done.stage.index + 1])
+
+
+@torch.inference_mode()
+def raw_logits(pipe: Pipeline, call: Call) -> Tensor:
+    """Logits of all rows, from a pass through the last block."""
+    env: Env = call.inputs[2]
+    tokens: Tokens = call.inputs[1]
+    return pipe.model.logits(call.output, tokens, env)
+
+
+def compare(expected: Expected, read: dict[str, Callable[[], Tensor]]) -> None:
+    for name, stored in expected.tensors.items():
+        whole, _, step = name.partition(".sub")
+        if whole not in read:
+            continue
+        actual = read[whole]()[:, :: int(step)] if step else read[whole]()
+        if not stored.is_floating_point():
+            expected.equal(name, actual)
+        elif whole == "image":
+            expected.close(name, actual, IMAGE)
+        else:
+            expected.close(name, actual, LOGITS if "logits" in whole or "block0" in whole else LATENTS)

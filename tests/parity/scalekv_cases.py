@@ -1,0 +1,180 @@
+"""Cases of ScaleKV on Infinity."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nextscale import ScaleKV, Schedule
+from nextscale.accel.method import MethodRun, RunSetup
+from nextscale.accel.scalekv import ScaleKVCache, key_scores, top_as_released
+from nextscale.attending import Attended
+from nextscale.cache import CacheSpec, LayerCache, Workspace
+from nextscale.models import Infinity
+
+from . import infinity_cases
+from .accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
+from .compare import Expected, Tolerance
+from .infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of
+from .settings import understood
+from .trace import Trace, TraceRun
+
+FIXED = {"window_size": 16, "base_capacity": 650, "kernel_size": 5, "pooling": "maxpool"}
+SAID = {"budgets", "first_compressed_stage", "budget_entry_after_stage"}
+IMAGE = Tolerance(1e-3)
+SCORE = Tolerance(1e-4, 1e-5)
+NEAR = 1e-4  # of scores, relative to their spread: two runs of the reference implementation differ by less
+
+
+def replay_scalekv(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    understood(case["scalekv"], SAID, FIXED)
+    pipe = infinity_cases.build(folder, case)
+    schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
+    budgets = budgets_of(case, len(pipe.model.blocks))
+    trace = TracedSelections(method_of(pipe.model, schedule, budgets), budgets, case, expected)
+    sampled = "s0.uniform" in expected
+    settled = SettledDraws if sampled else SettledBits
+    noise = case["noise_max_abs_other_attention_kernel_and_2_threads"]["logits"]
+    with settled(pipe.tokenizer, expected, noise) as revise:
+        rng = {"seed": bit_rng(expected, schedule), **OFFICIAL_SAMPLER} if sampled else {"seed": 0, "greedy": True}
+        read = infinity_cases.generation(pipe, case, expected, trace, revise=revise, **rng).read
+    if trace.settled:
+        warnings.warn(f"{trace.settled} selections were settled as in the stored run", stacklevel=2)
+    compare_raw_selections(expected, case["raw_selection_inputs"])
+    infinity_cases.compare(expected, read | trace.read, stated_tolerance(case), {"image_float": IMAGE, "score": SCORE})
+
+
+def budgets_of(case: dict[str, Any], layers: int) -> dict[int, tuple[int, ...]]:
+    """By stage, the keys that every layer keeps when it has run; that of the last stage, which nothing reads, included."""
+    said, found = case["scalekv"], {}
+    for stage, entry in said["budget_entry_after_stage"].items():
+        row = said["budgets"][entry]
+        found[int(stage[1:])] = tuple(row["Max"] if row[f"Block {layer}"] else row["Min"] for layer in range(layers))
+    assert min(found) == said["first_compressed_stage"], "first_compressed_stage"
+    return found
+
+
+def method_of(model: Infinity, schedule: Schedule, budgets: dict[int, tuple[int, ...]]) -> ScaleKV:
+    """With the published budgets if those of the case are the same."""
+    written_out = ScaleKV(budgets={stage: kept for stage, kept in budgets.items() if not schedule[stage].last}, as_released=True)
+    published = ScaleKV()
+    same = published.forecast(model, schedule) == written_out.forecast(model, schedule)
+    return ScaleKV(as_released=True) if same else written_out
+
+
+class TracedSelections(Trace):
+    """Traces what every layer keeps, and goes on with the stored selection where rounding may have swapped tokens."""
+
+    def __init__(self, method: ScaleKV, budgets: dict[int, tuple[int, ...]], case: dict[str, Any], expected: Expected) -> None:
+        config = case["config"]
+        super().__init__(taps=(config["depth"] - 1,), method=method)
+        self.budgets, self.case, self.expected = budgets, case, expected
+        self.before, self.after = (torch.zeros(len(config["scale_schedule"]), config["depth"], dtype=torch.int32) for _ in range(2))
+        self.selections: dict[tuple[int, int], Tensor] = {}  # by stage and layer, [R, H, K]
+        self.settled = 0
+        self.read: Read = {"cache_len_before": lambda: self.before, "cache_len_after": lambda: self.after}
+        self.layers = 0
+        packed = case["kept_packed_layers"]
+        for name in [name for name in expected.tensors if name.endswith(".kept_packed")]:
+            self.read[name] = partial(self.packed, int(name[1:].partition(".")[0]), packed, expected.tensors[name].shape[-1])
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        super().start(setup)
+        return SelectingRun(self, self.run)
+
+    def packed(self, stage: int, layers: list[int], size: int) -> Tensor:
+        rows = [self.mask(self.selections[stage, layer], 8 * size) for layer in layers]
+        return torch.from_numpy(np.packbits(torch.stack(rows).numpy(), axis=-1))
+
+    @staticmethod
+    def mask(selection: Tensor, cached: int) -> Tensor:
+        return torch.zeros(*selection.shape[:2], cached, dtype=torch.bool).scatter(2, selection, True)
+
+    def stored(self, stage: int, layer: int, cached: int) -> Tensor | None:
+        """Which of the cached tokens the stored run kept, [R, H, T]."""
+        kept = self.expected.tensors.get(f"s{stage}.layer{layer}.kept")
+        if kept is not None:
+            return self.mask(kept.long(), cached)
+        packed, layers = self.expected.tensors.get(f"s{stage}.kept_packed"), self.case["kept_packed_layers"]
+        if packed is None or layer not in layers:
+            return None
+        return torch.from_numpy(np.unpackbits(packed[layers.index(layer)].numpy(), axis=-1))[..., :cached].bool()
+
+    def as_stored(self, selection: Tensor, score: Tensor, stage: int, layer: int) -> Tensor:
+        """The stored selection where it differs only by tokens that score like the last one that is kept."""
+        stored = self.stored(stage, layer, score.shape[2])
+        chosen = self.mask(selection, score.shape[2])
+        if stored is None or torch.equal(stored, chosen):
+            return selection
+        finite = score.masked_fill(score.isinf(), torch.nan)
+        border = torch.where(chosen & score.isfinite(), score, torch.inf).amin(dim=2, keepdim=True)
+        near = (finite - border).abs() <= NEAR * finite[finite.isfinite()].std()
+        assert ((stored == chosen) | near).all(), f"s{stage}.layer{layer}.kept: tokens differ that are no tie"
+        self.settled += int((stored != chosen).any(dim=2).sum())
+        return stored.nonzero()[:, 2].view(selection.shape)
+
+
+class SelectingRun(TraceRun):
+    trace: TracedSelections
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        self.trace.layers += 1
+        return TracedCache(spec, workspace, self.trace, self.trace.layers - 1)
+
+
+class TracedCache(ScaleKVCache):
+    def __init__(self, spec: CacheSpec, workspace: Workspace, trace: TracedSelections, layer: int) -> None:
+        super().__init__(spec, workspace, trace.method)
+        self.trace, self.layer = trace, layer
+
+    def attend(self, seen: Attended) -> Tensor:
+        trace, stage = self.trace, seen.tokens.stage
+        out = super().attend(seen)
+        trace.before[stage.index, self.layer] = seen.slot.end
+        after = self.length
+        if stage.last:
+            keep = trace.budgets[stage.index][self.layer]
+            if keep < seen.slot.end:
+                self.selected(seen, keep)
+            after = min(keep, seen.slot.end)
+        trace.after[stage.index, self.layer] = after
+        return out
+
+    def selected(self, seen: Attended, keep: int) -> Tensor:
+        trace, stage, name = self.trace, seen.tokens.stage.index, f"s{seen.tokens.stage.index}.layer{self.layer}"
+        found, score = super().selected(seen, keep).transpose(1, 2), self.scores(seen)[0]
+        selection = trace.as_stored(found, score, stage, self.layer)
+        trace.selections[stage, self.layer] = selection
+        length = math.sqrt(seen.q.shape[-1])  # of the library's keys, whose vectors have a mean square of 1
+        keys = seen.slot.keys.narrow(1, 0, seen.slot.end).transpose(1, 2) / length
+        trace.read |= {f"{name}.kept": lambda: selection, f"{name}.score": lambda: score / length, f"{name}.keys": lambda: keys}
+        for after in [stored for stored in trace.expected.tensors if stored.startswith(f"{name}.keys_after.sub")]:
+            kept = keys.gather(2, selection[..., None].expand(-1, -1, -1, keys.shape[-1]))
+            step = int(after.rpartition("sub")[2])
+            trace.read[after] = lambda kept=kept, step=step: kept[:, :, ::step]
+        return selection.transpose(1, 2)
+
+
+def compare_raw_selections(expected: Expected, names: list[str]) -> None:
+    """Selections alone, from stored keys and queries of the window."""
+    for name in names:
+        queries, keys = (expected.tensors[f"{name}.{part}"].transpose(1, 2) for part in ("window_queries", "keys"))
+        expected.used.add(f"{name}.window_queries")
+        cells, cached = expected.tensors[f"{name}.window_queries"].shape[2], keys.shape[1]
+        score = expected.tensors[f"{name}.score"]
+        window = score.isinf().nonzero()[:, 2].view(*score.shape[:2], cells)[:, 0]
+        found = key_scores(keys, queries, window, FIXED["kernel_size"])
+        assert torch.equal(found.isinf(), score.isinf()) and torch.allclose(
+            found.clamp(min=-1e9), score.clamp(min=-1e9), rtol=1e-5, atol=1e-4
+        )
+        kept = expected.tensors[f"{name}.kept"].long()
+        chosen = top_as_released(score, window, kept.shape[2])
+        assert torch.equal(score.gather(2, chosen).sort(dim=2).values, score.gather(2, kept).sort(dim=2).values), f"{name}: selection"
+        assert cached > kept.shape[2]

@@ -1,0 +1,121 @@
+"""Cases of SkipVAR on Infinity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nextscale import SkipVAR
+from nextscale.accel import skipvar
+from nextscale.accel.skipvar import decisions_named, features_of, gradient, preview_of, published_decisions, shrunk
+
+from . import infinity_cases
+from .accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
+from .compare import Expected, Tolerance
+from .infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of, tokenizer_of
+from .settings import understood
+from .trace import Trace, calls_to
+from .weights import fill
+
+FIXED = {"decision_after_stage": 9, "old_after_stage": 8, "preview_stage": 4, "fft_radius_factor": skipvar.HIGH_FREQUENCIES}
+SAID = {"decision_set_used", "decision_forced", "forced_note", "features", "decisions", "outcome_of_this_run", "uncond_model_asked"}
+FEATURES, PICTURE = Tolerance(2e-4), Tolerance(1e-3)
+DECIDED = 1e-2  # score by which the chosen class must lead where the features are our own
+TABLE = 1e-9
+
+
+def replay_skipvar(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    said = case["skipvar"]
+    understood(said, {*SAID, "conditional_only_stages"}, {**FIXED, "decision_forced": False})
+    pipe = infinity_cases.build(folder, case)
+    schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
+    trace = Trace(taps=(case["config"]["depth"] - 1,), method=SkipVAR(said["decision_set_used"], as_released=True))
+    sampled = "s0.uniform" in expected
+    noise = case["noise_max_abs_other_attention_kernel_and_2_threads"]["logits"]
+    rng = {"seed": bit_rng(expected, schedule), **OFFICIAL_SAMPLER} if sampled else {"seed": 0, "greedy": True}
+    with (
+        (SettledDraws if sampled else SettledBits)(pipe.tokenizer, expected, noise) as revise,
+        calls_to(skipvar, "shrunk") as codes,
+        calls_to(skipvar, "preview_of") as previews,
+        calls_to(skipvar, "features_of") as features,
+    ):
+        generated = infinity_cases.generation(pipe, case, expected, trace, revise=revise, **rng)
+    (found,) = (call.output for call in features)
+    compare_decisions(said["decisions"], found)
+    rows = [done.rows for done in generated.stages.done]
+    assert [stage for stage, count in enumerate(rows) if count == 1] == said["conditional_only_stages"], "conditional_only_stages"
+    read: Read = generated.read | {
+        "cache_len": lambda: torch.tensor([cache.lengths for cache in trace.caches]).T,
+        "cache_rows": lambda: torch.tensor(trace.caches[0].rows),
+        "decision.features": lambda: found[0].double(),
+    }
+    for which, small, preview in zip(("old", "new"), codes, previews, strict=True):
+        read |= preview_readings(f"decision.{which}", small.output, preview.output)
+    special = {"features": FEATURES, "image_float": PICTURE, "preview": PICTURE, "sobel": PICTURE}
+    infinity_cases.compare(expected, read, stated_tolerance(case), special)
+
+
+def preview_readings(name: str, codes: Tensor, preview: Tensor) -> Read:
+    return {f"{name}_codes": lambda: codes, f"{name}_preview": lambda: preview, f"{name}_sobel": lambda: gradient(preview)}
+
+
+def compare_decisions(said: dict[str, Any], features: Tensor) -> None:
+    """The decisions of every set of models for the features of one image [1, 2], as the case says them in words."""
+    assert set(said) <= set(published_decisions()), "decisions"
+    for name, stored in said.items():
+        models = decisions_named(name)
+        (outcome,) = models(features)
+        for kind in ("skip", "uncond"):
+            classifier = getattr(models, kind)
+            assert list(classifier.classes) == stored[kind]["classes"], f"{name}: classes"
+            scores = classifier.scores(features)[0]
+            assert torch.allclose(scores, torch.tensor(stored[kind]["scores"], dtype=torch.float64), rtol=0, atol=DECIDED), (
+                f"{name}: {kind}"
+            )
+            assert stored[kind]["margin"] < DECIDED or classifier(features) == [stored[kind]["class"]], f"{name}: {kind}"
+        if min(stored[kind]["margin"] for kind in ("skip", "uncond")) >= DECIDED:
+            assert {"skip_last": outcome.skipped, "conditional_only_last": outcome.unguided} == stored["outcome"], f"{name}: outcome"
+
+
+def replay_skipvar_decisions(folder: Path, case: dict[str, Any], expected: Expected) -> None:
+    understood(case["skipvar"], (), FIXED)
+    config = case["config"]
+    tokenizer = tokenizer_of(config["vae"], bool(config["apply_spatial_patchify"]))
+    fill(tokenizer, folder, case["weights_vae"], case)
+    schedule = schedule_of(config["scale_schedule"], config["h_div_w_template"])
+    small = schedule[FIXED["preview_stage"]]
+    canvas = tokenizer.canvas(schedule, 1)
+    for stored in case["canvases"]:
+        name = f"c{stored['canvas']}"
+        if f"{name}.old" not in expected:
+            continue
+        with torch.inference_mode():
+            previews = []
+            for which in ("old", "new"):
+                latent = expected.input(f"{name}.{which}")
+                previews.append(preview_of(latent, small, canvas))
+                readings = preview_readings(f"{name}.{which}", shrunk(latent, tokenizer.map_size(small)), previews[-1])
+                for stored_name, read in readings.items():
+                    if stored_name in expected:
+                        expected.close(stored_name, read(), PICTURE)
+            features = features_of(*previews)
+        expected.close(f"{name}.features", features[0].double(), FEATURES)
+        compare_decisions(stored["decisions"], features)
+    compare_table(expected)
+
+
+def compare_table(expected: Expected) -> None:
+    """The classes that every set gives to made-up features, and by how much they lead."""
+    features = expected.tensors["table.features"]
+    expected.used.add("table.features")
+    for name, models in published_decisions().items():
+        margins = []
+        for kind in ("skip", "uncond"):
+            classifier = getattr(models, kind)
+            best, second = classifier.scores(features).topk(2, dim=1).values.unbind(dim=1)
+            margins.append(best - second)
+            expected.equal(f"table.{name}.{kind}", torch.tensor(classifier(features)))
+        expected.close(f"table.{name}.margin", torch.stack(margins, dim=1), Tolerance(TABLE, 1e-6))
