@@ -26,8 +26,8 @@ def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
 
 
 def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
-    """Where profiles of these weights may lie: beside them, and for the weights that come with the package there."""
-    return [profile_folder(weights), *([profile_folder(spec.weights.path)] if isinstance(spec.weights, Embedded) else [])]
+    """Where profiles of these weights may lie: in the package for those that come with it, and beside them, which comes last and so counts."""
+    return [*([profile_folder(spec.weights.path)] if isinstance(spec.weights, Embedded) else []), profile_folder(weights)]
 
 
 def local_weights(spec: ModelSpec) -> Path | None:
