@@ -214,9 +214,9 @@ def require_own(profile: Profile, model: NextScaleModel) -> None:
 
 
 def find_profiles(folders: Iterable[Path]) -> dict[Path, Profile]:
-    """All profiles in these folders, whatever their models; one that cannot be read is named in the log and left out."""
+    """All profiles in these folders, in their order, whatever their models; one that cannot be read is named in the log and left out."""
     found = {}
-    for path in sorted({path for folder in folders for path in folder.glob(f"*{SUFFIX}")}):
+    for path in dict.fromkeys(path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))):
         try:
             found[path] = Profile.load(path)
         except ProfileError as error:

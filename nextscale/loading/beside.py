@@ -26,7 +26,7 @@ def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
 
 
 def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
-    """Where profiles of these weights may lie: in the package for those that come with it, and beside them, which comes last and so counts."""
+    """Where profiles of these weights may lie: in the package for those that come with it, then beside them. The last of equals counts."""
     return [*([profile_folder(spec.weights.path)] if isinstance(spec.weights, Embedded) else []), profile_folder(weights)]
 
 
