@@ -174,8 +174,7 @@ class Profile:
 
     @property
     def file_name(self) -> str:
-        side = str(self.size[0]) if self.size[0] == self.size[1] else f"{self.size[0]}x{self.size[1]}"
-        return f"{self.model}-{side}-{self.device}-batch{self.batch}{SUFFIX}"
+        return profile_name(self.model, self.size, self.device, self.batch)
 
     # --- files
 
@@ -229,6 +228,12 @@ def own_profiles(folders: Iterable[Path], model: NextScaleModel) -> tuple[Profil
     found = find_profiles(folders).values()
     own = fingerprint(model) if found else ""
     return tuple(profile for profile in found if profile.fingerprint == own)
+
+
+def profile_name(model: str, size: tuple[int, int], device: str, batch: int) -> str:
+    """The usual name of a profile's file."""
+    side = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+    return f"{model}-{side}-{device}-batch{batch}{SUFFIX}"
 
 
 def profile_folder(weights: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from nextscale.accel.method import Method
+from nextscale.cli import app
 from nextscale.errors import NextscaleError
 from nextscale.lab.evals.prompts import EvalPrompt
 from nextscale.lab.tune.candidate import SHARES, Candidate, adjacent
@@ -248,3 +251,23 @@ def prove_faster(bench: Bench, winners: list[str], proof: list[EvalPrompt], on_p
         except NextscaleError as error:
             assert "nothing that was searched is faster" in str(error)
     pytest.fail("skipping a stage is never faster than dense generation")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "speed=2"], "give one of speedup=2, lpips=0.08, ms=50"),
+        (["--target", "lpips=-1"], "give a number above 0"),
+        (["--out", "x.json"], "ends in .profile.json"),
+        (["--prompts", "one.txt", "--batch", "2"], "0 prompts for batches of 2|1 prompts for batches of 2"),
+    ],
+)
+def test_what_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nextscale.cli.tune.metric_file", lambda *_: None)
+    monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
+    Path("one.txt").write_text("a bee\n")
+    result = CliRunner().invoke(app, ["tune", "nano", "--device", "cpu", "--size", "128", *arguments])
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["one.txt"]

@@ -61,17 +61,21 @@ class Auto(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         raise SettingError(f"{self.label} stands for no method before it is settled: call `settle` with what is known of the request")
 
-    def _point(self, profile: MeasuredProfile, situation: Situation) -> MeasuredPoint:
+    def point_of(self, profile: MeasuredProfile) -> MeasuredPoint:
+        """The point of a profile that meets the target, wherever that was measured."""
         if self.speedup is not None:
             return profile.nearest(self.speedup)
-        if self.ms is None:
-            return profile.fastest(DEFAULT_LPIPS if self.lpips is None else self.lpips)
-        if profile.hardware != hardware_name(situation.device):
+        if self.ms is not None:
+            return profile.within(self.ms)
+        return profile.fastest(DEFAULT_LPIPS if self.lpips is None else self.lpips)
+
+    def _point(self, profile: MeasuredProfile, situation: Situation) -> MeasuredPoint:
+        if self.ms is not None and profile.hardware != hardware_name(situation.device):
             raise SettingError(
                 f"auto:ms={self.ms:g}: the profile of {profile.described} says nothing of times on {hardware_name(situation.device)};"
                 f" {advice(situation)}, or ask for a speedup or an LPIPS"
             )
-        return profile.within(self.ms)
+        return self.point_of(profile)
 
     def _require_possible(self, situation: Situation) -> None:
         error = SettingError(no_profile(situation))

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
+from ..accel.auto import Auto
+from ..accel.registry import parse_method
 from ..errors import NextscaleError, PromptError, SettingError
 from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
 from ..lab.machine import version, where
@@ -26,17 +27,17 @@ from ..lab.tune.trials import Bench
 from ..loading.presets import ModelSpec
 from ..pipeline import Pipeline
 from ..planning.cost import Workload
-from ..profiles import SUFFIX, Point, Profile, fingerprint
+from ..profiles import SUFFIX, Profile, fingerprint, profile_folder, profile_name
 from ..stage import Schedule
 from .console import result_console, share_bar
 from .files import require_writable
 from .groups import grouped
 from .options import Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
+from .profiles import show
 from .program import MEASURE, app
 
 OWN_PROMPTS = 256  # of ours, where none are given
 PROVED = 0.25  # of the time, on the prompts of the proof
-TARGETS = ("speedup", "lpips", "ms")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ class SearchOptions:
         Path | None,
         typer.Option("--from", metavar="FILE", help="Prove the points of this profile here, on this machine and batch, without a search."),
     ] = None
-
     images: Annotated[
         int,
         typer.Option("--images", metavar="N", min=1, help="Images that a candidate generates first, at least."),
@@ -142,7 +142,11 @@ def tune(
         )
     profile.save(file)
     log_file.unlink(missing_ok=True)
-    show(profile, file, wanted)
+    console = result_console()
+    show(console, file, profile)
+    if wanted is not None:
+        point = wanted.point_of(profile)
+        console.print(f"{wanted.label} takes {point.as_method().label}: {point.label}", markup=False)
 
 
 def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
@@ -194,47 +198,16 @@ def starting_points(file: Path, pipeline: Pipeline) -> list[str]:
 
 def default_file(model: ModelOptions, pipeline: Pipeline, schedule: Schedule, batch: int) -> Path:
     """Beside the weights, or in the current folder for those that came with the package or from the hub."""
-    weights = model.weights
-    folder = Path() if weights is None else weights if weights.is_dir() else weights.parent
-    height, width = schedule.grid
-    return folder / f"{pipeline.name}-{height}x{width}-batch{batch}-{pipeline.model.device.type}{SUFFIX}"
+    folder = Path() if model.weights is None else profile_folder(model.weights)
+    height, width = (side * pipeline.tokenizer.pixels_per_token for side in schedule.grid)
+    return folder / profile_name(pipeline.name, (height, width), pipeline.model.device.type, batch)
 
 
-def parsed_target(text: str) -> tuple[str, float]:
-    name, equals, number = text.partition("=")
+def parsed_target(text: str) -> Auto:
+    """What `auto` would be asked for."""
     try:
-        value = float(number)
-    except ValueError:
-        value = 0.0
-    if name not in TARGETS or not equals or not 0 < value < float("inf"):
-        raise SettingError(f"--target {text!r}: give one of speedup=2, lpips=0.08, ms=50")
-    return name, value
-
-
-def show(profile: Profile, file: Path, wanted: tuple[str, float] | None) -> None:
-    console = result_console()
-    table = Table("method", box=None, pad_edge=False)
-    for heading in ("speedup", "LPIPS to dense", "PSNR", "ms per image", "MACs"):
-        table.add_column(heading, justify="right")
-    for point in sorted((*profile.skipping, *profile.points), key=lambda point: point.speedup.value):
-        table.add_row(
-            escape(point.method),
-            f"{point.speedup.value:.2f}",
-            str(point.lpips),
-            f"{point.psnr:.1f}",
-            f"{point.ms:.1f}",
-            f"{point.macs:.0%}",
-        )
-    console.print(table)
-    console.print(f"{profile.tested} prompts that the search did not see, batch {profile.batch}, on {profile.hardware}. Written to {file}")
-    if wanted is not None:
-        point = met(profile, *wanted)
-        console.print(
-            f"--target {wanted[0]}={wanted[1]:g}: {point.method} ({point.speedup.value:.2f}x, LPIPS {point.lpips.value:.3f})", markup=False
-        )
-
-
-def met(profile: Profile, name: str, value: float) -> Point:
-    if name == "speedup":
-        return profile.nearest(speedup=value)
-    return profile.fastest(lpips=value) if name == "lpips" else profile.within(ms=value)
+        method = parse_method(f"auto:{text}")
+    except SettingError as error:
+        raise SettingError(f"--target {text!r}: give one of speedup=2, lpips=0.08, ms=50 ({error})") from error
+    assert isinstance(method, Auto)
+    return method
