@@ -109,9 +109,9 @@ def test_numbers_are_those_of_torchmetrics(libraries: tuple[dict[str, Any], dict
 def test_what_torchmetrics_does_is_asked_of_it(libraries: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
     values, given = libraries[0]["torchmetrics"], libraries[1]
     mean, deviation = kernel_distance(given["ours"], given["real"], subsets=3)
-    assert mean == pytest.approx(values["kid"], rel=1e-5)
+    assert mean == pytest.approx(values["kid"], rel=1e-4)
     assert deviation == pytest.approx(0, abs=1e-6)
-    assert inception_score(given["ours"], splits=1)[0] == pytest.approx(values["inception_score"], rel=1e-5)
+    assert inception_score(given["ours"], splits=1)[0] == pytest.approx(values["inception_score"], rel=1e-4)
 
 
 @needs_torchmetrics
