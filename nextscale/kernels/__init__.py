@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .bias_residual import add_bias_residual_
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
+    from .few_rows import linear_few_rows
     from .group_norm import centred_silu, group_norm_silu
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
@@ -44,6 +45,7 @@ __all__ = [
     "distance_from_mean",
     "enabled",
     "group_norm_silu",
+    "linear_few_rows",
     "mean_over_tokens",
     "norm_modulate",
     "residual_norm_modulate",
@@ -64,6 +66,7 @@ FILES = {
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",
     "topk_indices_sorted": "topk",
+    "linear_few_rows": "few_rows",
     "sample_bits": "bits",
     "group_norm_silu": "group_norm",
     "centred_silu": "group_norm",

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shapes import power_of_two, require_index, require_shape, warps_for
-
-SMALLEST_SQUARE = 1e-24  # as in models.attention.unit_vectors
+from .overlap import after_previous, overlap
+from .shapes import SMALLEST_SQUARE, power_of_two, require_index, require_shape, warps_for
 
 # Bytes for bfloat16 [2, 4096, 3, 16, 128]: 101 MB in, 101 MB out, 47 us at 4.3 TB/s. Torch moves 1007 MB in six to eight kernels, most of
 # it queries and keys in float32: 234 us. Measured on an H200: 55 us, torch 559. One program per token, so that a rotation is read once for
@@ -36,7 +35,9 @@ def rotate_into_cache_kernel(
     start, tokens, images, qkv_row, qkv_token, qkv_part, keys_row, keys_token, values_row, values_token,
     NORMALISED: tl.constexpr, TURNED: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, CHANNEL_BLOCK: tl.constexpr, EPS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEAD_BLOCK)[:, None]
@@ -134,7 +135,7 @@ def rotate_into_cache(
             qkv, temperature, table, index, starts, image, place, ends, q, keys, values,
             0 if starts is not None else start, tokens, images, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
             NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
-            PACKED=packed is not None, EPS=SMALLEST_SQUARE,
+            PACKED=packed is not None, EPS=SMALLEST_SQUARE, **overlap(qkv),
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip

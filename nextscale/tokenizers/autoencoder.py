@@ -78,6 +78,13 @@ def add_bias_(y: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, residu
     return kernels.add_bias_residual_(y, conv.bias, residual, residual_bias)
 
 
+def shifted_bias(conv: nn.Conv2d, shift: Tensor | None) -> Tensor | None:
+    """The bias of a 1x1 convolution whose input still lacks `shift`."""
+    if shift is None or conv.bias is None:
+        return conv.bias
+    return torch.addmv(conv.bias.float(), conv.weight.flatten(1).float(), shift.float())
+
+
 def upsample_nearest(x: Tensor) -> Tensor:
     """Repeats every pixel as two by two."""
     return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
@@ -122,12 +129,14 @@ class ResidualBlock(nn.Module):
         y = self.conv2(self.norm2(self.conv1(self.norm1(x))))
         return self.shortcut(x) + y  # not the other way round: what the shortcut makes would wait in memory
 
-    def fused(self, x: Tensor) -> Tensor:
-        """Kernels add the biases on their way: the norm that of the convolution before it, the residual sum the others."""
-        y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x), 1), self.conv1.bias), 1)
+    def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """The block of x + shift [C], such as the bias of the convolution before. Kernels add it and the biases on their way: a norm that
+        of the convolution before it, the residual sum the others."""
+        y = without_bias(self.conv1, self.norm1.fused(x, shift), 1)
+        y = without_bias(self.conv2, self.norm2.fused(y, self.conv1.bias), 1)
         if isinstance(self.shortcut, nn.Conv2d):
-            return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), self.shortcut.bias)
-        return add_bias_(y, self.conv2, x)
+            return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), shifted_bias(self.shortcut, shift))
+        return add_bias_(y, self.conv2, x, shift)
 
 
 class PixelAttention(nn.Module):
@@ -162,6 +171,9 @@ class Upsample(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return convolve(self.conv, upsample_nearest(x), padding=1)
 
+    def without_bias(self, x: Tensor) -> Tensor:
+        return without_bias(self.conv, upsample_nearest(x), 1)
+
 
 class Level(nn.Module):
     """Residual blocks of one resolution, each followed by attention where there is any, then the step to the next resolution."""
@@ -179,10 +191,11 @@ class Level(nn.Module):
     def stack(self) -> tuple[ResidualBlock, ...]:
         return tuple(self.blocks)  # type: ignore[arg-type]
 
-    def features(self, x: Tensor) -> Tensor:
-        """What comes out of the blocks, before the step to the next resolution."""
-        for block, attention in zip(self.blocks, self.attention, strict=True):
-            x = attention(block(x))
+    def features(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """What comes out of the blocks, before the step to the next resolution. `shift` [C]: what x still lacks, for kernels to add."""
+        for block, attention in zip(self.stack, self.attention, strict=True):
+            x = attention(block(x) if shift is None else block.fused(x, shift))
+            shift = None
         return x
 
 
@@ -249,10 +262,14 @@ class Decoder(nn.Module):
         return decode(self, z)
 
     def at_once(self, z: Tensor) -> Tensor:
-        x = self.middle(self.conv_in(as_laid_out(z)))
+        x, shift = self.middle(self.conv_in(as_laid_out(z))), None
         for level in self.stack:
-            x = level.features(x)
-            x = level.resize(x)  # by itself: a call keeps its input until it ends
+            x = level.features(x, shift)
+            shift = None
+            if isinstance(level.resize, Upsample) and fusable(x):
+                x, shift = level.resize.without_bias(x), level.resize.conv.bias  # the next level adds it
+            else:
+                x = level.resize(x)  # by itself: a call keeps its input until it ends
         return self.conv_out(self.norm_out(x))
 
     @property
