@@ -132,8 +132,7 @@ class ResidualBlock(nn.Module):
     def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
         """The block of x + shift [C], such as the bias of the convolution before. Kernels add it and the biases on their way: a norm that
         of the convolution before it, the residual sum the others."""
-        y = without_bias(self.conv1, self.norm1.fused(x, shift), 1)
-        y = without_bias(self.conv2, self.norm2.fused(y, self.conv1.bias), 1)
+        y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x, shift), 1), self.conv1.bias), 1)
         if isinstance(self.shortcut, nn.Conv2d):
             return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), shifted_bias(self.shortcut, shift))
         return add_bias_(y, self.conv2, x, shift)
