@@ -113,6 +113,8 @@ class Stretch:
             cache, temperature = self.env.cache[block.layer], cond.temperatures[block.layer]
             assert isinstance(cache, DenseLayerCache) and temperature is not None
             keys, values = (store[:, : stage.start + stage.cells].clone() for store in (cache.keys, cache.values))
+            for store in (keys, values):
+                torch._dynamo.mark_static_address(store)  # written in place, which graphs of the compiler allow only then
             held.append(Held(cond.modulation[block.layer], temperature, keys, values, *cond.text.keys_values[block.layer], cond.text.mask))
         rotation = angles[..., 0].contiguous(), angles[..., 1].contiguous()
         return partial(plain_blocks, self.blocks, held, rotation, stage.start)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.tokenizers import autoencoder
 from nextscale.tokenizers.autoencoder import (
     Decoder,
     NormAct,
@@ -28,6 +29,7 @@ from nextscale.tokenizers.autoencoder import (
     add_bias_,
     as_laid_out,
     lay_out,
+    merged_upsampling,
     upsample_nearest,
     without_bias,
 )
@@ -38,8 +40,6 @@ from .results import RESULTS, append, measure
 
 FLOPS, BYTES = 790e12, 4.3e12  # a large product and a copy in bfloat16 on an H200, per second
 CASES = (("nano", 512, 32), ("infinity-2b", 1024, 1))
-# Two rows of a 3x3 kernel meet the same pixel after it was repeated: what each of the four rows of a transposed kernel is the sum of.
-TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))
 BOUND = 2e-2  # relative error between two ways in bfloat16
 
 
@@ -108,18 +108,11 @@ OTHER = "instead: "
 
 def other_upsampling(name: str, conv: nn.Conv2d, x: Tensor, expected: Tensor) -> Iterator[Step]:
     """Repeating pixels and convolving is a transposed convolution with sums of the weights: 4 products a pixel for 9, and no larger map."""
-    weight = transposed_weight(conv.weight)
+    weight = merged_upsampling(conv.weight)
     macs = expected.numel() * 4 * conv.in_channels
     step = Step(f"{OTHER}{name} transposed", lambda: F.conv_transpose2d(x, weight, stride=2, padding=1), macs, x.nbytes + expected.nbytes)
     require_close(step, expected)
     yield step
-
-
-def transposed_weight(weight: Tensor) -> Tensor:
-    """[O, I, 3, 3] of a convolution after nearest upsampling to [I, O, 4, 4] of a transposed one that does both."""
-    taps = torch.tensor(TAPS, dtype=torch.float32, device=weight.device)
-    summed = torch.einsum("ap,bq,oipq->ioab", taps, taps, weight.float())
-    return summed.to(weight.dtype).contiguous(memory_format=torch.channels_last)
 
 
 def other_conv_out(conv: nn.Conv2d, x: Tensor, expected: Tensor) -> Iterator[Step]:
@@ -159,8 +152,12 @@ def timed(model: str, size: int, batch: int) -> dict[str, Any]:
         print(f"{step.name:>34} {us:9.1f} {least:9.1f} {us / least:6.1f}x  {step.macs / together / 1e9:8.2f} GMAC", flush=True)
     own = [row for name, row in layers.items() if not name.startswith(OTHER)]
     whole = captured_ms(lambda: decode(decoder, z)) / batch
+    autoencoder.MERGED = True
+    merged = captured_ms(lambda: decode(decoder, z)) / batch
+    autoencoder.MERGED = False
     found = {
         "whole_ms": round(whole, 4),
+        "whole_merged_ms": round(merged, 4),
         "layers_ms": round(sum(row["us"] for row in own) / 1000, 4),
         "roofline_ms": round(sum(row["roofline_us"] for row in own) / 1000, 4),
         "gmacs": round(sum(row["gmacs"] for row in own), 2),

@@ -23,7 +23,8 @@ MULTIPROCESSORS, MEMORY_TB_S, CACHE_TB_S = 132, 4.26, 5.5  # an H200's; the seco
 COLD_BYTES = 256 * 2**20  # of weights in turns, several times the second cache, as a model's blocks are
 MOST_SETS = 32
 SHARED_BYTES = 180 * 2**10  # of a program's loads on their way
-CANDIDATES = 6  # tiles that are timed of every product
+CANDIDATES = 5  # shapes of tiles that are timed of every product
+DEPTHS = (128, 64, 256)  # the usual one first
 BOUND = 1e-2  # relative error in bfloat16
 WORTH = 0.97  # of cuBLAS's time, at most, to be listed
 
@@ -54,17 +55,25 @@ def products(block: BlockConfig) -> tuple[Product, ...]:
 
 
 def candidates(one: Product, rows: int) -> list[RowTile]:
-    """The tiles with the least predicted time: bytes of weights, of x from the second cache, of partial sums, and idle multiprocessors."""
+    """The tiles with the least predicted time: bytes of weights, of x from the second cache, of partial sums, and idle multiprocessors.
+
+    The prediction knows nothing of how deep a step is: the usual depth is tried of several, other depths of the first.
+    """
     block = max(16, min(128, 1 << (rows - 1).bit_length()))
     found = {}
-    for columns, depth, splits in product((16, 32, 64, 128), (64, 128, 256), (1, 2, 4, 8)):
-        steps = one.depth / depth / splits
-        fitting = SHARED_BYTES // (2 * depth * (block + columns))
-        if one.depth % depth or steps < 1 or fitting < 2:
-            continue
-        tile = RowTile(block, columns, depth, splits, 8 if block * columns >= 128 * 64 else 4, min(fitting, 6))
-        found[tile] = predicted_us(one, rows, tile)
-    return sorted(found, key=lambda tile: found[tile])[:CANDIDATES]
+    for columns, splits in product((16, 32, 64, 128), (1, 2, 4, 8)):
+        if tiles := [tile for depth in DEPTHS if (tile := tile_of(one, block, columns, splits, depth)) is not None]:
+            found[tuple(tiles)] = predicted_us(one, rows, tiles[0])
+    best = sorted(found, key=lambda tiles: found[tiles])
+    return [*best[0], *(tiles[0] for tiles in best[1:CANDIDATES])]
+
+
+def tile_of(one: Product, rows: int, columns: int, splits: int, depth: int) -> RowTile | None:
+    """None where it does not fit the product or a multiprocessor."""
+    stages = SHARED_BYTES // (2 * depth * (rows + columns))
+    if one.depth % depth or one.depth < depth * splits or stages < 2:
+        return None
+    return RowTile(rows, columns, depth, splits, 8 if rows * columns >= 128 * 64 else 4, min(stages, 6))
 
 
 def predicted_us(one: Product, rows: int, tile: RowTile) -> float:

@@ -54,8 +54,7 @@ def linear_few_rows_kernel(
     for start in tl.range(first, last, DEPTH_BLOCK, num_stages=STAGES):
         inner = start + tl.arange(0, DEPTH_BLOCK)
         x = tl.load(x_ptr + inner[None, :], mask=there[:, None], other=0.0)
-        # Nobody reads them again before as many other weights have been read as the second cache holds.
-        weight = tl.load(weight_ptr + inner[:, None], mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        weight = tl.load(weight_ptr + inner[:, None], mask=inside[None, :], other=0.0)
         total = tl.dot(x, weight, total)
     both = there[:, None] & inside[None, :]
     place = row[:, None] * columns + column[None, :]

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from .. import kernels
 
 EPS = 1e-6
+MERGED = False  # upsampling and its convolution as one transposed convolution on a GPU; not measured yet: see benchmarks.decode
+TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))  # which rows of a 3x3 kernel each row of the merged one is the sum of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -90,6 +92,16 @@ def upsample_nearest(x: Tensor) -> Tensor:
     return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
 
 
+def merged_upsampling(weight: Tensor) -> Tensor:
+    """[O, I, 3, 3] of a convolution after nearest upsampling to [I, O, 4, 4] of a transposed one with stride 2 that does both.
+
+    Of the nine weights that meet a repeated pixel those that meet the same one are added up: four products a pixel are left.
+    """
+    taps = torch.tensor(TAPS, dtype=torch.float32, device=weight.device)
+    merged = torch.einsum("ap,bq,oipq->ioab", taps, taps, weight.float())
+    return merged.to(weight.dtype).contiguous(memory_format=torch.channels_last)
+
+
 def group_count(channels: int) -> int:
     return 32 if channels % 32 == 0 else 24
 
@@ -166,12 +178,23 @@ class Upsample(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self._known: object = None  # weights that were merged
+        self._merged = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return convolve(self.conv, upsample_nearest(x), padding=1)
 
     def without_bias(self, x: Tensor) -> Tensor:
+        if MERGED:
+            return F.conv_transpose2d(x, self.merged_weight(), stride=2, padding=1).contiguous(memory_format=torch.channels_last)
         return without_bias(self.conv, upsample_nearest(x), 1)
+
+    def merged_weight(self) -> Tensor:
+        """`merged_upsampling` of the weights as they are now; computed once, since a captured graph reads it where it lies."""
+        known = self.conv.weight.data_ptr(), self.conv.weight.dtype
+        if known != self._known:
+            self._merged, self._known = merged_upsampling(self.conv.weight.data), known
+        return self._merged
 
 
 class Level(nn.Module):
