@@ -96,6 +96,7 @@ def dense_table(rows: Sequence[Row]) -> str:
         Column("decode, ms", decoding),
         END_TO_END,
         *ROOFLINE,
+        ENERGY,
         MEMORY,
         Column(REFERENCE, lambda row: theirs(row, "peak_gb", "{:.1f} GB")),
     )
@@ -122,6 +123,7 @@ def methods_table(rows: Sequence[Row]) -> str:
         Column("end-to-end speedup", lambda row: faster(row, "speedup_end_to_end")),
         MACS,
         *ROOFLINE,
+        ENERGY,
         MEMORY,
     )
     note = (
