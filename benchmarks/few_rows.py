@@ -19,7 +19,7 @@ from nextscale.models.block_config import BlockConfig
 from .captured import captured_ms
 
 ROWS = (2, 8, 32, 72, 128, 288, 512, 800)
-MULTIPROCESSORS, MEMORY_TB_S, CACHE_TB_S = 132, 4.26, 5.5  # an H200's; the second cache's is a guess that only orders candidates
+MULTIPROCESSORS, TFLOPS, MEMORY_TB_S, CACHE_TB_S = 132, 600, 4.26, 7.0  # an H200's; the last is a guess: they only order candidates
 COLD_BYTES = 256 * 2**20  # of weights in turns, several times the second cache, as a model's blocks are
 MOST_SETS = 32
 SHARED_BYTES = 180 * 2**10  # of a program's loads on their way
@@ -55,13 +55,13 @@ def products(block: BlockConfig) -> tuple[Product, ...]:
 
 
 def candidates(one: Product, rows: int) -> list[RowTile]:
-    """The tiles with the least predicted time: bytes of weights, of x from the second cache, of partial sums, and idle multiprocessors.
+    """The tiles with the least predicted time.
 
     The prediction knows nothing of how deep a step is: the usual depth is tried of several, other depths of the first.
     """
-    block = max(16, min(128, 1 << (rows - 1).bit_length()))
+    blocks = (max(16, 1 << (rows - 1).bit_length()),) if rows <= 128 else (64, 128)
     found = {}
-    for columns, splits in product((16, 32, 64, 128), (1, 2, 4, 8)):
+    for block, columns, splits in product(blocks, (16, 32, 64, 128, 256), (1, 2, 4, 8)):
         if tiles := [tile for depth in DEPTHS if (tile := tile_of(one, block, columns, splits, depth)) is not None]:
             found[tuple(tiles)] = predicted_us(one, rows, tiles[0])
     best = sorted(found, key=lambda tiles: found[tiles])
@@ -77,12 +77,16 @@ def tile_of(one: Product, rows: int, columns: int, splits: int, depth: int) -> R
 
 
 def predicted_us(one: Product, rows: int, tile: RowTile) -> float:
+    """Of weights from memory, of all that is read through the second cache, and of multiplying the longest; with idle multiprocessors."""
     down = math.ceil(rows / tile.rows)
     programs = math.ceil(one.columns / tile.columns) * tile.splits * down
-    idle = math.ceil(programs / MULTIPROCESSORS) * MULTIPROCESSORS / programs if programs < 4 * MULTIPROCESSORS else 1.0
+    rounds = max(1.0, programs / MULTIPROCESSORS) if programs > 3 * MULTIPROCESSORS else math.ceil(programs / MULTIPROCESSORS)
+    idle = rounds * MULTIPROCESSORS / programs
     of_x = one.bytes * rows / tile.columns
     of_parts = 0 if tile.splits == 1 else 8 * tile.splits * rows * one.columns
-    return ((one.bytes * max(1, down / 2)) / MEMORY_TB_S + (of_x + of_parts) / CACHE_TB_S) / 1e6 * idle + (tile.splits > 1)
+    reading = idle * max(one.bytes / MEMORY_TB_S, (down * one.bytes + of_x + of_parts) / CACHE_TB_S) / 1e6
+    multiplying = rounds * 2 * tile.rows * tile.columns * one.depth / tile.splits / (TFLOPS * 1e6 / MULTIPROCESSORS)
+    return max(reading, multiplying) + (tile.splits > 1)
 
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
