@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from ..cluster.shard import Shard
 from ..errors import OutOfMemory, SettingError
 from ..io import write_text
 from ..lab.bench.bench import bench_case
@@ -69,10 +70,9 @@ class CaseOptions:
     )
     size: Sizes = None
     batch: Batches = None
-    part: Annotated[
-        str | None,
-        typer.Option("--part", metavar="I/N", help="Of all cases the I-th of N parts that take about equally long, as 2/3."),
-    ] = None
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="i/N", help="The part of all cases that is measured: 0/3 to 2/3, about equally long.")
+    ] = "0/1"
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out cases of which the results already have rows of this commit, machine and suite.")
     ] = False
@@ -92,7 +92,8 @@ class CaseOptions:
             cases.append(Case(name, model, None if size is None else parse_size(size), batch, methods))
         for case in cases:
             timed_methods(case.methods, case.ranks)
-        return cases if self.part is None else part_of(cases, *parse_part(self.part))
+        shard = Shard.parse(self.shard)
+        return part_of(cases, shard.index, shard.count)
 
     def left(self, cases: Sequence[Case], results: Path, device: torch.device) -> list[Case]:
         """Those that are still to be measured."""
@@ -105,14 +106,6 @@ class CaseOptions:
 
 def is_from(row: dict[str, Any], here: Mapping[str, str]) -> bool:
     return all(row.get(name) == here[name] for name in ("hardware", "torch", "commit"))
-
-
-def parse_part(text: str) -> tuple[int, int]:
-    """I and N of "I/N"."""
-    first, _, second = text.partition("/")
-    if not (first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
-        raise SettingError(f"--part {text!r}: expected I/N with I from 1 to N, as 2/3 for the second of three parts")
-    return int(first), int(second)
 
 
 @dataclass(frozen=True)

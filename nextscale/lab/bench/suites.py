@@ -141,11 +141,11 @@ def suite(name: str) -> tuple[Case, ...]:
 
 
 def part_of(cases: Sequence[Case], part: int, parts: int) -> list[Case]:
-    """Neighbouring cases, about as long as those of every other part."""
+    """Neighbouring cases, about as long as those of every other part; parts count from 0."""
     total, begun = sum(case.seconds for case in cases), 0
     found = []
     for case in cases:
-        if (begun + case.seconds / 2) * parts // total == part - 1:
+        if (begun + case.seconds / 2) * parts // total == part:
             found.append(case)
         begun += case.seconds
     return found
