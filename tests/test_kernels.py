@@ -56,6 +56,7 @@ with pytest.MonkeyPatch.context() as patch:
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
     from nextscale.kernels.rotate import rotate_into_cache_reference
+    from nextscale.kernels.rotate_attend import rotate_and_attend_reference
     from nextscale.kernels.topk import topk_indices_sorted_reference
 
 
@@ -408,6 +409,70 @@ def test_rotate_into_cache_of_packed_rows(normalised: bool, turned: bool, dtype:
     assert torch.equal(found[1] == -77, theirs[1] == -77)
     written = (found[2] != -77).flatten(2).any(dim=2).sum(dim=1)
     assert written.tolist() == [1, 3, 2, 1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "start", "lengths"),
+    [(1, 2, 16, 0, 1), (5, 3, 24, 40, 45), (64, 1, 64, 57, 121), (7, 2, 16, (3, 60, 0), (10, 64, 7)), (3, 1, 16, 130, 133)],
+)
+@pytest.mark.parametrize(("normalised", "turned", "indexed"), [(True, True, False), (False, True, True), (True, False, False)])
+def test_rotating_and_attending_at_once_changes_no_bit(
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    start: int | tuple[int, ...],
+    lengths: int | tuple[int, ...],
+    normalised: bool,
+    turned: bool,
+    indexed: bool,
+) -> None:
+    make = Maker(DEVICE, torch.float16)  # as above: the interpreter does not multiply bfloat16
+    rows = len(start) if isinstance(start, tuple) else 2
+    first, end = (torch.tensor(one, dtype=torch.int32, device=DEVICE) if isinstance(one, tuple) else one for one in (start, lengths))
+    qkv, temperature = make.normal(rows, tokens, 3, heads, head_dim), make.normal(heads, 1, dtype=torch.float32).exp()
+    index = make.selection(rows, tokens + 4, tokens) if indexed else None
+    rotation = make.rotation(tokens + 4 if indexed else tokens, head_dim) if turned else None
+    given = qkv, temperature if normalised else None, rotation, index
+    stores = make.normal(2, rows, 140, heads, head_dim)
+    ours, theirs, exact_stores = stores.clone(), stores.clone(), stores.double()
+    with poisoned():
+        found = kernels.rotate_and_attend(*given, *ours, first, end, 0.3)
+    q = kernels.rotate_into_cache(*given, *theirs, first)
+    assert torch.equal(found, kernels.attend_lengths(q, *theirs, end, 0.3))
+    assert torch.equal(ours, theirs)
+    truth = rotate_and_attend_reference(*(exact(one) for one in given), *exact_stores, first, end, 0.3)
+    torch.testing.assert_close(found.double(), truth, rtol=0, atol=0.02)
+
+
+def test_rotate_and_attend_refuses_what_does_not_fit() -> None:
+    make = Maker(DEVICE, torch.float16)
+    qkv, keys = make.normal(2, 3, 3, 2, 16), make.normal(2, 5, 2, 16)
+    for given, told in (
+        ((make.normal(2, 65, 3, 2, 16), None, None, None, keys, keys, 0, 3), "at most 64 tokens"),
+        ((qkv, None, None, None, keys, keys, 0, torch.tensor([3, 3], device=DEVICE)), "both numbers"),
+        ((qkv, None, None, None, keys, keys, 3, 6), "do not fit into 5"),
+        ((qkv, None, None, None, make.normal(2, 5, 16, 2).mT, keys, 0, 3), "written in place"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            kernels.rotate_and_attend(*given, 0.3)  # type: ignore[arg-type]
+
+
+def test_blocks_rotate_and_attend_at_once_in_small_captured_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit what they do in two kernels, and only where a stage has few tokens."""
+    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
+    pipe, schedule = random_pipeline(tiny.SPECS["infinity"], device=DEVICE, dtype=torch.float16), tiny.schedule_of("infinity")
+    condition = pipe.model.condition(tiny.text_features("infinity", (3, 5)).to(DEVICE), False, schedule)
+    calls = counted("rotate_and_attend", monkeypatch)
+    results = {}
+    for most in (64, 4, 0):
+        monkeypatch.setattr(attention, "ROTATED_AND_ATTENDED", most)
+        env = replace(tiny.dense_env(pipe.model, condition, schedule, 2), captured=True)
+        make = Maker(DEVICE, torch.float16)
+        states = [make.normal(2, stage.cells, tiny.WIDTH) for stage in schedule.stages[:3]]
+        results[most] = [run_in_order(pipe.model.stack, x, Tokens(stage), env) for x, stage in zip(states, schedule, strict=False)]
+    assert len(calls) == (3 + 2) * tiny.DEPTH  # of 1, 4 and 6 tokens
+    for ours, theirs in ((results[64], results[0]), (results[4], results[0])):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 def test_rotation_is_that_of_the_models() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
+    from .rotate_attend import rotate_and_attend
     from .sparse_attention import attend_lists
     from .topk import topk_indices_sorted
     from .upsample import upsample_nearest
@@ -50,6 +51,7 @@ __all__ = [
     "norm_modulate",
     "residual_norm_modulate",
     "restore_tokens",
+    "rotate_and_attend",
     "rotate_into_cache",
     "sample_bits",
     "topk_indices_sorted",
@@ -62,6 +64,7 @@ FILES = {
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",
+    "rotate_and_attend": "rotate_attend",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",

@@ -115,13 +115,7 @@ def rotate_into_cache(
     if temperature is not None:
         temperature = temperature.flatten().float().contiguous()
         require_shape("temperature", temperature, heads)
-    table = None
-    if rotation is not None:
-        if rotation.dtype != torch.complex64 or rotation.ndim != 2 or rotation.shape[1] != head_dim // 2:
-            raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
-        table = torch.view_as_real(rotation.resolve_conj().contiguous())  # cosine and sine side by side
-        if index is None:
-            require_shape("rotation", rotation, tokens, head_dim // 2)
+    table = None if rotation is None else rotation_table(rotation, head_dim, tokens if index is None else None)
     if index is not None:
         index = require_index(index, rows if packed is None else 1)
         require_shape("index", index, index.shape[0], tokens)
@@ -140,6 +134,15 @@ def rotate_into_cache(
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
     return q
+
+
+def rotation_table(rotation: Tensor, head_dim: int, cells: int | None) -> Tensor:
+    """Cosines and sines side by side, of a rotation for this number of cells; None: of any."""
+    if rotation.dtype != torch.complex64 or rotation.ndim != 2 or rotation.shape[1] != head_dim // 2:
+        raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
+    if cells is not None:
+        require_shape("rotation", rotation, cells, head_dim // 2)
+    return torch.view_as_real(rotation.resolve_conj().contiguous())
 
 
 def rotate_into_cache_reference(

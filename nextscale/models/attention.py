@@ -24,6 +24,7 @@ from .rope import PairRope
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 LARGEST_LOG_TEMPERATURE = math.log(100)
 FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them; ours costs the host more, which a captured graph does not pay
+ROTATED_AND_ATTENDED = 64  # tokens of a row, at most, that one kernel rotates and attends to
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -110,6 +111,12 @@ def reads_lengths(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and kernels.available(x)
 
 
+def in_one_kernel(x: Tensor, tokens: Tokens, env: Env) -> bool:
+    """Whether queries and keys of hidden states x are rotated and attended at once: where launches are what takes time."""
+    few = x.shape[0] * x.shape[1] <= FEW_QUERIES and x.shape[1] <= ROTATED_AND_ATTENDED
+    return few and env.captured and tokens.packing is None and reads_lengths(x)
+
+
 class SelfAttention(nn.Module):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
@@ -133,6 +140,10 @@ class SelfAttention(nn.Module):
             if packing is not None:
                 index, packed = packing.cell[None], (packing.image, packing.place, packing.starts)
             stores = (slot.keys, slot.values, slot.start)
+            if in_one_kernel(x, tokens, env) and not isinstance(cache, AttendingCache):
+                lengths = slot.end if slot.lengths is None else slot.lengths
+                attended = kernels.rotate_and_attend(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, lengths, self.scale)
+                return self.proj(attended)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
             del qkv  # three times the queries, which attention and what follows can use
             return self.proj(self._attend(x, q, slot, tokens, env))
