@@ -4,8 +4,8 @@
 
 products   every product of a block for 2 to 800 rows, with weights from memory: cuBLAS, cuBLASLt's gelu, our kernel with several tiles.
            Prints the entries of TILES in nextscale/kernels/few_rows_tiles.py that are worth it.
-stages     every stage of a captured request: as it is; with launches that overlap (nextscale/kernels/overlap.py); with the tiles that
-           `products` has found, if it ran before; with both.
+stages     every stage of a captured request: as it is; with rotation and attention in kernels of their own; with launches that overlap
+           (nextscale/kernels/overlap.py); with the tiles that `products` has found, if it ran before; with both.
 compile    a run of blocks at one stage: ours, and plain torch through torch.compile. Only models of Infinity's kind.
 
 Products and stages of infinity-2b take about two and a half minutes on an H200, most of it compiling; `compile` about as long again.
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,7 @@ from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.bench.runner import release, with_engine
 from nextscale.loading.presets import model_spec
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.models import attention
 from nextscale.pipeline import Pipeline
 
 from . import few_rows
@@ -67,29 +68,35 @@ def without_tail(tiles: dict[int, RowTile | None]) -> dict[int, RowTile | None]:
     return {rows: tile for rows, tile in tiles.items() if rows <= last}
 
 
-@contextmanager
-def set_to(overlapped: bool, tiles: Found) -> Iterator[None]:
-    """Kernels as a variant has them; captures made inside keep it."""
-    from nextscale.kernels import overlap
+class Variant(NamedTuple):
+    """How kernels are launched; captures that are made inside keep it."""
 
-    before, listed = overlap.OVERLAPPED, dict(TILES)
-    overlap.OVERLAPPED = overlapped
-    TILES.clear()
-    TILES.update(tiles)
-    try:
-        yield
-    finally:
-        overlap.OVERLAPPED = before
+    overlapped: bool = False
+    tiles: Found = {}
+    together: bool = True  # few tokens are rotated and attended in one kernel
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        from nextscale.kernels import overlap
+
+        before = overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED, dict(TILES)
+        overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED = self.overlapped, before[1] if self.together else 0
         TILES.clear()
-        TILES.update(listed)
+        TILES.update(self.tiles)
+        try:
+            yield
+        finally:
+            overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED = before[:2]
+            TILES.clear()
+            TILES.update(before[2])
 
 
 def measure_stages(pipe: Pipeline, tiles: Found, out: Path) -> None:
-    variants: dict[str, tuple[bool, Found]] = {"as it is": (False, {}), "overlapped": (True, {})}
+    variants = {"as it is": Variant(), "rotation apart": Variant(together=False), "overlapped": Variant(overlapped=True)}
     if tiles:
-        variants |= {"tiles": (False, tiles), "overlapped, tiles": (True, tiles)}
-    for name, (overlapped, listed) in variants.items():
-        with set_to(overlapped, listed):
+        variants |= {"tiles": Variant(tiles=tiles), "overlapped, tiles": Variant(True, tiles)}
+    for name, variant in variants.items():
+        with variant.set():
             row = measure("small_stages", {"model": pipe.name, "case": name, "dtype": "bfloat16"}, partial(stage_times, pipe))
         append([row], out)
         print(f"{name:>20}", row.get("error") or f"{row['total_ms']:8.2f} ms  {row['stage_median_ms']}", flush=True)

@@ -380,6 +380,29 @@ def test_launches_that_overlap_change_nothing(name: str, monkeypatch: pytest.Mon
         assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 16, 36, 64])
+@pytest.mark.parametrize(("heads", "head_dim"), [(16, 128), (30, 64), (5, 64), (28, 128)])
+def test_rotating_and_attending_at_once_changes_no_bit(tokens: int, heads: int, head_dim: int) -> None:
+    """After other stages, and where rows differ in length; again and again, since what is written is read at once."""
+    make = Maker("cuda", torch.bfloat16)
+    given = (
+        make.normal(2, tokens, 3, heads, head_dim),
+        make.normal(heads, 1, dtype=torch.float32).exp(),
+        make.rotation(tokens, head_dim),
+        None,
+    )
+    starts = torch.tensor([57, 130], dtype=torch.int32, device="cuda")
+    for start, lengths in ((57, 57 + tokens), (starts, starts + tokens)):
+        stores = make.normal(2, 2, 300, heads, head_dim)
+        q = kernels.rotate_into_cache(*given, *stores, start)
+        expected = kernels.attend_lengths(q, *stores, lengths, 0.05)
+        for _ in range(20):
+            ours = stores.clone()
+            ours[:, :, 57:] = float("nan")
+            ours[:, 1, 57:130] = stores[:, 1, 57:130]
+            assert torch.equal(kernels.rotate_and_attend(*given, *ours, start, lengths, 0.05), expected)
+
+
 @pytest.mark.parametrize(("columns", "depth"), [(6144, 2048), (2048, 2048), (2048, 8192), (960, 320)])
 @pytest.mark.parametrize("rows", [2, 32, 200])
 def test_linear_few_rows(rows: int, columns: int, depth: int) -> None:
