@@ -72,7 +72,7 @@ class Variant(NamedTuple):
     """How kernels are launched; captures that are made inside keep it."""
 
     overlapped: bool = False
-    tiles: Found = {}
+    tiles: Found | None = None  # None: cuBLAS multiplies everything
     together: bool = True  # few tokens are rotated and attended in one kernel
 
     @contextmanager
@@ -82,7 +82,7 @@ class Variant(NamedTuple):
         before = overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED, dict(TILES)
         overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED = self.overlapped, before[1] if self.together else 0
         TILES.clear()
-        TILES.update(self.tiles)
+        TILES.update(self.tiles or {})
         try:
             yield
         finally:
