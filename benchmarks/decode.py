@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.tokenizers import autoencoder
+from nextscale.tokenizers import autoencoder, tiles
 from nextscale.tokenizers.autoencoder import (
     Decoder,
     NormAct,
@@ -151,19 +153,41 @@ def timed(model: str, size: int, batch: int) -> dict[str, Any]:
         layers[step.name] |= {"mb": round(step.bytes / together / 1e6, 2)}
         print(f"{step.name:>34} {us:9.1f} {least:9.1f} {us / least:6.1f}x  {step.macs / together / 1e9:8.2f} GMAC", flush=True)
     own = [row for name, row in layers.items() if not name.startswith(OTHER)]
-    whole = captured_ms(lambda: decode(decoder, z)) / batch
-    autoencoder.MERGED = True
-    merged = captured_ms(lambda: decode(decoder, z)) / batch
-    autoencoder.MERGED = False
     found = {
-        "whole_ms": round(whole, 4),
-        "whole_merged_ms": round(merged, 4),
+        **whole_times(decoder, z),
         "layers_ms": round(sum(row["us"] for row in own) / 1000, 4),
         "roofline_ms": round(sum(row["roofline_us"] for row in own) / 1000, 4),
         "gmacs": round(sum(row["gmacs"] for row in own), 2),
     }
     print(found, flush=True)
     return found | {"together": together, "layers": layers}
+
+
+def whole_times(decoder: Decoder, z: Tensor) -> dict[str, Any]:
+    """Milliseconds per image of the whole decoder: as it is, with merged upsampling, and with other numbers of images at a time."""
+
+    def whole() -> float:
+        return round(captured_ms(lambda: decode(decoder, z)) / len(z), 4)
+
+    found: dict[str, Any] = {"whole_ms": whole()}
+    with set_to(autoencoder, "MERGED", True):
+        found["whole_merged_ms"] = whole()
+    pixels = z.shape[2] * z.shape[3] * stride(decoder) ** 2
+    for together in (1, 2, 4, 8, 16):
+        if together <= len(z):
+            with set_to(tiles, "BUSY_PIXELS", together * pixels):
+                found[f"whole_{images_at_a_time(decoder, z.shape, z.dtype, None)}_at_a_time_ms"] = whole()
+    return found
+
+
+@contextmanager
+def set_to(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 @torch.inference_mode()
