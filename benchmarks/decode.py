@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.presets import build_tokenizer, model_spec
+from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import autoencoder, tiles
 from nextscale.tokenizers.autoencoder import (
     Decoder,
@@ -137,8 +138,10 @@ def require_close(step: Step, expected: Tensor, channels: int | None = None) -> 
 
 
 def timed(model: str, size: int, batch: int) -> dict[str, Any]:
-    tokenizer = lay_out(random_pipeline(model, device="cuda", dtype=torch.bfloat16).tokenizer)
-    decoder = tokenizer.decoder
+    with torch.device("meta"):
+        tokenizer = build_tokenizer(model_spec(model).tokenizer)
+    fill_random(tokenizer, torch.Generator("cuda").manual_seed(0), torch.bfloat16, tokenizer.float32)
+    decoder = lay_out(tokenizer).decoder
     assert isinstance(decoder, Decoder)
     side = size // stride(decoder)
     z = torch.randn(batch, decoder.conv_in.in_channels, side, side, device="cuda").bfloat16()
