@@ -79,8 +79,9 @@ class Block(nn.Module):
         if not kernels.available(x):
             return ()
         weight = self.norm.weight  # None of a norm that learns nothing
-        attention = FusedSublayer(weight, None, None, self.attention, self.centred)
-        return self.with_text(attention, FusedSublayer(weight, None, None, self._run_feed_forward, self.centred))
+        attention = FusedSublayer(weight, None, None, self.attention, centred=self.centred)
+        feed_forward = FusedSublayer(weight, None, None, self._run_feed_forward, centred=self.centred)
+        return self.with_text(attention, feed_forward)
 
     def with_text(self, attention: FusedSublayer, feed_forward: FusedSublayer) -> tuple[FusedSublayer, ...]:
         if not self.has_text:
