@@ -1,11 +1,12 @@
 """Stages of few tokens: what their products, their launches and torch.compile take, captured.
 
-    python -m benchmarks.small_stages [--model infinity-2b] [--only products|stages|compile] [--out FILE]
+    python -m benchmarks.small_stages [--model infinity-2b] [--only products|stages|profile|compile] [--out FILE]
 
 products   every product of a block for 2 to 800 rows, with weights from memory: cuBLAS, cuBLASLt's gelu, our kernel with several tiles.
            Prints the entries of TILES in nextscale/kernels/few_rows_tiles.py that are worth it.
 stages     every stage of a captured request: as it is; with rotation and attention in kernels of their own; with launches that overlap
            (nextscale/kernels/overlap.py); with the tiles that `products` has found, if it ran before; with both.
+profile    the kernels of a captured request of 256 x 256 pixels by the time that they take together, and what passes between them.
 compile    a run of blocks at one stage: ours, and plain torch through torch.compile. Only models of Infinity's kind.
 
 Products and stages of infinity-2b take about two and a half minutes on an H200, most of it compiling; `compile` about as long again.
@@ -36,7 +37,9 @@ from . import few_rows
 from .compiled_blocks import compiled_times
 from .results import RESULTS, append, measure
 
-PARTS = ("products", "stages", "compile")
+PARTS = ("products", "stages", "profile", "compile")
+PROFILED = (256, 256)  # pixels: nothing but small stages
+SHOWN = 25  # kernels
 REQUESTS = 7
 Found = dict[tuple[int, int], dict[int, RowTile | None]]
 
@@ -114,6 +117,45 @@ def stage_times(pipe: Pipeline) -> dict[str, Any]:
     return {"stage_median_ms": times, "total_ms": round(sum(times), 3), "tokens": [stage.tokens for stage in reports[0].stages]}
 
 
+def measure_profile(pipe: Pipeline, out: Path) -> None:
+    row = measure("profile", {"model": pipe.name, "size": [*PROFILED], "dtype": "bfloat16"}, partial(kernel_times, pipe))
+    append([row], out)
+    if "error" in row:
+        print(row["error"])
+        return
+    print(f"{row['kernels_ms']:.2f} ms in {row['launches']} kernels of {row['span_ms']:.2f}")
+    for name, (count, ms) in [*row["kernels"].items()][:SHOWN]:
+        print(f"{ms:8.3f} ms {count:6} x {1000 * ms / count:7.2f} us  {name}", flush=True)
+
+
+def kernel_times(pipe: Pipeline) -> dict[str, Any]:
+    """Count and milliseconds of every kernel of one captured request, the longest first."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    one = with_engine(pipe, "graphs")
+    prompts = request_prompts(one, 1, 0)
+    one.warmup(prompts, size=PROFILED)
+    one(prompts, seed=0, size=PROFILED)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        one(prompts, seed=1, size=PROFILED)
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    found: dict[str, tuple[int, float]] = {}
+    for event in events:
+        count, ms = found.get(event.name[:100], (0, 0.0))
+        found[event.name[:100]] = count + 1, ms + event.time_range.elapsed_us() / 1000
+    one.captures.clear()
+    release(pipe.model.device)
+    first, last = min(event.time_range.start for event in events), max(event.time_range.end for event in events)
+    return {
+        "launches": len(events),
+        "kernels_ms": round(sum(ms for _, ms in found.values()), 3),
+        "span_ms": round((last - first) / 1000, 3),
+        "kernels": {name: (count, round(ms, 4)) for name, (count, ms) in sorted(found.items(), key=lambda item: -item[1][1])},
+    }
+
+
 def measure_compiled(pipe: Pipeline, out: Path) -> None:
     for row in compiled_times(pipe):
         append([row], out)
@@ -131,9 +173,12 @@ def main() -> None:
         parser.error("kernels are measured on a GPU")
     chosen = args.only or PARTS
     tiles = measure_products(args.model, args.out) if "products" in chosen else {}
-    pipe = random_pipeline(args.model, device="cuda", dtype=torch.bfloat16) if {"stages", "compile"} & {*chosen} else None
+    others = {*chosen} - {"products"}
+    pipe = random_pipeline(args.model, device="cuda", dtype=torch.bfloat16) if others else None
     if pipe is not None and "stages" in chosen:
         measure_stages(pipe, tiles, args.out)
+    if pipe is not None and "profile" in chosen:
+        measure_profile(pipe, args.out)
     if pipe is not None and "compile" in chosen:
         measure_compiled(pipe, args.out)
     for shape, found in tiles.items():
