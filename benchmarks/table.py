@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from nextscale.accel import resolve_method
-from nextscale.lab.bench.tables import faster, pictured_row, speed_tables, stages_svg, summary_table, with_tables
+from nextscale.lab.bench.cells import faster
+from nextscale.lab.bench.picture import pictured_row, stages_svg
+from nextscale.lab.bench.tables import speed_tables, summary_table, with_tables
 from nextscale.lab.evals.frontier import frontier_svg
 from nextscale.lab.evals.methods import sparsevar_decisions
 from nextscale.lab.results import Row, comparable, judged, read_rows, real_agreement

@@ -106,6 +106,8 @@ def to_rows(grid: Tensor) -> Tensor:
 
 def on_grid(rows: Tensor, tokens: Tokens) -> Tensor:
     """Values [B, N, Z] of some tokens as the stage's map [B, Z, h, w], zero where a token is absent."""
+    if tokens.index is None:  # none is absent, and no zeros are needed
+        return to_map(rows, tokens.stage)
     return to_map(tokens.scatter(rows, rows.new_zeros(rows.shape[0], tokens.stage.cells, rows.shape[2])), tokens.stage)
 
 

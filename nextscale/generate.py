@@ -178,10 +178,15 @@ def run_stage(
         with request.clock.time("residual", stage.index):
             residual = model.residual(replace(hidden, x=x, tokens=completed), settled)
         canvas.add_residual(residual, completed)
-    finite = torch.stack([out.isfinite().all(), *hidden.finite]).all()
+    finite = torch.stack([all_finite(out), *hidden.finite]).all() if hidden.finite else all_finite(out)
     mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
     plan, tokens, num_tokens = as_measured(plan, env), tokens.unpacked(), per_row(entered, rows)
     return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, plan, mask), finite
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """Whether all numbers are finite, as a scalar on the device: three launches, where `isfinite` alone takes four."""
+    return (x * 0 == 0).all()
 
 
 def per_row(tokens: int, rows: int) -> float:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks.results import RESULTS
 from nextscale import kernels
 from nextscale.accel import Method, MethodRun, RunSetup, resolve_method
 from nextscale.cli import app
@@ -22,25 +23,25 @@ from nextscale.errors import OutOfMemory, SettingError
 from nextscale.lab.bench import runner as runners
 from nextscale.lab.bench.bench import bench_case
 from nextscale.lab.bench.energy import EnergyMeter
+from nextscale.lab.bench.picture import pictured_row, stages_svg
 from nextscale.lab.bench.plan import Plan, chosen_engines
 from nextscale.lab.bench.requests import request_prompts, request_workload
 from nextscale.lab.bench.roofline import Rates, request_roofline
 from nextscale.lab.bench.rows import failed_rows, known_percentiles_ms, row_of
 from nextscale.lab.bench.runner import Runner, Timed
-from nextscale.lab.bench.suites import SPARSE, SUITES, TIMED_METHODS, Case, timed_methods
+from nextscale.lab.bench.shown_rows import CaseKey, case_of, dense_rows, method_rows, suite_rows
+from nextscale.lab.bench.suites import APART, SPARSE, SUITES, TIMED_METHODS, Case, part_of, suite, timed_methods
 from nextscale.lab.bench.tables import (
     TABLES,
     dense_table,
     growth_table,
-    method_rows,
     methods_table,
-    pictured_row,
     speed_tables,
-    stages_svg,
     summary_table,
     throughput_table,
     waterfall_table,
 )
+from nextscale.lab.results import read_rows
 from nextscale.loading import presets
 from nextscale.loading.presets import model_spec
 from nextscale.loading.random_weights import random_pipeline
@@ -287,12 +288,37 @@ def test_suites_can_be_run() -> None:
     for cases in SUITES.values():
         for case in cases:
             model_spec(case.model).settings.schedules.choose(case.size, None)
-            assert next(iter(timed_methods(case.methods))) == "dense"
+            assert next(iter(timed_methods(case.methods, case.ranks))) == "dense"
         assert len({case.name for case in cases}) == len(cases)
     assert {case.model for case in SUITES["families"]} == {"hart-0.7b", "star-1024", "var-d30", "infinity-8b"}
     first = SUITES["required"][0]
     assert (first.model, first.size, first.batch) == ("infinity-2b", (1024, 1024), 1)
     assert {SPARSE, "FastVAR", "StageVAR"} <= set(first.methods)
+
+
+def test_one_suite_measures_every_case_of_the_tables() -> None:
+    """In parts, of which none is much longer than the others; those with tables of their own keep their suite."""
+    cases = suite("current")
+    measured: dict[CaseKey, set[str]] = {}
+    for case in cases:
+        key = case_of({"model": case.model, "size": [*case.size], "batch": case.batch})  # type: ignore[misc]
+        measured.setdefault(key, set()).update(timed_methods(case.methods, case.ranks))
+    rows = read_rows(RESULTS)
+    shown = [*dense_rows(rows), *method_rows(rows), *(row for name in APART for own in suite_rows(rows, name).values() for row in own)]
+    for row in shown:
+        assert row["method"] in measured[case_of(row)], row["case"]
+    assert {case.suite for case in cases} == {"current", *APART}
+    total = sum(case.seconds for case in cases)
+    for parts in (1, 2, 3, 5):
+        split = [part_of(cases, part, parts) for part in range(parts)]
+        assert [case for part in split for case in part] == [*cases]
+        assert max(sum(case.seconds for case in part) for part in split) < 1.3 * total / parts
+
+
+def test_stagevar_runs_with_ranks_where_none_are_published() -> None:
+    [case] = [case for case in suite("families") if case.model == "var-d30"]
+    assert timed_methods(case.methods, case.ranks)["StageVAR"] == resolve_method("stagevar:ranks=0.177")
+    assert timed_methods(case.methods)["StageVAR"] == resolve_method("stagevar")
 
 
 def test_sparsevar_keeps_the_share_of_its_name() -> None:
@@ -405,7 +431,7 @@ def test_the_dense_table_shows_the_last_row_of_graphs() -> None:
     [line] = lines_of(dense_table(rows[:2]))
     assert "| eager | **300**" in line
     [line] = lines_of(dense_table([*rows[:1], theirs()]))
-    assert "| eager | **400** (400–400) | 790 |  | 80 (reference 99) |  |  |  | 8.8 GB | 13.0 GB |" in line
+    assert "| eager | **400** (400–400) | 790 |  | 80 (reference 99) |  |  |  | 50 J | 8.8 GB | 13.0 GB |" in line
     note = dense_table(rows).splitlines()[-1]
     assert "788 TFLOP/s" in note and "4.30 TB/s" in note and "Median of 10 runs" in note
     assert "TFLOP" not in dense_table(rows[:1])
@@ -425,7 +451,7 @@ def test_the_methods_table_compares_what_was_measured_together() -> None:
     rows = [*before, made(), made(SPARSE, 50, engine="eager", not_captured="SettingError: no")]
     first, second = lines_of(methods_table(rows))
     assert "| dense | graphs | 100 | **1.00** (1.00–1.00) |" in first
-    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 | 2.0x | 8.8 GB |" in second
+    assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 | 2.0x | 50 J | 8.8 GB |" in second
     assert f"Not captured, so run eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
 
 
@@ -459,8 +485,8 @@ def test_rows_without_kernels_and_named_steps_are_only_in_the_waterfall() -> Non
     for show in (dense_table, methods_table):
         assert show(rows) == show(rows[:2])
     assert pictured_row(rows) == rows[0]
-    for suite in ("growth", "throughput"):
-        assert speed_tables([row | {"suite": suite} for row in rows]) == speed_tables([row | {"suite": suite} for row in rows[:2]])
+    for name in APART:
+        assert speed_tables([row | {"suite": name} for row in rows]) == speed_tables([row | {"suite": name} for row in rows[:2]])
 
 
 @pytest.mark.parametrize("other", [{"hardware": "NVIDIA L4"}, {"dtype": "float32"}, {"weights": "checkpoint"}])
@@ -628,6 +654,26 @@ def test_a_suite_is_run_model_by_model(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
+def test_what_was_measured_is_left_out_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of another commit do not count."""
+    monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
+    cases = tuple(Case(name, "tiny", seconds=10) for name in "abcd")
+    monkeypatch.setitem(SUITES, "odd", cases)  # type: ignore[misc]
+    monkeypatch.setattr(bench_command, "random_pipeline", lambda name, **_: pipeline())
+    out = tmp_path / "rows.jsonl"
+
+    def measured(*arguments: str) -> list[str]:
+        before = len(out.read_text().splitlines()) if out.exists() else 0
+        run(["--suite", "odd", "--repeats", "1", "--device", "cpu", "--out", str(out), *arguments])
+        return [json.loads(line)["case"] for line in out.read_text().splitlines()[before:]]
+
+    assert measured("--shard", "1/4") == ["b"]
+    assert measured("--resume", "--shard", "0/2") == ["a"]
+    assert measured("--resume") == ["c", "d"]
+    monkeypatch.setenv("NEXTSCALE_COMMIT", "another")
+    assert measured("--resume", "--shard", "3/4") == ["d"]
+
+
 def test_tables_are_written_into_a_page(tmp_path: Path) -> None:
     results, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
     results.write_text("".join(json.dumps(row) + "\n" for row in (made(), made("FastVAR", 50))))
@@ -669,6 +715,7 @@ def test_the_tables_of_a_checkout_go_into_its_page(tmp_path: Path, monkeypatch: 
         (["-m", "nano", "--page", "x.md"], "add --table"),
         (["--suite", "dense", "--weights", "x"], "of one model"),
         (["-m", "nanp"], "did you mean nano"),
+        (["--suite", "dense", "--shard", "3/3"], "give i/N"),
     ],
 )
 def test_refusals(arguments: list[str], told: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, conv_transpose2d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +23,17 @@ from nextscale.errors import OutOfMemory
 from nextscale.loading.presets import MODELS, build_tokenizer
 from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import tiles
-from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, NormAct, ResidualBlock, as_laid_out, lay_out, norm_act
+from nextscale.tokenizers.autoencoder import (
+    AutoencoderConfig,
+    Decoder,
+    NormAct,
+    ResidualBlock,
+    Upsample,
+    as_laid_out,
+    lay_out,
+    merged_upsampling,
+    norm_act,
+)
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
 
 from .kernel_cases import DTYPES, compare, loop_to_loaded_bounds, poisoned, round_to_bfloat16
@@ -198,6 +208,32 @@ def test_upsampling_of_rows_of_many_tiles(interpreted: None, monkeypatch: pytest
     assert torch.equal(upsample.upsample_nearest(x), upsample.upsample_nearest_reference(x))
 
 
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 5)])
+def test_upsampling_and_its_convolution_are_one_transposed_convolution(height: int, width: int) -> None:
+    resize = Upsample(6).double()
+    x = torch.randn(2, 6, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = resize(x) - resize.conv.bias[:, None, None]
+        found = conv_transpose2d(x, merged_upsampling(resize.conv.weight), stride=2, padding=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # sums of weights are taken in float32
+
+
+def test_a_merged_upsampling_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders that merge give the same pixels, those of other weights too."""
+    config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)
+    decoder, z = decoder_of(config), latent(config, 1, 2, 3)
+    resize = decoder.stack[0].resize
+    assert isinstance(resize, Upsample)
+    monkeypatch.setattr("nextscale.tokenizers.autoencoder.MERGED", True)
+    for _ in range(2):
+        with torch.no_grad():
+            x = decoder.stack[0].features(decoder.middle(decoder.conv_in(z)))
+            torch.testing.assert_close(resize.without_bias(x) + resize.conv.bias[:, None, None], resize(x), rtol=0, atol=1e-5)
+            first = resize.merged_weight()
+            assert resize.merged_weight() is first
+            resize.conv.weight = torch.nn.Parameter(2 * resize.conv.weight)
+
+
 def lay_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("autoencoder", "tiles"):
         monkeypatch.setattr(f"nextscale.tokenizers.{module}.as_laid_out", lambda x: x.contiguous(memory_format=torch.channels_last))
@@ -225,7 +261,7 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
         lay_out_as_on_a_gpu(monkeypatch)
     whole = decoder.at_once(z)
     blocks = 2 + 2  # in the middle, and one in both levels
-    assert calls == {"group_norm_silu": 2 * blocks + 1, "add_bias_residual_": blocks + 1, "upsample_nearest": 1}
+    assert calls == {"group_norm_silu": 2 * blocks + 1, "add_bias_residual_": blocks, "upsample_nearest": 1}
     torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-5)
     calls.clear()
     count("centred_silu")

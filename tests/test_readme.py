@@ -11,7 +11,8 @@ from benchmarks.results import RESULTS
 from benchmarks.table import FRONTIER, PICTURE, PROJECT, README, TUNED, judged_runs, page_tables, with_tables
 from nextscale import MODELS
 from nextscale.accel import METHODS
-from nextscale.lab.bench.tables import SUMMARY_METHODS, pictured_row, stages_svg
+from nextscale.lab.bench.picture import pictured_row, stages_svg
+from nextscale.lab.bench.tables import SUMMARY_METHODS
 from nextscale.lab.evals.frontier import frontier_svg
 from nextscale.lab.results import read_rows
 from nextscale.profiles import Profile

@@ -297,8 +297,7 @@ class ThinnedBlocks(Span):
                 if env.computed is not None:
                     env.computed.add(kept, selection, 1)
                 if fused:  # the kernels normalise as they gather
-                    scale, shift, gain, run = fused[number]
-                    update = run(kernels.norm_modulate(x, scale, shift, selection), kept, env)
+                    gain, update = fused[number].gain, fused[number].run(fused[number].normed(x, selection), kept, env)
                 else:
                     gain, update = None, sublayer(pick(x, selection), kept, env)
                 x = restored(x, update, gain, selection, memory_key(block, number), tokens, env)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,16 +14,20 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from ..cluster.shard import Shard
 from ..errors import OutOfMemory, SettingError
 from ..io import write_text
 from ..lab.bench.bench import bench_case
 from ..lab.bench.energy import EnergyMeter
+from ..lab.bench.picture import pictured_row, stages_svg
 from ..lab.bench.plan import Plan, chosen_engines
 from ..lab.bench.roofline import Rates
-from ..lab.bench.rows import failed_rows
+from ..lab.bench.rows import BENCHMARK, failed_rows
 from ..lab.bench.runner import release
-from ..lab.bench.suites import ALL, SUITES, TIMED_METHODS, Case, suite, timed_methods
-from ..lab.bench.tables import image, pictured_row, speed_tables, stages_svg, with_tables
+from ..lab.bench.shown_rows import image
+from ..lab.bench.suites import ALL, SUITES, TIMED_METHODS, Case, part_of, suite, timed_methods
+from ..lab.bench.tables import speed_tables, with_tables
+from ..lab.machine import where
 from ..lab.results import read_rows
 from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
@@ -66,6 +70,12 @@ class CaseOptions:
     )
     size: Sizes = None
     batch: Batches = None
+    shard: Annotated[
+        str, typer.Option("--shard", metavar="i/N", help="The part of all cases that is measured: 0/3 to 2/3, about equally long.")
+    ] = "0/1"
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out cases of which the results already have rows of this commit, machine and suite.")
+    ] = False
 
     def cases(self) -> list[Case]:
         """Empty if nothing is asked for; wrong models, sizes and methods are refused now."""
@@ -73,7 +83,7 @@ class CaseOptions:
         if self.suites and detailed:
             raise SettingError("--suite already fixes methods, sizes and batches: leave out --method, --size and --batch")
         models = self.models or ([DEFAULT_MODEL] if detailed else [])
-        cases = [replace(case, suite=name) for name in self.suites or () for case in suite(name)]
+        cases = [case for name in self.suites or () for case in suite(name)]
         sizes: Sequence[str | None] = self.size or [None]
         for model, size, batch in product(models, sizes, self.batch or [1]):
             choose_schedule(model_spec(model).settings.schedules, size)
@@ -81,8 +91,21 @@ class CaseOptions:
             methods = tuple(method_name(method) for method in self.methods or ())
             cases.append(Case(name, model, None if size is None else parse_size(size), batch, methods))
         for case in cases:
-            timed_methods(case.methods)
-        return cases
+            timed_methods(case.methods, case.ranks)
+        shard = Shard.parse(self.shard)
+        return part_of(cases, shard.index, shard.count)
+
+    def left(self, cases: Sequence[Case], results: Path, device: torch.device) -> list[Case]:
+        """Those that are still to be measured."""
+        if not self.resume or not results.exists():
+            return [*cases]
+        here = where(device)
+        known = {(row.get("suite"), row["case"]) for row in read_rows(results) if row["benchmark"] == BENCHMARK and is_from(row, here)}
+        return [case for case in cases if (case.suite, case.name) not in known]
+
+
+def is_from(row: dict[str, Any], here: Mapping[str, str]) -> bool:
+    return all(row.get(name) == here[name] for name in ("hardware", "torch", "commit"))
 
 
 @dataclass(frozen=True)
@@ -171,7 +194,7 @@ def bench(*, asked: CaseOptions, run: RunOptions, tables: TableOptions) -> None:
         raise SettingError("--page says where tables go: add --table")
     if not cases and not tables.table:
         raise SettingError("nothing to measure: choose a model with -m, or a --suite; or write tables of earlier results with --table")
-    if cases:
+    if cases := asked.left(cases, tables.results, choose_device(run.device)):
         run.measure(cases, tables.results)
     if tables.table:
         tables.write()
@@ -187,7 +210,7 @@ def measure(cases: Sequence[Case], plan: Plan, load: Callable[[str], Pipeline], 
             pipe = error
         for case in cases:
             if case.model == model:
-                methods = timed_methods(case.methods)
+                methods = timed_methods(case.methods, case.ranks)
                 rows = bench_case(pipe, case, methods, plan) if isinstance(pipe, Pipeline) else failed_rows(case, methods, plan, pipe)
                 append_rows(rows, results)
                 show_rows(rows)

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from .bias_residual import add_bias_residual_
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
+    from .few_rows import linear_few_rows
     from .group_norm import centred_silu, group_norm_silu
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
+    from .rotate_attend import rotate_and_attend
     from .sparse_attention import attend_lists
     from .topk import topk_indices_sorted
     from .upsample import upsample_nearest
@@ -44,10 +46,12 @@ __all__ = [
     "distance_from_mean",
     "enabled",
     "group_norm_silu",
+    "linear_few_rows",
     "mean_over_tokens",
     "norm_modulate",
     "residual_norm_modulate",
     "restore_tokens",
+    "rotate_and_attend",
     "rotate_into_cache",
     "sample_bits",
     "topk_indices_sorted",
@@ -60,10 +64,12 @@ FILES = {
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",
+    "rotate_and_attend": "rotate_attend",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",
     "topk_indices_sorted": "topk",
+    "linear_few_rows": "few_rows",
     "sample_bits": "bits",
     "group_norm_silu": "group_norm",
     "centred_silu": "group_norm",

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shapes import power_of_two, require_shape
+from .overlap import after_previous, overlap
+from .shapes import SMALLEST_SQUARE, power_of_two, require_shape
 
 LOG2_E = 1.4426950408889634
 SMALLEST_DOT = 16  # sides of a product on tensor cores
@@ -51,9 +52,10 @@ def attended(q, keys_ptr, values_ptr, start, length, largest, total, out, keys_t
 def attend_lengths_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, starts_ptr, out_ptr, queries, images, known_length, factor,
     q_row, q_token, q_head, keys_row, keys_token, keys_head, values_row, values_token, values_head,
-    RAGGED: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    RAGGED: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPPED)
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -74,6 +76,9 @@ def attend_lengths_kernel(
     keys_ptr += row * keys_row + head * keys_head
     values_ptr += row * values_row + head * values_head
     q = tl.load(q_ptr + source * q_row + head * q_head + query[:, None] * q_token + channel[None, :], mask=asked, other=0.0)
+    if UNIT:
+        wide = q.to(tl.float32)
+        q = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / CHANNELS + EPS)[:, None]).to(q.dtype)
     largest = tl.full([QUERIES], float("-inf"), dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     out = tl.zeros([QUERIES, BLOCK], dtype=tl.float32)
@@ -111,6 +116,7 @@ def attend_lengths(
     lengths: Tensor | int,
     scale: float,
     *,
+    unit: bool = False,
     starts: Tensor | None = None,
     longest: int | None = None,
     tile: Tile | None = None,
@@ -118,6 +124,7 @@ def attend_lengths(
     """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else: [R, N, H * D].
 
     lengths: [R], int32, each from 1 to T; a number where all rows are equally long. Half precision.
+    unit: queries are made unit vectors first, as `models.attention.unit_vectors` does it, and rounded as if that stood alone.
     starts: [B + 1], int32, where q [F, N, H, D] holds the queries of F * B = R rows, B of them one after another: those of row f * B + b
     are q[f, starts[b] : starts[b + 1]], at most `longest`. What lies behind the last gets no result.
     """
@@ -141,7 +148,7 @@ def attend_lengths(
         attend_lengths_kernel[triton.cdiv(longest or num_queries, queries), heads, rows](
             q, keys, values, ragged, starts, out, num_queries, images, length, scale * LOG2_E,
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-            RAGGED=ragged is not None, PACKED=starts is not None,
+            RAGGED=ragged is not None, PACKED=starts is not None, UNIT=unit, EPS=SMALLEST_SQUARE, **overlap(q),
             HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
             QUERIES=queries, KEYS=key_block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
@@ -149,8 +156,11 @@ def attend_lengths(
 
 
 def attend_lengths_reference(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, starts: Tensor | None = None
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, unit: bool = False, starts: Tensor | None = None
 ) -> Tensor:
+    if unit:
+        wide = q.to(torch.promote_types(q.dtype, torch.float32))
+        q = F.rms_norm(wide, wide.shape[-1:], eps=SMALLEST_SQUARE).to(q.dtype)
     if starts is not None:
         return attend_packed_reference(q, keys, values, lengths, scale, starts.tolist())
     if isinstance(lengths, int):

@@ -1,4 +1,4 @@
-"""Layer norm and modulation, with the residual addition before it."""
+"""Layer norm, or root-mean-square norm, and modulation, with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .overlap import after_previous, overlap
 from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
 
 NORM_EPS = 1e-6
@@ -22,8 +23,10 @@ NORM_EPS = 1e-6
 def norm_modulate_kernel(
     x_ptr, index_ptr, image_ptr, update_ptr, gain_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
     tokens, images, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps,
-    INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
+    CENTRED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
@@ -43,41 +46,62 @@ def norm_modulate_kernel(
         rounded = (x + update).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + written, rounded, mask=inside)
         x = rounded.to(tl.float32)  # the norm is that of what later blocks read
-    scale = tl.load(scale_ptr + owner * scale_row + channel, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + owner * shift_row + channel, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(x, axis=0) / CHANNELS
-    centred = tl.where(inside, x - mean, 0.0)
-    variance = tl.sum(centred * centred, axis=0) / CHANNELS
-    y = centred * tl.rsqrt(variance + eps) * scale + shift
+    # What modulates is on its way while threads meet for the sums.
+    scale = 1.0
+    shift = 0.0
+    if SCALED:
+        scale = tl.load(scale_ptr + owner * scale_row + channel, mask=inside, other=0.0).to(tl.float32)
+    if SHIFTED:
+        shift = tl.load(shift_ptr + owner * shift_row + channel, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / CHANNELS, 0.0)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / CHANNELS + eps) * scale + shift
     tl.store(out_ptr + written, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def norm_modulate(
-    x: Tensor, scale: Tensor, shift: Tensor, index: Tensor | None = None, *, image: Tensor | None = None, warps: int | None = None
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    index: Tensor | None = None,
+    *,
+    centred: bool = True,
+    image: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    warps: int | None = None,
 ) -> Tensor:
     """layer_norm(x) * scale + shift for x [R, N, C], or for its tokens at `index` [R, K] only, which are then gathered on the way.
 
-    scale and shift are [R, 1, C], or [C] for all rows (the weight and bias of a learned norm). With `image` [N] every row of x holds the
-    tokens of B rows, and scale and shift are [R * B, 1, C]: token n of row r takes those of row r * B + image[n].
+    scale and shift are [R, 1, C], [C] for all rows (the weight and bias of a learned norm), or None for 1 and 0. With `image` [N] every row
+    of x holds the tokens of B rows, and scale and shift are [R * B, 1, C]: token n of row r takes those of row r * B + image[n].
+    centred: False is a root-mean-square norm. dtype: of the result, that of x by default.
     """
     rows, tokens, channels = x.shape
     images = images_in(image, rows, scale, shift)
-    x, scale, shift = dense_channels(x), per_row(scale, rows * images, channels), per_row(shift, rows * images, channels)
+    x, scale, shift = dense_channels(x), each_row(scale, rows * images, channels), each_row(shift, rows * images, channels)
     if index is not None:
         index = require_index(index, rows)
         tokens = index.shape[1]
     if image is not None:
         require_shape("image", image, tokens)
-    out = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, tokens, channels, dtype=dtype or x.dtype, device=x.device)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
             x, index, image, None, None, scale, shift, None, out,
-            tokens, images, x.stride(0), x.stride(1), 0, 0, 0, scale.stride(0), shift.stride(0), NORM_EPS,
-            INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GAINED=False, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block),
+            tokens, images, x.stride(0), x.stride(1), 0, 0, 0, row_stride(scale), row_stride(shift), NORM_EPS,
+            INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GAINED=False, SCALED=scale is not None,
+            SHIFTED=shift is not None, CENTRED=centred, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block), **overlap(x),
         )  # fmt: skip
     return out
+
+
+def each_row(modulation: Tensor | None, rows: int, channels: int) -> Tensor | None:
+    return None if modulation is None else per_row(modulation, rows, channels)
+
+
+def row_stride(modulation: Tensor | None) -> int:
+    return 0 if modulation is None else modulation.stride(0)
 
 
 def images_in(image: Tensor | None, rows: int, *modulations: Tensor | None) -> int:
@@ -87,41 +111,53 @@ def images_in(image: Tensor | None, rows: int, *modulations: Tensor | None) -> i
     return max((one.shape[0] // rows for one in modulations if one is not None and one.ndim == 3), default=1) or 1
 
 
-def of_tokens(modulation: Tensor, rows: int, image: Tensor | None) -> Tensor:
+def of_tokens(modulation: Tensor | None, rows: int, image: Tensor | None) -> Tensor | None:
     """[R * B, 1, C] for every token of packed rows, [R, N, C]; all else as it is."""
-    if image is None or modulation.ndim == 1 or modulation.shape[0] == 1:
+    if modulation is None or image is None or modulation.ndim == 1 or modulation.shape[0] == 1:
         return modulation
     return modulation.unflatten(0, (rows, -1))[:, image.long(), 0]
 
 
-def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, index: Tensor | None = None, *, image: Tensor | None = None) -> Tensor:
+def norm_modulate_reference(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    index: Tensor | None = None,
+    *,
+    centred: bool = True,
+    image: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     if index is not None:
         x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]).long())
+    x = x if dtype is None else x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (of_tokens(modulation, x.shape[0], image) for modulation in (scale, shift))
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=NORM_EPS), scale)
+    y = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if centred else F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+    if scale is None:
+        return y if shift is None else y + shift
+    return y * scale if shift is None else torch.addcmul(shift, y, scale)
 
 
 def residual_norm_modulate(
     x: Tensor,
     gain: Tensor | None,
     update: Tensor,
-    scale: Tensor,
-    shift: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
     *,
+    centred: bool = True,
     image: Tensor | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + gain * update, and its layer norm times scale plus shift: [R, N, C] each.
 
-    gain, scale and shift are [R, 1, C] or [C]; no gain is a gain of 1. `image`: see `norm_modulate`.
+    gain, scale and shift are [R, 1, C] or [C]; no gain is a gain of 1. All else as in `norm_modulate`.
     """
     rows, tokens, channels = x.shape
     require_shape("update", update, rows, tokens, channels)
     images = images_in(image, rows, gain, scale, shift)
     x, update = dense_channels(x), dense_channels(update)
-    scale, shift = per_row(scale, rows * images, channels), per_row(shift, rows * images, channels)
-    if gain is not None:
-        gain = per_row(gain, rows * images, channels)
+    gain, scale, shift = (each_row(one, rows * images, channels) for one in (gain, scale, shift))
     if image is not None:
         require_shape("image", image, tokens)
     total, out = (torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -129,16 +165,24 @@ def residual_norm_modulate(
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
             x, None, image, update, gain, scale, shift, total, out,
-            tokens, images, x.stride(0), x.stride(1), update.stride(0), update.stride(1), 0 if gain is None else gain.stride(0),
-            scale.stride(0), shift.stride(0), NORM_EPS,
-            INDEXED=False, PACKED=image is not None, UPDATED=True, GAINED=gain is not None, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block),
+            tokens, images, x.stride(0), x.stride(1), update.stride(0), update.stride(1), row_stride(gain),
+            row_stride(scale), row_stride(shift), NORM_EPS,
+            INDEXED=False, PACKED=image is not None, UPDATED=True, GAINED=gain is not None, SCALED=scale is not None,
+            SHIFTED=shift is not None, CENTRED=centred, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block), **overlap(x),
         )  # fmt: skip
     return total, out
 
 
 def residual_norm_modulate_reference(
-    x: Tensor, gain: Tensor | None, update: Tensor, scale: Tensor, shift: Tensor, *, image: Tensor | None = None
+    x: Tensor,
+    gain: Tensor | None,
+    update: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    *,
+    centred: bool = True,
+    image: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    total = x + update if gain is None else torch.addcmul(x, of_tokens(gain, x.shape[0], image), update)
-    return total, norm_modulate_reference(total, scale, shift, image=image)
+    gain = of_tokens(gain, x.shape[0], image)
+    total = x + update if gain is None else torch.addcmul(x, gain, update)
+    return total, norm_modulate_reference(total, scale, shift, centred=centred, image=image)

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shapes import power_of_two, require_index, require_shape, warps_for
-
-SMALLEST_SQUARE = 1e-24  # as in models.attention.unit_vectors
+from .overlap import after_previous, overlap
+from .shapes import SMALLEST_SQUARE, power_of_two, require_index, require_shape, warps_for
 
 # Bytes for bfloat16 [2, 4096, 3, 16, 128]: 101 MB in, 101 MB out, 47 us at 4.3 TB/s. Torch moves 1007 MB in six to eight kernels, most of
 # it queries and keys in float32: 234 us. Measured on an H200: 55 us, torch 559. One program per token, so that a rotation is read once for
@@ -36,7 +35,9 @@ def rotate_into_cache_kernel(
     start, tokens, images, qkv_row, qkv_token, qkv_part, keys_row, keys_token, values_row, values_token,
     NORMALISED: tl.constexpr, TURNED: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, CHANNEL_BLOCK: tl.constexpr, EPS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    after_previous(OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEAD_BLOCK)[:, None]
@@ -114,13 +115,7 @@ def rotate_into_cache(
     if temperature is not None:
         temperature = temperature.flatten().float().contiguous()
         require_shape("temperature", temperature, heads)
-    table = None
-    if rotation is not None:
-        if rotation.dtype != torch.complex64 or rotation.ndim != 2 or rotation.shape[1] != head_dim // 2:
-            raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
-        table = torch.view_as_real(rotation.resolve_conj().contiguous())  # cosine and sine side by side
-        if index is None:
-            require_shape("rotation", rotation, tokens, head_dim // 2)
+    table = None if rotation is None else rotation_table(rotation, head_dim, tokens if index is None else None)
     if index is not None:
         index = require_index(index, rows if packed is None else 1)
         require_shape("index", index, index.shape[0], tokens)
@@ -134,11 +129,20 @@ def rotate_into_cache(
             qkv, temperature, table, index, starts, image, place, ends, q, keys, values,
             0 if starts is not None else start, tokens, images, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
             NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
-            PACKED=packed is not None, EPS=SMALLEST_SQUARE,
+            PACKED=packed is not None, EPS=SMALLEST_SQUARE, **overlap(qkv),
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
     return q
+
+
+def rotation_table(rotation: Tensor, head_dim: int, cells: int | None) -> Tensor:
+    """Cosines and sines side by side, of a rotation for this number of cells; None: of any."""
+    if rotation.dtype != torch.complex64 or rotation.ndim != 2 or rotation.shape[1] != head_dim // 2:
+        raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
+    if cells is not None:
+        require_shape("rotation", rotation, cells, head_dim // 2)
+    return torch.view_as_real(rotation.resolve_conj().contiguous())
 
 
 def rotate_into_cache_reference(

@@ -18,16 +18,23 @@ from ..packing import Packing
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
 from .env import Env
+from .linear import Linear
 from .rope import PairRope
 
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 LARGEST_LOG_TEMPERATURE = math.log(100)
 FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them; ours costs the host more, which a captured graph does not pay
+ROTATED_AND_ATTENDED = 64  # tokens of a row, at most, that one kernel rotates and attends to
 
 
 def unit_vectors(x: Tensor) -> Tensor:
     """Root-mean-square norm: vectors sqrt(D) times longer than 1, which `cosine_scale` makes up for on both sides of the product."""
     return F.rms_norm(x, x.shape[-1:], eps=SMALLEST_SQUARE)
+
+
+def unit_queries(q: Tensor) -> Tensor:
+    """`unit_vectors` in float32, rounded to what q was."""
+    return unit_vectors(q.float()).to(q.dtype)
 
 
 def cosine_scale(head_dim: int) -> float:
@@ -70,11 +77,17 @@ def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool, packing: Pa
     return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
 
 
-def attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: Packing, captured: bool) -> Tensor:
-    """Packed queries q [F, T, H, D], each over the first lengths[r] of k, v [R, S, H, D] of its row, or over all: [F, T, H * D]."""
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: Packing, captured: bool, unit: bool = False
+) -> Tensor:
+    """Packed queries q [F, T, H, D], each over the first lengths[r] of k, v [R, S, H, D] of its row, or over all: [F, T, H * D].
+
+    unit: queries are made unit vectors first.
+    """
     if reads_lengths(q):
         known = k.shape[1] if lengths is None else lengths
-        return kernels.attend_lengths(q, k, v, known, scale, starts=packing.starts, longest=packing.width)
+        return kernels.attend_lengths(q, k, v, known, scale, unit=unit, starts=packing.starts, longest=packing.width)
+    q = unit_queries(q) if unit else q
     if q.device.type == "cpu" and not captured:
         return attend_one_by_one(q, k, v, lengths, scale, packing)
     mask = None if lengths is None else real_entries(lengths, k.shape[1])
@@ -98,13 +111,19 @@ def reads_lengths(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and kernels.available(x)
 
 
+def in_one_kernel(x: Tensor, tokens: Tokens, env: Env) -> bool:
+    """Whether queries and keys of hidden states x are rotated and attended at once: where launches are what takes time."""
+    few = x.shape[0] * x.shape[1] <= FEW_QUERIES and x.shape[1] <= ROTATED_AND_ATTENDED
+    return few and env.captured and tokens.packing is None and reads_lengths(x)
+
+
 class SelfAttention(nn.Module):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
         self.layer = layer
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
-        self.proj = nn.Linear(config.dim, config.dim)
+        self.qkv = Linear(config.dim, 3 * config.dim)
+        self.proj = Linear(config.dim, config.dim)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
         self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
 
@@ -121,6 +140,10 @@ class SelfAttention(nn.Module):
             if packing is not None:
                 index, packed = packing.cell[None], (packing.image, packing.place, packing.starts)
             stores = (slot.keys, slot.values, slot.start)
+            if in_one_kernel(x, tokens, env) and not isinstance(cache, AttendingCache):
+                lengths = slot.end if slot.lengths is None else slot.lengths
+                attended = kernels.rotate_and_attend(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, lengths, self.scale)
+                return self.proj(attended)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
             del qkv  # three times the queries, which attention and what follows can use
             return self.proj(self._attend(x, q, slot, tokens, env))
@@ -170,10 +193,11 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.q = nn.Linear(config.dim, config.dim)
+        self.q = Linear(config.dim, config.dim)
         self.kv = nn.Linear(text.channels, 2 * config.dim)
-        self.proj = nn.Linear(config.dim, config.dim)
+        self.proj = Linear(config.dim, config.dim)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if text.cosine else None
+        self.unit = text.cosine  # queries and keys are unit vectors
         self.scale = cosine_scale(config.head_dim) if text.cosine else text.sharpness / math.sqrt(config.head_dim)
 
     def text_keys_values(self, text: Tensor) -> Tensor:
@@ -190,18 +214,19 @@ class CrossAttention(nn.Module):
         rows = x.shape[0]
         keys, values = text.keys_values[self.layer]
         if packing is not None:
-            return self.proj(attend_packed(self.queries(x), keys, values, text.lengths, self.scale, packing, env.captured))
+            return self.proj(attend_packed(self.queries(x), keys, values, text.lengths, self.scale, packing, env.captured, self.unit))
         q = self.queries(x[: keys.shape[0]])  # a single row of text serves all rows: see TextContext
         if text.lengths is None or not reads_lengths(q):
-            out = attend(q, keys, values, text.mask, self.scale)
+            out = attend(unit_queries(q) if self.unit else q, keys, values, text.mask, self.scale)
         else:
-            out = kernels.attend_lengths(q, keys, values, text.lengths, self.scale)
+            out = kernels.attend_lengths(q, keys, values, text.lengths, self.scale, unit=self.unit)
         return self.proj(out).expand(rows, -1, -1)
 
     def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Cross-attention outside of a request, as in training."""
-        return self.proj(attend(self.queries(x), keys, values, mask, self.scale))
+        q = self.queries(x)
+        return self.proj(attend(unit_queries(q) if self.unit else q, keys, values, mask, self.scale))
 
     def queries(self, x: Tensor) -> Tensor:
-        q = self.q(x).view(*x.shape[:2], self.heads, self.head_dim)
-        return q if self.log_temperature is None else unit_vectors(q.float()).to(x.dtype)
+        """[R, N, H, D]; whoever attends makes them unit vectors where that is asked for."""
+        return self.q(x).view(*x.shape[:2], self.heads, self.head_dim)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import kernels
 from ..cache import CacheSpec
 from ..canvas import Canvas
 from ..checkpoints import Layout
@@ -162,12 +163,19 @@ class NextScaleModel(nn.Module):
 
     def logits(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         """Hidden states [R, N, C] of `tokens` to float32 logits over codes, [R, N, V]; packed ones to packed ones."""
-        dtype = self.head.weight.dtype
+        return self.head(self.head_input(x, tokens, env)).float()
+
+    def head_input(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        """Hidden states as the head reads them: in its dtype, normed, and modulated where a condition does that."""
+        dtype, modulation = self.head.weight.dtype, env.cond.head
+        if isinstance(self.head_norm, nn.LayerNorm) and self.head_norm.weight is None and kernels.available(x):
+            image = None if tokens.packing is None else tokens.packing.image
+            return kernels.norm_modulate(x, *(modulation or (None, None)), image=image, dtype=dtype)
         y = self.head_norm(x.to(dtype))
-        if env.cond.head is not None:
-            scale, shift = (tokens.of_rows(part.to(dtype)) for part in env.cond.head)
+        if modulation is not None:
+            scale, shift = (tokens.of_rows(part.to(dtype)) for part in modulation)
             y = torch.addcmul(shift, y, scale)
-        return self.head(y).float()
+        return y
 
     def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Guided logits [B, N, V] of `tokens` to the sampled code numbers and to what goes on the canvas."""

@@ -47,6 +47,7 @@ class Block(nn.Module):
             self.text_norm = plain_norm(config.dim, config.text.learned_norm)
             self.text_attention = CrossAttention(layer, config, config.text)
         self.has_text = config.text is not None
+        self.centred = not config.rms_norm
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -64,34 +65,63 @@ class Block(nn.Module):
         return self.feed_forward(self.norm(x))
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        """Runs all sublayers in order; with kernels each addition fused with the next norm."""
+        fused = self.fused_sublayers(x, env)
+        return run_fused(fused, x, tokens, env) if fused else self.one_by_one(x, tokens, env)
+
+    def one_by_one(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         for sublayer in self.sublayers:
             x = x + sublayer(x, tokens, env)
         return x
 
     def fused_sublayers(self, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
         """The sublayers in the form that the kernels take; empty where those cannot be used."""
-        return ()
+        if not kernels.available(x):
+            return ()
+        weight = self.norm.weight  # None of a norm that learns nothing
+        attention = FusedSublayer(weight, None, None, self.attention, centred=self.centred)
+        feed_forward = FusedSublayer(weight, None, None, self._run_feed_forward, centred=self.centred)
+        return self.with_text(attention, feed_forward)
+
+    def with_text(self, attention: FusedSublayer, feed_forward: FusedSublayer) -> tuple[FusedSublayer, ...]:
+        if not self.has_text:
+            return attention, feed_forward
+        return attention, FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, self._run_text), feed_forward
+
+    def _run_text(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return self.text_attention(y, env, tokens.packing)
+
+    def _run_feed_forward(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        return self.feed_forward(y)
 
 
 class FusedSublayer(NamedTuple):
-    """A residual sublayer taken apart: it adds gain * run(layer_norm(x) * scale + shift)."""
+    """A residual sublayer taken apart: it adds gain * run(norm(x) * scale + shift)."""
 
-    scale: Tensor  # [R, 1, C], or [C] of a learned norm
-    shift: Tensor
+    scale: Tensor | None  # [R, 1, C], or [C] of a learned norm; None is 1
+    shift: Tensor | None
     gain: Tensor | None
     run: Sublayer  # takes what is normed
+    centred: bool = True  # by a layer norm; else by a root-mean-square norm
+
+    def normed(self, x: Tensor, index: Tensor | None = None, image: Tensor | None = None) -> Tensor:
+        """The input of `run` from hidden states x [R, N, C], or from those at `index` [R, K]; `image` of packed tokens."""
+        return kernels.norm_modulate(x, self.scale, self.shift, index, centred=self.centred, image=image)
+
+    def normed_sum(self, x: Tensor, before: FusedSublayer, update: Tensor, image: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Hidden states with the update of the sublayer before added, and the input of `run` from them."""
+        return kernels.residual_norm_modulate(x, before.gain, update, self.scale, self.shift, centred=self.centred, image=image)
 
 
 def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
     """Runs sublayers of one block or of several in order: an addition and the norm that follows are one pass."""
     last = sublayers[-1]
-    assert last.gain is not None
     image = None if tokens.packing is None else tokens.packing.image
-    y = kernels.norm_modulate(x, sublayers[0].scale, sublayers[0].shift, image=image)
+    y = sublayers[0].normed(x, image=image)
     for sublayer, following in pairwise(sublayers):
-        update = sublayer.run(y, tokens, env)
-        x, y = kernels.residual_norm_modulate(x, sublayer.gain, update, following.scale, following.shift, image=image)
-    return torch.addcmul(x, tokens.of_rows(last.gain), last.run(y, tokens, env))
+        x, y = following.normed_sum(x, sublayer, sublayer.run(y, tokens, env), image)
+    update = last.run(y, tokens, env)
+    return x + update if last.gain is None else torch.addcmul(x, tokens.of_rows(last.gain), update)
 
 
 class ModulatedBlock(Block):
@@ -103,21 +133,14 @@ class ModulatedBlock(Block):
             self.modulation_table = nn.Parameter(torch.empty(6, config.dim))
         else:
             self.modulation = nn.Linear(config.dim, 6 * config.dim)
-        self.fusable = not config.rms_norm and (config.text is None or config.text.learned_norm)
 
     def fused_sublayers(self, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
-        if not self.fusable or not kernels.available(x):
+        if not self.centred or not kernels.available(x):
             return ()
         m = env.cond.modulation[self.layer]
         attention = FusedSublayer(m.attention_scale, m.attention_shift, m.attention_gain, self.attention)
-        feed_forward = FusedSublayer(m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain, lambda y, *_: self.feed_forward(y))
-        if not self.has_text:
-            return attention, feed_forward
-        text = FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, self._text_attention)
-        return attention, text, feed_forward
-
-    def _text_attention(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.text_attention(y, env, tokens.packing)
+        scale, shift, gain = m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain
+        return self.with_text(attention, FusedSublayer(scale, shift, gain, self._run_feed_forward))
 
     def attention_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return tokens.of_rows(env.cond.modulation[self.layer].attention_gain) * self._attention(x, tokens, env)
@@ -125,11 +148,8 @@ class ModulatedBlock(Block):
     def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return tokens.of_rows(env.cond.modulation[self.layer].feed_forward_gain) * self._feed_forward(x, tokens, env)
 
-    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        """Runs all sublayers in order, each gain fused with the addition; with kernels also with the next norm."""
-        fused = self.fused_sublayers(x, env)
-        if fused:
-            return run_fused(fused, x, tokens, env)
+    def one_by_one(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+        """Each gain is fused with the addition."""
         m = env.cond.modulation[self.layer]
         x = torch.addcmul(x, tokens.of_rows(m.attention_gain), self._attention(x, tokens, env))
         if self.has_text:
@@ -149,7 +169,7 @@ class ModulatedBlock(Block):
         return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing)
 
     def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None) -> Tensor:
-        if self.fusable and kernels.available(x):
+        if self.centred and kernels.available(x):
             return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image)
         if packing is not None:
             scale, shift = packing.of_rows(scale), packing.of_rows(shift)

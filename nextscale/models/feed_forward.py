@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import kernels
+from .linear import Linear, tile_of
+
 PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last stage of one guided image of 1024 x 1024 pixels has
 
 
@@ -27,6 +30,8 @@ def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
     before it writes them, elsewhere it is applied in place, except where gradients are wanted."""
     if torch.is_grad_enabled():
         return F.gelu(linear(x), approximate="tanh")
+    if (tile := tile_of(x, linear)) is not None:
+        return kernels.linear_few_rows(x, linear.weight, linear.bias, tile, gelu=True)
     if x.is_cuda and linear.bias is not None and x.dtype == linear.weight.dtype:
         flat = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
         return flat.view(*x.shape[:-1], linear.out_features)
@@ -36,8 +41,8 @@ def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
 class FeedForward(nn.Module):
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.fc1 = Linear(dim, hidden_dim)
+        self.fc2 = Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return in_pieces(self.run, x)
@@ -49,8 +54,8 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=False)
-        self.down = nn.Linear(hidden_dim, dim, bias=False)
+        self.gate_up = Linear(dim, 2 * hidden_dim, bias=False)
+        self.down = Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return in_pieces(self.run, x)

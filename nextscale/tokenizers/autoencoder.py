@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from .. import kernels
 
 EPS = 1e-6
+MERGED = False  # upsampling and its convolution as one transposed convolution on a GPU; not measured yet: see benchmarks.decode
+TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))  # which rows of a 3x3 kernel each row of the merged one is the sum of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -78,9 +80,26 @@ def add_bias_(y: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, residu
     return kernels.add_bias_residual_(y, conv.bias, residual, residual_bias)
 
 
+def shifted_bias(conv: nn.Conv2d, shift: Tensor | None) -> Tensor | None:
+    """The bias of a 1x1 convolution whose input still lacks `shift`."""
+    if shift is None or conv.bias is None:
+        return conv.bias
+    return torch.addmv(conv.bias.float(), conv.weight.flatten(1).float(), shift.float())
+
+
 def upsample_nearest(x: Tensor) -> Tensor:
     """Repeats every pixel as two by two."""
     return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
+
+
+def merged_upsampling(weight: Tensor) -> Tensor:
+    """[O, I, 3, 3] of a convolution after nearest upsampling to [I, O, 4, 4] of a transposed one with stride 2 that does both.
+
+    Of the nine weights that meet a repeated pixel those that meet the same one are added up: four products a pixel are left.
+    """
+    taps = torch.tensor(TAPS, dtype=torch.float32, device=weight.device)
+    merged = torch.einsum("ap,bq,oipq->ioab", taps, taps, weight.float())
+    return merged.to(weight.dtype).contiguous(memory_format=torch.channels_last)
 
 
 def group_count(channels: int) -> int:
@@ -122,12 +141,13 @@ class ResidualBlock(nn.Module):
         y = self.conv2(self.norm2(self.conv1(self.norm1(x))))
         return self.shortcut(x) + y  # not the other way round: what the shortcut makes would wait in memory
 
-    def fused(self, x: Tensor) -> Tensor:
-        """Kernels add the biases on their way: the norm that of the convolution before it, the residual sum the others."""
-        y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x), 1), self.conv1.bias), 1)
+    def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """The block of x + shift [C], such as the bias of the convolution before. Kernels add it and the biases on their way: a norm that
+        of the convolution before it, the residual sum the others."""
+        y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x, shift), 1), self.conv1.bias), 1)
         if isinstance(self.shortcut, nn.Conv2d):
-            return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), self.shortcut.bias)
-        return add_bias_(y, self.conv2, x)
+            return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), shifted_bias(self.shortcut, shift))
+        return add_bias_(y, self.conv2, x, shift)
 
 
 class PixelAttention(nn.Module):
@@ -158,9 +178,23 @@ class Upsample(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self._known: object = None  # weights that were merged
+        self._merged = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return convolve(self.conv, upsample_nearest(x), padding=1)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        if MERGED:
+            return F.conv_transpose2d(x, self.merged_weight(), stride=2, padding=1).contiguous(memory_format=torch.channels_last)
+        return without_bias(self.conv, upsample_nearest(x), 1)
+
+    def merged_weight(self) -> Tensor:
+        """`merged_upsampling` of the weights as they are now; computed once, since a captured graph reads it where it lies."""
+        known = self.conv.weight.data_ptr(), self.conv.weight.dtype
+        if known != self._known:
+            self._merged, self._known = merged_upsampling(self.conv.weight.data), known
+        return self._merged
 
 
 class Level(nn.Module):
@@ -179,10 +213,11 @@ class Level(nn.Module):
     def stack(self) -> tuple[ResidualBlock, ...]:
         return tuple(self.blocks)  # type: ignore[arg-type]
 
-    def features(self, x: Tensor) -> Tensor:
-        """What comes out of the blocks, before the step to the next resolution."""
-        for block, attention in zip(self.blocks, self.attention, strict=True):
-            x = attention(block(x))
+    def features(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """What comes out of the blocks, before the step to the next resolution. `shift` [C]: what x still lacks, for kernels to add."""
+        for block, attention in zip(self.stack, self.attention, strict=True):
+            x = attention(block(x) if shift is None else block.fused(x, shift))
+            shift = None
         return x
 
 
@@ -249,10 +284,14 @@ class Decoder(nn.Module):
         return decode(self, z)
 
     def at_once(self, z: Tensor) -> Tensor:
-        x = self.middle(self.conv_in(as_laid_out(z)))
+        x, shift = self.middle(self.conv_in(as_laid_out(z))), None
         for level in self.stack:
-            x = level.features(x)
-            x = level.resize(x)  # by itself: a call keeps its input until it ends
+            x = level.features(x, shift)
+            shift = None
+            if isinstance(level.resize, Upsample) and fusable(x):
+                x, shift = level.resize.without_bias(x), level.resize.conv.bias  # the next level adds it
+            else:
+                x = level.resize(x)  # by itself: a call keeps its input until it ends
         return self.conv_out(self.norm_out(x))
 
     @property

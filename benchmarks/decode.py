@@ -1,0 +1,215 @@
+"""The decoder layer by layer, captured: time, MACs, bytes, and how far each layer is from the roofline.
+
+    python -m benchmarks.decode [--model nano --size 512 --batch 32] [--out FILE]
+
+Without options: nano at 512 x 512, batch 32, and infinity-2b at 1024 x 1024, batch 1. A batch is decoded some images at a time, as
+`tokenizers.tiles` does it; times are per image. Below the layers stand other ways to compute some of them, checked against the layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nextscale.loading.presets import build_tokenizer, model_spec
+from nextscale.loading.random_weights import fill_random
+from nextscale.tokenizers import autoencoder, tiles
+from nextscale.tokenizers.autoencoder import (
+    Decoder,
+    NormAct,
+    ResidualBlock,
+    Upsample,
+    add_bias_,
+    as_laid_out,
+    lay_out,
+    merged_upsampling,
+    upsample_nearest,
+    without_bias,
+)
+from nextscale.tokenizers.tiles import decode, images_at_a_time, stride
+
+from .captured import captured_ms
+from .results import RESULTS, append, measure
+
+FLOPS, BYTES = 790e12, 4.3e12  # a large product and a copy in bfloat16 on an H200, per second
+CASES = (("nano", 512, 32), ("infinity-2b", 1024, 1))
+BOUND = 2e-2  # relative error between two ways in bfloat16
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that the decoder does, with the inputs that it has there."""
+
+    name: str
+    run: Callable[[], Tensor]
+    macs: int = 0
+    bytes: int = 0
+
+    @property
+    def roofline_us(self) -> float:
+        return 1e6 * max(2 * self.macs / FLOPS, self.bytes / BYTES)
+
+
+def convolution(name: str, conv: nn.Conv2d, x: Tensor) -> Step:
+    pixels = x.shape[0] * x.shape[2] * x.shape[3]
+    written = pixels * conv.out_channels * x.element_size()
+    return Step(name, lambda: without_bias(conv, x, conv.padding), pixels * conv.weight.numel(), x.nbytes + written)  # type: ignore[arg-type]
+
+
+class Walk:
+    """Goes through a decoder and keeps what it does."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def do(self, step: Step) -> Tensor:
+        self.steps.append(step)
+        return step.run()
+
+    def norm(self, name: str, norm: NormAct, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        return self.do(Step(name, lambda: norm.fused(x, shift), bytes=3 * x.nbytes))
+
+    def block(self, name: str, block: ResidualBlock, x: Tensor) -> Tensor:
+        inner = self.do(convolution(f"{name} conv1", block.conv1, self.norm(f"{name} norm1", block.norm1, x)))
+        out = self.do(convolution(f"{name} conv2", block.conv2, self.norm(f"{name} norm2", block.norm2, inner, block.conv1.bias)))
+        residual, bias = x, None
+        if isinstance(block.shortcut, nn.Conv2d):
+            residual, bias = self.do(convolution(f"{name} shortcut", block.shortcut, x)), block.shortcut.bias
+        return self.do(Step(f"{name} add", lambda: add_bias_(out, block.conv2, residual, bias), bytes=3 * out.nbytes))
+
+    def upsample(self, name: str, conv: nn.Conv2d, x: Tensor) -> Tensor:
+        large = self.do(Step(f"{name} upsample", lambda: upsample_nearest(x), bytes=5 * x.nbytes))
+        out = self.do(convolution(f"{name} upsample conv", conv, large))
+        self.steps += other_upsampling(name, conv, x, out)
+        return out
+
+    def decoder(self, decoder: Decoder, z: Tensor) -> None:
+        x = decoder.conv_in(as_laid_out(z))
+        for number, block in enumerate(part for part in decoder.middle if isinstance(part, ResidualBlock)):
+            x = self.block(f"middle {number}", block, x)
+        for place, level in enumerate(decoder.stack):
+            for number, block in enumerate(level.stack):
+                x = self.block(f"level {place} block {number}", block, x)
+            if isinstance(level.resize, Upsample):
+                x = self.upsample(f"level {place}", level.resize.conv, x)
+        x = self.norm("norm out", decoder.norm_out, x)
+        self.steps += other_conv_out(decoder.conv_out, x, self.do(convolution("conv out", decoder.conv_out, x)))
+
+
+OTHER = "instead: "
+
+
+def other_upsampling(name: str, conv: nn.Conv2d, x: Tensor, expected: Tensor) -> Iterator[Step]:
+    """Repeating pixels and convolving is a transposed convolution with sums of the weights: 4 products a pixel for 9, and no larger map."""
+    weight = merged_upsampling(conv.weight)
+    macs = expected.numel() * 4 * conv.in_channels
+    step = Step(f"{OTHER}{name} transposed", lambda: F.conv_transpose2d(x, weight, stride=2, padding=1), macs, x.nbytes + expected.nbytes)
+    require_close(step, expected)
+    yield step
+
+
+def other_conv_out(conv: nn.Conv2d, x: Tensor, expected: Tensor) -> Iterator[Step]:
+    """Three output channels are fewer than tensor cores take at a time."""
+    for channels in (8, 16):
+        wide = nn.Conv2d(conv.in_channels, channels, 3, padding=1, bias=False, device=x.device, dtype=x.dtype)
+        wide.weight.data.zero_()
+        wide.weight.data[:3] = conv.weight
+        wide.weight.data = wide.weight.data.contiguous(memory_format=torch.channels_last)
+        step = convolution(f"{OTHER}conv out, {channels} channels", wide, x)
+        require_close(step, expected, channels=3)
+        yield step
+
+
+def require_close(step: Step, expected: Tensor, channels: int | None = None) -> None:
+    found = step.run()[:, :channels].double()
+    error = ((found - expected.double()).norm() / expected.double().norm()).item()
+    if not error < BOUND:
+        raise ArithmeticError(f"{step.name} differs by {error:.2e}")
+
+
+def timed(model: str, size: int, batch: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        tokenizer = build_tokenizer(model_spec(model).tokenizer)
+    fill_random(tokenizer, torch.Generator("cuda").manual_seed(0), torch.bfloat16, tokenizer.float32)
+    decoder = lay_out(tokenizer).decoder
+    assert isinstance(decoder, Decoder)
+    side = size // stride(decoder)
+    z = torch.randn(batch, decoder.conv_in.in_channels, side, side, device="cuda").bfloat16()
+    together = images_at_a_time(decoder, z.shape, z.dtype, None)
+    layers = {}
+    print(f"{model}, {size} px, {together} images at a time; microseconds per image")
+    walk = Walk()
+    walk.decoder(decoder, z[:together])
+    for step in walk.steps:
+        us, least = 1000 * captured_ms(step.run) / together, step.roofline_us / together
+        layers[step.name] = {"us": round(us, 2), "roofline_us": round(least, 2), "gmacs": round(step.macs / together / 1e9, 3)}
+        layers[step.name] |= {"mb": round(step.bytes / together / 1e6, 2)}
+        print(f"{step.name:>34} {us:9.1f} {least:9.1f} {us / least:6.1f}x  {step.macs / together / 1e9:8.2f} GMAC", flush=True)
+    own = [row for name, row in layers.items() if not name.startswith(OTHER)]
+    found = {
+        **whole_times(decoder, z),
+        "layers_ms": round(sum(row["us"] for row in own) / 1000, 4),
+        "roofline_ms": round(sum(row["roofline_us"] for row in own) / 1000, 4),
+        "gmacs": round(sum(row["gmacs"] for row in own), 2),
+    }
+    print(found, flush=True)
+    return found | {"together": together, "layers": layers}
+
+
+def whole_times(decoder: Decoder, z: Tensor) -> dict[str, Any]:
+    """Milliseconds per image of the whole decoder: as it is, with merged upsampling, and with other numbers of images at a time."""
+
+    def whole() -> float:
+        return round(captured_ms(lambda: decode(decoder, z)) / len(z), 4)
+
+    found: dict[str, Any] = {"whole_ms": whole()}
+    with set_to(autoencoder, "MERGED", True):
+        found["whole_merged_ms"] = whole()
+    pixels = z.shape[2] * z.shape[3] * stride(decoder) ** 2
+    for together in (1, 2, 4, 8, 16):
+        if together <= len(z):
+            with set_to(tiles, "BUSY_PIXELS", together * pixels):
+                found[f"whole_{images_at_a_time(decoder, z.shape, z.dtype, None)}_at_a_time_ms"] = whole()
+    return found
+
+
+@contextmanager
+def set_to(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("kernels are measured on a GPU")
+    for model, size, batch in CASES if args.model is None else ((args.model, args.size, args.batch),):
+        config = {"model": model, "size": [size, size], "batch": batch, "dtype": "bfloat16"}
+        row = measure("decode", config, partial(timed, model, size, batch))
+        append([row], args.out)
+        if "error" in row:
+            print(row["error"])
+
+
+if __name__ == "__main__":
+    main()

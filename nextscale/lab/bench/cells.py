@@ -1,0 +1,122 @@
+"""Markdown tables, their cells, and the sentences below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..results import Row
+from .shown_rows import CaseKey, image, reference_of
+
+REFERENCE = "reference implementation"
+
+
+class Column(NamedTuple):
+    head: str
+    cell: Callable[[Row], str]
+    aligned: str = "r"  # l or r
+    config: bool = False  # what a row is about, known of those that failed too
+
+
+MODEL = Column("model", lambda row: row["model"], "l", config=True)
+IMAGE = Column("image", lambda row: image(row), "l", config=True)
+BATCH = Column("batch", lambda row: str(row["batch"]), config=True)
+METHOD = Column("method", lambda row: row["method"], "l", config=True)
+ENGINE = Column("engine", lambda row: row["engine"], "l", config=True)
+ROOFLINE = (Column("roofline, ms", lambda row: roofline(row)[0]), Column("x roofline", lambda row: roofline(row)[1]))
+END_TO_END = Column("end to end, ms", lambda row: median(row, "end_to_end"))
+MACS = Column("MACs", lambda row: f"{row['cost_share']:.0%}")
+ENERGY = Column("energy per image", lambda row: f"{row['joules_per_image']:.0f} J" if row.get("joules_per_image") else "")
+MEMORY = Column("peak memory", lambda row: f"{row['peak_gb']:.1f} GB")
+
+
+def table_of(columns: Sequence[Column], rows: Iterable[Row], note: str) -> str:
+    """A line for every row."""
+    return table(*heads_of(columns), [line(row, columns) for row in rows], note)
+
+
+def heads_of(columns: Sequence[Column]) -> tuple[list[str], str]:
+    return [column.head for column in columns], "".join(column.aligned for column in columns)
+
+
+def line(row: Row, columns: Sequence[Column]) -> list[str]:
+    """The cells of a row; one that failed says why in the first column that is not known."""
+    if "error" not in row:
+        return [column.cell(row) for column in columns]
+    known = [column.cell(row) for column in columns if column.config]
+    return [*known, row["error"].replace("|", "/"), *[""] * (len(columns) - len(known) - 1)]
+
+
+def table(heads: Sequence[str], aligned: str, lines: Iterable[Sequence[str]], note: str) -> str:
+    """aligned: l or r for each column."""
+    marks = {"l": "---|", "r": "---:|"}
+    ruled = "".join(marks[one] for one in aligned)
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{ruled}", *(f"| {' | '.join(cells)} |" for cells in lines), "", note])
+
+
+# --- cells
+
+
+def median(row: Row, name: str) -> str:
+    return f"{row[name]['median_ms']:.0f}" if row.get(name) else ""
+
+
+def faster(row: Row, name: str) -> str:
+    ratio = row.get(name)
+    return "" if ratio is None else f"**{ratio['median']:.2f}** ({ratio['p20']:.2f}–{ratio['p80']:.2f})"
+
+
+def roofline(row: Row) -> tuple[str, str]:
+    return (f"{row['roofline_ms']:.0f}", f"{row['times_roofline']:.1f}x") if row.get("roofline_ms") else ("", "")
+
+
+def own_head(row: Row) -> str:
+    """What a model computes after its transformer: HART's diffusion, STAR's refinement. Not known of captured graphs."""
+    residual, choice = ((row.get(name) or {}).get("median_ms") for name in ("residual", "choice"))
+    if residual:
+        return f"diffusion head {residual:.0f}"
+    return f"refinement {choice:.0f}" if choice and "sampler" in row["model"] else ""
+
+
+def repeats(rows: Sequence[Row]) -> str:
+    found = sorted({row["repeats"] for row in rows if "error" not in row})
+    return " or ".join(str(number) for number in found) or "no"
+
+
+def machines(rows: Sequence[Row]) -> str:
+    """Rows that failed before there was a model tell no dtype."""
+    return "; ".join(sorted({f"{row['hardware']}, torch {row['torch']}, {row['dtype']}" for row in rows if row["dtype"]}))
+
+
+def roofline_note(rows: Sequence[Row]) -> str:
+    rates = {(row["matmul_tflops"], row["copy_tb_per_s"]) for row in rows if row.get("roofline_ms")}
+    if not rates:
+        return ""
+    flops, copied = zip(*rates, strict=True)
+    return (
+        " The roofline is generation without decoding if all its arithmetic ran at the speed of one large matrix product"
+        f" ({between(flops, 0)} TFLOP/s), or, in stages where that takes longer, if the weights came from memory once at the speed of a"
+        f" copy ({between(copied, 2)} TB/s); both speeds are measured."
+    )
+
+
+def between(values: Sequence[float], digits: int) -> str:
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low}–{high}"
+
+
+def capture_note(rows: Sequence[Row]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("not_captured"):
+            reasons.setdefault(row["not_captured"], []).append(row["method"])
+    given = (f"{', '.join(dict.fromkeys(methods))} ({reason})" for reason, methods in reasons.items())
+    return f" Not captured, so run eagerly: {'; '.join(given)}." if reasons else ""
+
+
+def reference_note(rows: Sequence[Row], known: Mapping[tuple[str, CaseKey], Row]) -> str:
+    found = [theirs for row in rows if (theirs := reference_of(row, known)) is not None]
+    if not found:
+        return ""
+    remarks = dict.fromkeys(f"at batch {row['batch']} {row['remark']}" for row in found if row.get("remark"))
+    return f" The reference implementation ran on the same kind of GPU with random weights{''.join(f'; {one}' for one in remarks)}."
