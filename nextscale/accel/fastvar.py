@@ -297,8 +297,9 @@ class ThinnedBlocks(Span):
                 if env.computed is not None:
                     env.computed.add(kept, selection, 1)
                 if fused:  # the kernels normalise as they gather
-                    scale, shift, gain, run = fused[number]
-                    update = run(kernels.norm_modulate(x, scale, shift, selection), kept, env)
+                    one = fused[number]
+                    gain, normed = one.gain, kernels.norm_modulate(x, one.scale, one.shift, selection, e4m3_scale=one.input_scale)
+                    update = one.run(normed, kept, env)
                 else:
                     gain, update = None, sublayer(pick(x, selection), kept, env)
                 x = restored(x, update, gain, selection, memory_key(block, number), tokens, env)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
     from .group_norm import centred_silu, group_norm_silu
+    from .int8 import int8_linear
     from .norm import norm_modulate, residual_norm_modulate
+    from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
     from .sparse_attention import attend_lists
@@ -43,13 +45,17 @@ __all__ = [
     "centred_silu",
     "distance_from_mean",
     "enabled",
+    "gelu_to_e4m3",
     "group_norm_silu",
+    "int8_linear",
     "mean_over_tokens",
     "norm_modulate",
     "residual_norm_modulate",
     "restore_tokens",
     "rotate_into_cache",
+    "round_to_e4m3",
     "sample_bits",
+    "silu_to_e4m3",
     "topk_indices_sorted",
     "upsample_nearest",
 ]
@@ -69,10 +75,14 @@ FILES = {
     "centred_silu": "group_norm",
     "add_bias_residual_": "bias_residual",
     "upsample_nearest": "upsample",
+    "round_to_e4m3": "quantize",
+    "gelu_to_e4m3": "quantize",
+    "silu_to_e4m3": "quantize",
+    "int8_linear": "int8",
 }
 log = logging.getLogger(__name__)
 
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn})
 OLDEST = (8, 0)  # compute capability: bfloat16
 
 

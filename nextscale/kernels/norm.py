@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .e4m3 import E4M3, to_e4m3
+from .quantize import in_e4m3_range
 from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
 
 NORM_EPS = 1e-6
@@ -21,8 +23,9 @@ NORM_EPS = 1e-6
 @triton.jit(do_not_specialize=["tokens", "images"])
 def norm_modulate_kernel(
     x_ptr, index_ptr, image_ptr, update_ptr, gain_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
-    tokens, images, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps,
-    INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, images, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps, inverse,
+    INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, QUANTIZED: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
@@ -49,16 +52,26 @@ def norm_modulate_kernel(
     centred = tl.where(inside, x - mean, 0.0)
     variance = tl.sum(centred * centred, axis=0) / CHANNELS
     y = centred * tl.rsqrt(variance + eps) * scale + shift
+    if QUANTIZED:
+        y = in_e4m3_range(y * inverse)
     tl.store(out_ptr + written, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def norm_modulate(
-    x: Tensor, scale: Tensor, shift: Tensor, index: Tensor | None = None, *, image: Tensor | None = None, warps: int | None = None
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    index: Tensor | None = None,
+    *,
+    image: Tensor | None = None,
+    e4m3_scale: float | None = None,
+    warps: int | None = None,
 ) -> Tensor:
     """layer_norm(x) * scale + shift for x [R, N, C], or for its tokens at `index` [R, K] only, which are then gathered on the way.
 
     scale and shift are [R, 1, C], or [C] for all rows (the weight and bias of a learned norm). With `image` [N] every row of x holds the
-    tokens of B rows, and scale and shift are [R * B, 1, C]: token n of row r takes those of row r * B + image[n].
+    tokens of B rows, and scale and shift are [R * B, 1, C]: token n of row r takes those of row r * B + image[n]. With `e4m3_scale` the
+    result is divided by it and rounded to e4m3.
     """
     rows, tokens, channels = x.shape
     images = images_in(image, rows, scale, shift)
@@ -68,14 +81,14 @@ def norm_modulate(
         tokens = index.shape[1]
     if image is not None:
         require_shape("image", image, tokens)
-    out = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, tokens, channels, dtype=x.dtype if e4m3_scale is None else E4M3, device=x.device)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
             x, index, image, None, None, scale, shift, None, out,
-            tokens, images, x.stride(0), x.stride(1), 0, 0, 0, scale.stride(0), shift.stride(0), NORM_EPS,
-            INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GAINED=False, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block),
+            tokens, images, x.stride(0), x.stride(1), 0, 0, 0, scale.stride(0), shift.stride(0), NORM_EPS, 1 / (e4m3_scale or 1.0),
+            INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GAINED=False, QUANTIZED=e4m3_scale is not None,
+            CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
         )  # fmt: skip
     return out
 
@@ -94,11 +107,20 @@ def of_tokens(modulation: Tensor, rows: int, image: Tensor | None) -> Tensor:
     return modulation.unflatten(0, (rows, -1))[:, image.long(), 0]
 
 
-def norm_modulate_reference(x: Tensor, scale: Tensor, shift: Tensor, index: Tensor | None = None, *, image: Tensor | None = None) -> Tensor:
+def norm_modulate_reference(
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    index: Tensor | None = None,
+    *,
+    image: Tensor | None = None,
+    e4m3_scale: float | None = None,
+) -> Tensor:
     if index is not None:
         x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]).long())
     scale, shift = (of_tokens(modulation, x.shape[0], image) for modulation in (scale, shift))
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=NORM_EPS), scale)
+    y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=NORM_EPS), scale)
+    return y if e4m3_scale is None else to_e4m3(y, e4m3_scale)
 
 
 def residual_norm_modulate(
@@ -109,11 +131,12 @@ def residual_norm_modulate(
     shift: Tensor,
     *,
     image: Tensor | None = None,
+    e4m3_scale: float | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + gain * update, and its layer norm times scale plus shift: [R, N, C] each.
 
-    gain, scale and shift are [R, 1, C] or [C]; no gain is a gain of 1. `image`: see `norm_modulate`.
+    gain, scale and shift are [R, 1, C] or [C]; no gain is a gain of 1. `image`, and `e4m3_scale` of the norm: see `norm_modulate`.
     """
     rows, tokens, channels = x.shape
     require_shape("update", update, rows, tokens, channels)
@@ -124,21 +147,29 @@ def residual_norm_modulate(
         gain = per_row(gain, rows * images, channels)
     if image is not None:
         require_shape("image", image, tokens)
-    total, out = (torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device) for _ in range(2))
+    total = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(total, dtype=x.dtype if e4m3_scale is None else E4M3)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
             x, None, image, update, gain, scale, shift, total, out,
             tokens, images, x.stride(0), x.stride(1), update.stride(0), update.stride(1), 0 if gain is None else gain.stride(0),
-            scale.stride(0), shift.stride(0), NORM_EPS,
-            INDEXED=False, PACKED=image is not None, UPDATED=True, GAINED=gain is not None, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block),
+            scale.stride(0), shift.stride(0), NORM_EPS, 1 / (e4m3_scale or 1.0),
+            INDEXED=False, PACKED=image is not None, UPDATED=True, GAINED=gain is not None, QUANTIZED=e4m3_scale is not None,
+            CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
         )  # fmt: skip
     return total, out
 
 
 def residual_norm_modulate_reference(
-    x: Tensor, gain: Tensor | None, update: Tensor, scale: Tensor, shift: Tensor, *, image: Tensor | None = None
+    x: Tensor,
+    gain: Tensor | None,
+    update: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    image: Tensor | None = None,
+    e4m3_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     total = x + update if gain is None else torch.addcmul(x, of_tokens(gain, x.shape[0], image), update)
-    return total, norm_modulate_reference(total, scale, shift, image=image)
+    return total, norm_modulate_reference(total, scale, shift, image=image, e4m3_scale=e4m3_scale)

@@ -80,6 +80,7 @@ class FusedSublayer(NamedTuple):
     shift: Tensor
     gain: Tensor | None
     run: Sublayer  # takes what is normed
+    input_scale: float | None = None  # at which it takes that as e4m3; None: as it is
 
 
 def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -87,10 +88,12 @@ def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env
     last = sublayers[-1]
     assert last.gain is not None
     image = None if tokens.packing is None else tokens.packing.image
-    y = kernels.norm_modulate(x, sublayers[0].scale, sublayers[0].shift, image=image)
+    first = sublayers[0]
+    y = kernels.norm_modulate(x, first.scale, first.shift, image=image, e4m3_scale=first.input_scale)
     for sublayer, following in pairwise(sublayers):
         update = sublayer.run(y, tokens, env)
-        x, y = kernels.residual_norm_modulate(x, sublayer.gain, update, following.scale, following.shift, image=image)
+        modulated = following.scale, following.shift
+        x, y = kernels.residual_norm_modulate(x, sublayer.gain, update, *modulated, image=image, e4m3_scale=following.input_scale)
     return torch.addcmul(x, tokens.of_rows(last.gain), last.run(y, tokens, env))
 
 
@@ -109,11 +112,13 @@ class ModulatedBlock(Block):
         if not self.fusable or not kernels.available(x):
             return ()
         m = env.cond.modulation[self.layer]
-        attention = FusedSublayer(m.attention_scale, m.attention_shift, m.attention_gain, self.attention)
-        feed_forward = FusedSublayer(m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain, lambda y, *_: self.feed_forward(y))
+        entering = m.attention_scale, m.attention_shift, m.attention_gain
+        attention = FusedSublayer(*entering, self.attention, self.attention.input_scale)
+        entering = m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain
+        feed_forward = FusedSublayer(*entering, lambda y, *_: self.feed_forward(y), self.feed_forward.input_scale)
         if not self.has_text:
             return attention, feed_forward
-        text = FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, self._text_attention)
+        text = FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, self._text_attention, self.text_attention.input_scale)
         return attention, text, feed_forward
 
     def _text_attention(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -143,14 +148,14 @@ class ModulatedBlock(Block):
         return self.feed_forward(self.feed_forward_input(x, env.cond.modulation[self.layer], tokens.packing))
 
     def attention_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
-        return self._modulated(x, m.attention_scale, m.attention_shift, packing)
+        return self._modulated(x, m.attention_scale, m.attention_shift, packing, self.attention.input_scale)
 
     def feed_forward_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
-        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing)
+        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing, self.feed_forward.input_scale)
 
-    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None) -> Tensor:
+    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None, e4m3_scale: float | None) -> Tensor:
         if self.fusable and kernels.available(x):
-            return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image)
+            return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image, e4m3_scale=e4m3_scale)
         if packing is not None:
             scale, shift = packing.of_rows(scale), packing.of_rows(shift)
         return torch.addcmul(shift, self.norm(x), scale)

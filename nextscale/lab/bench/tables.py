@@ -29,9 +29,14 @@ SUMMARY_METHODS = (DENSE, "skip the last two stages", SPARSE, "FastVAR", "StageV
 # --- which rows count
 
 
+def on_gpu(rows: Iterable[Row]) -> list[Row]:
+    """Rows about speed with random weights on a GPU."""
+    return [row for row in rows if row["benchmark"] in SPEED and row["weights"] == "random" and not row["hardware"].startswith("CPU")]
+
+
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Rows about speed with random weights on the GPU and in the dtype that most of them have, old ones in the words of new ones."""
-    found = [row for row in rows if row["benchmark"] in SPEED and row["weights"] == "random" and not row["hardware"].startswith("CPU")]
+    """Those on the GPU and in the dtype that most of them have, without quantised ones, old ones in the words of new ones."""
+    found = [row for row in on_gpu(rows) if row.get("quantize") is None]
     known = Counter((row["hardware"], row["dtype"]) for row in found if row["dtype"] is not None)
     if known:
         [((hardware, dtype), _)] = known.most_common(1)
