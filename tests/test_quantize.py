@@ -29,6 +29,7 @@ from nextscale.profiles import fingerprint
 
 from . import test_quality as quality
 from . import tiny
+from .test_pipeline import picked
 
 FAMILIES = ("var", "flexvar", "infinity", "hart", "star_refined")
 ROUNDING = 2.0**-4  # of e4m3, the largest
@@ -139,7 +140,7 @@ def test_weights_take_half_of_the_memory_and_plans_know_it(format: Quantize) -> 
     quantize_model(small, format)
     saved = weights_bytes(whole) - weights_bytes(small)
     products = sum(part.weight.numel() for block in whole.stack for part in block.modules() if isinstance(part, nn.Linear))
-    assert 0.95 * products < saved <= products
+    assert 0.9 * products < saved <= products
     plain, planned = (
         json.loads(CliRunner().invoke(app, ["plan", "-m", "infinity-2b", "--json", *more]).output)["memory"]["dense_peak"]["weights"]
         for more in ([], ["--quantize", format])
@@ -160,8 +161,7 @@ def test_a_batch_equals_its_images_alone_in_any_order(family: str, format: Quant
         tiny.assert_close(family, tiny.one_image(together, image), alone)
     order = [2, 0, 1]
     prompts = tiny.prompts(family, 3)
-    picked = [prompts[i] for i in order] if isinstance(prompts, list) else prompts.select(order)
-    permuted = pipeline(family, format)(picked, seed=[700, 5, 60])
+    permuted = pipeline(family, format)(picked(prompts, order), seed=[700, 5, 60])
     assert torch.equal(permuted.pixels, together.pixels[order])
 
 
@@ -171,7 +171,7 @@ def test_logits_stay_near_those_of_the_whole_weights(family: str, format: Quanti
     prompts = tiny.prompts(family, 2)
     expected = generate_seen(tiny.shared_pipeline(family), prompts, None)
     errors = stage_errors(generate_seen(pipeline(family, format), prompts, None, expected.codes), expected)
-    assert all(0 < error < (0.1 if format == "fp8" else 0.02) for error in errors["logits"])
+    assert all(0 < error < (0.15 if format == "fp8" else 0.03) for error in errors["logits"])
     assert max(errors["changed"]) <= 0.25
 
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused_with_the_alternatives(monkeypatch: pytest.Mon
         quantised.save_pretrained(tmp_path / "saved")
     with pytest.raises(SettingError, match="load the model again with this dtype"):
         quantised.to(torch.bfloat16)
-    assert CliRunner().invoke(app, ["generate", "a fox", "--device", "cpu", "--quantize", "fp8"]).exit_code == 1
+    assert CliRunner().invoke(app, ["generate", "a fox", "--device", "cpu", "--quantize", "fp8"]).exit_code == 2
 
 
 # --- comparing formats
@@ -249,7 +249,7 @@ def test_formats_are_compared_at_the_same_seeds() -> None:
     assert own["variant"] == OWN and own["quantize"] is None and "lpips" not in own
     assert [row["variant"] for row in others] == [variant.name for variant in variants]
     assert [row["quantize"] for row in others] == ["int8", "fp8"]
-    assert all(0 < row["lpips"]["value"] < 1 and row["weights_gb"] <= own["weights_gb"] and "style" in row for row in others)
+    assert all(row["psnr"]["value"] > 5 and row["identical"] < 1 and "lpips" in row and "style" in row for row in others)
     with pytest.raises(SettingError, match="choose fp8 or int8"):
         Variant.parse("fp8:head")
 
@@ -265,6 +265,6 @@ def test_planted_outliers_are_survived() -> None:
         plant_outliers(pipe.model, 100)
         quantize_model(pipe.model, format)
         errors[format] = stage_errors(generate_seen(pipe, prompts, None, expected.codes), expected)["logits"]
-    assert max(errors["fp8"]) < 0.15
-    assert max(errors["int8"]) < 0.5
+    assert max(errors["fp8"]) < 0.1
+    assert max(errors["int8"]) < 0.3
     assert not torch.equal(plain.model.stack[0].attention.qkv.weight, planted.model.stack[0].attention.qkv.weight)
