@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from nextscale.io import write_text
 from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.bench.runner import release
 from nextscale.lab.bench.tables import with_tables
-from nextscale.lab.evals.format_errors import generate_seen, plant_outliers, stage_errors
-from nextscale.lab.evals.formats import NAMES, OWN, Variant, compare_formats
+from nextscale.lab.evals.format_errors import Seen, generate_seen, plant_outliers, stage_errors
+from nextscale.lab.evals.formats import NAMES, OWN, Variant, compare_formats, products_of
 from nextscale.lab.evals.judges import Judges
 from nextscale.lab.evals.prompts import read_eval_prompts
 from nextscale.lab.results import Row, read_rows
@@ -58,22 +58,28 @@ def judged_rows(args: argparse.Namespace, variants: Sequence[Variant]) -> Iterat
 
 
 def error_rows(args: argparse.Namespace, variants: Sequence[Variant]) -> Iterator[Row]:
-    alone = [Variant.alone(format, name) for format in FORMATS for name in NAMES] if args.each else []
     for outliers in (0.0, args.outliers) if args.outliers else (0.0,):
         pipe = opened(args, outliers)
-        config = {"model": args.model, "size": args.size, "batch": args.batch, "outliers": outliers, "dtype": str(pipe.model.dtype)[6:]}
-        config["weights"] = "random" if args.random_weights else "checkpoint"
+        config = {
+            "model": args.model,
+            "weights": "random" if args.random_weights else "checkpoint",
+            "size": args.size,
+            "batch": args.batch,
+            "outliers": outliers,
+            "dtype": str(pipe.model.dtype).removeprefix("torch."),
+        }
         prompts = request_prompts(pipe, args.batch, args.seed)
         expected = generate_seen(pipe, prompts, args.size, seed=args.seed)
-        for variant in (*variants, *alone):
-            del pipe
-            release(choose_device(args.device))
-            pipe = variant.apply(opened(args, outliers))
-            run: Callable[[], dict[str, Any]] = lambda pipe=pipe: stage_errors(
-                generate_seen(pipe, prompts, args.size, expected.codes, args.seed), expected
-            )
-            yield measure(ERRORS, config | {"variant": variant.name}, run)
+        alone = [Variant.alone(form, name) for form in FORMATS for name in products_of(pipe.model)] if args.each else []
         del pipe
+        for variant in (*variants, *alone):
+            release(choose_device(args.device))
+            yield measure(ERRORS, config | {"variant": variant.name}, partial(errors_of, args, variant, outliers, prompts, expected))
+
+
+def errors_of(args: argparse.Namespace, variant: Variant, outliers: float, prompts: Any, expected: Seen) -> dict[str, Any]:
+    pipe = variant.apply(opened(args, outliers))
+    return stage_errors(generate_seen(pipe, prompts, args.size, expected.codes, args.seed), expected)
 
 
 # --- tables
@@ -100,7 +106,8 @@ def images_table(rows: Sequence[Row]) -> str:
         shown = (f"{row['weights_gb']:.3f}", f"{row['ms_per_image']['median']:.2f}", *cells, value(row, "frechet_dense", ".2f"))
         lines.append(f"| {title} | {' | '.join(shown)} |")
     last = found[-1]
-    note = f"`{last['model']}`, {last['images']} prompts at {last['size'][0]}x{last['size'][1]}, batches of {last['batch']}; {last['hardware']}."
+    height, width = last["size"]
+    note = f"`{last['model']}`, {last['images']} prompts at {height}x{width}, batches of {last['batch']}; {last['hardware']}."
     return "\n".join([*lines, "", note])
 
 
@@ -150,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--random-weights", action="store_true", help="errors: of a model of this layout")
     parser.add_argument("--outliers", type=float, default=0.0, help="errors: also with channels that are so many times larger")
     parser.add_argument("--each", action="store_true", help="errors: also every product alone")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)  # variants may come last
     if args.task == "table":
         write_page(read_rows(args.out))
         return []

@@ -10,7 +10,8 @@ from torch import Tensor
 from ...accel.method import Method
 from ...errors import SettingError
 from ...loading.quantizing import quantize_model
-from ...models.quantization import PRODUCTS
+from ...models.base import NextScaleModel
+from ...models.quantization import PRODUCTS, find
 from ...models.quantized import FORMATS, Quantize
 from ...pipeline import Pipeline
 from ...planning.memory import weights_bytes
@@ -109,3 +110,8 @@ def generate_all(requests: Requests, judges: Judges, measured: Measured, own: li
         if first:
             own.append(done.images.cpu())
         judges.measure(done.images, done.images if first else own[turn].to(done.images.device), measured)
+
+
+def products_of(model: NextScaleModel) -> list[str]:
+    """Names of the products that the blocks of this model have."""
+    return [product.name for product in PRODUCTS if find(model.stack[0], product) is not None]
