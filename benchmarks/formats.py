@@ -4,7 +4,8 @@
     python -m benchmarks.formats errors [-m infinity-2b] [--random-weights] [--outliers 100] [--each] [--out FILE] [VARIANT ...]
     python -m benchmarks.formats table [--out FILE]
 
-A variant is fp8 or int8, and after a colon the products that stay as they are: fp8:feed_forward.fc2,attention.proj. "images" judges
+A variant is fp8 or int8, and after a colon the products that stay as they are: fp8:feed_forward.fc2,attention.proj; or another dtype, since
+what one rounding changes is what a format has to be compared with: the first codes that differ make another image. "images" judges
 images; "errors" needs no judge and no trained weights: relative errors of logits for the same codes, and the share of codes or bits that
 are sampled differently, stage by stage. --each also quantises every product alone. "table" writes the tables of docs/quantisation.md.
 On a CPU e4m3 is emulated in float32: errors are those of a GPU, times are not.
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from nextscale import Pipeline, load
+from nextscale.cli.parse import parse_size
 from nextscale.io import write_text
 from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.bench.runner import release
@@ -94,14 +96,14 @@ def images_table(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["benchmark"] == "formats" and "error" not in row]
     if not found:
         return ""
-    names = ("model", "size", "batch", "dtype", "images", "seed", "hardware")
+    names = ("model", "size", "batch", "images", "seed", "hardware")
     newest = {row["variant"]: row for row in found if all(row[name] == found[-1][name] for name in names)}
     lines = [
         "| weights | GB | ms per image | LPIPS | PSNR | style correct | label in top 5 | Fréchet distance to the model's own |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for variant, row in newest.items():
-        title = row["dtype"] if variant == OWN else variant
+        title = f"{row['dtype']}, as loaded" if variant == OWN else variant
         cells = (value(row, "lpips", ".4f"), value(row, "psnr", ".1f"), value(row, "style", ".1%"), value(row, "label_top5", ".1%"))
         shown = (f"{row['weights_gb']:.3f}", f"{row['ms_per_image']['median']:.2f}", *cells, value(row, "frechet_dense", ".2f"))
         lines.append(f"| {title} | {' | '.join(shown)} |")
@@ -117,7 +119,7 @@ def errors_table(rows: Sequence[Row]) -> str:
         "| model | weights | outliers | quantised | error of logits: first stage, mean, last | changed: mean, last |",
         "|---|---|---:|---|---|---|",
     ]
-    newest = {(row["model"], row["size"], row["weights"], row["outliers"], row["variant"]): row for row in found}
+    newest = {(row["model"], str(row["size"]), row["weights"], row["outliers"], row["variant"]): row for row in found}
     for (model, _, weights, outliers, variant), row in newest.items():
         logits, changed = row["logits"], row["changed"]
         numbers = f"{logits[0]:.4f}, {sum(logits) / len(logits):.4f}, {logits[-1]:.4f}"
@@ -130,7 +132,7 @@ def errors_table(rows: Sequence[Row]) -> str:
 def shown_variant(name: str) -> str:
     """One product by its own name, in place of all others."""
     variant = Variant.parse(name)
-    quantised = [product for product in NAMES if product not in variant.keep]
+    quantised = [product for product in NAMES if variant.format is not None and product not in variant.keep]
     return f"{variant.format}, {quantised[0]} alone" if len(quantised) == 1 else name
 
 
@@ -144,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("task", choices=("images", "errors", "table"))
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help="such as fp8 or int8; default: both")
     parser.add_argument("-m", "--model", default="nano")
-    parser.add_argument("--size", type=int)
+    parser.add_argument("--size", type=parse_size)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")

