@@ -408,7 +408,7 @@ def test_images_of_blocks_in_a_row(
     assert fused - (len(sums) - fused) == sum(joints)
 
 
-def attend_lengths_row_by_row(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def attend_lengths_row_by_row(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, e4m3_scale: None = None) -> Tensor:
     rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
     return torch.cat([attention.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
 

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale import kernels
+from nextscale import FastVAR, Schedule, kernels
 from nextscale.kernels.e4m3 import E4M3, LARGEST, to_e4m3
+from nextscale.lab.evals.format_errors import generate_seen
+from nextscale.loading.quantizing import quantize_model
+from nextscale.models import attention
+from nextscale.models.quantized import Fp8Linear
 
+from . import tiny
 from .kernel_cases import Maker, loop_to_loaded_bounds, poisoned, require_close, round_to_bfloat16, round_to_eight_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,12 +64,11 @@ CASES: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 64), (3, 7, 130), (2, 4100), (2, 3, 2080)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 7, 130), (2, 4100)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_rounding_and_activations(case: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rounding_and_activations(case: str, shape: tuple[int, ...]) -> None:
     name, reference = CASES[case]
-    x = 20 * Maker(DEVICE, dtype).normal(*shape)
+    x = 20 * Maker(DEVICE, torch.bfloat16).normal(*shape)
     x.view(-1)[0] = 1e4  # beyond the range of e4m3 at these scales
     for scale in (0.25, 3.0):
         with poisoned():
@@ -121,8 +125,8 @@ def test_attention_writes_e4m3() -> None:
     assert ((found.double() * 0.01 - exact).abs() <= exact.abs() * 2.0**-4 + 2e-3).all()
 
 
-@pytest.mark.parametrize("tile", [None, (16, 16, 32, 4, 2), (64, 32, 64, 4, 2)])
-@pytest.mark.parametrize(("shape", "outputs"), [((1, 1, 64), 16), ((2, 9, 130), 70), ((1, 5, 33), 4100), ((70, 48), 48)])
+@pytest.mark.parametrize("tile", [None, (64, 32, 64, 4, 2)])
+@pytest.mark.parametrize(("shape", "outputs"), [((2, 9, 130), 70), ((1, 1, 33), 300), ((70, 48), 16)])
 def test_int8_linear(shape: tuple[int, ...], outputs: int, tile: tuple[int, ...] | None) -> None:
     make = Maker(DEVICE, torch.float16)  # the interpreter takes the bits of bfloat16 for numbers when it multiplies matrices
     x, bias = make.normal(*shape), make.normal(outputs)
@@ -142,3 +146,24 @@ def test_int8_linear_refuses_what_does_not_fit() -> None:
     for given in ((x[:, :31], codes, scale), (x, codes.float(), scale), (x, codes, scale[:8]), (x, codes, scale, scale[:8])):
         with pytest.raises(ValueError, match="expected"):
             kernels.int8_linear(*given)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU: test_cuda_quantize")
+def test_kernels_hand_e4m3_to_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks with kernels and without give the same to rounding; with them, products are given what kernels have rounded. The first stage
+    is dense, the second runs some of its tokens."""
+    pipe, prompts, given = tiny.fresh_pipeline("infinity"), tiny.prompts("infinity", 2), set()
+    quantize_model(pipe.model, "fp8")
+    for name, part in pipe.model.stack[1].named_modules():
+        if isinstance(part, Fp8Linear):
+            part.register_forward_pre_hook(lambda _, inputs, name=name: given.add(name) if inputs[0].dtype == E4M3 else None)
+    with pipe.accelerate(FastVAR({1: 0.5}, cache_stage=0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "reads_lengths", lambda x: True)  # texts have different lengths
+            found = generate_seen(pipe, prompts, Schedule((1, 2)))
+        assert given == {"attention.qkv", "text_attention.q", "text_attention.proj", "feed_forward.fc1", "feed_forward.fc2"}
+        monkeypatch.delenv("TRITON_INTERPRET")
+        given.clear()
+        plain = generate_seen(pipe, prompts, Schedule((1, 2)), found.codes)
+        assert not given
+    assert all((ours - theirs).norm() < 0.02 * theirs.norm() for ours, theirs in zip(found.logits, plain.logits, strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,21 @@ from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR, T
 from nextscale.cli import app
 from nextscale.errors import SettingError
 from nextscale.kernels.e4m3 import LARGEST, from_e4m3, to_e4m3
+from nextscale.lab.bench.roofline import Rates, request_roofline
+from nextscale.lab.bench.tables import speed_tables
 from nextscale.lab.evals.format_errors import generate_seen, plant_outliers, stage_errors
 from nextscale.lab.evals.formats import OWN, Variant, compare_formats
+from nextscale.lab.results import CONDITIONS, comparable
 from nextscale.loading.quantizing import quantize_model
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.blocks import Block
 from nextscale.models.quantization import PRODUCTS, quantize_blocks
 from nextscale.models.quantized import FORMATS, Fp8Linear, Int8Linear, Quantize, QuantizedLinear
+from nextscale.planning.cost import Workload
 from nextscale.planning.memory import weights_bytes
 from nextscale.profiles import fingerprint
 
+from . import test_bench as bench
 from . import test_quality as quality
 from . import tiny
 from .test_pipeline import picked
@@ -40,6 +47,11 @@ def pipeline(family: str, format: Quantize) -> Pipeline:
     pipe = tiny.fresh_pipeline(family)
     quantize_model(pipe.model, format)
     return pipe
+
+
+@cache
+def nano() -> Pipeline:
+    return nextscale.load("nano", device="cpu")
 
 
 def drawn(family: str, format: Quantize, **settings: Any) -> nextscale.Output:
@@ -116,7 +128,8 @@ def test_every_product_of_a_block_is_in_the_table(family: str) -> None:
 
 def test_sizes_of_inputs_are_near_what_comes() -> None:
     """On nano, whose weights are trained: within a factor of 8, of the 64 that there is room for on either side."""
-    pipe = nextscale.load("nano", device="cpu")
+    whole = nano()
+    pipe = Pipeline(copy.deepcopy(whole.model), whole.tokenizer, whole.reader, whole.settings)
     quantize_blocks(pipe.model, "fp8")
     seen: dict[str, list[Tensor]] = {}
 
@@ -127,7 +140,7 @@ def test_sizes_of_inputs_are_near_what_comes() -> None:
         for name, part in block.named_modules():
             if isinstance(part, Fp8Linear):
                 part.register_forward_pre_hook(watch(name))
-    pipe(["a red apple", "a blue teapot"], seed=1, size=128, decode=False)
+    pipe("a red apple", seed=1, size=128, decode=False)
     assert len(seen) == 6
     for name, squares in seen.items():
         assert 1 / 8 < torch.stack(squares).mean().sqrt() < 8, name
@@ -206,7 +219,7 @@ def test_methods_run_and_a_batch_equals_its_images(format: Quantize) -> None:
 
 def test_nano_in_int8_and_its_profile() -> None:
     pipe = nextscale.load("nano", device="cpu", quantize="int8")
-    whole = nextscale.load("nano", device="cpu")
+    whole = nano()
     assert fingerprint(pipe.model) == fingerprint(whole.model) and pipe.profiles == whole.profiles != ()
     assert pipe.model.quantize == "int8" and pipe.model.device == whole.model.device
     ours, theirs = (one("a red apple", seed=3, size=128) for one in (pipe, whole))
@@ -269,3 +282,20 @@ def test_planted_outliers_are_survived() -> None:
     assert max(errors["fp8"]) < 0.1
     assert max(errors["int8"]) < 0.3
     assert not torch.equal(plain.model.stack[0].attention.qkv.weight, planted.model.stack[0].attention.qkv.weight)
+
+
+def test_quantised_rows_are_in_no_table_of_others() -> None:
+    rows = [bench.made(), bench.made("FastVAR", 50)]
+    assert speed_tables([*rows, bench.made(quantize="fp8")]) == speed_tables(rows)
+    judged = {"method": "dense"} | dict.fromkeys(CONDITIONS, 1)
+    assert comparable([judged, judged | {"quantize": "fp8"}], judged | {"quantize": None}) == [judged]
+
+
+def test_the_roofline_reads_bytes() -> None:
+    work, rates = Workload(tiny.schedule_of("infinity"), text_tokens=8), Rates(flops=1.0, bytes=1.0)
+    whole, small = (
+        request_roofline(pipe.model, work, [1.0] * 4, rates) for pipe in (tiny.shared_pipeline("infinity"), pipeline("infinity", "int8"))
+    )
+    assert 0.25 < small.reading / whole.reading < 0.3  # of float32
+    faster = request_roofline(pipeline("infinity", "fp8").model, work, [1.0] * 4, replace(rates, linear_flops=2.0))
+    assert 0.5 < faster.arithmetic / whole.arithmetic < 0.6

@@ -1,8 +1,8 @@
 """A block of diffusers' modular pipelines that generates images with nextscale.
 
-pipe = ModularPipeline.from_pretrained("integrations/diffusers", trust_remote_code=True)
-pipe.load_components()
-images = pipe(prompt="a 3D icon of a red apple", seed=7, output="images")
+    pipe = ModularPipeline.from_pretrained("integrations/diffusers", trust_remote_code=True)
+    pipe.load_components()
+    images = pipe(prompt="a 3D icon of a red apple", seed=7, output="images")
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ FEW_TOKENS = 256  # over all rows: up to here reading the weights is what takes 
 class QuantizedLinear(nn.Module):
     """Weights [N, K] of one byte each, with what multiplies them; the bias stays as it is."""
 
-    form: ClassVar[str]
     codes: Tensor  # [N, K], as they are stored
     bias: nn.Parameter | None
 
@@ -53,7 +52,6 @@ class QuantizedLinear(nn.Module):
 class Int8Linear(QuantizedLinear):
     """Weights are whole numbers from -127 to 127 with a scale per output; inputs stay as they are, and so does the arithmetic."""
 
-    form = "int8"
     scale: Tensor  # [N]
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
@@ -87,7 +85,6 @@ class Fp8Linear(QuantizedLinear):
     floats, a scale only has to keep numbers within their range, 2**-9 to 448: see `quantization.INPUT_SIZE`.
     """
 
-    form = "fp8"
     scale_a: Tensor  # [], of the input, as the product takes it
     scale_b: Tensor  # [], of the weights
 
