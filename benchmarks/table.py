@@ -43,7 +43,7 @@ WITHIN = (0.035, 0.065, 0.1, 0.15)  # LPIPS to dense of the README's points
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
     """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method. Only rows under
     the conditions of the newest one of the most prompts count; a list of methods tried on fewer does not change the table."""
-    on_gpus = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
+    on_gpus = [row for row in judged(rows) if not row["hardware"].startswith("CPU") and row.get("quantize") is None]
     cases: dict[tuple[str, int, int], list[Row]] = {}
     for row in on_gpus:
         cases.setdefault((row["model"], *row["size"]), []).append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,12 +14,11 @@ from .stage import Tokens
 class Attended(NamedTuple):
     """One attention of one layer, whose keys and values are in the cache already."""
 
-    x: Tensor  # [R, N, C], what queries, keys and values were made of
+    projected: Callable[[], tuple[Tensor, Tensor]]  # x [R, N, C] and the weights [3 * C, C] that made queries, keys and values of it
     q: Tensor  # [R, N, H, D]
     slot: Slot
     tokens: Tokens
     scale: float
-    weight: Tensor  # [3 * C, C], which made queries, keys and values, without their bias
     captured: bool  # launches cost the host nothing
     batch: int  # images: of a guided pair the conditional row comes first, this number of rows before the other
 

@@ -17,7 +17,7 @@ from .errors import SettingError
 from .models.base import NextScaleModel
 from .models.text_context import masked_length
 from .planning.cost import RequestCost, Workload, request_cost
-from .planning.memory import RequestMemory, request_memory
+from .planning.memory import RequestMemory, request_memory, weights_bytes
 from .report import Report
 from .request import Revise, SeedLike, as_sampled
 from .text.features import TextFeatures
@@ -114,8 +114,7 @@ def pair_memory(drafter: NextScaleModel, refiner: NextScaleModel, tokenizer: Tok
     plans = SkipStages(len(workload.schedule) - draft).forecast(drafter, workload.schedule, workload.guided)
     first, second = request_memory(drafter, tokenizer, workload, plans), request_memory(refiner, tokenizer, workload)
     largest = {name: max(getattr(first, name), getattr(second, name)) for name in ("cache", "text", "stored", "generating", "decoding")}
-    own = sum(parameter.numel() * parameter.element_size() for parameter in refiner.parameters())
-    return RequestMemory(weights=first.weights + own, **largest)
+    return RequestMemory(weights=first.weights + weights_bytes(refiner), **largest)
 
 
 def pair_report(method: CoDe, sketch: Report, final: Report, cost_share: float, draft: int) -> Report:

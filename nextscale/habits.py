@@ -15,7 +15,7 @@ from torch import Tensor
 from .errors import SettingError
 from .models.base import NextScaleModel
 from .output import Preview
-from .placement import choose_device, choose_dtype, place
+from .placement import check_quantize, choose_device, choose_dtype, place
 from .stage import Schedule
 from .text.prompts import PromptReader, TextReader
 from .tokenizers.autoencoder import lay_out
@@ -70,6 +70,8 @@ class Habits:
             raise SettingError(f"to{where}: give a device, a dtype, or one of each")
         device = choose_device(devices[0]) if devices else self.model.device
         dtype = choose_dtype(dtypes[0] if dtypes else self.model.dtype, device)
+        if check_quantize(self.model.quantize, device, dtype) is not None and dtype != self.model.dtype:
+            raise SettingError(f"to({dtype}): quantised weights were made for {self.model.dtype}; load the model again with this dtype")
         with self._turn():
             place(self.model, device, dtype, self.model.float32)
             place(self.tokenizer, device, dtype, self.tokenizer.float32)

@@ -330,5 +330,6 @@ class Pipeline(Habits):
             decode_seconds=clock.seconds("decode") or 0.0,
             peak_memory=peak,
             planned_memory=need,
+            quantize=self.model.quantize,
         )
         return Output(*copies, report, masks)

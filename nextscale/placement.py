@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from .errors import SettingError
+from .models.quantized import FORMATS, Quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_FROM = (8, 9)  # compute capability
 
 
 def choose_device(wanted: str | torch.device | None) -> torch.device:
@@ -30,6 +32,27 @@ def choose_dtype(wanted: torch.dtype | None, device: torch.device) -> torch.dtyp
     if dtype not in DTYPES:
         raise SettingError(f"dtype {dtype}: choose one of {', '.join(str(known) for known in DTYPES)}")
     return dtype
+
+
+def check_quantize(wanted: str | None, device: torch.device, dtype: torch.dtype) -> Quantize | None:
+    """The format of the weights if such a device can multiply them; SettingError with the alternatives if not."""
+    chosen = next((known for known in FORMATS if known == wanted), None)
+    if wanted is None or chosen == "int8":
+        return chosen
+    if chosen is None:
+        raise SettingError(f"quantize {wanted!r}: choose one of {', '.join(FORMATS)}, or leave it out")
+    alternatives = "quantize='int8' halves the weights everywhere, and without quantize they stay bfloat16"
+    if device.type != "cuda":
+        raise SettingError(f"quantize 'fp8' multiplies on a GPU, and the device is {device}: {alternatives} or float32")
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < FP8_FROM:
+        raise SettingError(
+            f"quantize 'fp8' needs an NVIDIA GPU of compute capability {FP8_FROM[0]}.{FP8_FROM[1]} (Ada) or 9.0 (Hopper) and newer; "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: {alternatives}"
+        )
+    if dtype == torch.float32:
+        raise SettingError(f"quantize 'fp8' gives results in half precision, and dtype is {dtype}: choose bfloat16 or float16, or int8")
+    return chosen
 
 
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: tuple[str, ...]) -> None:

@@ -193,8 +193,11 @@ class Profile:
 def fingerprint(model: NextScaleModel) -> str:
     """A number of the weights by which a profile knows its model: the same on every device and in every float type.
 
-    It is made of the names and shapes of all parameters and of the signs of their first values, which no rounding changes.
+    It is made of the names and shapes of all parameters and of the signs of their first values, which no rounding changes. A quantised
+    model keeps the one that it had before: what was measured of its weights in another format still belongs to it.
     """
+    if model.fingerprint is not None:
+        return model.fingerprint
     parameters = sorted(model.named_parameters())
     if any(parameter.is_meta for _, parameter in parameters):
         raise ProfileError("a model without weights has no fingerprint: load them first")

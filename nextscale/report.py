@@ -47,6 +47,7 @@ class Report:
     decode_seconds: float
     peak_memory: int  # bytes: allocated on the GPU during the request, or the process's largest resident size on the CPU
     planned_memory: int  # bytes that the request was known to need for keys, values and text before it started
+    quantize: str | None = None  # format of the weights of blocks; None: the dtype
 
     @property
     def seconds(self) -> float:

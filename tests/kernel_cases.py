@@ -124,6 +124,19 @@ def round_to_bfloat16(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
+def round_to_eight_bits(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter rounds to e4m3 as a GPU does: to the nearest, to even where two are equally near. Of itself it does so only
+    for some of them."""
+    convert = interpreter._convert_float
+
+    def rounded(data: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
+        if str(target) != "fp8e4nv" or str(source) != "fp32":
+            return convert(data, source, target, mode)
+        return torch.from_numpy(np.ascontiguousarray(data)).to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(data.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
 def loop_to_loaded_bounds(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes what a kernel has loaded as the bound of a loop; of itself it trips over recent versions of numpy."""
     patch = interpreter._patch_lang_tensor

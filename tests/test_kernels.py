@@ -578,7 +578,9 @@ def test_images_of_blocks_in_a_row(
     assert fused - (len(sums) - fused) == sum(joints)
 
 
-def attend_lengths_row_by_row(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, unit: bool = False) -> Tensor:
+def attend_lengths_row_by_row(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, unit: bool = False, e4m3_scale: None = None
+) -> Tensor:
     assert not unit  # Infinity's queries are as they are
     rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
     return torch.cat([attention.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])

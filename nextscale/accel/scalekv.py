@@ -133,10 +133,11 @@ class ScaleKVCache(CompressedLayerCache):
     def scores(self, seen: Attended) -> tuple[Tensor, Tensor]:
         """Scores of all entries, [R, H, T], and the places of the window among them, [R, W]."""
         slot, heads = seen.slot, seen.q.shape[2]
-        places = window_places(seen.tokens, seen.x.shape[:2], self.method.window, seen.x.device)  # [R, W]
+        places = window_places(seen.tokens, seen.q.shape[:2], self.method.window, seen.q.device)  # [R, W]
         window = places + (slot.start if isinstance(slot.start, int) else slot.start[:, None])
-        chosen = seen.x.gather(1, places[..., None].expand(-1, -1, seen.x.shape[-1]))
-        queries = F.linear(chosen, seen.weight[: seen.x.shape[-1]]).unflatten(-1, (heads, -1))
+        x, weight = seen.projected()
+        chosen = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
+        queries = F.linear(chosen, weight[: x.shape[-1]]).unflatten(-1, (heads, -1))
         keys = slot.keys.narrow(1, 0, slot.end)
         return key_scores(keys, queries, window, self.method.pooling, slot.lengths), window
 

@@ -33,6 +33,7 @@ from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
 from ..loading.random_weights import random_encoder, random_pipeline
 from ..pipeline import Pipeline
+from ..placement import check_quantize
 from .console import result_console
 from .groups import grouped
 from .options import (
@@ -42,9 +43,11 @@ from .options import (
     Device,
     DtypeName,
     ModelNames,
+    QuantizeName,
     Sizes,
     TokenizerFile,
     Weights,
+    as_quantize,
     as_torch_dtype,
     compared_methods,
     out_option,
@@ -132,23 +135,27 @@ class RunOptions:
     tokenizer: TokenizerFile = None
     device: Device = None
     dtype: DtypeName = None
+    quantize: QuantizeName = None
 
     def measure(self, cases: Sequence[Case], results: Path) -> None:
         if (self.weights or self.tokenizer) and len({case.model for case in cases}) != 1:
             raise SettingError("--weights and --tokenizer are the files of one model: choose that model with -m")
         device = choose_device(self.device)
         dtype = as_torch_dtype(self.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        quantize = check_quantize(as_quantize(self.quantize), device, dtype)
         engines = chosen_engines(self.engine, device)
         origin = "checkpoint" if self.weights or self.tokenizer else "random"
-        plan = Plan(device, engines, self.repeats, Rates.measured(device, dtype), self.step, origin, EnergyMeter.of(device))
+        rates, meter = Rates.measured(device, dtype, quantize), EnergyMeter.of(device)
+        plan = Plan(device, engines, self.repeats, rates, self.step, origin, meter, quantize)
         measure(cases, plan, lambda model: self.load(model, device, dtype), results)
 
     def load(self, model: str, device: torch.device, dtype: torch.dtype) -> Pipeline:
         """A pipeline with a random text encoder, since encoding prompts is not measured."""
+        quantize = as_quantize(self.quantize)
         if self.weights is None and self.tokenizer is None:
-            return random_pipeline(model, device=device, dtype=dtype)
-        encoder = random_encoder(model_spec(model).model, device)
-        return load(model, weights=self.weights, tokenizer=self.tokenizer, text_encoder=encoder, device=device, dtype=dtype)
+            return random_pipeline(model, device=device, dtype=dtype, quantize=quantize)
+        reader: dict[str, Any] = {"text_encoder": random_encoder(model_spec(model).model, device)}
+        return load(model, weights=self.weights, tokenizer=self.tokenizer, device=device, dtype=dtype, quantize=quantize, **reader)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
 from ..lab.metrics.files import VARIABLE
 from ..loading.load import choose_device, load
 from ..loading.presets import NANO, ModelSpec, model_spec
+from ..models.quantized import FORMATS, Quantize
 from ..pipeline import Pipeline
 from ..stage import Schedule
 from .parse import choose_schedule, require_no_model_names, settled_method
@@ -32,7 +33,16 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Format(StrEnum):
+    fp8 = "fp8"
+    int8 = "int8"
+
+
 DTYPES = ", ".join(Dtype)
+
+
+def as_quantize(format: Format | None) -> Quantize | None:
+    return next((known for known in FORMATS if known == format), None)
 
 
 def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
@@ -138,6 +148,16 @@ DtypeName = Annotated[
         help=f"Type of the weights: {DTYPES}.",
     ),
 ]
+QuantizeName = Annotated[
+    Format | None,
+    typer.Option(
+        "--quantize",
+        metavar="FORMAT",
+        rich_help_panel=MACHINE,
+        show_default="as --dtype says",
+        help="Blocks with weights of eight bits: fp8 (Ada, Hopper and newer GPUs: less memory and faster) or int8 (anywhere: less memory).",
+    ),
+]
 BATCH_HELP = "Images per batch; a smaller one needs less memory"
 Batch = Annotated[int, typer.Option("--batch", metavar="N", min=1, rich_help_panel=MACHINE, help=f"{BATCH_HELP}.")]
 Batches = Annotated[
@@ -241,6 +261,7 @@ class ModelOptions:
     offline: Offline = False
     device: Device = None
     dtype: DtypeName = None
+    quantize: QuantizeName = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -265,5 +286,6 @@ class ModelOptions:
             download=not self.offline,
             device=self.device,
             dtype=as_torch_dtype(self.dtype),
+            quantize=as_quantize(self.quantize),
             **more,
         )

@@ -21,13 +21,14 @@ from ..lab.evals.methods import parse_methods
 from ..loading.beside import local_weights, rank_table_of
 from ..loading.presets import build_model, build_tokenizer, model_spec
 from ..models.base import NextScaleModel
+from ..models.quantization import quantize_blocks
 from ..pipeline import Settings
 from ..planning.cost import RequestCost, StageCost, Workload, request_cost
 from ..planning.memory import ASSUMED_KEPT, RequestMemory, request_memory, reserved_bytes, reserved_cache
 from ..stage import Schedule
 from ..tokenizers.base import Tokenizer
 from .groups import grouped
-from .options import DEFAULT_MODEL, DTYPES, CombinedMethods, Dtype, ModelName, SizeOptions, as_torch_dtype
+from .options import DEFAULT_MODEL, DTYPES, CombinedMethods, Dtype, ModelName, QuantizeName, SizeOptions, as_quantize, as_torch_dtype
 from .parse import settled_method
 from .program import app
 
@@ -72,6 +73,7 @@ def plan(
         ),
     ] = 0.5,
     dtype: Annotated[Dtype, typer.Option("--dtype", metavar="DTYPE", help=f"Type of weights, keys and values: {DTYPES}.")] = Dtype.bfloat16,
+    quantize: QuantizeName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a method would compute, and its cost, without weights and without running anything."""
@@ -82,6 +84,8 @@ def plan(
     for module in (built, tokenizer):
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if name.startswith(module.float32) else as_torch_dtype(dtype))
+    if (form := as_quantize(quantize)) is not None:
+        quantize_blocks(built, form)
     built.check_schedule(schedule)
     built.rank_table = rank_table_of(built, weights) if (weights := local_weights(spec)) else None
     workload = request.workload(built, spec.settings, schedule)
@@ -176,6 +180,8 @@ def pair_forecast(name: str, model: NextScaleModel, tokenizer: Tokenizer, method
         refiner = build_model(model_spec(partner).model)
     for known, parameter in refiner.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if known.startswith(refiner.float32) else model.dtype)
+    if model.quantize is not None:
+        quantize_blocks(refiner, model.quantize)
     rows = workload.images * (2 if workload.guided else 1)
     plans, dense = method.forecast(model, schedule, workload.guided), (DENSE,) * len(schedule)
     both = ((model, plans), (refiner, dense)) if draft < len(schedule) else ((model, plans),)

@@ -23,10 +23,12 @@ from .options import (
     DtypeName,
     ModelNames,
     OffloadText,
+    QuantizeName,
     RayOptions,
     TextEncoderSource,
     TokenizerFile,
     Weights,
+    as_quantize,
     as_torch_dtype,
 )
 from .parse import settled_method
@@ -55,6 +57,7 @@ class ServedOptions:
         ),
     ] = None
     dtype: DtypeName = None
+    quantize: QuantizeName = None
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="NAME=MODEL", help="A further name of a model, for clients that ask for it; can be repeated."),
@@ -84,6 +87,7 @@ class ServedOptions:
             offload_text=self.offload_text,
             device=device,
             dtype=as_torch_dtype(self.dtype),
+            quantize=as_quantize(self.quantize),
         )
 
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from .distance import distance_from_mean, mean_over_tokens
     from .few_rows import linear_few_rows
     from .group_norm import centred_silu, group_norm_silu
+    from .int8 import int8_linear
     from .norm import norm_modulate, residual_norm_modulate
+    from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
     from .rotate_attend import rotate_and_attend
@@ -45,7 +47,9 @@ __all__ = [
     "centred_silu",
     "distance_from_mean",
     "enabled",
+    "gelu_to_e4m3",
     "group_norm_silu",
+    "int8_linear",
     "linear_few_rows",
     "mean_over_tokens",
     "norm_modulate",
@@ -53,7 +57,9 @@ __all__ = [
     "restore_tokens",
     "rotate_and_attend",
     "rotate_into_cache",
+    "round_to_e4m3",
     "sample_bits",
+    "silu_to_e4m3",
     "topk_indices_sorted",
     "upsample_nearest",
 ]
@@ -75,10 +81,14 @@ FILES = {
     "centred_silu": "group_norm",
     "add_bias_residual_": "bias_residual",
     "upsample_nearest": "upsample",
+    "round_to_e4m3": "quantize",
+    "gelu_to_e4m3": "quantize",
+    "silu_to_e4m3": "quantize",
+    "int8_linear": "int8",
 }
 log = logging.getLogger(__name__)
 
-DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn})
 OLDEST = (8, 0)  # compute capability: bfloat16
 
 

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .e4m3 import E4M3
 from .overlap import after_previous, overlap
+from .quantize import in_e4m3_range
 from .shapes import SMALLEST_SQUARE, power_of_two, require_shape
 
 LOG2_E = 1.4426950408889634
@@ -50,10 +52,10 @@ def attended(q, keys_ptr, values_ptr, start, length, largest, total, out, keys_t
 
 @triton.jit(do_not_specialize=["queries", "images", "known_length"])
 def attend_lengths_kernel(
-    q_ptr, keys_ptr, values_ptr, lengths_ptr, starts_ptr, out_ptr, queries, images, known_length, factor,
+    q_ptr, keys_ptr, values_ptr, lengths_ptr, starts_ptr, out_ptr, queries, images, known_length, factor, inverse,
     q_row, q_token, q_head, keys_row, keys_token, keys_head, values_row, values_token, values_head,
-    RAGGED: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    RAGGED: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, QUANTIZED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPPED)
     row = tl.program_id(2).to(tl.int64)
@@ -92,7 +94,10 @@ def attend_lengths_kernel(
             q, keys_ptr, values_ptr, whole, length, largest, total, out, keys_token, values_token, factor, CHANNELS, True, BLOCK, KEYS
         )
     written = ((source * queries + query[:, None]) * HEADS + head) * CHANNELS + channel[None, :]
-    tl.store(out_ptr + written, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=asked)
+    out = out / total[:, None]
+    if QUANTIZED:
+        out = in_e4m3_range(out * inverse)
+    tl.store(out_ptr + written, out.to(out_ptr.dtype.element_ty), mask=asked)
 
 
 class Tile(NamedTuple):
@@ -119,6 +124,7 @@ def attend_lengths(
     unit: bool = False,
     starts: Tensor | None = None,
     longest: int | None = None,
+    e4m3_scale: float | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
     """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else: [R, N, H * D].
@@ -127,6 +133,7 @@ def attend_lengths(
     unit: queries are made unit vectors first, as `models.attention.unit_vectors` does it, and rounded as if that stood alone.
     starts: [B + 1], int32, where q [F, N, H, D] holds the queries of F * B = R rows, B of them one after another: those of row f * B + b
     are q[f, starts[b] : starts[b + 1]], at most `longest`. What lies behind the last gets no result.
+    e4m3_scale: the result is divided by it and rounded to e4m3.
     """
     branches, num_queries, heads, channels = q.shape
     images = 1 if starts is None else starts.shape[0] - 1
@@ -142,13 +149,14 @@ def attend_lengths(
         raise ValueError(f"expected a length from 1 to {room}; got {length}")
     if any(x.stride(3) != 1 for x in (q, keys, values)):
         raise ValueError(f"channels must lie side by side; got strides {[x.stride() for x in (q, keys, values)]}")
-    out = torch.empty(branches, num_queries, heads * channels, dtype=q.dtype, device=q.device)
+    out = torch.empty(branches, num_queries, heads * channels, dtype=q.dtype if e4m3_scale is None else E4M3, device=q.device)
     queries, key_block, warps, stages = tile_for(length, channels) if tile is None else tile
     with torch.cuda.device_of(q):
         attend_lengths_kernel[triton.cdiv(longest or num_queries, queries), heads, rows](
-            q, keys, values, ragged, starts, out, num_queries, images, length, scale * LOG2_E,
+            q, keys, values, ragged, starts, out, num_queries, images, length, scale * LOG2_E, 1 / (e4m3_scale or 1.0),
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-            RAGGED=ragged is not None, PACKED=starts is not None, UNIT=unit, EPS=SMALLEST_SQUARE, **overlap(q),
+            RAGGED=ragged is not None, PACKED=starts is not None, UNIT=unit, QUANTIZED=e4m3_scale is not None, EPS=SMALLEST_SQUARE,
+            **overlap(q),
             HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
             QUERIES=queries, KEYS=key_block, STAGES=stages, num_warps=warps,
         )  # fmt: skip

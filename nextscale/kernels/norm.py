@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .e4m3 import E4M3, to_e4m3
 from .overlap import after_previous, overlap
+from .quantize import in_e4m3_range
 from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
 
 NORM_EPS = 1e-6
@@ -22,9 +24,9 @@ NORM_EPS = 1e-6
 @triton.jit(do_not_specialize=["tokens", "images"])
 def norm_modulate_kernel(
     x_ptr, index_ptr, image_ptr, update_ptr, gain_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
-    tokens, images, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps,
+    tokens, images, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps, inverse,
     INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
-    CENTRED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr,
+    CENTRED: tl.constexpr, QUANTIZED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
@@ -56,6 +58,8 @@ def norm_modulate_kernel(
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / CHANNELS, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / CHANNELS + eps) * scale + shift
+    if QUANTIZED:
+        y = in_e4m3_range(y * inverse)
     tl.store(out_ptr + written, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -68,13 +72,15 @@ def norm_modulate(
     centred: bool = True,
     image: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    e4m3_scale: float | None = None,
     warps: int | None = None,
 ) -> Tensor:
     """layer_norm(x) * scale + shift for x [R, N, C], or for its tokens at `index` [R, K] only, which are then gathered on the way.
 
     scale and shift are [R, 1, C], [C] for all rows (the weight and bias of a learned norm), or None for 1 and 0. With `image` [N] every row
     of x holds the tokens of B rows, and scale and shift are [R * B, 1, C]: token n of row r takes those of row r * B + image[n].
-    centred: False is a root-mean-square norm. dtype: of the result, that of x by default.
+    centred: False is a root-mean-square norm. dtype: of the result, that of x by default; with `e4m3_scale` the result is divided by it and
+    rounded to e4m3.
     """
     rows, tokens, channels = x.shape
     images = images_in(image, rows, scale, shift)
@@ -84,14 +90,15 @@ def norm_modulate(
         tokens = index.shape[1]
     if image is not None:
         require_shape("image", image, tokens)
-    out = torch.empty(rows, tokens, channels, dtype=dtype or x.dtype, device=x.device)
+    out = torch.empty(rows, tokens, channels, dtype=(dtype or x.dtype) if e4m3_scale is None else E4M3, device=x.device)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
             x, index, image, None, None, scale, shift, None, out,
-            tokens, images, x.stride(0), x.stride(1), 0, 0, 0, row_stride(scale), row_stride(shift), NORM_EPS,
+            tokens, images, x.stride(0), x.stride(1), 0, 0, 0, row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
             INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GAINED=False, SCALED=scale is not None,
-            SHIFTED=shift is not None, CENTRED=centred, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block), **overlap(x),
+            SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
+            num_warps=warps or warps_for(block), **overlap(x),
         )  # fmt: skip
     return out
 
@@ -127,15 +134,18 @@ def norm_modulate_reference(
     centred: bool = True,
     image: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    e4m3_scale: float | None = None,
 ) -> Tensor:
     if index is not None:
         x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]).long())
     x = x if dtype is None else x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (of_tokens(modulation, x.shape[0], image) for modulation in (scale, shift))
     y = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if centred else F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
-    if scale is None:
-        return y if shift is None else y + shift
-    return y * scale if shift is None else torch.addcmul(shift, y, scale)
+    if scale is not None:
+        y = y * scale if shift is None else torch.addcmul(shift, y, scale)
+    elif shift is not None:
+        y = y + shift
+    return y if e4m3_scale is None else to_e4m3(y, e4m3_scale)
 
 
 def residual_norm_modulate(
@@ -147,6 +157,7 @@ def residual_norm_modulate(
     *,
     centred: bool = True,
     image: Tensor | None = None,
+    e4m3_scale: float | None = None,
     warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + gain * update, and its layer norm times scale plus shift: [R, N, C] each.
@@ -160,15 +171,17 @@ def residual_norm_modulate(
     gain, scale, shift = (each_row(one, rows * images, channels) for one in (gain, scale, shift))
     if image is not None:
         require_shape("image", image, tokens)
-    total, out = (torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device) for _ in range(2))
+    total = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(total, dtype=x.dtype if e4m3_scale is None else E4M3)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
             x, None, image, update, gain, scale, shift, total, out,
             tokens, images, x.stride(0), x.stride(1), update.stride(0), update.stride(1), row_stride(gain),
-            row_stride(scale), row_stride(shift), NORM_EPS,
+            row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
             INDEXED=False, PACKED=image is not None, UPDATED=True, GAINED=gain is not None, SCALED=scale is not None,
-            SHIFTED=shift is not None, CENTRED=centred, CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block), **overlap(x),
+            SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
+            num_warps=warps or warps_for(block), **overlap(x),
         )  # fmt: skip
     return total, out
 
@@ -182,7 +195,8 @@ def residual_norm_modulate_reference(
     *,
     centred: bool = True,
     image: Tensor | None = None,
+    e4m3_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     gain = of_tokens(gain, x.shape[0], image)
     total = x + update if gain is None else torch.addcmul(x, gain, update)
-    return total, norm_modulate_reference(total, scale, shift, centred=centred, image=image)
+    return total, norm_modulate_reference(total, scale, shift, centred=centred, image=image, e4m3_scale=e4m3_scale)

@@ -12,6 +12,7 @@ from ..io import write_text
 
 BENCHMARK = "quality"
 CONDITIONS = ("model", "size", "images", "seed", "batch", "dtype", "hardware")  # what rows have in common if they can be compared
+FORMAT = "quantize"  # of the weights; rows that were written before there was a choice have none
 PROBED = {"style": "style", "label": "label", "label_top5": "label among five"}
 
 Row = dict[str, Any]
@@ -44,7 +45,8 @@ def judged(rows: Iterable[Row]) -> list[Row]:
 
 def comparable(rows: Sequence[Row], one: Row) -> list[Row]:
     """The last row of every method among those that were judged under the same conditions as `one`."""
-    return list({row["method"]: row for row in rows if all(row[name] == one[name] for name in CONDITIONS)}.values())
+    same = [row for row in rows if all(row.get(name) == one.get(name) for name in (*CONDITIONS, FORMAT))]
+    return list({row["method"]: row for row in same}.values())
 
 
 def real_agreement(row: Row) -> str:

@@ -12,9 +12,10 @@ import torch
 from ..errors import CheckpointError, SettingError
 from ..io import home
 from ..models import HartConfig, StarConfig
+from ..models.quantized import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
-from ..placement import choose_device, choose_dtype
+from ..placement import check_quantize, choose_device, choose_dtype
 from ..profiles import own_profiles
 from ..text import Encoder
 from ..text.files import EncoderSource
@@ -26,6 +27,7 @@ from .hart_config import check_pair
 from .modules import checkpoint_spec, load_module
 from .parts import Weights, encoder_part, weight_parts
 from .presets import Embedded, ModelSpec, Source, build_model, build_tokenizer, model_spec
+from .quantizing import quantize_model
 
 PathLike = str | Path
 
@@ -39,6 +41,7 @@ def load(
     offload_text: bool = False,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    quantize: Quantize | None = None,
     as_released: bool = False,
     engine: Engine | None = None,
     graph_memory: int | None = None,
@@ -53,6 +56,8 @@ def load(
         It is opened at the first text prompt.
     offload_text: its weights lie in the host's memory and are on the GPU only while a new prompt is encoded.
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
+    quantize: "fp8" runs the products of the blocks in eight bits, on Ada, Hopper and newer GPUs; "int8" keeps their weights in eight bits,
+        anywhere. Both take about half the memory of bfloat16: see docs/quantisation.md.
     as_released: STAR: all images read the first prompt's text, as in the released program.
     engine: "graphs" captures requests that come again as CUDA graphs, the default on a GPU; "eager" never does.
     graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has.
@@ -61,6 +66,7 @@ def load(
     spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
     dtype = choose_dtype(dtype, device)
+    quantize = check_quantize(quantize, device, dtype)
     prompt_reader(spec, text_encoder, device, offload_text)  # what does not fit is refused before anything is fetched
     if download and (weights or spec.weights) is not None:  # weights that nobody has released are refused below
         not_given = {source for given, source in ((weights, spec.weights), (tokenizer, spec.tokenizer_weights)) if given is None}
@@ -69,7 +75,7 @@ def load(
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     spec = checkpoint_spec(spec, weights_path, tokenizer_path)
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
-    return assemble(spec, weights_path, tokenizer_path, reader, device, dtype, engine, graph_memory, download)
+    return assemble(spec, weights_path, tokenizer_path, reader, device, dtype, quantize, engine, graph_memory, download)
 
 
 def assemble(
@@ -79,6 +85,7 @@ def assemble(
     reader: PromptReader,
     device: torch.device,
     dtype: torch.dtype,
+    quantize: Quantize | None,
     engine: Engine | None,
     graph_memory: int | None,
     download: bool,
@@ -86,7 +93,9 @@ def assemble(
     """Reads the weights of both modules and puts them together."""
     with torch.device("meta"):
         model, images = build_model(spec.model), build_tokenizer(spec.tokenizer)
-    load_module(model, weights, device, dtype)
+    load_module(model, weights, device if quantize is None else torch.device("cpu"), dtype)
+    if quantize is not None:
+        quantize_model(model, quantize, device)
     load_module(images, tokenizer, device, dtype)
     model.rank_table = rank_table_of(model, weights)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
@@ -95,7 +104,14 @@ def assemble(
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, engine, graph_memory, profiles)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
     pipeline.refiners.open = lambda other: load_partner(
-        spec, other, tokenizer=tokenizer, device=pipeline.model.device, dtype=pipeline.model.dtype, engine=engine, download=download
+        spec,
+        other,
+        tokenizer=tokenizer,
+        device=pipeline.model.device,
+        dtype=pipeline.model.dtype,
+        quantize=quantize,
+        engine=engine,
+        download=download,
     )
     return pipeline
 

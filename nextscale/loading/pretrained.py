@@ -13,8 +13,9 @@ import torch
 from ..checkpoints import write_weights
 from ..errors import CheckpointError, SettingError
 from ..io import write_text
+from ..models.quantized import Quantize
 from ..pipeline import Pipeline, Settings
-from ..placement import DTYPES, choose_device, choose_dtype
+from ..placement import DTYPES, check_quantize, choose_device, choose_dtype
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder
 from ..text.files import is_hub_name
 from ..text.prompts import ClassReader, EncoderOpener, TextReader
@@ -53,6 +54,11 @@ def save(pipeline: Pipeline, folder: Path) -> Path:
     """The index is written last and taken away first: a folder that has one is whole."""
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"{folder} is a file: give a folder")
+    if pipeline.model.quantize is not None:
+        raise SettingError(
+            f"these weights were quantised to {pipeline.model.quantize} when they were loaded, and cannot be saved: save the pipeline"
+            " loaded without quantize, and give quantize to from_pretrained"
+        )
     index = {
         "format": FORMAT,
         "name": pipeline.name,
@@ -119,6 +125,7 @@ def load_saved(
     offload_text: bool = False,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    quantize: Quantize | None = None,
     as_released: bool = False,
     engine: Any = None,
     graph_memory: int | None = None,
@@ -129,7 +136,8 @@ def load_saved(
     device = choose_device(device)
     reader = prompt_reader(spec, text_encoder or saved.encoder, device, offload_text, download)
     dtype = choose_dtype(dtype or saved.dtype, device)
-    return assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, engine, graph_memory, download)
+    quantize = check_quantize(quantize, device, dtype)
+    return assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, quantize, engine, graph_memory, download)
 
 
 def read_index(folder: Path) -> Saved:

@@ -8,26 +8,37 @@ import torch
 from torch import nn
 
 from ..models import HartConfig, InfinityConfig, StarConfig
+from ..models.quantized import Quantize
 from ..pipeline import Pipeline
+from ..placement import check_quantize
 from ..text import RandomEncoder
 from .load import prompt_reader
 from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model_spec
+from .quantizing import quantize_model
 
 
 def random_pipeline(
-    spec: str | ModelSpec, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+    spec: str | ModelSpec,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    quantize: Quantize | None = None,
+    seed: int = 0,
 ) -> Pipeline:
     """A pipeline of a known layout whose images mean nothing; prompts are read by a random encoder."""
     if isinstance(spec, str):
         spec = model_spec(spec)
+    device = torch.device(device)
+    quantize = check_quantize(quantize, device, dtype)
     with torch.device("meta"):
         model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
     generator = torch.Generator(device).manual_seed(seed)
     for module in (model, tokenizer):
         fill_random(module, generator, dtype, module.float32)
-    device = torch.device(device)
+    if quantize is not None:
+        quantize_model(model, quantize)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
-    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, seed=seed)
+    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, quantize=quantize, seed=seed)
     return pipe
 
 

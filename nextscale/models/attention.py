@@ -14,11 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import kernels
 from ..attending import Attended, AttendingCache
 from ..cache import DenseLayerCache, NoCache, Slot, real_entries
+from ..kernels.e4m3 import E4M3
 from ..packing import Packing
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
 from .env import Env
 from .linear import Linear
+from .quantized import input_scale_of, restored_input, restored_weight
 from .rope import PairRope
 
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
@@ -66,27 +68,43 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_slot(q: Tensor, slot: Slot, scale: float, captured: bool, packing: Packing | None = None) -> Tensor:
-    """Attention over all that a cache holds; rows of different length need no mask, which fast kernels do not take."""
+def attend_slot(
+    q: Tensor, slot: Slot, scale: float, captured: bool, packing: Packing | None = None, e4m3_scale: float | None = None
+) -> Tensor:
+    """Attention over all that a cache holds; rows of different length need no mask, which fast kernels do not take.
+
+    e4m3_scale: the result may be e4m3, divided by this scale, where a kernel of ours computes it.
+    """
     if packing is not None:
         keys, values = (store.narrow(1, 0, slot.end) for store in (slot.keys, slot.values))
-        return attend_packed(q, keys, values, slot.lengths, scale, packing, captured)
+        return attend_packed(q, keys, values, slot.lengths, scale, packing, captured, e4m3_scale=e4m3_scale)
     few = captured and q.shape[0] * q.shape[1] <= FEW_QUERIES
     if (slot.lengths is None and not few) or not reads_lengths(q):
         return attend(q, *slot.filled, scale)
-    return kernels.attend_lengths(q, slot.keys, slot.values, slot.end if slot.lengths is None else slot.lengths, scale)
+    lengths = slot.end if slot.lengths is None else slot.lengths
+    return kernels.attend_lengths(q, slot.keys, slot.values, lengths, scale, e4m3_scale=e4m3_scale)
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: Packing, captured: bool, unit: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    packing: Packing,
+    captured: bool,
+    *,
+    unit: bool = False,
+    e4m3_scale: float | None = None,
 ) -> Tensor:
     """Packed queries q [F, T, H, D], each over the first lengths[r] of k, v [R, S, H, D] of its row, or over all: [F, T, H * D].
 
-    unit: queries are made unit vectors first.
+    unit: queries are made unit vectors first. e4m3_scale: see `attend_slot`.
     """
     if reads_lengths(q):
         known = k.shape[1] if lengths is None else lengths
-        return kernels.attend_lengths(q, k, v, known, scale, unit=unit, starts=packing.starts, longest=packing.width)
+        starts, longest = packing.starts, packing.width
+        return kernels.attend_lengths(q, k, v, known, scale, unit=unit, starts=starts, longest=longest, e4m3_scale=e4m3_scale)
     q = unit_queries(q) if unit else q
     if q.device.type == "cpu" and not captured:
         return attend_one_by_one(q, k, v, lengths, scale, packing)
@@ -108,7 +126,7 @@ def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, s
 
 def reads_lengths(x: Tensor) -> bool:
     """Whether attention for tensors like this one reads a row's keys and values up to its length, and nothing that lies beyond."""
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and kernels.available(x)
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16, E4M3) and kernels.available(x)
 
 
 def in_one_kernel(x: Tensor, tokens: Tokens, env: Env) -> bool:
@@ -126,6 +144,11 @@ class SelfAttention(nn.Module):
         self.proj = Linear(config.dim, config.dim)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
         self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
+
+    @property
+    def input_scale(self) -> float | None:
+        """The scale at which it takes tokens as e4m3; None: as they are."""
+        return input_scale_of(self.qkv)
 
     def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         rope, cache, packing = env.cond.rope, env.cache[self.layer], tokens.packing
@@ -150,20 +173,24 @@ class SelfAttention(nn.Module):
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
         q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
         if packing is not None and isinstance(cache, DenseLayerCache | NoCache):
-            return self.proj(self._attend(x, q.to(x.dtype), cache.append_packed(k, v, tokens), tokens, env))
+            return self.proj(self._attend(x, q.to(v.dtype), cache.append_packed(k, v, tokens), tokens, env))
         if isinstance(cache, AttendingCache):
-            return self.proj(self._attend(x, q.to(x.dtype), cache.put(k, v, tokens), tokens, env))
+            return self.proj(self._attend(x, q.to(v.dtype), cache.put(k, v, tokens), tokens, env))
         q, k, v = (tokens.unpack(part) for part in (q, k, v))
         keys, values, mask = cache.append(q, k, v, tokens)
-        return self.proj(tokens.pack(attend(q.to(x.dtype), keys, values, mask, self.scale)))
+        return self.proj(tokens.pack(attend(q.to(v.dtype), keys, values, mask, self.scale)))
 
     def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, env: Env) -> Tensor:
         """Queries [R, N, H, D] over what the cache holds, in the cache's own way if it has one: [R, N, H * D]; packed as they are."""
         cache = env.cache[self.layer]
         if not isinstance(cache, AttendingCache):
-            return attend_slot(q, slot, self.scale, env.captured, tokens.packing)
-        rows = tokens.unpack(x), tokens.unpack(q)
-        return tokens.pack(cache.attend(Attended(*rows, slot, tokens.unpacked(), self.scale, self.qkv.weight, env.captured, env.batch)))
+            return attend_slot(q, slot, self.scale, env.captured, tokens.packing, input_scale_of(self.proj))
+
+        def projected() -> tuple[Tensor, Tensor]:
+            return tokens.unpack(restored_input(self.qkv, x, q.dtype)), restored_weight(self.qkv, q.dtype)
+
+        seen = Attended(projected, tokens.unpack(q), slot, tokens.unpacked(), self.scale, env.captured, env.batch)
+        return tokens.pack(cache.attend(seen))
 
     def queries_keys_values(
         self, x: Tensor, temperature: Tensor | None, turn: Callable[[Tensor], Tensor] | None
@@ -177,7 +204,7 @@ class SelfAttention(nn.Module):
             qk = turn(qk)
         q, k = qk.unbind(2)
         if temperature is not None:
-            q = scaled(q, temperature, x.dtype)
+            q = scaled(q, temperature, qkv.dtype)
         return q, k, qkv.select(2, 2)
 
 
@@ -200,6 +227,11 @@ class CrossAttention(nn.Module):
         self.unit = text.cosine  # queries and keys are unit vectors
         self.scale = cosine_scale(config.head_dim) if text.cosine else text.sharpness / math.sqrt(config.head_dim)
 
+    @property
+    def input_scale(self) -> float | None:
+        """The scale at which it takes tokens as e4m3; None: as they are."""
+        return input_scale_of(self.q)
+
     def text_keys_values(self, text: Tensor) -> Tensor:
         """Text rows [rows, C] to [rows, 2, H, D]. The keys carry the temperature, so that no stage has to apply it."""
         kv = self.kv(text).unflatten(-1, (2, self.heads, -1))
@@ -211,15 +243,18 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, env: Env, packing: Packing | None = None) -> Tensor:
         text = env.cond.text
         assert text is not None
-        rows = x.shape[0]
+        rows, e4m3_scale = x.shape[0], input_scale_of(self.proj)
         keys, values = text.keys_values[self.layer]
         if packing is not None:
-            return self.proj(attend_packed(self.queries(x), keys, values, text.lengths, self.scale, packing, env.captured, self.unit))
+            attended = attend_packed(
+                self.queries(x), keys, values, text.lengths, self.scale, packing, env.captured, unit=self.unit, e4m3_scale=e4m3_scale
+            )
+            return self.proj(attended)
         q = self.queries(x[: keys.shape[0]])  # a single row of text serves all rows: see TextContext
         if text.lengths is None or not reads_lengths(q):
             out = attend(unit_queries(q) if self.unit else q, keys, values, text.mask, self.scale)
         else:
-            out = kernels.attend_lengths(q, keys, values, text.lengths, self.scale, unit=self.unit)
+            out = kernels.attend_lengths(q, keys, values, text.lengths, self.scale, unit=self.unit, e4m3_scale=e4m3_scale)
         return self.proj(out).expand(rows, -1, -1)
 
     def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from .blocks import Block, ModulatedBlock
 from .env import Conditioning, Env
 from .macs import macs_per_token
 from .modulation import HeadModulation
+from .quantized import Quantize
 from .rank_table import RankTable
 from .text_context import TextBuffer, TextInputs
 
@@ -79,6 +80,8 @@ class NextScaleModel(nn.Module):
     replaces_codes: ClassVar[bool] = False  # a stage replaces what earlier ones have generated, and is no residual to them
     rotates_in_float32: ClassVar[bool] = False  # queries and keys are rotated by torch in float32, not by a kernel
     rank_table: RankTable | None = None  # measured of these weights, if it lies beside them
+    quantize: Quantize | None = None  # the format in which the blocks have their weights; None: the model's dtype
+    fingerprint: str | None = None  # of the weights before they were quantised
     text_prefix: int = 0  # text tokens that enter together with the first stage, before its cell
     block_config: BlockConfig
     word_embed: nn.Linear

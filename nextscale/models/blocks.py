@@ -79,14 +79,15 @@ class Block(nn.Module):
         if not kernels.available(x):
             return ()
         weight = self.norm.weight  # None of a norm that learns nothing
-        attention = FusedSublayer(weight, None, None, self.attention, centred=self.centred)
-        feed_forward = FusedSublayer(weight, None, None, self._run_feed_forward, centred=self.centred)
+        attention = FusedSublayer(weight, None, None, self.attention, self.centred, self.attention.input_scale)
+        feed_forward = FusedSublayer(weight, None, None, self._run_feed_forward, self.centred, self.feed_forward.input_scale)
         return self.with_text(attention, feed_forward)
 
     def with_text(self, attention: FusedSublayer, feed_forward: FusedSublayer) -> tuple[FusedSublayer, ...]:
         if not self.has_text:
             return attention, feed_forward
-        return attention, FusedSublayer(self.text_norm.weight, self.text_norm.bias, None, self._run_text), feed_forward
+        norm, scale = self.text_norm, self.text_attention.input_scale
+        return attention, FusedSublayer(norm.weight, norm.bias, None, self._run_text, input_scale=scale), feed_forward
 
     def _run_text(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return self.text_attention(y, env, tokens.packing)
@@ -103,14 +104,17 @@ class FusedSublayer(NamedTuple):
     gain: Tensor | None
     run: Sublayer  # takes what is normed
     centred: bool = True  # by a layer norm; else by a root-mean-square norm
+    input_scale: float | None = None  # at which `run` takes its input as e4m3; None: as it is
 
     def normed(self, x: Tensor, index: Tensor | None = None, image: Tensor | None = None) -> Tensor:
         """The input of `run` from hidden states x [R, N, C], or from those at `index` [R, K]; `image` of packed tokens."""
-        return kernels.norm_modulate(x, self.scale, self.shift, index, centred=self.centred, image=image)
+        return kernels.norm_modulate(x, self.scale, self.shift, index, centred=self.centred, image=image, e4m3_scale=self.input_scale)
 
     def normed_sum(self, x: Tensor, before: FusedSublayer, update: Tensor, image: Tensor | None) -> tuple[Tensor, Tensor]:
         """Hidden states with the update of the sublayer before added, and the input of `run` from them."""
-        return kernels.residual_norm_modulate(x, before.gain, update, self.scale, self.shift, centred=self.centred, image=image)
+        return kernels.residual_norm_modulate(
+            x, before.gain, update, self.scale, self.shift, centred=self.centred, image=image, e4m3_scale=self.input_scale
+        )
 
 
 def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
@@ -138,9 +142,11 @@ class ModulatedBlock(Block):
         if not self.centred or not kernels.available(x):
             return ()
         m = env.cond.modulation[self.layer]
-        attention = FusedSublayer(m.attention_scale, m.attention_shift, m.attention_gain, self.attention)
+        scale, shift, gain = m.attention_scale, m.attention_shift, m.attention_gain
+        attention = FusedSublayer(scale, shift, gain, self.attention, input_scale=self.attention.input_scale)
         scale, shift, gain = m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain
-        return self.with_text(attention, FusedSublayer(scale, shift, gain, self._run_feed_forward))
+        feed_forward = FusedSublayer(scale, shift, gain, self._run_feed_forward, input_scale=self.feed_forward.input_scale)
+        return self.with_text(attention, feed_forward)
 
     def attention_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
         return tokens.of_rows(env.cond.modulation[self.layer].attention_gain) * self._attention(x, tokens, env)
@@ -163,14 +169,14 @@ class ModulatedBlock(Block):
         return self.feed_forward(self.feed_forward_input(x, env.cond.modulation[self.layer], tokens.packing))
 
     def attention_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
-        return self._modulated(x, m.attention_scale, m.attention_shift, packing)
+        return self._modulated(x, m.attention_scale, m.attention_shift, packing, self.attention.input_scale)
 
     def feed_forward_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
-        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing)
+        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing, self.feed_forward.input_scale)
 
-    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None) -> Tensor:
+    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None, e4m3_scale: float | None) -> Tensor:
         if self.centred and kernels.available(x):
-            return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image)
+            return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image, e4m3_scale=e4m3_scale)
         if packing is not None:
             scale, shift = packing.of_rows(scale), packing.of_rows(shift)
         return torch.addcmul(shift, self.norm(x), scale)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .quantized import QuantizedLinear
+
 
 @dataclass(frozen=True, slots=True)
 class SublayerTokens:
@@ -32,5 +34,5 @@ class SublayerTokens:
 
 def macs_per_token(*modules: nn.Module) -> int:
     """MACs of one token through every linear layer of these modules: the entries of all their matrices."""
-    layers = (layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear))
+    layers = (layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear | QuantizedLinear))
     return sum(layer.in_features * layer.out_features for layer in layers)

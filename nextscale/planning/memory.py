@@ -134,7 +134,8 @@ def request_memory(
 
 
 def weights_bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    """Bytes of a module as it is, quantised or not."""
+    return sum(tensor.numel() * tensor.element_size() for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
 
 def stored_bytes(model: NextScaleModel, plan: StagePlan, tokens: int) -> dict[Hashable, int]:
@@ -163,11 +164,27 @@ def block_activations(model: NextScaleModel, plan: StagePlan, ran: StageKeys, to
     computed = max(ran.tokens)
     attention = 2 * size + rotation_bytes(model)  # input, normalised
     piece = min(1.0, PIECE / (ran.rows * computed))
-    hidden = config.hidden_dim / config.dim * (3 if config.gated else 1)  # the activation takes its place; gate and value lie side by side
+    hidden = config.hidden_dim / config.dim * hidden_maps(model)
     feed_forward = size * (3 + piece * (1 + hidden))  # input, normalised, result
     one = ran.rows * config.dim
     whole = one * tokens * size * (1 + (RESTORING if plan.spans else 0))  # what entered the stage is held
-    return round(computed * one * (max(attention, feed_forward) + SPARE * size) + whole)
+    return round(computed * one * (max(attention, feed_forward) + SPARE * size) + whole) + restored_bytes(model)
+
+
+def hidden_maps(model: NextScaleModel) -> float:
+    """Maps of hidden states that a feed-forward holds at once. An activation takes their place; gate and value lie side by side, and what
+    is made of them besides; in e4m3 so is what is made of either."""
+    sides = 2 if model.block_config.gated else 1
+    if model.quantize == "fp8":
+        return sides + 1 / model.dtype.itemsize
+    return 3 if model.block_config.gated else 1
+
+
+def restored_bytes(model: NextScaleModel) -> int:
+    """Bytes of the largest weights that int8 makes whole for a product."""
+    config = model.block_config
+    largest = config.dim * max(3 * config.dim, (1 + config.gated) * config.hidden_dim)
+    return largest * model.dtype.itemsize if model.quantize == "int8" else 0
 
 
 def head_activations(model: NextScaleModel, rows: int, images: int, tokens: int) -> int:

@@ -8,6 +8,7 @@ from typing import get_args
 import torch
 
 from ...errors import SettingError
+from ...models.quantized import Quantize
 from ...pipeline import Engine
 from .energy import EnergyMeter
 from .roofline import Rates
@@ -24,6 +25,7 @@ class Plan:
     step: str | None = None  # name of the rows in the waterfall; None: the engine that was asked for, and whether kernels are off
     weights: str = "random"
     meter: EnergyMeter | None = None
+    quantize: Quantize | None = None  # format of the weights of blocks
 
     def __post_init__(self) -> None:
         if self.repeats < 1:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.e4m3 import E4M3
 from ...models.base import NextScaleModel
 from ...models.macs import macs_per_token
-from ...planning.cost import BlockMacs, Workload, request_cost
+from ...models.quantized import Quantize
+from ...planning.cost import BlockMacs, StageCost, Workload, request_cost
 from ...report import Stopwatch
 
 MATRIX_SIDE, COPIED_BYTES = 8192, 2**31  # on a GPU
@@ -25,18 +27,20 @@ class Rates:
 
     flops: float  # a MAC is two
     bytes: float  # read and written
+    linear_flops: float | None = None  # of the products of blocks where they run in another format; None: the same
 
     @staticmethod
-    def measured(device: torch.device, dtype: torch.dtype) -> Rates:
+    def measured(device: torch.device, dtype: torch.dtype, quantize: Quantize | None = None) -> Rates:
         side, size = (MATRIX_SIDE, COPIED_BYTES) if device.type == "cuda" else (SMALL_SIDE, SMALL_BYTES)
         a, b, product = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
         source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         multiplied = _seconds(device, lambda: torch.mm(a, b, out=product))
         copied = _seconds(device, lambda: target.copy_(source))
-        return Rates(2 * side**3 / multiplied, 2 * size / copied)
+        return Rates(2 * side**3 / multiplied, 2 * size / copied, _fp8_flops(a) if quantize == "fp8" else None)
 
     def to_row(self) -> dict[str, float]:
-        return {"matmul_tflops": round(self.flops / 1e12, 3), "copy_tb_per_s": round(self.bytes / 1e12, 4)}
+        fp8 = {} if self.linear_flops is None else {"fp8_tflops": round(self.linear_flops / 1e12, 3)}
+        return {"matmul_tflops": round(self.flops / 1e12, 3), "copy_tb_per_s": round(self.bytes / 1e12, 4), **fp8}
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -64,8 +68,21 @@ def request_roofline(model: NextScaleModel, workload: Workload, shares: Sequence
     shares: MACs of every stage against dense generation, as a report gives them; 0 where it is skipped.
     """
     block = BlockMacs.of(model, workload)
-    read = len(model.blocks) * (block.attention + block.text + block.feed_forward) + macs_per_token(model.head, model.word_embed)
-    reading = read * model.dtype.itemsize / rates.bytes
+    of_blocks = len(model.blocks) * (block.attention + block.text + block.feed_forward)
+    others = macs_per_token(model.head, model.word_embed) * model.dtype.itemsize
+    reading = (of_blocks * (1 if model.quantize else model.dtype.itemsize) + others) / rates.bytes
     dense = request_cost(model, workload).stages
-    arithmetic = [2 * stage.total * share / rates.flops for stage, share in zip(dense, shares, strict=True) if share > 0]
+    arithmetic = [share * _seconds_of(stage, rates) for stage, share in zip(dense, shares, strict=True) if share > 0]
     return Roofline(sum(arithmetic), reading * len(arithmetic), sum(max(seconds, reading) for seconds in arithmetic))
+
+
+def _seconds_of(stage: StageCost, rates: Rates) -> float:
+    linear = 2 * stage.linear / (rates.linear_flops or rates.flops)
+    return linear + 2 * (stage.attention + stage.head) / rates.flops
+
+
+def _fp8_flops(matrix: torch.Tensor) -> float:
+    """Rate of a square product in e4m3, of a size like `matrix`, on a GPU."""
+    a, one = matrix.to(E4M3), torch.ones((), device=matrix.device)
+    seconds = _seconds(matrix.device, lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    return 2 * matrix.shape[0] ** 3 / seconds

@@ -62,6 +62,7 @@ def config(case: Case, name: str, method: Method, engine: Engine, plan: Plan) ->
         "size": asked,
         "batch": case.batch,
         "dtype": None,
+        "quantize": plan.quantize,
         "engine": engine,
         "engine_asked": engine,
         "kernels": with_kernels,

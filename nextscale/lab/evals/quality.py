@@ -173,6 +173,7 @@ def conditions(requests: Requests, report: Report) -> Row:
         "size": [*report.size],
         "batch": len(requests.batches[0]),
         "dtype": report.dtype,
+        "quantize": report.quantize,
         "images": len(requests.prompts),
         "seed": requests.seed,
         **where(requests.pipeline.model.device),

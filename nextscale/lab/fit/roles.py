@@ -77,7 +77,7 @@ class MeasuringCache(AttendingCache):
 
 def lost_attention(seen: Attended, capacity: int, window: int) -> float:
     """The share of the window's attention outside the `capacity` keys that receive most of it, mean over rows and heads."""
-    places = window_places(seen.tokens, seen.x.shape[:2], min(window, seen.x.shape[1]), seen.x.device)
+    places = window_places(seen.tokens, seen.q.shape[:2], min(window, seen.q.shape[1]), seen.q.device)
     asking = seen.q.gather(1, places[..., None, None].expand(-1, -1, *seen.q.shape[2:])).transpose(1, 2)
     keys = seen.slot.keys.narrow(1, 0, seen.slot.end).permute(0, 2, 3, 1)
     received = ((asking @ keys.to(asking.dtype)).float() * seen.scale).softmax(dim=-1).mean(dim=2)  # [R, H, T]

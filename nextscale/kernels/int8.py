@@ -1,0 +1,82 @@
+"""A linear layer for few tokens whose weights are whole numbers of eight bits with a scale per output: they become floats on the way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .shapes import dense_channels, require_shape
+
+# For few tokens the time is that of reading the weights. Bytes of [6144, 2048]: 12.6 MB, 2.9 us at 4.3 TB/s, half of what bfloat16 takes.
+# Whole numbers up to 127 are exact in bfloat16 and float16, so that the sum of a product is rounded as ever; the scale comes last.
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def int8_linear_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, x_token,
+    BIASED: tl.constexpr, CHANNELS: tl.constexpr, OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # of the weights
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    asked = token < tokens
+    known = row < OUTPUTS
+    x_ptr += token.to(tl.int64)[:, None] * x_token
+    weight_ptr += row.to(tl.int64)[None, :] * CHANNELS
+    total = tl.zeros([TOKENS, ROWS], dtype=tl.float32)
+    for start in tl.range(0, CHANNELS, BLOCK, num_stages=STAGES):
+        channel = start + tl.arange(0, BLOCK)
+        inside = channel < CHANNELS
+        x = tl.load(x_ptr + channel[None, :], mask=asked[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_ptr + channel[:, None], mask=known[None, :] & inside[:, None], other=0)
+        total = tl.dot(x, weight.to(x.dtype), total)
+    total *= tl.load(scale_ptr + row, mask=known, other=0.0)[None, :]
+    if BIASED:
+        total += tl.load(bias_ptr + row, mask=known, other=0.0).to(tl.float32)[None, :]
+    written = token.to(tl.int64)[:, None] * OUTPUTS + row[None, :]
+    tl.store(out_ptr + written, total.to(out_ptr.dtype.element_ty), mask=asked[:, None] & known[None, :])
+
+
+class Tile(NamedTuple):
+    tokens: int
+    rows: int  # of the weights
+    channels: int
+    warps: int
+    stages: int
+
+
+def tile_for(tokens: int, outputs: int) -> Tile:
+    """Narrow tiles, so that there are as many programs as multiprocessors, which read together."""
+    rows = 32 if outputs >= 4096 else 16
+    return Tile(16, rows, 128, 4, 4) if tokens <= 16 else Tile(64, rows, 128, 4, 3)
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, tile: Tile | None = None) -> Tensor:
+    """x [..., K] times weight [N, K], int8, times scale [N], float32, plus bias [N]: [..., N]. Half precision."""
+    outputs, channels = weight.shape
+    require_shape("scale", scale, outputs)
+    if x.shape[-1] != channels or weight.dtype != torch.int8 or not weight.is_contiguous():
+        raise ValueError(
+            f"expected [..., {channels}] and contiguous int8 weights; got {list(x.shape)} and {weight.dtype} {weight.stride()}"
+        )
+    if bias is not None:
+        require_shape("bias", bias, outputs)
+    flat = dense_channels(x).reshape(-1, channels)
+    out = torch.empty(flat.shape[0], outputs, dtype=x.dtype, device=x.device)
+    tokens, rows, block, warps, stages = tile_for(flat.shape[0], outputs) if tile is None else tile
+    with torch.cuda.device_of(x):
+        int8_linear_kernel[triton.cdiv(outputs, rows), triton.cdiv(flat.shape[0], tokens)](
+            flat, weight, scale, bias, out, flat.shape[0], flat.stride(0),
+            BIASED=bias is not None, CHANNELS=channels, OUTPUTS=outputs, TOKENS=tokens, ROWS=rows, BLOCK=block, STAGES=stages,
+            num_warps=warps,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], outputs)
+
+
+def int8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)

@@ -1,0 +1,154 @@
+"""Linear layers with weights of eight bits, in the place of `nn.Linear` in a model that generates. They cannot be trained."""
+
+from __future__ import annotations
+
+from typing import Literal, Self, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import kernels
+from ..errors import SettingError
+from ..kernels.e4m3 import E4M3, LARGEST, from_e4m3, to_e4m3
+
+Quantize = Literal["fp8", "int8"]
+FORMATS: tuple[Quantize, ...] = get_args(Quantize)
+
+LARGEST_INT8 = 127
+SMALLEST_SCALE = 1e-30  # only keeps weights that are all zero from dividing by zero
+FEW_TOKENS = 256  # over all rows: up to here reading the weights is what takes time, and the kernel reads half as many bytes
+
+
+class QuantizedLinear(nn.Module):
+    """Weights [N, K] of one byte each, with what multiplies them; the bias stays as it is."""
+
+    codes: Tensor  # [N, K], as they are stored
+    bias: nn.Parameter | None
+
+    def __init__(self, codes: Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = codes.shape
+        self.register_buffer("codes", codes)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: nn.Parameter | None, input_scale: float = 1.0) -> Self:
+        """What stands for these weights; on the meta device something of the same size. input_scale: see `Fp8Linear`."""
+        raise NotImplementedError
+
+    def restored_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K] that the bytes stand for."""
+        raise NotImplementedError
+
+    def restored_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """An input as it was before it was rounded to eight bits; others as they are."""
+        return x
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Int8Linear(QuantizedLinear):
+    """Weights are whole numbers from -127 to 127 with a scale per output; inputs stay as they are, and so does the arithmetic."""
+
+    scale: Tensor  # [N]
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__(codes, bias)
+        self.register_buffer("scale", scale)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: nn.Parameter | None, input_scale: float = 1.0) -> Self:
+        exact = weight.to(torch.float32, copy=True)
+        scale = (exact.abs().amax(dim=1) / LARGEST_INT8).clamp(min=SMALLEST_SCALE)
+        return cls(exact.div_(scale[:, None]).round_().to(torch.int8), scale, bias)
+
+    def restored_weight(self, dtype: torch.dtype) -> Tensor:
+        return torch.mul(self.codes, self.scale[:, None], out=torch.empty_like(self.codes, dtype=dtype))  # in one pass
+
+    def reads_codes(self, x: Tensor) -> bool:
+        """Whether the kernel multiplies such an input by the bytes themselves."""
+        return x.dtype in (torch.float16, torch.bfloat16) and x.numel() // x.shape[-1] <= FEW_TOKENS and kernels.available(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_no_training(x)
+        if self.reads_codes(x):
+            return kernels.int8_linear(x, self.codes, self.scale, self.bias)
+        return F.linear(x, self.restored_weight(x.dtype), self.bias)
+
+
+class Fp8Linear(QuantizedLinear):
+    """Weights and inputs are e4m3, with one scale each that is known before anything runs, so that no image changes another one's.
+
+    An input that is e4m3 already was divided by `input_scale`, as kernels do that write it; any other is rounded here. Since e4m3 are
+    floats, a scale only has to keep numbers within their range, 2**-9 to 448: see `quantization.INPUT_SIZE`.
+    """
+
+    scale_a: Tensor  # [], of the input, as the product takes it
+    scale_b: Tensor  # [], of the weights
+
+    def __init__(self, codes: Tensor, scale: Tensor, input_scale: float, dtype: torch.dtype, bias: nn.Parameter | None) -> None:
+        super().__init__(codes, bias)
+        self.input_scale, self.dtype = input_scale, dtype
+        self.register_buffer("scale_a", torch.full_like(scale, input_scale))
+        self.register_buffer("scale_b", scale)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: nn.Parameter | None, input_scale: float = 1.0) -> Self:
+        exact = weight.to(torch.float32, copy=True)
+        scale = (exact.abs().amax() / LARGEST).clamp(min=SMALLEST_SCALE)
+        return cls(exact.div_(scale).clamp_(-LARGEST, LARGEST).to(E4M3), scale, input_scale, weight.dtype, bias)
+
+    def restored_weight(self, dtype: torch.dtype) -> Tensor:
+        return from_e4m3(self.codes, self.scale_b, dtype)
+
+    def restored_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return from_e4m3(x, self.input_scale, dtype) if x.dtype == E4M3 else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        require_no_training(x)
+        if x.dtype != E4M3:
+            x = kernels.round_to_e4m3(x, self.input_scale) if kernels.available(x) else to_e4m3(x, self.input_scale)
+        product = scaled_product if x.is_cuda else scaled_product_reference
+        return product(x.reshape(-1, self.in_features), self).view(*x.shape[:-1], self.out_features)
+
+
+def scaled_product(x: Tensor, linear: Fp8Linear) -> Tensor:
+    """e4m3 tokens [M, K] through the layer: [M, N].
+
+    One scale per tensor. On an H200, Infinity-2B's four products of 288 tokens take 35 us so, 60 with a scale per row and 55 in bfloat16;
+    of 1152 tokens 91, 115 and 164; of 8192 tokens 585, 558 and 1061 (`benchmarks.products`).
+    """
+    return torch._scaled_mm(
+        x, linear.codes.t(), linear.scale_a, linear.scale_b, bias=linear.bias, out_dtype=linear.dtype, use_fast_accum=True
+    )
+
+
+def scaled_product_reference(x: Tensor, linear: Fp8Linear) -> Tensor:
+    """The same in float32, on any device."""
+    product = F.linear(x.float(), linear.codes.float()) * (linear.scale_a * linear.scale_b)
+    return (product if linear.bias is None else product + linear.bias.float()).to(linear.dtype)
+
+
+def require_no_training(x: Tensor) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise SettingError("quantised weights cannot be trained, nor passed through: load the model without quantize")
+
+
+AnyLinear = nn.Linear | QuantizedLinear
+
+
+def input_scale_of(linear: AnyLinear) -> float | None:
+    """The scale at which a layer takes its input as e4m3; None where it takes it as it is."""
+    return linear.input_scale if isinstance(linear, Fp8Linear) else None
+
+
+def restored_weight(linear: AnyLinear, dtype: torch.dtype) -> Tensor:
+    """The weights of a linear layer, quantised or not."""
+    return linear.restored_weight(dtype) if isinstance(linear, QuantizedLinear) else linear.weight
+
+
+def restored_input(linear: AnyLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The input of a linear layer before it was quantised, if it was."""
+    return linear.restored_input(x, dtype) if isinstance(linear, QuantizedLinear) else x
