@@ -127,7 +127,7 @@ def errors_table(rows: Sequence[Row]) -> str:
         planted = f"{outliers:g}x" if outliers else ""
         lines.append(f"| {model} | {weights} | {planted} | {shown_variant(variant)} | {numbers} | {shares} |")
     where = sorted({f"{row['dtype']} on {row['hardware']}" for row in newest.values()})
-    note = f"Relative errors of the first stage, of all in the mean, and of the last. Against {', '.join(where)}; on a CPU e4m3 is emulated."
+    note = f"Relative errors: of the first stage, the mean, the last. Against {', '.join(where)}; on a CPU e4m3 is emulated."
     return "\n".join([*lines, "", note]) if newest else ""
 
 
