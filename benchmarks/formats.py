@@ -116,7 +116,7 @@ def images_table(rows: Sequence[Row]) -> str:
 def errors_table(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["benchmark"] == ERRORS and "error" not in row]
     lines = [
-        "| model | weights | outliers | quantised | error of logits: first stage, mean, last | changed: mean, last |",
+        "| model | weights | outliers | quantised | error of logits: first, mean, last | codes or bits changed: mean, last |",
         "|---|---|---:|---|---|---|",
     ]
     newest = {(row["model"], str(row["size"]), row["weights"], row["outliers"], row["variant"]): row for row in found}
@@ -126,7 +126,9 @@ def errors_table(rows: Sequence[Row]) -> str:
         shares = f"{sum(changed) / len(changed):.2%}, {changed[-1]:.2%}"
         planted = f"{outliers:g}x" if outliers else ""
         lines.append(f"| {model} | {weights} | {planted} | {shown_variant(variant)} | {numbers} | {shares} |")
-    return "\n".join(lines) if newest else ""
+    where = sorted({f"{row['dtype']} on {row['hardware']}" for row in newest.values()})
+    note = f"Relative errors: of the first stage, the mean, the last. Against {', '.join(where)}; on a CPU e4m3 is emulated."
+    return "\n".join([*lines, "", note]) if newest else ""
 
 
 def shown_variant(name: str) -> str:

@@ -233,7 +233,8 @@ def append_rows(rows: Iterable[dict[str, Any]], file: Path) -> None:
 
 def show_rows(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
-    title = f"{first['model']}, {image(first)}, batch {first['batch']}, {first['hardware']}"
+    format = f", {first['quantize']}" if first.get("quantize") else ""
+    title = f"{first['model']}{format}, {image(first)}, batch {first['batch']}, {first['hardware']}"
     table = Table("method", "engine", title=title, title_justify="left", box=None, pad_edge=False)
     headings = (
         "generate, ms",
