@@ -66,7 +66,7 @@ def latent(config: AutoencoderConfig, images: int, height: int, width: int) -> T
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_shape = pytest.mark.parametrize(
-    "shape", [(1, 32, 1, 1), (2, 160, 5, 3), (1, 48, 7, 11), (3, 256, 4, 4), (2, 96, 3, 1), (1, 384, 1, 9), (1, 320, 33, 29)], ids=str
+    "shape", [(1, 32, 1, 1), (2, 160, 5, 3), (1, 48, 7, 11), (3, 256, 4, 4), (2, 96, 3, 1), (1, 384, 1, 9), (1, 320, 9, 7)], ids=str
 )
 shifted = pytest.mark.parametrize("shifted", [False, True], ids=["plain", "shifted"])
 

@@ -148,6 +148,7 @@ SPECS = {
     "star_refined": star_spec(refined=True),
 }
 FAMILIES = tuple(SPECS)
+KINDS = ("var", "flexvar", "infinity", "hart", "star_refined")  # one of each kind: the others differ from these in what no method sees
 CLASS_FAMILIES = ("var", "var_shared", "flexvar")
 TEXT_FAMILIES = tuple(family for family in FAMILIES if family not in CLASS_FAMILIES)
 STAR_FAMILIES = ("star", "star_refined")
