@@ -23,7 +23,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nextscale import errors
-from nextscale.checkpoints import Layout, Rule, Slot, check, convert, files, fits, load_weights, open_checkpoint, published_slots
+from nextscale.checkpoints import (
+    Layout,
+    NoInitialValues,
+    Rule,
+    Slot,
+    check,
+    convert,
+    files,
+    fits,
+    load_weights,
+    open_checkpoint,
+    published_slots,
+)
 from nextscale.checkpoints import weights as weights_module
 from nextscale.errors import CheckpointError
 
@@ -141,6 +153,18 @@ def checkpoint_file(weights: dict[str, Tensor], tmp_path: Path) -> Path:
 
 
 # --- slots and checks
+
+
+def test_initial_values_are_left_out_on_the_meta_device_alone() -> None:
+    with NoInitialValues():
+        with torch.device("meta"):
+            empty = nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 6), nn.Conv2d(1, 2, 3), nn.LayerNorm(4))
+        torch.manual_seed(0)
+        filled = nn.Linear(3, 4)
+    torch.manual_seed(0)
+    assert torch.equal(filled.weight, nn.Linear(3, 4).weight)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert empty[0].weight.shape == (4, 3) and isinstance(empty[0].weight, nn.Parameter)
 
 
 def test_slots_say_where_each_published_tensor_goes() -> None:
