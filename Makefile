@@ -7,7 +7,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 .PHONY: test lint demo clean fresh
 
 test: lint
-	$(BIN)/pytest --numprocesses auto
+	$(BIN)/pytest --numprocesses auto --dist worksteal
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

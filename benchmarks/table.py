@@ -17,7 +17,7 @@ from nextscale.lab.bench.picture import pictured_row, stages_svg
 from nextscale.lab.bench.tables import speed_tables, summary_table, with_tables
 from nextscale.lab.evals.frontier import frontier_svg
 from nextscale.lab.evals.methods import sparsevar_decisions
-from nextscale.lab.results import Row, comparable, judged, read_rows, real_agreement
+from nextscale.lab.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
@@ -41,13 +41,24 @@ WITHIN = (0.035, 0.065, 0.1, 0.15)  # LPIPS to dense of the README's points
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
-    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method. Only rows under
-    the conditions of the newest one of the most prompts count; a list of methods tried on fewer does not change the table."""
+    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method.
+
+    Only rows under the conditions of the newest one of the most prompts count; a list of methods tried on fewer does not change the table.
+    Where some of them were captured, rows of commits at which nothing was do not count.
+    """
     on_gpus = [row for row in judged(rows) if not row["hardware"].startswith("CPU") and row.get("quantize") is None]
     cases: dict[tuple[str, int, int], list[Row]] = {}
     for row in on_gpus:
         cases.setdefault((row["model"], *row["size"]), []).append(row)
-    return [comparable(own, max(reversed(own), key=lambda row: row["images"])) for _, own in sorted(cases.items())]
+    return [newest(own) for _, own in sorted(cases.items())]
+
+
+def newest(rows: list[Row]) -> list[Row]:
+    """Rows of one model and size that can be compared."""
+    last = max(reversed(rows), key=lambda row: row["images"])
+    alike = [row for row in rows if all(row[name] == last[name] for name in CONDITIONS)]
+    captured = {row["commit"] for row in alike if "graphs" in (row["engine"] or "")}
+    return comparable([row for row in alike if row["commit"] in captured] or alike, last)
 
 
 def quality_table(rows: list[Row]) -> str:
@@ -85,17 +96,27 @@ def quality_table(rows: list[Row]) -> str:
     lines.append(
         f"{conditions(first)} In brackets after the speedup its 20th–80th percentile, else 95 % bootstrap intervals. Style and label are"
         f" named by probes on EfficientNet-lite0 features; accuracy of the probes on real held-out images: {real or 'not measured'}."
-        f"{judged_labels(first)}{along if directions else ''} SparseVAR keeps another number of tokens in every image, and all images of"
-        f" a batch pay for the one that keeps most: batches of {first['batch']} are where it saves least."
+        f"{judged_labels(first)}{along if directions else ''}{padded(first)}"
     )
     return "\n".join(lines)
 
 
+def padded(row: Row) -> str:
+    """Rows that tell no padding are from before the tokens of a batch were packed."""
+    if "padding" in row:
+        return ""
+    return (
+        " SparseVAR keeps another number of tokens in every image, and all images of a batch pay for the one that keeps most: batches of"
+        f" {row['batch']} are where it saves least."
+    )
+
+
 def conditions(row: Row) -> str:
     """Under which a method was judged, as a sentence."""
+    engine = "captured graphs" if row["engine"] == "graphs" else row["engine"]
     return (
         f"`{row['model']}`, {row['images']} held-out prompts, the same seeds with every method; {row['hardware']}, torch {row['torch']},"
-        f" {row['dtype']}, batches of {row['batch']}, {row['engine']}, decoding included."
+        f" {row['dtype']}, batches of {row['batch']}, {engine}, decoding included."
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         type=Path,
         metavar="DIR",
-        help="replay every case folder below DIR; repeatable (default: the project's own cases and ../shared/golden where it exists)",
+        help="replay every case folder below DIR; repeatable (default: ../shared/golden where it exists, and the project's own cases)",
     )
 
 
@@ -47,6 +49,17 @@ def golden_roots(config: pytest.Config) -> list[Path]:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's package reads it; those tests that want a hub bring their own
     torch.set_num_threads(1)  # as the stored runs did; on tensors this small a second thread costs more than it brings
+    if find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        settings.register_profile("steady", derandomize=True, deadline=None)  # the same examples every time, however slow the machine is
+        settings.load_profile("steady")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: full collections need not look at a million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -96,6 +96,15 @@ class Live:
         return self.ask(PATH, fields)
 
 
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Fails where it does not happen, rather than waiting for ever."""
+    for _ in range(100 * SECONDS):
+        if happened():
+            return
+        Event().wait(0.01)
+    raise AssertionError("it did not happen")
+
+
 @contextmanager
 def live(models: Mapping[str, Any], aliases: Mapping[str, str] | None = None, method: str = "dense", **settings: Any) -> Iterator[Live]:
     content = Content(tuple(models), (None,), lambda name, device: models[name], aliases or {}, method)

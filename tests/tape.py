@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nextscale import pipeline
-from nextscale.engine import captures
+from nextscale.engine import captures, stage_graphs
 
 HOST_READS = {f"aten::{name}" for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "lift_fresh", "equal")}
 
@@ -38,18 +39,25 @@ class Tape(TorchDispatchMode):
         self.ops.append((func, args, kwargs or {}, out))
         return out
 
-    @torch.inference_mode()
-    def replay(self) -> None:
+    @cached_property
+    def launches(self) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]:
+        """What a replay runs: an operator, what it reads, and the tensors that take its results unless it writes into them itself."""
+        found = []
         for func, args, kwargs, out in self.ops:
-            aliases = [value.alias_info for value in func._schema.returns]
-            in_place = any(alias is not None and alias.is_write for alias in aliases)
+            in_place = any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
             if not in_place and shares_memory(out, (args, kwargs)):
                 continue  # a view stays where it is
+            written = in_place or func._schema.name.startswith("aten::empty")
+            found.append((func, args, kwargs, [] if written else [one for one in tree_leaves(out) if isinstance(one, Tensor)]))
+        return found
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, targets in self.launches:
             fresh = func(*args, **kwargs)
-            if in_place or func._schema.name.startswith("aten::empty"):
-                continue
-            for target, source in zip(tree_leaves(out), tree_leaves(fresh), strict=True):
-                if isinstance(target, Tensor):
+            if targets:
+                sources = (fresh,) if isinstance(fresh, Tensor) else [one for one in tree_leaves(fresh) if isinstance(one, Tensor)]
+                for target, source in zip(targets, sources, strict=True):
                     target.copy_(source)
 
 
@@ -92,7 +100,12 @@ def on_stream(stream: Stream) -> Iterator[None]:
     yield
 
 
-def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+FEW_BUCKETS = (32, 24, 12, 4)
+"""Of 32: enough sizes to choose from, with tokens to pad in most. With all of them, stages this small have one for nearly every number."""
+
+
+def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS) -> None:
+    patch.setattr(stage_graphs, "BUCKETS", buckets)
     for name, value in {
         "CUDAGraph": Tape,
         "graph": captured,

@@ -310,7 +310,7 @@ def test_images_of_a_batch_stay_apart(family: str) -> None:
             alone.add(codes[image : image + 1], Tokens(stage))
         if residual is not None:
             alone.add_residual(residual[image : image + 1], Tokens(schedule[-1]))
-        assert torch.allclose(alone.latent[0], output.latent[image], atol=1e-6)
+        assert torch.allclose(alone.latent[0], output.latent[image], atol=1e-5)
 
 
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "hart"])

@@ -23,7 +23,7 @@ from nextscale.output import Output, Preview
 from nextscale.stage import Schedule, Stage
 
 from .tape import Dispatched, play_graphs_on_the_cpu
-from .tiny import CROSS_ATTENTION_FAMILIES, FAMILIES, assert_close, assert_same_bits, one_prompt, prompts, shared_pipeline, text_features
+from .tiny import CROSS_ATTENTION_FAMILIES, KINDS, assert_close, assert_same_bits, one_prompt, prompts, shared_pipeline, text_features
 
 SPARSE = SparseVAR(tau=0.95, first_stage=2)  # less leaves out nothing of images this small
 
@@ -188,7 +188,7 @@ def slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "HOST_SECONDS", 1e3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("method", [Method(), SPARSE, StageVAR(), ToMe(random=True), SkipStages(1)], ids=lambda method: method.label)
 def test_fewer_images_run_in_a_padded_batch(family: str, method: Method, slow_host: None) -> None:
     pipe = with_graphs(family)

@@ -23,7 +23,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nextscale import errors
-from nextscale.checkpoints import Layout, Rule, Slot, check, convert, files, fits, load_weights, open_checkpoint, published_slots
+from nextscale.checkpoints import (
+    Layout,
+    NoInitialValues,
+    Rule,
+    Slot,
+    check,
+    convert,
+    files,
+    fits,
+    load_weights,
+    open_checkpoint,
+    published_slots,
+)
 from nextscale.checkpoints import weights as weights_module
 from nextscale.errors import CheckpointError
 
@@ -141,6 +153,18 @@ def checkpoint_file(weights: dict[str, Tensor], tmp_path: Path) -> Path:
 
 
 # --- slots and checks
+
+
+def test_initial_values_are_left_out_on_the_meta_device_alone() -> None:
+    with NoInitialValues():
+        with torch.device("meta"):
+            empty = nn.Sequential(nn.Linear(3, 4), nn.Embedding(5, 6), nn.Conv2d(1, 2, 3), nn.LayerNorm(4))
+        torch.manual_seed(0)
+        filled = nn.Linear(3, 4)
+    torch.manual_seed(0)
+    assert torch.equal(filled.weight, nn.Linear(3, 4).weight)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert empty[0].weight.shape == (4, 3) and isinstance(empty[0].weight, nn.Parameter)
 
 
 def test_slots_say_where_each_published_tensor_goes() -> None:
@@ -698,12 +722,12 @@ TENSOR_BYTES = 4 * ROWS * COLUMNS  # 20 MiB; 200 MiB for all
 SLACK_BYTES = 40 << 20
 
 MEMORY_PROBE = """
-import sys, threading, time
+import os, sys, threading, time
 import torch
 from torch import nn
 from nextscale.checkpoints import Layout, convert, load_weights
 
-mode, source, target, tensors, rows, columns = *sys.argv[1:4], *map(int, sys.argv[4:])
+folder, tensors, rows, columns = sys.argv[1], *map(int, sys.argv[2:5])
 
 def anonymous_bytes():
     with open("/proc/self/status") as status:
@@ -721,27 +745,40 @@ def meta_module():
     with torch.device("meta"):
         return nn.ParameterDict({f"p{number}": nn.Parameter(torch.empty(rows, columns)) for number in range(tensors)})
 
-def naive_load():
+def naive_load(source):
     module = meta_module()
     module.load_state_dict(torch.load(source, weights_only=True), assign=True)
     return module.to(torch.bfloat16)
 
-def load():
+def load(source):
     module = meta_module()
     load_weights(module, source, Layout(), dtype=torch.bfloat16)
     return module
 
-torch.ones(1024, 1024).to(torch.bfloat16).sum()  # starts the thread pool
-run = {"load": load, "convert": lambda: convert(source, target, meta_module(), Layout()), "naive": naive_load}[mode]
-before = anonymous_bytes()
-sampler = threading.Thread(target=sample)
-sampler.start()
-result = run()
-running = False
-sampler.join()
-if mode == "load":
-    assert all(parameter.dtype == torch.bfloat16 and parameter[0, 0] == float(name[1:]) for name, parameter in result.items())
-print(max(peak, anonymous_bytes()) - before)
+def converted(source):
+    convert(source, source + ".safetensors", meta_module(), Layout())
+
+def growth(mode, source):
+    global running
+    run = {"load": load, "convert": converted, "naive": naive_load}[mode]
+    torch.ones(1024, 1024).to(torch.bfloat16).sum()  # what the first operators allocate
+    before = anonymous_bytes()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    result = run(source)
+    running = False
+    sampler.join()
+    if mode == "load":
+        assert all(parameter.dtype == torch.bfloat16 and parameter[0, 0] == float(name[1:]) for name, parameter in result.items())
+    return max(peak, anonymous_bytes()) - before
+
+for pair in sys.argv[5:]:  # each in a process of its own, in which torch is imported already
+    mode, name = pair.split("=")
+    child = os.fork()
+    if not child:
+        print(growth(mode, os.path.join(folder, name)), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, pair
 """
 
 
@@ -754,17 +791,13 @@ def large_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start_probe(mode: str, source: Path) -> subprocess.Popen[str]:
-    arguments = [mode, str(source), str(source.with_name("converted.safetensors")), *map(str, (TENSORS, ROWS, COLUMNS))]
+def measured_growth(folder: Path, *runs: str) -> list[int]:
+    """Bytes by which each run, "mode=file", lets a process grow."""
     environment = os.environ | {"PYTHONPATH": str(Path(errors.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MEMORY_PROBE, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def measured_growth(probe: subprocess.Popen[str]) -> int:
-    output, complaints = probe.communicate(timeout=120)
-    assert probe.returncode == 0, complaints
-    return int(output)
+    command = [sys.executable, "-c", MEMORY_PROBE, str(folder), *map(str, (TENSORS, ROWS, COLUMNS)), *runs]
+    probe = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert probe.returncode == 0, probe.stderr
+    return [int(line) for line in probe.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
@@ -772,9 +805,8 @@ def test_memory_stays_at_the_model_plus_one_tensor(large_checkpoints: Path) -> N
     model_bytes = TENSORS * TENSOR_BYTES // 2  # bfloat16
     bound = model_bytes + TENSOR_BYTES + SLACK_BYTES
     assert bound < TENSORS * TENSOR_BYTES  # the file alone, read into memory, would break it
-    runs = [("load", "large.pth"), ("load", "large.safetensors"), ("naive", "large.pth"), ("convert", "large.pth")]
-    probes = [start_probe(mode, large_checkpoints / name) for mode, name in runs]
-    from_torch, from_safetensors, naive, conversion = [measured_growth(probe) for probe in probes]
+    runs = ("load=large.pth", "load=large.safetensors", "naive=large.pth", "convert=large.pth")
+    from_torch, from_safetensors, naive, conversion = measured_growth(large_checkpoints, *runs)
     assert model_bytes * 0.9 < from_torch < bound
     assert model_bytes * 0.9 < from_safetensors < bound
     assert naive > bound

@@ -15,11 +15,15 @@ PROJECT = Path(__file__).parent.parent
 FOLDER = PROJECT / "integrations" / "diffusers"
 SMALL = {"height": 128, "width": 128}
 
-diffusers = pytest.importorskip("diffusers", minversion="0.42")
+
+@pytest.fixture(scope="module")
+def diffusers() -> Any:
+    """Imported where it is used: that takes two seconds."""
+    return pytest.importorskip("diffusers", minversion="0.42")
 
 
 @pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def pipe(diffusers: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """nano, on the CPU. diffusers copies the code of a block into a cache of its own."""
     home = tmp_path_factory.mktemp("modules")
     from diffusers.utils import dynamic_modules_utils
@@ -32,7 +36,7 @@ def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield loaded
 
 
-def test_code_of_a_folder_is_not_run_without_leave() -> None:
+def test_code_of_a_folder_is_not_run_without_leave(diffusers: Any) -> None:
     with pytest.raises(ValueError, match="trust_remote_code"):
         diffusers.ModularPipeline.from_pretrained(str(FOLDER), trust_remote_code=False)
 
@@ -87,7 +91,7 @@ def test_other_models_and_saved_folders_take_its_place(pipe: Any, tmp_path: Path
         pipe.update_components(next_scale=nano)
 
 
-def test_without_a_model_it_says_how_to_load_one() -> None:
+def test_without_a_model_it_says_how_to_load_one(diffusers: Any) -> None:
     bare = diffusers.ModularPipeline.from_pretrained(str(FOLDER), trust_remote_code=True)
     with pytest.raises(nextscale.NextscaleError, match=r"load_components\(\)"):
         bare(prompt="an apple")

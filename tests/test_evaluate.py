@@ -92,7 +92,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 def test_numbers_are_those_of_torchmetrics(libraries: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
     values, given = libraries[0]["torchmetrics"], libraries[1]
     ours, real, a, b = (given[name] for name in ("ours", "real", "a", "b"))
-    assert float(frechet_distance(ours, real)) == pytest.approx(values["fid"], rel=1e-9)
+    assert float(frechet_distance(ours, real)) == pytest.approx(values["fid"], rel=1e-6)
     assert psnr(a, b).tolist() == pytest.approx(values["psnr"], rel=1e-5)
     assert ssim(a, b).tolist() == pytest.approx(values["ssim"], rel=1e-4)
     network = tiny_dists()
@@ -110,7 +110,7 @@ def test_what_torchmetrics_does_is_asked_of_it(libraries: tuple[dict[str, Any], 
     values, given = libraries[0]["torchmetrics"], libraries[1]
     mean, deviation = kernel_distance(given["ours"], given["real"], subsets=3)
     assert mean == pytest.approx(values["kid"], rel=1e-4)
-    assert deviation == pytest.approx(0, abs=1e-6)
+    assert deviation == pytest.approx(0, abs=1e-4 * abs(mean))
     assert inception_score(given["ours"], splits=1)[0] == pytest.approx(values["inception_score"], rel=1e-4)
 
 

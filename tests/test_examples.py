@@ -5,12 +5,19 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import nextscale
 from nextscale.accel import METHODS
+from nextscale.loading.presets import NANO
+from nextscale.loading.random_weights import random_pipeline
+from nextscale.pipeline import Pipeline
+
+from . import tiny
 
 PROJECT = Path(__file__).parent.parent
 EXAMPLES = sorted((PROJECT / "examples").glob("*.py"))
@@ -30,6 +37,16 @@ WRITTEN = {
     "seeds_and_batches": {f"rocket-{seed}.png" for seed in (1, 2, 3)},
     "watch_the_stages": {f"stage{index:02}.png" for index in range(7)},
 }
+
+
+AS_IT_IS = "first_image"  # with nano itself; the others take a smaller model of its sizes
+
+
+def small_nano(name: str) -> Pipeline:
+    assert name == NANO.name
+    model = replace(NANO.model, depth=tiny.DEPTH, dim=tiny.WIDTH, heads=tiny.HEADS)  # type: ignore[type-var]
+    tokenizer = replace(NANO.tokenizer, channels=32, multipliers=(1, 1, 1, 1))  # type: ignore[type-var]
+    return tiny.with_ranks(random_pipeline(replace(NANO, model=model, tokenizer=tokenizer)))
 
 
 @pytest.fixture
@@ -52,6 +69,8 @@ def test_it_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(example)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if example.stem != AS_IT_IS:
+        monkeypatch.setattr(nextscale, "load", small_nano)
     runpy.run_path(str(example), run_name="__main__")
     shown = capsys.readouterr().out
     assert all(text in shown for text in EXPECTED[example.stem]), shown

@@ -245,6 +245,7 @@ def test_the_embedded_model_needs_no_network_and_no_further_package(embedded: Pa
         "import nextscale\n"
         f"images = nextscale.load('nano', device='cpu')('a red apple', seed=0, size={SMALLEST}).images\n"
         f"assert images[0].size == ({SMALLEST}, {SMALLEST})\n"
+        "assert 'torch._dynamo' not in sys.modules, 'the compiler is imported, which takes longer than the image'\n"
     )
     environment = {"NEXTSCALE_HOME": str(tmp_path), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent, env=environment)

@@ -79,7 +79,7 @@ def test_logits_and_pixels_stay_near_those_of_float32(family: str, dtype: torch.
         ours, theirs = half_stages[-1], exact_stages[-1]
         assert 1e-4 < relative(ours.residual, theirs.residual) < RESIDUAL_BOUND[dtype]
         moved = to_map(ours.residual - theirs.residual, ours.stage)
-        assert torch.allclose(half.latent - exact.latent, moved, rtol=0, atol=1e-6)
+        assert torch.allclose(half.latent - exact.latent, moved, rtol=0, atol=1e-5)
     else:
         assert torch.equal(half.latent, exact.latent)  # the sum of codes is float32 whatever the model is
         assert torch.equal(half.pixels, decoded)

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.table import quality_table
+from benchmarks.table import judged_runs, quality_table
 from nextscale.accel import Method, MethodRun, RunSetup
 from nextscale.checkpoints import Layout, write_weights
 from nextscale.cli import app, options
@@ -525,3 +525,13 @@ def test_readme_table_shows_the_newest_rows_of_the_most_prompts_on_a_gpu() -> No
     assert lines[0].startswith("| 32x32 | dense | **1.00** (1.00–1.00) | 100% | 100% |  |  |")
     assert lines[-1].startswith("| 32x32 | odd | RuntimeError: does not work here |")
     assert "real held-out images" in table
+
+
+def test_captured_rows_take_the_place_of_eager_ones() -> None:
+    """Whole runs: a method that cannot be captured was timed beside those that can."""
+    on_gpu = [row | {"hardware": "some GPU", "commit": "old"} for row in evaluation().rows]
+    captured = [row | {"commit": "new", "engine": "graphs"} for row in on_gpu[:2]]
+    uncaptured = on_gpu[2] | {"commit": "new"}
+    later = on_gpu[3] | {"commit": "newest"}
+    ((*found,),) = judged_runs([*on_gpu, *captured, uncaptured, later])
+    assert found == [*captured, uncaptured]

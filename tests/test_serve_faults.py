@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ from nextscale.serve.run import serve
 from nextscale.serve.service import Content
 from nextscale.serve.settings import ServeSettings
 
-from .serving import PATH, SECONDS, Answer, Live, Steered, live
+from .serving import PATH, SECONDS, Answer, Live, Steered, live, wait_until
 from .tiny import shared_pipeline
 
 PROJECT = Path(__file__).parent.parent
@@ -208,6 +207,10 @@ def process(*options: str) -> tuple[subprocess.Popen[str], int]:
     raise AssertionError(f"it ended with {started.wait()}")
 
 
+def two_wait(port: int) -> bool:
+    return b"nextscale_images_waiting 2.0" in Live(None, None, port).ask("/metrics").body  # type: ignore[arg-type]
+
+
 def ask(port: int, **fields: Any) -> Answer:
     return Live(None, None, port).generate(**fields)  # type: ignore[arg-type]
 
@@ -216,8 +219,7 @@ def test_sigterm_under_load() -> None:
     started, port = process("--max-batch", "1", "--shutdown-timeout", "60")
     with ThreadPoolExecutor(4) as pool:
         accepted = [pool.submit(ask, port, prompt="a red apple", size="128x128", seed=seed) for seed in range(3)]
-        while b"nextscale_images_waiting 2.0" not in Live(None, None, port).ask("/metrics").body:  # type: ignore[arg-type]
-            time.sleep(0.01)
+        wait_until(lambda: two_wait(port))
         started.send_signal(signal.SIGTERM)
         late = ask(port, prompt="late", size="128x128")
         while late.status == 200:  # the signal has not arrived yet
@@ -231,8 +233,7 @@ def test_what_does_not_finish_in_time_is_given_up_with_an_answer() -> None:
     started, port = process("--max-batch", "1", "--shutdown-timeout", "0.01")
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(ask, port, prompt="a red apple", size="256x256", seed=seed) for seed in range(3)]
-        while b"nextscale_images_waiting 2.0" not in Live(None, None, port).ask("/metrics").body:  # type: ignore[arg-type]
-            time.sleep(0.01)
+        wait_until(lambda: two_wait(port))
         started.send_signal(signal.SIGTERM)
         assert [answer.result(SECONDS).error["code"] for answer in asked] == ["shutting_down"] * 3
     assert started.wait(SECONDS) == 0

@@ -231,7 +231,7 @@ def test_least_squares_weights_restore_what_the_rows_span() -> None:
     assert torch.allclose(least_squares_weights(rows, x) @ rows, x, atol=1e-4)
     padded = torch.cat([rows, torch.zeros(1, 2, 7)], dim=1)
     weights = least_squares_weights(padded, x)
-    assert (weights[..., 3:].abs() < 1e-6).all()
+    assert (weights[..., 3:].abs() < 1e-5).all()
     assert torch.allclose(weights @ padded, x, atol=1e-4)
 
 

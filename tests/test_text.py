@@ -134,7 +134,7 @@ def test_equals_transformers_padded_to_512(saved_model: Path) -> None:
     features = T5Encoder(saved_model)(prompts)
     assert features.lengths == (3, 13, 3)  # words and the end token
     for row, states, mask in zip(features.rows, hidden, tokens["attention_mask"], strict=True):
-        torch.testing.assert_close(row, states[mask == 1].clone(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(row, states[mask == 1].clone(), atol=1e-4, rtol=1e-4)
 
 
 def test_batch_equals_single_prompts_in_any_order(saved_model: Path) -> None:
@@ -143,8 +143,8 @@ def test_batch_equals_single_prompts_in_any_order(saved_model: Path) -> None:
     together = encoder(prompts)
     reversed_order = encoder(prompts[::-1])
     for index, prompt in enumerate(prompts):
-        torch.testing.assert_close(together.rows[index], encoder([prompt]).rows[0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(together.rows[index], reversed_order.rows[-1 - index], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(together.rows[index], encoder([prompt]).rows[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(together.rows[index], reversed_order.rows[-1 - index], atol=1e-4, rtol=1e-4)
 
 
 def test_case_is_kept(saved_model: Path) -> None:

@@ -100,8 +100,8 @@ def assert_features(folder: Path, encoder: ClipEncoder) -> None:
     assert features.pooled.dtype == features.rows[0].dtype == torch.float32
     for text, row, pooled in zip((SHORT, LONG), features.rows, features.pooled, strict=True):
         expected = by_hand(folder, text)
-        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(pooled, expected[-1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(pooled, expected[-1], atol=1e-4, rtol=1e-4)
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_left_padding_is_left_out_too(folder: Path) -> None:
         hidden = encoder._model(**tokens).last_hidden_state[0, 71:].clone()
         leaking = encoder._model(input_ids=tokens["input_ids"]).last_hidden_state[0, 71:].clone()
     row = encoder([SHORT]).rows[0]
-    torch.testing.assert_close(row, hidden, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(row, hidden, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(row, leaking, atol=1e-2)
 
 
@@ -181,8 +181,8 @@ def test_empty_text_stands_for_no_prompt(saved_model: Path) -> None:
     expected = by_hand(saved_model, "")
     assert features.pooled is not None
     assert features.lengths == (2,)  # start and end
-    torch.testing.assert_close(features.rows[0], expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(features.pooled[0], expected[-1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(features.rows[0], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(features.pooled[0], expected[-1], atol=1e-4, rtol=1e-4)
 
 
 def test_empty_text_is_encoded_once_and_stays_no_prompt(saved_model: Path) -> None:

@@ -148,6 +148,7 @@ SPECS = {
     "star_refined": star_spec(refined=True),
 }
 FAMILIES = tuple(SPECS)
+KINDS = ("var", "flexvar", "infinity", "hart", "star_refined")  # one of each kind: the others differ from these in what no method sees
 CLASS_FAMILIES = ("var", "var_shared", "flexvar")
 TEXT_FAMILIES = tuple(family for family in FAMILIES if family not in CLASS_FAMILIES)
 STAR_FAMILIES = ("star", "star_refined")
@@ -247,7 +248,8 @@ class Rounding(NamedTuple):
 # A batch multiplies matrices with other numbers of rows than an image alone, and such products round differently. What was found on
 # a CPU, over 40 seeds and 3 images per family, with 1 and with 2 threads: codes equal, so that latents equal bit for bit where they
 # follow from codes alone (FlexVAR, Infinity); VAR's and STAR's within 1e-6 (their convolutions); pixels within 5.3e-6, FlexVAR's
-# within 2.2e-5. A permuted batch permutes the pixels bit for bit, and a repeated request repeats them bit for bit.
+# within 2.2e-5. A permuted batch permutes the pixels bit for bit where vectors are wide, else to rounding, and a repeated request repeats
+# them bit for bit.
 # HART's first diffusion step multiplies rounding by 2e4 and then clamps, so that a few elements move much farther than the others. Over
 # 250 seeds and 3 images its latents moved by 6e-6 (the median image), 2e-5 (99 of 100 images) and 1.2e-2 (the worst one), pixels by at
 # most 3e-3. Mixtures of codes, which divide rounding by a temperature down to 0.1, moved by at most 1.9e-3, the latents by 1.6e-5,

@@ -2,12 +2,14 @@
 
 from .files import Checkpoint, open_checkpoint
 from .layout import Layout, Mismatch, Rule, Shape, Slot, check, fits, published_slots
+from .meta import NoInitialValues
 from .weights import convert, load_weights, write_weights, write_whole
 
 __all__ = [
     "Checkpoint",
     "Layout",
     "Mismatch",
+    "NoInitialValues",
     "Rule",
     "Shape",
     "Slot",

@@ -81,7 +81,7 @@ class CaseOptions:
     ] = False
 
     def cases(self) -> list[Case]:
-        """Empty if nothing is asked for; wrong models, sizes and methods are refused now."""
+        """The cases that are asked for, none by default; wrong models, sizes and methods are refused now."""
         detailed = bool(self.methods or self.batch or self.size)
         if self.suites and detailed:
             raise SettingError("--suite already fixes methods, sizes and batches: leave out --method, --size and --batch")

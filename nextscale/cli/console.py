@@ -36,7 +36,7 @@ def image_bar() -> Progress:
 
 
 def _bar(*amount: ProgressColumn) -> Progress:
-    """Shown on a terminal only, and gone when it ends."""
+    """A bar that is shown on a terminal only, and gone when it ends."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -60,7 +60,7 @@ def require_image_name(option: str, file: Path) -> None:
 
 
 def require_writable(files: Sequence[Path], force: bool) -> None:
-    """SettingError unless all files can be written, each once; existing ones only with `force`."""
+    """Raises SettingError unless all files can be written, each once; existing ones only with `force`."""
     if twice := [file for file, times in Counter(files).items() if times > 1]:
         raise SettingError(f"{named(twice)} would be written twice: give --out, --grid and --report different names")
     if folders := [file for file in files if file.is_dir()]:

@@ -126,7 +126,7 @@ class SamplingOptions:
         return {"guidance": guidance, "negative": negative, **sampling}
 
     def _changes(self) -> dict[str, Any]:
-        """Only what was asked for, so that the rest keeps the published values."""
+        """The sampling settings that were asked for; the rest keeps the published values."""
         asked = {
             "temperature": None if self.temperature is None else parse_temperature(self.temperature),
             "top_k": self.top_k,

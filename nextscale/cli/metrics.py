@@ -12,7 +12,7 @@ from ..lab.metrics.files import LPIPS, metric_file
 
 
 def find_lpips(given: Path | None, device: torch.device) -> Lpips | None:
-    """None where it is missing and nobody asked for it."""
+    """The network of LPIPS; None where it is missing and nobody asked for it."""
     try:
         file = metric_file(LPIPS, given)
     except CheckpointError:

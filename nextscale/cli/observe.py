@@ -201,7 +201,7 @@ def measure_details(
 
 
 def require_alone(context: typer.Context) -> None:
-    """SettingError for options of a measurement, which --plot would ignore."""
+    """Refuses options of a measurement, which --plot would ignore."""
     chosen = [one for one in context.command.params if one.name and given_by_user(context, one.name)]
     if surplus := [one.opts[0] for one in chosen if one.name not in ("plot", "out", "force")]:
         raise SettingError(f"--plot only plots what was measured: leave out {', '.join(surplus)}")

@@ -209,7 +209,7 @@ class PromptFile:
     limit: Limit = None
 
     def read_file(self) -> list[EvalPrompt]:
-        """Empty without a file."""
+        """The prompts of the file; none without a file."""
         if self.prompts_file is not None:
             return read_eval_prompts(self.prompts_file, self.limit)
         if self.limit is not None:

@@ -32,7 +32,7 @@ def require_no_model_names(words: Sequence[str]) -> None:
 
 
 def parse_prompt(text: str, spec: ModelSpec) -> str | int:
-    """Text as it is, or a class number."""
+    """A prompt of the command line: the text as it is, or a class number."""
     if spec.text_encoder is None:
         number = int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text
         prompt_reader(spec, None, torch.device("cpu")).read(number)
@@ -120,7 +120,7 @@ def parse_temperature(text: str) -> float | list[float]:
 
 
 def parse_numbers(text: str) -> list[float]:
-    """Numbers between commas; empty if any of them is not one."""
+    """The numbers between commas; none if any of them is not one."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:

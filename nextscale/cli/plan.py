@@ -99,7 +99,7 @@ def plan(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. The first three are those of the KV cache."""
+    """Bytes of a request; the first three are those of the KV cache."""
 
     reserved: int  # before a request with the method starts, text included
     dense: int  # that later stages read, with dense generation
@@ -124,11 +124,11 @@ class Forecast:
 
     @property
     def thinned(self) -> bool:
-        """Some blocks run fewer tokens than enter the first."""
+        """Whether some blocks run fewer tokens than enter the first."""
         return any(stage.computed != stage.tokens for stage in self.planned.stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The forecast as plain values, for JSON."""
         stages = zip(self.planned.stages, self.dense.stages, strict=True)
         return {
             "model": self.model,

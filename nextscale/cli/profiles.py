@@ -62,7 +62,7 @@ def profiles(
 
 
 def found_profiles(model: str | None) -> Iterator[tuple[Path, Profile]]:
-    """Those beside the weights of one model, or of all models whose weights are on this machine."""
+    """The profiles beside the weights of one model, or of all models whose weights are on this machine."""
     for spec in MODELS.values() if model is None else (model_spec(model),):
         try:
             yield from named_profiles(spec).items()

@@ -79,7 +79,7 @@ class JudgeOptions:
         return Judges.load(self.metrics, self.probe, device)
 
     def _train_probe(self, data: Sequence[Path], prompts: Path, device: torch.device) -> None:
-        """On real images as they are and once more augmented."""
+        """Trains probes on real images as they are and once more augmented, and stores them."""
         if self.probe is None:
             raise SettingError("--data trains probes: add --probe FILE, where they are stored")
         if prompts.resolve() in [shard.resolve() for shard in data]:
@@ -199,7 +199,7 @@ def frontier(
 
 
 def pixels_of(size: str) -> list[int]:
-    """Height and width."""
+    """Height and width in pixels."""
     match parse_size(size):
         case int(side):
             return [side, side]
@@ -232,7 +232,7 @@ def thumbnail(image: Tensor) -> Image.Image:
 
 
 def show_rows(rows: Sequence[Row]) -> None:
-    """All measures with their intervals where the terminal is wide enough, else the main ones in 80 columns."""
+    """Prints all measures with their intervals where the terminal is wide enough, else the main ones in 80 columns."""
     console = result_console()
     whole = table_of(rows, WHOLE)
     fits = console.measure(whole, options=console.options.update(max_width=UNLIMITED_WIDTH)).maximum <= console.width
@@ -253,7 +253,7 @@ def show_rows(rows: Sequence[Row]) -> None:
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, Column]) -> Table:
-    """Without the columns that no row fills."""
+    """A table of the methods that ran, without the columns that no row fills."""
     ran = [row for row in rows if "error" not in row]
     shown = {heading: column for heading, column in columns.items() if any(column(row) for row in ran)}
     table = Table("method", box=None, pad_edge=False)
@@ -265,7 +265,7 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, Column]) -> Table:
 
 
 def value(name: str, form: str, bounds: bool = False) -> Column:
-    """A measure, empty where it was not taken."""
+    """A column with a measure, empty where it was not taken."""
 
     def written(row: Row) -> str:
         interval = row.get(name)

@@ -73,7 +73,7 @@ def show_results(calls: Sequence[Call]) -> None:
 
 
 def engines(reports: Sequence[Report]) -> str:
-    """Those that ran, in order: "eager", "CUDA graphs" or "eager, then CUDA graphs"."""
+    """The engines that ran, in order: "eager", "CUDA graphs" or "eager, then CUDA graphs"."""
     return ", then ".join(dict.fromkeys(ENGINES.get(report.engine, report.engine) for report in reports))
 
 

@@ -151,7 +151,7 @@ def sample_command(
 
 
 def require_known_actors(model: ModelOptions, ray: RaySettings) -> None:
-    """SettingError for what would mean one thing here and another on the machines of a cluster."""
+    """Refuses what would mean one thing here and another on the machines of a cluster."""
     if model.device not in (None, "cpu"):
         raise SettingError(f"--device {model.device}: with --ray every actor takes the GPU that Ray gives it; leave it out, or say cpu")
     if ray.address != LOCAL and model.dtype is None:
@@ -159,7 +159,7 @@ def require_known_actors(model: ModelOptions, ray: RaySettings) -> None:
 
 
 def on_own_gpu(model: ModelOptions) -> ModelOptions:
-    """Processes that a launcher starts on one machine take a GPU each."""
+    """The options with a GPU of its own for each process that a launcher starts on one machine."""
     local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
     if model.device is not None or local is None or torch.cuda.device_count() < 2:
         return model
@@ -194,7 +194,7 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: 
 
 
 def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
-    """None: the devices of a cluster."""
+    """Versions of the programs, and the machine; the device is None for those of a cluster."""
     found = where(device or torch.device("cpu"))
     hardware = "Ray cluster" if device is None else found["hardware"]
     return {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "device": hardware, "batch": batch}

@@ -182,6 +182,6 @@ def curve(
 
 
 def require_file_name(file: Path) -> None:
-    """SettingError now rather than after the work."""
+    """Raises SettingError now rather than after the work."""
     if file.is_dir() or not file.parent.is_dir():
         raise SettingError(f"--out {file}: expected the name of a file in a folder that exists")

@@ -23,7 +23,7 @@ def where(device: torch.device) -> dict[str, str]:
 
 
 def version() -> str:
-    """Of this package."""
+    """The version of this package."""
     try:
         return metadata.version("nextscale")
     except metadata.PackageNotFoundError:

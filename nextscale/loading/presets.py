@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..assets import EMBEDDED
+from ..checkpoints import NoInitialValues
 from ..errors import UnknownModel
 from ..guidance import ConstantGuidance, RampGuidance
 from ..models import (
@@ -97,18 +98,22 @@ class ModelSpec:
 
 
 def build_model(config: ModelConfig) -> NextScaleModel:
+    """A model whose weights come from elsewhere."""
     classes = {VarConfig: Var, FlexVarConfig: FlexVar, InfinityConfig: Infinity, HartConfig: Hart, StarConfig: Star}
-    return classes[type(config)](config)
+    with NoInitialValues():
+        return classes[type(config)](config)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """A tokenizer whose weights come from elsewhere."""
     classes = {
         VarTokenizerConfig: VarTokenizer,
         FlexVarTokenizerConfig: FlexVarTokenizer,
         InfinityTokenizerConfig: InfinityTokenizer,
         HartTokenizerConfig: HartTokenizer,
     }
-    return classes[type(config)](config)
+    with NoInitialValues():
+        return classes[type(config)](config)
 
 
 NANO_TOKENIZER = InfinityTokenizerConfig(bits=16, channels=64, multipliers=(1, 1, 2, 2), blocks_per_level=1)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import Checkpoint, Layout, check, open_checkpoint, published_slots, write_whole
+from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_slots, write_whole
 from ..errors import CheckpointError, PromptError, SettingError
 from .encoder import check_prompts
 from .features import TextFeatures
@@ -157,8 +157,8 @@ class WordEncoder(nn.Module):
         self.config = config
         self.register_buffer("vectors", torch.zeros(config.words, config.vector_channels))
         self.embed = nn.Linear(config.vector_channels, config.width)
-        self.begin = nn.Parameter(0.5 * torch.randn(config.width))  # about the size of an embedded word
-        self.positions = nn.Parameter(0.02 * torch.randn(config.longest, config.width))
+        self.begin = nn.Parameter(nn.init.normal_(torch.empty(config.width), std=0.5))  # about the size of an embedded word
+        self.positions = nn.Parameter(nn.init.normal_(torch.empty(config.longest, config.width), std=0.02))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
 
@@ -246,7 +246,7 @@ class WordTextEncoder:
         longest_side = max((side for shape in checkpoint.shapes.values() for side in shape), default=0)
         if config.layers > len(checkpoint.shapes) or max(asdict(config).values()) > longest_side:
             raise _not_an_encoder(checkpoint, f"its tensors are too few or too small for {config}")  # and for a module of that size
-        with torch.device("meta"):
+        with torch.device("meta"), NoInitialValues():
             model = WordEncoder(config)
         if problems := check(published_slots(model, _LAYOUT), checkpoint.shapes, _LAYOUT).lines():
             raise _not_an_encoder(checkpoint, "; ".join(problems))

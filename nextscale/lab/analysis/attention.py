@@ -38,7 +38,7 @@ class CalledAttention(TorchFunctionMode):
 
 @dataclass
 class AttentionWatcher:
-    """For a `FeatureProbe` of all blocks inside `calls`: means over blocks and heads, of the first image's row with the prompt."""
+    """Collects, for a `FeatureProbe` of all blocks inside `calls`, where the first image's row with the prompt attends, mean over heads."""
 
     calls: CalledAttention
     schedule: Schedule
@@ -64,7 +64,7 @@ class AttentionWatcher:
         return torch.stack([torch.stack(self.shares[stage.index]).mean(dim=0) for stage in self.schedule])
 
     def received_maps(self) -> list[Tensor]:
-        """Per stage, [cells]."""
+        """Attention that the cells of each stage get, [cells], mean over blocks."""
         return [torch.stack(self.received[stage.index]).mean(dim=0) for stage in self.schedule]
 
 

@@ -56,7 +56,7 @@ def read_eval_prompts(file: str | Path, limit: int | None = None) -> list[EvalPr
 
 
 def evenly_spread(prompts: Sequence[T], limit: int | None) -> list[T]:
-    """At most `limit` of the prompts."""
+    """At most `limit` of the prompts, evenly spread over them."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
     if limit < 1:

@@ -40,7 +40,7 @@ class Unguided(Method):
 
 @dataclass(frozen=True)
 class Measured:
-    """Of every image: its features [N, 2], and its structural similarity to the dense one with 1, 2, 3 stages left out or unguided."""
+    """Features [N, 2] of every image, and its structural similarity to the dense one with 1, 2, 3 stages left out or unguided."""
 
     features: Tensor
     skipped: Tensor  # [N, stages]

@@ -68,7 +68,7 @@ def states(folder: ImageFolder, files: Sequence[Path]) -> str:
 
 
 def read_part(file: Path, state: str) -> Tensor | None:
-    """None where there is nothing, or something of other images, or a damaged file."""
+    """The stored features; None where there are none, or those of other images, or a damaged file."""
     try:
         with safe_open(file, framework="pt") as stored:
             if (stored.metadata() or {}).get("files") != state:

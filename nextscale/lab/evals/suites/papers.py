@@ -29,7 +29,7 @@ class PaperRun:
 
     @property
     def images(self) -> int:
-        """With each method."""
+        """Images that each method generates."""
         return round(self.share * SUITES[self.suite].images)
 
 
