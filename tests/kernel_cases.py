@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -12,8 +16,44 @@ import pytest
 import torch
 from torch import Tensor
 
+from nextscale import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLACK = 2.0  # times the error of torch in the same dtype
+
+
+@cache
+def triton_interpreter() -> ModuleType:
+    """Triton's interpreter, with which all kernels are imported where there is no GPU: once, for all tests of a process.
+
+    Whether kernels are interpreted is read when Triton is imported, which torch may have done already.
+    """
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch.setenv("TRITON_INTERPRET", "1")
+            known = [name for name in sys.modules if name.startswith(("triton", "nextscale.kernels.")) and not name.startswith("triton._C")]
+            for name in known:
+                del sys.modules[name]
+            for name in kernels.FILES:
+                vars(kernels).pop(name, None)  # what was used before
+        for module in iter_modules(kernels.__path__, "nextscale.kernels."):
+            import_module(module.name)
+        return import_module("triton.runtime.interpreter")
+
+
+@contextmanager
+def interpreted_as_on_a_gpu() -> Iterator[None]:
+    """Kernels run and round as on a GPU, under the interpreter where there is none."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if DEVICE == "cpu":
+            interpreter = triton_interpreter()
+            patch.setenv("TRITON_INTERPRET", "1")
+            round_to_bfloat16(interpreter, patch)
+            round_to_eight_bits(interpreter, patch)
+            loop_to_loaded_bounds(interpreter, patch)
+        yield
 
 
 class Maker:

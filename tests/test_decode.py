@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -37,25 +36,13 @@ from nextscale.tokenizers.autoencoder import (
 )
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
 
-from .kernel_cases import DTYPES, compare, loop_to_loaded_bounds, poisoned, round_to_bfloat16
+from .kernel_cases import DEVICE, DTYPES, compare, interpreted_as_on_a_gpu, poisoned, triton_interpreter
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+triton_interpreter()  # before the kernels are imported
 
-with pytest.MonkeyPatch.context() as patch:
-    if DEVICE == "cpu":
-        # Read when Triton is imported, which other tests may have done already: here it is imported anew, and all is put back.
-        patch.setenv("TRITON_INTERPRET", "1")
-        for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
-            patch.delitem(sys.modules, name)
-        for name in ("group_norm", "bias_residual", "upsample"):
-            patch.delitem(sys.modules, f"nextscale.kernels.{name}", raising=False)
-    pytest.importorskip("triton")
-    from triton.runtime import interpreter
+from nextscale.kernels import bias_residual, upsample  # noqa: E402
+from nextscale.kernels import group_norm as kernel  # noqa: E402
 
-    from nextscale.kernels import bias_residual, upsample
-    from nextscale.kernels import group_norm as kernel
-
-DECODER_KERNELS = {"group_norm_silu", "centred_silu", "add_bias_residual_", "upsample_nearest"}
 CONFIGS = {
     "attention": AutoencoderConfig(48, (1, 2, 2), 6, blocks_per_level=1),  # 24 groups, as FlexVAR and small models have
     "plain": AutoencoderConfig(32, (1, 2), 4, blocks_per_level=2, attention=False),
@@ -81,16 +68,8 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run, on a CPU under Triton's interpreter, which rounds to bfloat16 as a GPU does."""
-    if DEVICE == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        round_to_bfloat16(interpreter, monkeypatch)
-        loop_to_loaded_bounds(interpreter, monkeypatch)
-        for module in (kernel, bias_residual, upsample):
-            for name in DECODER_KERNELS & vars(module).keys():
-                monkeypatch.setitem(vars(kernels), name, vars(module)[name])
-    with torch.no_grad():
+def interpreted() -> Iterator[None]:
+    with interpreted_as_on_a_gpu():
         yield
 
 

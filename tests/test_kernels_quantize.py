@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,33 +17,19 @@ from nextscale.models import attention
 from nextscale.models.quantized import Fp8Linear
 
 from . import tiny
-from .kernel_cases import Maker, loop_to_loaded_bounds, poisoned, require_close, round_to_bfloat16, round_to_eight_bits
+from .kernel_cases import DEVICE, Maker, interpreted_as_on_a_gpu, poisoned, require_close, triton_interpreter
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+triton_interpreter()  # before the kernels are imported
 
-with pytest.MonkeyPatch.context() as patch:
-    if DEVICE == "cpu":
-        # Read when Triton is imported, which torch may have done already; put back, since other tests shall not meet it.
-        patch.setenv("TRITON_INTERPRET", "1")
-        for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]:
-            del sys.modules[name]
-    pytest.importorskip("triton")
-    from nextscale.kernels.attention import attend_lengths_reference
-    from nextscale.kernels.int8 import Tile, int8_linear_reference
-    from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
-    from nextscale.kernels.quantize import gelu_to_e4m3_reference, round_to_e4m3_reference, silu_to_e4m3_reference
+from nextscale.kernels.attention import attend_lengths_reference  # noqa: E402
+from nextscale.kernels.int8 import Tile, int8_linear_reference  # noqa: E402
+from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
+from nextscale.kernels.quantize import gelu_to_e4m3_reference, round_to_e4m3_reference, silu_to_e4m3_reference  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if DEVICE == "cpu":
-        from triton.runtime import interpreter
-
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        round_to_bfloat16(interpreter, monkeypatch)
-        round_to_eight_bits(interpreter, monkeypatch)
-        loop_to_loaded_bounds(interpreter, monkeypatch)
-    with torch.no_grad():
+def interpreted() -> Iterator[None]:
+    with interpreted_as_on_a_gpu():
         yield
 
 

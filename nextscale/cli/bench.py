@@ -98,17 +98,17 @@ class CaseOptions:
         shard = Shard.parse(self.shard)
         return part_of(cases, shard.index, shard.count)
 
-    def left(self, cases: Sequence[Case], results: Path, device: torch.device) -> list[Case]:
+    def left(self, cases: Sequence[Case], results: Path, run: RunOptions) -> list[Case]:
         """Those that are still to be measured."""
         if not self.resume or not results.exists():
             return [*cases]
-        here = where(device)
+        here = where(choose_device(run.device)) | {"quantize": run.quantize}
         known = {(row.get("suite"), row["case"]) for row in read_rows(results) if row["benchmark"] == BENCHMARK and is_from(row, here)}
         return [case for case in cases if (case.suite, case.name) not in known]
 
 
-def is_from(row: dict[str, Any], here: Mapping[str, str]) -> bool:
-    return all(row.get(name) == here[name] for name in ("hardware", "torch", "commit"))
+def is_from(row: dict[str, Any], here: Mapping[str, Any]) -> bool:
+    return all(row.get(name) == here[name] for name in ("hardware", "torch", "commit", "quantize"))
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def bench(*, asked: CaseOptions, run: RunOptions, tables: TableOptions) -> None:
         raise SettingError("--page says where tables go: add --table")
     if not cases and not tables.table:
         raise SettingError("nothing to measure: choose a model with -m, or a --suite; or write tables of earlier results with --table")
-    if cases := asked.left(cases, tables.results, choose_device(run.device)):
+    if cases := asked.left(cases, tables.results, run):
         run.measure(cases, tables.results)
     if tables.table:
         tables.write()

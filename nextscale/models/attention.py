@@ -163,7 +163,7 @@ class SelfAttention(nn.Module):
             if packing is not None:
                 index, packed = packing.cell[None], (packing.image, packing.place, packing.starts)
             stores = (slot.keys, slot.values, slot.start)
-            if in_one_kernel(x, tokens, env) and not isinstance(cache, AttendingCache):
+            if in_one_kernel(x, tokens, env) and not isinstance(cache, AttendingCache) and input_scale_of(self.proj) is None:
                 lengths = slot.end if slot.lengths is None else slot.lengths
                 attended = kernels.rotate_and_attend(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, lengths, self.scale)
                 return self.proj(attended)
