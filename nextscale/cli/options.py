@@ -18,6 +18,7 @@ from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
 from ..lab.metrics.files import VARIABLE
 from ..loading.load import choose_device, load
 from ..loading.presets import NANO, ModelSpec, model_spec
+from ..models.base import KvDtype
 from ..pipeline import Pipeline
 from ..stage import Schedule
 from .parse import choose_schedule, require_no_model_names, settled_method
@@ -35,8 +36,16 @@ class Dtype(StrEnum):
 DTYPES = ", ".join(Dtype)
 
 
+class KeyValueDtype(StrEnum):
+    int8 = "int8"
+
+
 def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype.value)
+
+
+def as_kv_dtype(dtype: KeyValueDtype | None) -> KvDtype | None:
+    return None if dtype is None else "int8"
 
 
 # Every option says its own name: typer 0.27 takes the metavar for it otherwise where they are the same word, and wants --SIZE.
@@ -136,6 +145,16 @@ DtypeName = Annotated[
         rich_help_panel=MACHINE,
         show_default="bfloat16, on the CPU float32",
         help=f"Type of the weights: {DTYPES}.",
+    ),
+]
+KvDtypeName = Annotated[
+    KeyValueDtype | None,
+    typer.Option(
+        "--kv-dtype",
+        metavar="DTYPE",
+        rich_help_panel=MACHINE,
+        show_default="that of the model",
+        help="Type in which keys and values are kept: int8 halves them.",
     ),
 ]
 BATCH_HELP = "Images per batch; a smaller one needs less memory"
@@ -241,6 +260,7 @@ class ModelOptions:
     offline: Offline = False
     device: Device = None
     dtype: DtypeName = None
+    kv_dtype: KvDtypeName = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -265,5 +285,6 @@ class ModelOptions:
             download=not self.offline,
             device=self.device,
             dtype=as_torch_dtype(self.dtype),
+            kv_dtype=as_kv_dtype(self.kv_dtype),
             **more,
         )

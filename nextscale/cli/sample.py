@@ -33,7 +33,20 @@ from ..stage import Schedule
 from .console import image_bar
 from .generate import SamplingOptions
 from .groups import grouped
-from .options import MACHINE, OUTPUT, Batch, CombinedMethods, Limit, ModelOptions, RayOptions, Seed, SizeOptions, as_torch_dtype, out_option
+from .options import (
+    MACHINE,
+    OUTPUT,
+    Batch,
+    CombinedMethods,
+    Limit,
+    ModelOptions,
+    RayOptions,
+    Seed,
+    SizeOptions,
+    as_kv_dtype,
+    as_torch_dtype,
+    out_option,
+)
 from .parse import choose_schedule, parse_prompt, settled_method
 from .program import app, version
 
@@ -159,7 +172,7 @@ def random(model: ModelOptions) -> Pipeline:
         raise SettingError("--random-weights reads no files: leave out --weights, --tokenizer, --text-encoder and --offload-text")
     device = model.torch_device
     dtype = as_torch_dtype(model.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return random_pipeline(model.spec, device=device, dtype=dtype)
+    return random_pipeline(model.spec, device=device, dtype=dtype, kv_dtype=as_kv_dtype(model.kv_dtype))
 
 
 def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: RunOptions) -> dict[str, Any]:
@@ -173,6 +186,7 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: 
         **({"weights": "random"} if run.random_weights else {}),
         "method": method,
         "dtype": str(dtype),
+        **({} if model.kv_dtype is None else {"kv_dtype": str(model.kv_dtype)}),
         **changed,
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))

@@ -21,12 +21,14 @@ from .options import (
     MACHINE,
     CombinedMethods,
     DtypeName,
+    KvDtypeName,
     ModelNames,
     OffloadText,
     RayOptions,
     TextEncoderSource,
     TokenizerFile,
     Weights,
+    as_kv_dtype,
     as_torch_dtype,
 )
 from .parse import settled_method
@@ -55,6 +57,7 @@ class ServedOptions:
         ),
     ] = None
     dtype: DtypeName = None
+    kv_dtype: KvDtypeName = None
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="NAME=MODEL", help="A further name of a model, for clients that ask for it; can be repeated."),
@@ -84,6 +87,7 @@ class ServedOptions:
             offload_text=self.offload_text,
             device=device,
             dtype=as_torch_dtype(self.dtype),
+            kv_dtype=as_kv_dtype(self.kv_dtype),
         )
 
 

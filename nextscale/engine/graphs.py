@@ -40,6 +40,8 @@ class SilentClock(Stopwatch):
 
     def stop(self, what: str, stage: int = 0) -> None: ...
 
+    def lap(self, what: str, stage: int) -> None: ...
+
 
 class Launches(TorchDispatchMode):
     """Counts what is run inside."""
@@ -118,8 +120,8 @@ class CapturedRequest:
         self._request = replace(request, rng=self.rng, method_rng=self.method_rng, given=self.given, clock=silent, captured=True)
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
-        self.stages = self._capture()
-        self.canvas = self._new_canvas()
+        self.canvas = self._new_canvas()  # what a replay shows
+        self.stages = [stage.on(self.canvas) for stage in self._capture()]
         self.decode_graph = torch.cuda.CUDAGraph()
         with pool.capturing(self.decode_graph):
             self.pixels = tokenizer.decode(self.stages[-1].latent)
@@ -224,7 +226,13 @@ class CapturedRequest:
         return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
     def _buckets(self, stage: Stage, run: MethodRun) -> dict[int, TokenCounts]:
-        return buckets(stage.cells, self.batch, run.packs(self._request.plans[stage.index]))
+        planned = self._request.plans[stage.index]
+        return buckets(stage.cells, self._most(stage), self.batch, run.packs(planned))
+
+    def _most(self, stage: Stage) -> int:
+        """Tokens of an image for which the caches have room."""
+        planned = self._request.plans[stage.index].num_tokens
+        return stage.cells if planned is None else planned
 
     def _capture_buckets(self, stage: Stage, state: State, counter: TokenCounter, forks: list[State]) -> tuple[StageVariants, State]:
         """The stage with every bucket size, and the state that all of them leave. `forks` must live until all stages are captured."""
@@ -248,7 +256,7 @@ class CapturedRequest:
             variants[size] = StageGraph(graph, done)
         forks += [state, first]
         packed = state.run.packs(self._request.plans[stage.index])
-        return StageVariants(variants, first.canvas.latent, all_finite, counter, packed), first
+        return StageVariants(variants, first.canvas.latent, all_finite, counter, packed, self._most(stage)), first
 
 
 def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
@@ -292,7 +300,7 @@ class Replay:
             variant = stage.smallest_sufficient(counts)
             variant.replay()
             canvas.latent = stage.latent if images is None else stage.latent[:images]
-            done = replace(variant.done, canvas=canvas, known_counts=counts)
+            done = variant.done if counts is None else replace(variant.done, known_counts=counts)
             watch(done if images is None else first_images(done, images, captured.batch))
         return Generated(canvas.latent, {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None})
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
     from .group_norm import centred_silu, group_norm_silu
+    from .kv_int8 import dequantize_tokens, quantize_tokens
     from .norm import norm_modulate, residual_norm_modulate
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
@@ -41,11 +42,13 @@ __all__ = [
     "attend_lists",
     "available",
     "centred_silu",
+    "dequantize_tokens",
     "distance_from_mean",
     "enabled",
     "group_norm_silu",
     "mean_over_tokens",
     "norm_modulate",
+    "quantize_tokens",
     "residual_norm_modulate",
     "restore_tokens",
     "rotate_into_cache",
@@ -60,6 +63,8 @@ FILES = {
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",
+    "quantize_tokens": "kv_int8",
+    "dequantize_tokens": "kv_int8",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",

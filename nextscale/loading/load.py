@@ -12,9 +12,10 @@ import torch
 from ..errors import CheckpointError, SettingError
 from ..io import home
 from ..models import HartConfig, StarConfig
+from ..models.base import KvDtype
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
-from ..placement import choose_device, choose_dtype
+from ..placement import choose_device, choose_dtype, choose_kv_dtype
 from ..profiles import own_profiles
 from ..text import Encoder
 from ..text.files import EncoderSource
@@ -39,6 +40,7 @@ def load(
     offload_text: bool = False,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    kv_dtype: KvDtype | None = None,
     as_released: bool = False,
     engine: Engine | None = None,
     graph_memory: int | None = None,
@@ -53,6 +55,7 @@ def load(
         It is opened at the first text prompt.
     offload_text: its weights lie in the host's memory and are on the GPU only while a new prompt is encoded.
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
+    kv_dtype: "int8" keeps keys and values of earlier stages in 8 bits, which halves them; None keeps them in `dtype`.
     as_released: STAR: all images read the first prompt's text, as in the released program.
     engine: "graphs" captures requests that come again as CUDA graphs, the default on a GPU; "eager" never does.
     graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has.
@@ -60,7 +63,7 @@ def load(
     """
     spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
-    dtype = choose_dtype(dtype, device)
+    dtype, kv_dtype = choose_dtype(dtype, device), choose_kv_dtype(kv_dtype)
     prompt_reader(spec, text_encoder, device, offload_text)  # what does not fit is refused before anything is fetched
     if download and (weights or spec.weights) is not None:  # weights that nobody has released are refused below
         not_given = {source for given, source in ((weights, spec.weights), (tokenizer, spec.tokenizer_weights)) if given is None}
@@ -69,7 +72,9 @@ def load(
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     spec = checkpoint_spec(spec, weights_path, tokenizer_path)
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
-    return assemble(spec, weights_path, tokenizer_path, reader, device, dtype, engine, graph_memory, download)
+    pipeline = assemble(spec, weights_path, tokenizer_path, reader, device, dtype, engine, graph_memory, download)
+    pipeline.model.kv_dtype = kv_dtype
+    return pipeline
 
 
 def assemble(
@@ -95,7 +100,14 @@ def assemble(
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, engine, graph_memory, profiles)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
     pipeline.refiners.open = lambda other: load_partner(
-        spec, other, tokenizer=tokenizer, device=pipeline.model.device, dtype=pipeline.model.dtype, engine=engine, download=download
+        spec,
+        other,
+        tokenizer=tokenizer,
+        device=pipeline.model.device,
+        dtype=pipeline.model.dtype,
+        kv_dtype=pipeline.model.kv_dtype,
+        engine=engine,
+        download=download,
     )
     return pipeline
 

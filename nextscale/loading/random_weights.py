@@ -8,14 +8,21 @@ import torch
 from torch import nn
 
 from ..models import HartConfig, InfinityConfig, StarConfig
+from ..models.base import KvDtype
 from ..pipeline import Pipeline
+from ..placement import choose_kv_dtype
 from ..text import RandomEncoder
 from .load import prompt_reader
 from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model_spec
 
 
 def random_pipeline(
-    spec: str | ModelSpec, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+    spec: str | ModelSpec,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: KvDtype | None = None,
+    seed: int = 0,
 ) -> Pipeline:
     """A pipeline of a known layout whose images mean nothing; prompts are read by a random encoder."""
     if isinstance(spec, str):
@@ -25,9 +32,10 @@ def random_pipeline(
     generator = torch.Generator(device).manual_seed(seed)
     for module in (model, tokenizer):
         fill_random(module, generator, dtype, module.float32)
+    model.kv_dtype = choose_kv_dtype(kv_dtype)
     device = torch.device(device)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
-    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, seed=seed)
+    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, kv_dtype=kv_dtype, seed=seed)
     return pipe
 
 

@@ -122,6 +122,7 @@ class SelfAttention(nn.Module):
                 index, packed = packing.cell[None], (packing.image, packing.place, packing.starts)
             stores = (slot.keys, slot.values, slot.start)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
+            cache.written(slot, tokens.num_tokens)
             del qkv  # three times the queries, which attention and what follows can use
             return self.proj(self._attend(x, q, slot, tokens, env))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)

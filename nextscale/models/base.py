@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..cache import CacheSpec
+from ..cache import CacheSpec, QuantizedSpec
 from ..canvas import Canvas
 from ..checkpoints import Layout
 from ..errors import SettingError, SizeError
@@ -68,6 +68,9 @@ class Hidden:
         return self.x.shape[0] // self.tokens.branch_size(self.request.batch)
 
 
+KvDtype = Literal["int8"]
+
+
 class NextScaleModel(nn.Module):
     """A backbone: turns a canvas into tokens, runs its blocks, turns hidden states into logits and logits into codes."""
 
@@ -78,6 +81,7 @@ class NextScaleModel(nn.Module):
     replaces_codes: ClassVar[bool] = False  # a stage replaces what earlier ones have generated, and is no residual to them
     rotates_in_float32: ClassVar[bool] = False  # queries and keys are rotated by torch in float32, not by a kernel
     rank_table: RankTable | None = None  # measured of these weights, if it lies beside them
+    kv_dtype: KvDtype | None = None  # in which keys and values are kept for later stages; None: as they are computed
     text_prefix: int = 0  # text tokens that enter together with the first stage, before its cell
     block_config: BlockConfig
     word_embed: nn.Linear
@@ -114,8 +118,8 @@ class NextScaleModel(nn.Module):
         return (self.head.out_features,)
 
     def cache_spec(self, schedule: Schedule, rows: int) -> CacheSpec:
-        config = self.block_config
-        return CacheSpec(len(self.blocks), rows, config.heads, config.head_dim, schedule, self.dtype, self.device, self.text_prefix)
+        config, sizes = self.block_config, CacheSpec if self.kv_dtype is None else QuantizedSpec
+        return sizes(len(self.blocks), rows, config.heads, config.head_dim, schedule, self.dtype, self.device, self.text_prefix)
 
     def check_sampling(self, sampling: Sampling) -> None:
         """SettingError if the model cannot choose codes in this way."""
