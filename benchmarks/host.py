@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from .results import RESULTS, append, measure
 
 WARM = 3
 PARTS = ("before", "launching", "beside", "waiting", "after")
-SHOWN = 30  # functions of a profile
+SHOWN = r"nextscale/(pipeline|resolve|execute|output|request|report|sampling|guidance|engine|planning|text|accel)"  # files in a profile
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Marks:
 
     def seconds(self) -> dict[str, float]:
         ends = ["called", "first launch", "launched", "asked", "read", "returned"]
-        return {part: self.at[end] - self.at[begin] for part, begin, end in zip(PARTS, ends, ends[1:], strict=True)}
+        return {part: self.at[end] - self.at[begin] for part, (begin, end) in zip(PARTS, pairwise(ends), strict=True)}
 
 
 def marked(function: Callable[..., Any], marks: Marks, before: str | None, after: str | None) -> Callable[..., Any]:
@@ -151,19 +152,21 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--method", action="append", help="as `nextscale generate` takes it; can be repeated")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--kv-dtype", choices=["int8"], help="in which keys and values are kept")
     parser.add_argument("--profile", action="store_true", help="also show which functions take the time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    pipe = random_pipeline(args.model, device=device, dtype=dtype) if args.random_weights else load(args.model, device=device)
+    opened = partial(random_pipeline, dtype=dtype) if args.random_weights else load
+    pipe = opened(args.model, device=device, kv_dtype=args.kv_dtype)
     methods = {name: parse_methods(name) for name in args.method or ["dense"]}
     size = None if args.size is None else (args.size, args.size)
     measured: dict[str, Timed] = {}
     rows = []
     for name in methods:
         config = {"model": args.model, "size": args.size, "batch": args.batch, "method": name, "dtype": str(dtype).removeprefix("torch.")}
-        config["weights"] = "random" if args.random_weights else "published"
+        config |= {"kv_dtype": args.kv_dtype, "weights": "random" if args.random_weights else "published"}
 
         def run(name: str = name) -> dict[str, Any]:
             if not measured:

@@ -94,7 +94,7 @@ def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomnes
         return seed
     if isinstance(seed, torch.Generator):
         seed = SharedRng(seed)
-    if isinstance(seed, Rng):
+    if not isinstance(seed, int | None) and isinstance(seed, Rng):  # the second takes long to ask
         return Randomness(seed, seed, None)
     seeds = image_seeds(secrets.randbits(32) if seed is None else seed, images)
     return Randomness(ImageRng(seeds, device), method_rng(seeds, device), seeds)

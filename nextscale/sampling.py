@@ -169,17 +169,6 @@ FILLS: dict[NoiseKind, Callable[..., Tensor]] = {
 }
 
 
-@runtime_checkable
-class Rewindable(Protocol):
-    """An Rng that can give the same numbers again."""
-
-    def get_state(self) -> Sequence[Tensor]:
-        """Where its streams are now."""
-        ...
-
-    def set_state(self, state: Sequence[Tensor]) -> None: ...
-
-
 class ImageRng:
     """One generator per image, so that an image does not depend on its neighbours in the batch."""
 
@@ -202,6 +191,7 @@ class ImageRng:
         return noise
 
     def get_state(self) -> Sequence[Tensor]:
+        """Where its streams are now."""
         return [generator.get_state() for generator in self.generators]
 
     def set_state(self, state: Sequence[Tensor]) -> None:
@@ -243,6 +233,10 @@ class SharedRng:
 
     def set_state(self, state: Sequence[Tensor]) -> None:
         self.generator.set_state(state[0])
+
+
+Rewindable = ImageRng | SharedRng
+"""What can give the same numbers again."""
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:

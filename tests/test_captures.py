@@ -468,6 +468,6 @@ def test_a_threshold_reserves_what_is_assumed_and_a_budget_what_it_keeps() -> No
     pipe, prompt = with_graphs("infinity"), prompts("infinity", 1)
     dense, budget, threshold = (
         pipe(prompt, seed=1, method=method, warmup=True).report.planned_memory
-        for method in (Method(), SparseVAR(keep=0.1, first_stage=1, alpha=None), SparseVAR(tau=1.0, first_stage=1, alpha=None))
+        for method in (Method(), SparseVAR(keep=0.1, first_stage=2, alpha=None), SparseVAR(tau=1.0, first_stage=2, alpha=None))
     )
     assert budget < threshold < dense

@@ -47,6 +47,7 @@ with pytest.MonkeyPatch.context() as patch:
     from nextscale.kernels.attention import Tile, attend_lengths_reference
     from nextscale.kernels.bits import sample_bits_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
+    from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
     from nextscale.kernels.lists import attend_lists_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference, widest_window
@@ -303,6 +304,49 @@ def test_rotate_into_cache_of_packed_rows(normalised: bool, turned: bool, dtype:
     assert torch.equal(found[1] == -77, theirs[1] == -77)
     written = (found[2] != -77).flatten(2).any(dim=2).sum(dim=1)
     assert written.tolist() == [1, 3, 2, 1, 3, 2]
+
+
+@every_dtype
+@pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 96), (5, 104), (2, 6)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tokens_in_8_bits_and_back(heads: int, head_dim: int, ragged: bool, dtype: torch.dtype) -> None:
+    """A quotient that lies between two numbers may round to either; all else agrees."""
+    make = Maker(DEVICE, dtype)
+    keys, values = make.normal(2, 2, 9, heads, head_dim)[:, :, 1:8]
+    keys[1, 3] = 0
+    start = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE) if ragged else 2
+
+    def stored(function: Callable[..., None]) -> Int8Tokens:
+        numbers = torch.full((2, 3, 11, heads, head_dim), 99, dtype=torch.int8, device=DEVICE)[:, 1:]
+        store = Int8Tokens(*numbers, *torch.full((2, 2, 11, heads), -7.0, device=DEVICE))
+        function(keys, values, start, 4, store)
+        return store
+
+    ours, theirs = stored(kernels.quantize_tokens), stored(quantize_tokens_reference)
+    for (mine, scales), (expected, expected_scales) in zip(ours.pairs, theirs.pairs, strict=True):
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+        assert (mine.int() - expected.int()).abs().max() <= 1
+        assert (mine != expected).double().mean() < 0.01
+    with poisoned():
+        found = torch.empty(2, 2, 8, heads, head_dim, dtype=dtype, device=DEVICE)
+        kernels.dequantize_tokens(theirs, *found)
+    expected = torch.empty_like(found)
+    dequantize_tokens_reference(theirs, *expected)
+    assert torch.equal(found, expected)
+    kernels.dequantize_tokens(theirs, *found[:, :, :0])
+
+
+def test_tokens_in_8_bits_refuse_what_does_not_fit() -> None:
+    make = Maker(DEVICE, torch.bfloat16)
+    keys, values = make.normal(2, 2, 4, 3, 8)
+    numbers, scales = torch.zeros(2, 2, 6, 3, 8, dtype=torch.int8, device=DEVICE), torch.zeros(2, 2, 6, 3, device=DEVICE)
+    store = Int8Tokens(*numbers, *scales)
+    with pytest.raises(ValueError, match="3 tokens from 2 on do not fit into 4"):
+        kernels.quantize_tokens(keys, values, 2, 3, store)
+    with pytest.raises(ValueError, match=r"the scales of values is \[2, 5, 3\]; expected \[2, 6, 3\]"):
+        kernels.quantize_tokens(keys, values, 0, 3, store._replace(value_scales=scales[1, :, :5]))
+    with pytest.raises(ValueError, match="side by side, keys as values do"):
+        kernels.dequantize_tokens(store, keys, values.flip(0).transpose(0, 1).contiguous().transpose(0, 1))
 
 
 def test_rotation_is_that_of_the_models() -> None:

@@ -14,7 +14,7 @@ from nextscale.accel.drop_guidance import DropGuidance
 from nextscale.accel.scalekv import ScaleKV
 from nextscale.cache import CacheSpec, DenseLayerCache, QuantizedLayerCache, QuantizedSpec, StageKeys, Workspace
 from nextscale.errors import SettingError
-from nextscale.kernels.int8_tokens import dequantize_tokens_reference, quantize_tokens_reference
+from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.planning.cost import Workload
@@ -43,11 +43,17 @@ def in_8_bits(family: str) -> Pipeline:
 # --- rounding
 
 
+def empty_store(rows: int, room: int, heads: int, channels: int) -> Int8Tokens:
+    numbers, scales = torch.full((2, rows, room, heads, channels), 99, dtype=torch.int8), torch.full((2, rows, room, heads), -1.0)
+    return Int8Tokens(*numbers, *scales)
+
+
 def stored(source: Tensor, start: int | Tensor, new: int, room: int) -> tuple[Tensor, Tensor]:
-    rows, _, heads, channels = source.shape
-    numbers, scales = torch.full((rows, room, heads, channels), 99, dtype=torch.int8), torch.full((rows, room, heads), -1.0)
-    quantize_tokens_reference(source, start, new, numbers, scales)
-    return numbers, scales
+    """Numbers and scales of `source` as keys; its opposite are the values."""
+    store = empty_store(source.shape[0], room, *source.shape[2:])
+    quantize_tokens_reference(source, -source, start, new, store)
+    assert torch.equal(store.key_scales, store.value_scales)
+    return store.keys, store.key_scales
 
 
 def test_numbers_come_back_within_half_a_step() -> None:
@@ -55,8 +61,9 @@ def test_numbers_come_back_within_half_a_step() -> None:
     source[0, 1, 2] = 0
     source[1, 4] *= 1e4
     numbers, scales = stored(source, 0, 5, 5)
-    back = torch.empty_like(source)
-    dequantize_tokens_reference(numbers, scales, back)
+    back, other = torch.empty_like(source), torch.empty_like(source)
+    dequantize_tokens_reference(Int8Tokens(numbers, -numbers, scales, scales), back, other)
+    assert torch.equal(other, -back)
     assert ((back - source).abs() <= scales[..., None] * 0.5 * (1 + 1e-4)).all()
     assert torch.allclose(scales, source.abs().amax(dim=-1) / 127)
     assert torch.equal(back[0, 1, 2], torch.zeros(8))

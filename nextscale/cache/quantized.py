@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.int8_tokens import dequantize_tokens_reference, quantize_tokens_reference
+from ..kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
 from .layer import DenseLayerCache, Slot
 from .spec import CacheSpec
 from .workspace import Pair, Workspace
@@ -38,10 +38,9 @@ class QuantizedSpec(CacheSpec):
     def _held_bytes(self, rows: int, tokens: int) -> int:
         return 2 * rows * self.heads * (self.head_dim + SCALE.itemsize) * tokens
 
-    def allocate(self, tokens: int) -> tuple[Tensor, ...]:
-        """Keys and values [R, T, H, D] of int8, and the scales of both [R, T, H]."""
+    def allocate(self, tokens: int) -> Int8Tokens:
         shape = (self.rows, tokens, self.heads, self.head_dim)
-        return (
+        return Int8Tokens(
             torch.empty(shape, dtype=torch.int8, device=self.device),
             torch.empty(shape, dtype=torch.int8, device=self.device),
             torch.empty(shape[:3], dtype=SCALE, device=self.device),
@@ -56,17 +55,14 @@ class QuantizedLayerCache(DenseLayerCache):
 
     def _read(self, keys: Tensor, values: Tensor) -> Pair:
         restore = kernels.dequantize_tokens if kernels.available(keys) else dequantize_tokens_reference
-        numbers, scales = self._held()[:2], self._held()[2:]
-        for target, number, scale in zip((keys, values), numbers, scales, strict=True):
-            restore(*(store.narrow(1, 0, self.length) for store in (number, scale, target)))
+        restore(Int8Tokens(*self._held()), *(target.narrow(1, 0, self.length) for target in (keys, values)))
         return keys, values
 
     def written(self, slot: Slot, new: int) -> None:
         if self._pair is None:  # the last stage, whose keys nothing reads again
             return
         store = kernels.quantize_tokens if kernels.available(slot.keys) else quantize_tokens_reference
-        for source, number, scale in zip((slot.keys, slot.values), self._pair[:2], self._pair[2:], strict=True):
-            store(source, slot.start, new, number, scale)
+        store(slot.keys, slot.values, slot.start, new, Int8Tokens(*self._pair))
 
 
 def plain_cache(spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:

@@ -7,18 +7,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .int8_tokens import LARGEST, SMALLEST_SCALE, require_stores
+from .int8_tokens import LARGEST, SMALLEST_SCALE, Int8Tokens, require_room, require_stores
 from .int8_tokens import dequantize_tokens_reference as dequantize_tokens_reference  # apart from here: they run where there is no Triton
 from .int8_tokens import quantize_tokens_reference as quantize_tokens_reference
-from .shapes import power_of_two, require_shape, warps_for
+from .shapes import power_of_two, warps_for
 
-# Bytes for bfloat16 [2, 6425, 16, 128], keys alone: back from 8 bits 27 MB in, 53 MB out, 19 us at 4.3 TB/s; the copy of keys in half
-# precision that it takes the place of at the last stage moves 105 MB. One program per token, as in `rotate_into_cache`.
+# Bytes for bfloat16 [2, 6425, 16, 128], keys and values: back from 8 bits 54 MB in, 105 MB out, 37 us at 4.3 TB/s; the copy in half
+# precision that it takes the place of at the last stage moves 210 MB. One program per token, as in `rotate_into_cache`.
+
+
+@triton.jit
+def rounded(source, numbers, scales, place, head, inside, HEADS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):
+    """One token: its channels [heads, channels] to whole numbers, and the scale of each head."""
+    x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1) / MOST, LEAST)  # [heads]
+    whole = tl.floor(x / scale[:, None] + 0.5)
+    whole = tl.minimum(tl.maximum(whole, -MOST), MOST)
+    tl.store(numbers + place, whole.to(tl.int8), mask=inside)
+    tl.store(scales + head, scale, mask=head < HEADS)
+
+
+@triton.jit
+def restored(numbers, scales, target, place, head, inside, HEADS: tl.constexpr):
+    """The way back."""
+    whole = tl.load(numbers + place, mask=inside, other=0).to(tl.float32)
+    scale = tl.load(scales + head, mask=head < HEADS, other=0.0)
+    tl.store(target + place, (whole * scale[:, None]).to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["start"])
 def quantize_tokens_kernel(
-    source_ptr, starts_ptr, numbers_ptr, scales_ptr, start, source_row, source_token, numbers_row, numbers_token, scales_row, scales_token,
+    keys_ptr, values_ptr, starts_ptr, key_numbers_ptr, value_numbers_ptr, key_scales_ptr, value_scales_ptr, start,
+    source_row, source_token, store_row, store_token, scales_row, scales_token,
     RAGGED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, CHANNEL_BLOCK: tl.constexpr,
     MOST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
@@ -30,17 +50,17 @@ def quantize_tokens_kernel(
     channel = tl.arange(0, CHANNEL_BLOCK)[None, :]
     place = head[:, None] * HEAD_DIM + channel  # [heads, channels]
     inside = (head[:, None] < HEADS) & (channel < HEAD_DIM)
-    x = tl.load(source_ptr + row * source_row + token * source_token + place, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1) / MOST, LEAST)  # [heads]
-    rounded = tl.floor(x / scale[:, None] + 0.5)
-    rounded = tl.minimum(tl.maximum(rounded, -MOST), MOST)
-    tl.store(numbers_ptr + row * numbers_row + token * numbers_token + place, rounded.to(tl.int8), mask=inside)
-    tl.store(scales_ptr + row * scales_row + token * scales_token + head, scale, mask=head < HEADS)
+    source = row * source_row + token * source_token
+    store = row * store_row + token * store_token
+    scales = row * scales_row + token * scales_token
+    rounded(keys_ptr + source, key_numbers_ptr + store, key_scales_ptr + scales, place, head, inside, HEADS, MOST, LEAST)
+    rounded(values_ptr + source, value_numbers_ptr + store, value_scales_ptr + scales, place, head, inside, HEADS, MOST, LEAST)
 
 
 @triton.jit
 def dequantize_tokens_kernel(
-    numbers_ptr, scales_ptr, out_ptr, numbers_row, numbers_token, scales_row, scales_token, out_row, out_token,
+    keys_ptr, values_ptr, key_numbers_ptr, value_numbers_ptr, key_scales_ptr, value_scales_ptr,
+    target_row, target_token, store_row, store_token, scales_row, scales_token,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, CHANNEL_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -49,50 +69,52 @@ def dequantize_tokens_kernel(
     channel = tl.arange(0, CHANNEL_BLOCK)[None, :]
     place = head[:, None] * HEAD_DIM + channel  # [heads, channels]
     inside = (head[:, None] < HEADS) & (channel < HEAD_DIM)
-    numbers = tl.load(numbers_ptr + row * numbers_row + token * numbers_token + place, mask=inside, other=0).to(tl.float32)
-    scale = tl.load(scales_ptr + row * scales_row + token * scales_token + head, mask=head < HEADS, other=0.0)
-    tl.store(out_ptr + row * out_row + token * out_token + place, (numbers * scale[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    target = row * target_row + token * target_token
+    store = row * store_row + token * store_token
+    scales = row * scales_row + token * scales_token
+    restored(key_numbers_ptr + store, key_scales_ptr + scales, keys_ptr + target, place, head, inside, HEADS)
+    restored(value_numbers_ptr + store, value_scales_ptr + scales, values_ptr + target, place, head, inside, HEADS)
 
 
-def quantize_tokens(source: Tensor, start: int | Tensor, new: int, numbers: Tensor, scales: Tensor) -> None:
-    """Writes entries `start` to `start + new` of every row of source [R, T, H, D] to the same places of a store.
+def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int, store: Int8Tokens, *, warps: int | None = None) -> None:
+    """Writes entries `start` to `start + new` of every row of keys and values [R, T, H, D] to the same places of a store.
 
-    numbers: int8 [R, S, H, D], channels of a head from -127 to 127 times its scale; scales: float32 [R, S, H]. start: a number, or one per
-    row [R]. T and S may differ.
+    start: a number, or one per row [R]. The store may have room for more or fewer tokens than T.
     """
-    require_stores(source, start, new, numbers, scales)
-    require_heads(source, numbers, scales)
-    rows, _, heads, head_dim = source.shape
+    require_stores(keys, values, store)
+    require_room(keys, start, new, store)
+    require_alike(keys, values, store)
+    rows, _, heads, head_dim = keys.shape
     starts = start.contiguous() if isinstance(start, Tensor) else None
     head_block, channel_block = power_of_two(heads), power_of_two(head_dim)
-    with torch.cuda.device_of(source):
+    with torch.cuda.device_of(keys):
         quantize_tokens_kernel[new, rows](
-            source, starts, numbers, scales, 0 if starts is not None else start,
-            *source.stride()[:2], *numbers.stride()[:2], *scales.stride()[:2],
+            keys, values, starts, *store, 0 if starts is not None else start,
+            *keys.stride()[:2], *store.keys.stride()[:2], *store.key_scales.stride()[:2],
             RAGGED=starts is not None, HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
-            MOST=float(LARGEST), LEAST=SMALLEST_SCALE, num_warps=warps_for(head_block * channel_block),
+            MOST=float(LARGEST), LEAST=SMALLEST_SCALE, num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
 
 
-def dequantize_tokens(numbers: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Writes numbers [R, T, H, D] times their scales [R, T, H] to out [R, T, H, D]."""
-    rows, tokens, heads, head_dim = out.shape
-    require_shape("numbers", numbers, *out.shape)
-    require_shape("scales", scales, rows, tokens, heads)
-    require_heads(out, numbers, scales)
+def dequantize_tokens(store: Int8Tokens, keys: Tensor, values: Tensor, *, warps: int | None = None) -> None:
+    """Writes the first T tokens of a store, times their scales, to keys and values [R, T, H, D]."""
+    require_stores(keys, values, store)
+    require_alike(keys, values, store)
+    rows, tokens, heads, head_dim = keys.shape
     if not tokens:
         return
     head_block, channel_block = power_of_two(heads), power_of_two(head_dim)
-    with torch.cuda.device_of(out):
+    with torch.cuda.device_of(keys):
         dequantize_tokens_kernel[tokens, rows](
-            numbers, scales, out, *numbers.stride()[:2], *scales.stride()[:2], *out.stride()[:2],
+            keys, values, *store, *keys.stride()[:2], *store.keys.stride()[:2], *store.key_scales.stride()[:2],
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
-            num_warps=warps_for(head_block * channel_block),
+            num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
 
 
-def require_heads(*tensors: Tensor) -> None:
-    """ValueError unless the heads of a token, and their channels, lie side by side."""
-    for x in tensors:
-        if x.stride()[2:] != ((x.shape[3], 1) if x.ndim == 4 else (1,)):
-            raise ValueError(f"heads and channels must lie side by side; got strides {x.stride()}")
+def require_alike(keys: Tensor, values: Tensor, store: Int8Tokens) -> None:
+    """ValueError unless keys lie as values do, and the heads of a token and their channels side by side."""
+    for one, other in ((keys, values), (store.keys, store.values), (store.key_scales, store.value_scales)):
+        together = (one.shape[3], 1) if one.ndim == 4 else (1,)
+        if one.stride() != other.stride() or one.stride()[2:] != together:
+            raise ValueError(f"heads and channels must lie side by side, keys as values do; got strides {one.stride()}, {other.stride()}")
