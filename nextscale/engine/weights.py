@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import chain
 from operator import is_
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 Found = TypeVar("Found")
 
@@ -22,7 +22,7 @@ class WeightPlaces:
         self._roots = roots
         self._children: list[dict[str, nn.Module | None]] = []
         self._known: list[nn.Module | None] = []  # all children, in order
-        self._tensors: list[dict[str, Tensor | None]] = []
+        self._tensors: list[dict[str, Any]] = []  # of parameters and buffers
 
     def now(self) -> tuple[int, ...]:
         if not self._tree_is_known():
