@@ -29,7 +29,7 @@ import torch
 from nextscale import Pipeline, load
 from nextscale.accel.method import Method
 from nextscale.engine.eager import Eager
-from nextscale.engine.graphs import Replay
+from nextscale.engine.replay import Replay
 from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.evals.methods import parse_methods
 from nextscale.lab.timing import percentiles_ms, wait

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..accel.method import Method
 from ..checks import is_hashable
 from ..errors import OutOfMemory
 from ..models.base import NextScaleModel
 from ..planning.memory import reserved_bytes
 from ..request import Request, as_sampled
-from ..sampling import ImageRng, Sampling
-from ..stage import Schedule
+from ..sampling import ImageRng
 from ..tokenizers.base import Tokenizer
 from .allocator import expandable_segments
-from .buffers import text_bucket
-from .graphs import CapturedRequest, GraphPool, Replay
+from .capture_key import CaptureKey
+from .graphs import CapturedRequest, GraphPool
 from .memory import DeviceMemory
+from .replay import Replay
 from .stage_graphs import TooManyTokens
 from .tables import ScheduleTables
 from .turns import turn_on
@@ -39,34 +37,6 @@ SHARE = 0.4  # of the device's memory, which captures may keep unless the caller
 REMEMBERED = 1024  # kinds of requests, whether captured or not
 HOST_SECONDS = 1e-3
 """What the host takes to launch one block of one stage: 439 ms were measured on an H200 for 32 blocks and 13 stages."""
-
-
-@dataclass(frozen=True)
-class CaptureKey:
-    """What a capture is made for; a request with the same one can use it."""
-
-    schedule: Schedule
-    batch: int
-    guidance: Hashable
-    sampling: Sampling
-    method: Method
-    text: int  # room for this number of text tokens
-    given: int = 0  # stages whose codes are given
-    kept: float = 1.0  # of the cells of a stage, for which there is memory where the method is data-dependent
-
-    @classmethod
-    def of(cls, request: Request, reads_text: bool) -> CaptureKey:
-        """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
-        text = text_bucket(request.text_tokens) if reads_text else 0
-        kept = request.kept if request.method.data_dependent else 1.0
-        return cls(
-            request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, len(request.given), kept
-        )
-
-    def serves(self, other: CaptureKey) -> bool:
-        """Whether a capture for this one can run the other, of shorter prompts, fewer images or images that keep fewer tokens."""
-        enough = self.text >= other.text and self.batch >= other.batch and self.kept >= other.kept
-        return enough and replace(self, text=other.text, batch=other.batch, kept=other.kept) == other
 
 
 @dataclass(frozen=True)
