@@ -60,6 +60,8 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         mean_over_tokens,
         mean_over_tokens_reference,
     )
+    from nextscale.kernels.int8_tokens import Int8Tokens
+    from nextscale.kernels.kv_int8 import dequantize_tokens, dequantize_tokens_reference, quantize_tokens, quantize_tokens_reference
     from nextscale.kernels.norm import (
         norm_modulate,
         norm_modulate_reference,
@@ -101,6 +103,13 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         rotation, temperature = torch.polar(torch.ones_like(angles), angles), normal(HEADS, dtype=torch.float32).exp()
         inputs = qkv, temperature, rotation, None, keys, values, 697
         yield case(rotate_into_cache, rotate_into_cache_reference, tuple(qkv.shape), 2 * size(qkv), *inputs)
+        keys, values = (part.contiguous() for part in qkv.unbind(2)[:2])
+        store = Int8Tokens(
+            *torch.zeros(2, *keys.shape, dtype=torch.int8, device=device), *torch.ones(2, *keys.shape[:3], device=device)
+        )
+        moved = size(keys, values, *store)
+        yield case(quantize_tokens, quantize_tokens_reference, tuple(keys.shape), moved, keys, values, 0, tokens, store)
+        yield case(dequantize_tokens, dequantize_tokens_reference, tuple(keys.shape), moved, store, keys, values)
         if side > MEMORY[0]:
             memory, fresh = normal(rows, MEMORY[0] * MEMORY[1], DIM), normal(rows, kept, DIM)
             inputs = memory, MEMORY, (side, side), fresh, index

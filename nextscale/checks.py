@@ -1,4 +1,4 @@
-"""Whether a setting that a caller gives is a number of the right kind. True and False are none."""
+"""Whether a setting that a caller gives is of the right kind. True and False are no numbers."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def is_share(value: object, above_zero: bool = False) -> bool:
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     return (float(value) > 0 if above_zero else float(value) >= 0) and float(value) <= 1
+
+
+def is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

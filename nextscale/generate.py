@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .accel.method import DENSE, MethodRun, RunSetup, StagePlan, TokenCounts
+from .accel.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCounts
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
@@ -51,7 +51,7 @@ class StageDone:
 
     def without_logits(self) -> StageDone:
         """The same without its logits, which are large, for those who keep it."""
-        return replace(self, logits=None)
+        return self if self.logits is None else replace(self, logits=None)
 
 
 @torch.inference_mode()
@@ -115,7 +115,7 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[
     """A run of the request's method and what the stages share; the method refuses what it cannot run."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
     run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache))
-    spec = reserved_cache(model, request.schedule, plans, request.batch, rows, request.all_cells)
+    spec = reserved_cache(model, request.schedule, plans, request.batch, rows)
     workspace = Workspace(spec)
     env = Env(
         request.batch,
@@ -225,6 +225,15 @@ def check_plans(plans: Sequence[StagePlan], depth: int, guidance: GuidedRows) ->
             plan.check(depth, guidance.layers)
         except ValueError as error:
             raise SettingError(f"the method does not fit this request: {error}") from error
+
+
+def check_cache(model: NextScaleModel, method: Method) -> None:
+    """SettingError where the method keeps keys and values its own way and the model wants them in few bits."""
+    if model.kv_dtype is not None and method.own_cache:
+        raise SettingError(
+            f"{method.label} keeps keys and values its own way, and this model keeps them as {model.kv_dtype}: load it without kv_dtype, or"
+            " choose another method"
+        )
 
 
 def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:

@@ -95,9 +95,13 @@ class Habits:
         own = [] if on_stage is None else [on_stage]
         shown: AbstractContextManager[list[OnStage]] = self._bar(schedule) if self.progress else nullcontext([])
         with shown as bar:
-            watchers = [*keep, *bar, *own]
+            watchers, shown_stages = [*keep, *bar, *own], 0
 
             def all_of_them(preview: Preview) -> None:
+                nonlocal shown_stages
+                if preview.done.stage.index < shown_stages:  # of a request that had to start anew
+                    return
+                shown_stages += 1
                 for watcher in watchers:
                     watcher(preview)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 
 import torch
 from PIL import Image
@@ -16,7 +16,8 @@ from .generate import StageDone
 from .io import to_pil
 from .models.base import NextScaleModel, PromptInputs
 from .notebook import output_html
-from .planning.cost import RequestCost, StageCost, Workload, as_run, request_cost
+from .planning.cost import RequestCost, StageCost, Workload, as_run
+from .planning.remembered import Planning
 from .report import Report, StageReport, Stopwatch
 from .request import Request
 from .tokenizers.base import Tokenizer
@@ -55,8 +56,9 @@ class Output:
 
     stages: Stages | None = None  # with keep_stages=True
 
-    @property
+    @cached_property
     def images(self) -> list[Image.Image]:
+        """Made when they are first asked for."""
         return to_pil(self.pixels)
 
     def _repr_html_(self) -> str:
@@ -88,17 +90,32 @@ def mask_of(done: StageDone, batch: int) -> Tensor:
     return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
 
 
-def read_back(finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageDone]) -> tuple[list[int], list[float]]:
-    """The stages whose numbers are not all finite, and of the tokens that each stage ran the share that no image needed.
+@dataclass(frozen=True, eq=False)
+class Checks:
+    """What the host has to read of a request, still on the device: reading it waits for everything that was launched by then."""
 
-    The host waits for the device here and, unless a method asks, nowhere else.
-    """
-    checks = torch.stack([*finite.values(), latent.isfinite().all()])
-    needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
-    numbers = torch.cat([checks.double(), *(mean[None] for mean in needed.values())]).tolist()
-    means = dict(zip(needed, numbers[len(checks) :], strict=True))
-    failed = [stage for stage, good in zip([*finite, len(done_stages) - 1], numbers, strict=False) if not good]
-    return failed, [1 - means[done.stage.index] / done.num_tokens if done.stage.index in means else 0.0 for done in done_stages]
+    numbers: Tensor  # whether the stages and the latent are finite, then mean counts of tokens
+    finite: tuple[int, ...]  # stages of the first, and the last one for the latent
+    counted: tuple[int, ...]  # stages of the second
+    done_stages: Sequence[StageDone]
+
+    @classmethod
+    def of(cls, finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageDone]) -> Checks:
+        checks = torch.stack([*finite.values(), latent.isfinite().all()])
+        needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
+        numbers = torch.cat([checks.double(), *(mean[None] for mean in needed.values())])
+        return cls(numbers, (*finite, len(done_stages) - 1), tuple(needed), done_stages)
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """The stages whose numbers are not all finite, and of the tokens that each stage ran the share that no image needed.
+
+        The host waits for the device here and, unless a method asks, nowhere else.
+        """
+        numbers = self.numbers.tolist()
+        failed = [stage for stage, good in zip(self.finite, numbers, strict=False) if not good]
+        means = dict(zip(self.counted, numbers[len(self.finite) :], strict=True))
+        padding = {stage: 1 - mean / self.done_stages[stage].num_tokens for stage, mean in means.items()}
+        return failed, [padding.get(done.stage.index, 0.0) for done in self.done_stages]
 
 
 @dataclass(frozen=True)
@@ -113,7 +130,7 @@ class Costs:
         return self.spent.share(self.dense)
 
 
-def costs_of(model: NextScaleModel, request: Request, inputs: PromptInputs, done_stages: Sequence[StageDone]) -> Costs:
+def costs_of(planning: Planning, model: NextScaleModel, request: Request, inputs: PromptInputs, done_stages: Sequence[StageDone]) -> Costs:
     workload = Workload(
         request.schedule,
         request.batch,
@@ -127,15 +144,14 @@ def costs_of(model: NextScaleModel, request: Request, inputs: PromptInputs, done
     kinds = Counter(zip(*by_image, strict=True))  # the plans of an image, stage by stage, and how many images have the same
     counts = {done.stage.index: done.known_counts for done in done_stages if done.known_counts is not None}
     spent = [
-        request_cost(
-            model,
+        planning.cost(
             replace(workload, images=images),
             [as_run(model, done.stage, plan, done.num_tokens) for done, plan in zip(done_stages, plans, strict=True)],
             counts,
         )
         for plans, images in kinds.items()
     ]
-    return Costs(request_cost(model, workload), reduce(RequestCost.beside, spent))
+    return Costs(planning.cost(workload), reduce(RequestCost.beside, spent))
 
 
 def stage_reports(done_stages: Sequence[StageDone], padding: Sequence[float], costs: Costs, request: Request) -> tuple[StageReport, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .accel.code import CoDe
@@ -21,25 +21,28 @@ from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
+from .engine.stage_graphs import TooManyTokens
 from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
 from .errors import SettingError
-from .generate import StageDone, check_plans, require_finite
-from .given import checked_given
-from .guidance import Guidance, GuidanceLike, GuidedRows, resolve_guidance
+from .execute import execute
+from .guidance import Guidance, GuidanceLike
 from .habits import Habits
 from .models.base import NextScaleModel
-from .output import Output, Preview, Stages, costs_of, mask_of, read_back, stage_reports
+from .output import Output, Preview, Stages
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
+from .planning.remembered import Planning
 from .profiles import Profile, require_own
-from .report import Report, Stopwatch, peak_memory, reset_peak
-from .request import Request, Revise, SeedLike, as_sampled, read_negative, read_prompts, resolve_seed
+from .request import Request, Revise, SeedLike, as_sampled
+from .resolve import Call, resolve, with_room_for_all
 from .sampling import Sampling
 from .schedules import AspectLike, ScheduleBook, SizeLike
 from .stage import Schedule
 from .text.prompts import PromptReader
 from .tokenizers.autoencoder import lay_out
 from .tokenizers.base import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Pipeline(Habits):
         """
         self._engine = checked_engine(engine)
         self._tables = ScheduleTables(model)
+        self.planning = Planning(model)
         self.captures = Captures(model, tokenizer, self._tables, checked_memory(graph_memory))
         self.model = model.eval()
         self.tokenizer = lay_out(tokenizer.eval())
@@ -136,10 +140,11 @@ class Pipeline(Habits):
         chosen = self.method if method is None else resolve_method(method)
         if isinstance(chosen, CoDe):
             require_plain(compute_mask, revise, given)
-            call = {"size": size, "aspect": aspect, "guidance": guidance, "negative": negative, "on_stage": on_stage, "warmup": warmup}
-            return collaborate(self, chosen, prompt, seed, {**call, "keep_stages": keep_stages, **sampling})
+            shared = {"size": size, "aspect": aspect, "guidance": guidance, "negative": negative, "on_stage": on_stage, "warmup": warmup}
+            return collaborate(self, chosen, prompt, seed, {**shared, "keep_stages": keep_stages, **sampling})
         with self._turn() as nested:
-            request = self._request(prompt, seed, size, aspect, guidance, negative, chosen, sampling, compute_mask, revise, given)
+            call = Call(prompt, seed, size, aspect, guidance, negative, chosen, compute_mask, revise, given, sampling)
+            request = resolve(self, call)
             latents: list[Tensor] | None = [] if keep_stages else None
             with self._watched(request.schedule, on_stage, latents) as watch:
                 output = self._run(request, watch, warmup, nested, decode)
@@ -166,11 +171,11 @@ class Pipeline(Habits):
                 f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
             )
         with self._turn() as nested:
-            request = self._request(prompt, 0, size, aspect, guidance, negative, method, sampling)
+            request = resolve(self, Call(prompt, 0, size, aspect, guidance, negative, method, sampling=sampling))
             reason = "warmup is called from inside on_stage: call it before" if nested else obstacle(self.model.device, request)
             if reason is not None:
                 raise SettingError(reason)
-            with memory_errors(self.model.device, partial(self._planned, request), request):
+            with memory_errors(self.model.device, partial(self.reserved, request), request):
                 return self.captures.capture(request)
 
     @property
@@ -183,9 +188,9 @@ class Pipeline(Habits):
         As a context manager, only the calls inside the `with` block.
         """
         resolved = resolve_method(method)
-        settled = resolved.settle(self._situation())
+        settled = resolved.settle(self.situation())
         for kept in () if settled.chooses else (1.0, ASSUMED_KEPT):  # what does not fit this model is refused now, tokens left out or not
-            settled.forecast(self.model, self.settings.schedules.choose(None, None), kept=kept)
+            self.planning.forecast(settled, self.settings.schedules.choose(None, None), True, kept)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 
@@ -207,129 +212,39 @@ class Pipeline(Habits):
 
     def settled(self, method: MethodLike, schedule: Schedule, batch: int = 1) -> Method:
         """The method that such a request runs: the one given, or what `auto` takes for it."""
-        return resolve_method(method).settle(self._situation(schedule, batch))
-
-    def _situation(self, schedule: Schedule | None = None, batch: int = 1) -> Situation:
-        return Situation(self.name, self.model, self.model.device, self.tokenizer.pixels_per_token, self.profiles, schedule, batch)
+        return resolve_method(method).settle(self.situation(schedule, batch))
 
     # --- the story of a call
+
+    def reserved(self, request: Request) -> int:
+        """Bytes that the request is known to need for keys, values and text."""
+        return self.planning.reserved_bytes(request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
+
+    def situation(self, schedule: Schedule | None = None, batch: int = 1) -> Situation:
+        """What a method that chooses among others is told of a request."""
+        return Situation(self.name, self.model, self.model.device, self.tokenizer.pixels_per_token, self.profiles, schedule, batch)
 
     def _turn(self) -> AbstractContextManager[bool]:
         """Until this caller may use the device; whether it does already, further up."""
         device = self.model.device
         return turn_on(device).taken() if graphs_run_on(device) else nullcontext(False)
 
-    def _request(
-        self,
-        prompt: Any,
-        seed: SeedLike,
-        size: SizeLike,
-        aspect: AspectLike,
-        guidance: GuidanceLike,
-        negative: Any,
-        method: MethodLike,
-        sampling: dict[str, Any],
-        compute_mask: bool = False,
-        revise: Revise = as_sampled,
-        given: Sequence[Tensor] = (),
-    ) -> Request:
-        asked = self.method if method is None else resolve_method(method)
-        schedule = self.settings.schedules.choose(size, aspect)
-        choice = self._sampling(schedule, sampling)
-        guided = GuidedRows(resolve_guidance(guidance, self.settings.guidance), schedule, len(self.model.blocks))
-        prompts = read_prompts(self.reader, prompt, seed)
-        numbers = resolve_seed(seed, len(prompts), self.model.device)
-        situation = self._situation(schedule, len(prompts))
-        chosen = asked.settle(situation)
-        plans = chosen.forecast(self.model, schedule, guided.needs_both, ASSUMED_KEPT)
-        check_plans(plans, len(self.model.blocks), guided)  # before memory is reserved for them
-        guided = guided.faded([plan.guidance_share for plan in plans])
-        return Request(
-            prompts,
-            read_negative(self.reader, negative, len(prompts), guided),
-            schedule,
-            guided,
-            choice,
-            chosen,
-            plans,
-            numbers.rng,
-            numbers.method_rng,
-            Stopwatch(self.model.device),
-            numbers.seeds,
-            compute_mask,
-            revise,
-            given=checked_given(given, schedule, len(prompts), self.model.device),
-            chosen_by=asked.reason(situation),
-        )
+    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool, decode: bool) -> Output:
+        choose = partial(self._executor, warmup=warmup, nested=nested)
+        begun = request.positions() if request.method.data_dependent else []
+        try:
+            return execute(self, request, choose, on_stage, decode)
+        except TooManyTokens as error:
+            log.info("%s: the request starts anew, with memory for all cells", error)
+        for rng, state in begun:
+            rng.set_state(state)
+        return execute(self, with_room_for_all(self, request), choose, on_stage, decode)
 
-    def _sampling(self, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
-        sampling = self.settings.sampling.changed(**changes)
-        sampling.check(schedule)
-        self.model.check_sampling(sampling)
-        if sampling.smooth and not self.tokenizer.mixes_codes:
-            raise SettingError(f"smooth mixes entries of a codebook; {self.name} does not support it")
-        if sampling.forbidden and max(sampling.forbidden) >= self.tokenizer.codes:
-            raise SettingError(f"forbidden {sampling.forbidden}: {self.name} has {self.tokenizer.codes} numbered codes")
-        return sampling
-
-    def _planned(self, request: Request) -> int:
-        """Bytes that the request is known to need for keys, values and text."""
-        return reserved_bytes(self.model, request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
-
-    def _executor(self, request: Request, warmup: bool, nested: bool, planned: Callable[[], int]) -> Executor:
+    def _executor(self, request: Request, warmup: bool, nested: bool) -> Executor:
         """Captured graphs where there are some, or where capturing pays; they have the memory that they need."""
         if self.engine == "graphs" and not nested:
             replay = self.captures.replay(request, at_once=warmup)
             if replay is not None:
                 return replay
-        require_room(self.model.device, planned(), request, self.captures.bytes)
+        require_room(self.model.device, self.reserved(request), request, self.captures.bytes)
         return Eager(self.model, self.tokenizer, self._tables.of(request.schedule))
-
-    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool, decode: bool = True) -> Output:
-        device, clock, done_stages = self.model.device, request.clock, list[StageDone]()
-        planned = cache(partial(self._planned, request))
-
-        def stage_done(done: StageDone) -> None:
-            clock.stop("stage", done.stage.index)
-            done_stages.append(done.without_logits())
-            if on_stage is not None:
-                on_stage(Preview(done, done.canvas.latent.clone(), self.tokenizer))
-            clock.start("stage", done.stage.index + 1)
-
-        with memory_errors(device, planned, request):
-            executor = self._executor(request, warmup, nested, planned)
-            reset_peak(device)
-            with torch.inference_mode():
-                with clock.time("condition"):
-                    inputs = self.model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
-                    executor.condition(inputs)
-                clock.start("stage")
-                latent, finite = executor.run(request, stage_done)
-                with clock.time("decode"):
-                    pixels = executor.decode() if decode else latent.new_empty(request.batch, 3, 0, 0)
-            # What needs no result comes before the host waits for the device. Copies are ordinary tensors, not inference tensors.
-            copies = pixels.clone(), latent.clone(), tuple(done.codes.clone() for done in done_stages if done.codes is not None)
-            masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None
-            costs = costs_of(self.model, request, inputs, done_stages)
-            peak, need = peak_memory(device), planned()
-            failed, padding = read_back(finite, latent, done_stages)
-        require_finite(failed, len(request.schedule))
-        report = Report(
-            model=self.name,
-            engine=executor.engine,
-            captured_batch=executor.captured_batch,
-            method=request.method.label,
-            chosen_by=request.chosen_by,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            size=(pixels.shape[2], pixels.shape[3]),
-            seeds=request.seeds,
-            stages=stage_reports(done_stages, padding, costs, request),
-            cost_share=costs.share,
-            condition_seconds=clock.seconds("condition") or 0.0,
-            decode_seconds=clock.seconds("decode") or 0.0,
-            peak_memory=peak,
-            planned_memory=need,
-            quantize=self.model.quantize,
-        )
-        return Output(*copies, report, masks)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import torch
 from torch import nn
 
 from .errors import SettingError
+from .models.base import KvDtype
 from .models.quantized import FORMATS, Quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,3 +63,10 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: 
         parameter.data = parameter.data.to(device, torch.float32 if name.startswith(float32) else dtype)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def choose_kv_dtype(wanted: KvDtype | None) -> KvDtype | None:
+    """What keys and values are kept in; None: in the dtype of the model."""
+    if wanted is not None and wanted not in get_args(KvDtype):
+        raise SettingError(f"kv_dtype {wanted!r}: choose {', '.join(get_args(KvDtype))}, or leave it out to keep them as they are computed")
+    return wanted

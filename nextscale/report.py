@@ -78,6 +78,10 @@ class Stopwatch:
     def stop(self, what: str, stage: int = 0) -> None:
         self._stops[what, stage] = self._now()
 
+    def lap(self, what: str, stage: int) -> None:
+        """Ends a segment where that of the next stage begins."""
+        self._stops[what, stage] = self._starts[what, stage + 1] = self._now()
+
     @contextmanager
     def time(self, what: str, stage: int = 0) -> Iterator[None]:
         self.start(what, stage)
@@ -114,7 +118,8 @@ def reset_peak(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        # What `max_memory_allocated` says, which puts all statistics into a sorted dictionary first.
+        return torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {}).get("peak", 0)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

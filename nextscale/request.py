@@ -15,7 +15,7 @@ from .accel.method import Method, Plans
 from .errors import SettingError
 from .guidance import GuidedRows
 from .report import Stopwatch
-from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
+from .sampling import ImageRng, Rewindable, Rng, Sampling, SharedRng, method_rng
 from .stage import Schedule, Stage
 from .text.prompts import PromptReader, Prompts
 
@@ -42,7 +42,7 @@ class Request:
     guidance: GuidedRows
     sampling: Sampling
     method: Method
-    plans: Plans  # the method's forecast, made once
+    plans: Plans  # the method's forecast, made once: what memory is reserved for
     rng: Rng
     method_rng: Rng
     clock: Stopwatch
@@ -53,6 +53,7 @@ class Request:
     given: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
     images: int | None = None  # how many of the prompts' images go on, where the others go on apart from them; None: all
     chosen_by: str | None = None  # why this method, where it was looked up
+    kept: float = 1.0  # share of the cells that the forecast assumes to be computed where the method is data-dependent
 
     @property
     def batch(self) -> int:
@@ -68,10 +69,9 @@ class Request:
         """Tokens of the longest prompt, negative ones included; 0 where there is no text."""
         return max(self.prompts.longest, 0 if self.negative is None else self.negative.longest)
 
-    @property
-    def all_cells(self) -> bool:
-        """Whether caches need room for every cell: a captured graph serves images of which nothing is left out."""
-        return self.captured and self.method.data_dependent
+    def positions(self) -> list[tuple[Rewindable, Sequence[Tensor]]]:
+        """Where its streams of random numbers are now, those that can be rewound."""
+        return [(rng, rng.get_state()) for rng in (self.rng, self.method_rng) if isinstance(rng, Rewindable)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,11 @@ class Randomness:
     method_rng: Rng
     seeds: tuple[int, ...] | None
 
+    @property
+    def rewindable(self) -> bool:
+        """Whether a request can be started anew with the same numbers."""
+        return isinstance(self.rng, Rewindable) and isinstance(self.method_rng, Rewindable)
+
 
 def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomness:
     """One generator per image for whole numbers, and for None; the caller's own otherwise."""
@@ -89,7 +94,7 @@ def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomnes
         return seed
     if isinstance(seed, torch.Generator):
         seed = SharedRng(seed)
-    if isinstance(seed, Rng):
+    if not isinstance(seed, int | None) and isinstance(seed, Rng):  # the second takes long to ask
         return Randomness(seed, seed, None)
     seeds = image_seeds(secrets.randbits(32) if seed is None else seed, images)
     return Randomness(ImageRng(seeds, device), method_rng(seeds, device), seeds)

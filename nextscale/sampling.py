@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class Sampling:
 
     def changed(self, **settings: object) -> Sampling:
         """A copy with some settings replaced; unknown names are refused."""
+        if not settings:
+            return self
         known = set(self.__dataclass_fields__)
         unknown = sorted(set(settings) - known)
         if unknown:
@@ -159,6 +161,14 @@ class Rng(Protocol):
         ...
 
 
+NoiseKind = Literal["exponential", "uniform", "normal"]
+FILLS: dict[NoiseKind, Callable[..., Tensor]] = {
+    "exponential": Tensor.exponential_,
+    "uniform": Tensor.uniform_,
+    "normal": Tensor.normal_,
+}
+
+
 class ImageRng:
     """One generator per image, so that an image does not depend on its neighbours in the batch."""
 
@@ -166,25 +176,33 @@ class ImageRng:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self._filled(Tensor.exponential_, shape, device)
+        return self.fill("exponential", torch.empty(tuple(shape), device=device))
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self._filled(Tensor.uniform_, shape, device)
+        return self.fill("uniform", torch.empty(tuple(shape), device=device))
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self._filled(Tensor.normal_, shape, device)
+        return self.fill("normal", torch.empty(tuple(shape), device=device))
+
+    def fill(self, kind: NoiseKind, noise: Tensor) -> Tensor:
+        """Writes the next numbers into `noise`, whose first axis is the image."""
+        for image, generator in zip(noise.unbind(0), self.generators, strict=True):
+            FILLS[kind](image, generator=generator)
+        return noise
+
+    def get_state(self) -> Sequence[Tensor]:
+        """Where its streams are now."""
+        return [generator.get_state() for generator in self.generators]
+
+    def set_state(self, state: Sequence[Tensor]) -> None:
+        for generator, own in zip(self.generators, state, strict=True):
+            generator.set_state(own)
 
     def only(self, images: Sequence[int]) -> ImageRng:
         """The same numbers for some of the images."""
         rng = ImageRng((), torch.device("cpu"))
         rng.generators = [self.generators[image] for image in images]
         return rng
-
-    def _filled(self, fill: Callable[..., Tensor], shape: Sequence[int], device: torch.device) -> Tensor:
-        noise = torch.empty(tuple(shape), device=device)
-        for image, generator in zip(noise, self.generators, strict=True):
-            fill(image, generator=generator)
-        return noise
 
 
 METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for the noise of a method
@@ -209,6 +227,16 @@ class SharedRng:
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), device=device).normal_(generator=self.generator)
+
+    def get_state(self) -> Sequence[Tensor]:
+        return [self.generator.get_state()]
+
+    def set_state(self, state: Sequence[Tensor]) -> None:
+        self.generator.set_state(state[0])
+
+
+Rewindable = ImageRng | SharedRng
+"""What can give the same numbers again."""
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:

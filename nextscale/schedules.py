@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, TypeVar
 
 from .checks import is_whole
@@ -65,6 +66,11 @@ def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeEr
     return SizeError(f"no schedule generates {size[0]}x{size[1]} (height x width); nearest: {named}")
 
 
+@cache
+def square_stages(sides: tuple[int, ...]) -> Schedule:
+    return Schedule(sides)
+
+
 @dataclass(frozen=True)
 class SquareBook:
     """Square schedules by image side; the first is the default (VAR, FlexVAR, HART, STAR)."""
@@ -79,11 +85,11 @@ class SquareBook:
         if aspect is not None and parse_aspect(aspect) != 1:
             raise SizeError(f"aspect {aspect!r}: this model's schedules are square; nearest: 1:1")
         if size is None:
-            return Schedule(self.sides[0])
+            return square_stages(self.sides[0])
         wanted = parse_size(size)
         for sides in self.sides:
             if wanted == (sides[-1] * PIXELS_PER_TOKEN,) * 2:
-                return Schedule(sides)
+                return square_stages(sides)
         raise no_such_size(wanted, self.offers())
 
     def offers(self) -> list[tuple[int, int]]:
@@ -148,6 +154,7 @@ INFINITY_SIZES = _infinity_table()
 FARTHEST_ASPECT = 0.125  # relative; every ratio from 1:3 to 3:1 is nearer to a template
 
 
+@cache
 def infinity_stages(template: float, stages: int) -> Schedule:
     """Positions refer to the grid of 13 stages of the template, however few there are; to the last grid where that is larger."""
     sizes = INFINITY_SIZES[template]

@@ -62,17 +62,15 @@ class Schedule:
             stages.append(Stage(index, height, width, start, index == len(pairs) - 1))
             start += height * width
         self.stages = tuple(stages)
+        self.sizes = tuple(stage.size for stage in stages)
         self.tokens = start
         self.extent = extent or pairs[-1]
+        self._hash = hash((self.sizes, self.extent))
 
     @property
     def grid(self) -> tuple[int, int]:
         """Height and width of the last token map."""
         return self.stages[-1].size
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        return tuple(stage.size for stage in self.stages)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
@@ -84,10 +82,10 @@ class Schedule:
         return self.stages[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Schedule) and (self.sizes, self.extent) == (other.sizes, other.extent)
+        return self is other or (isinstance(other, Schedule) and (self.sizes, self.extent) == (other.sizes, other.extent))
 
     def __hash__(self) -> int:
-        return hash((self.sizes, self.extent))
+        return self._hash
 
     def __repr__(self) -> str:
         return f"Schedule({' '.join(f'{h}x{w}' for h, w in self.sizes)})"

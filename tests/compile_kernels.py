@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from nextscale import kernels
 from nextscale.kernels.few_rows_tiles import RowTile
+from nextscale.kernels.int8_tokens import Int8Tokens
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CHANNELS, HEADS, HEAD_DIM = 256, 4, 64
@@ -49,6 +50,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     temperature = torch.ones(HEADS, 1)
     rotation, cells = torch.polar(torch.ones(6, HEAD_DIM // 2), torch.zeros(6, HEAD_DIM // 2)), torch.zeros(2, 6, dtype=torch.int64)
     codes = torch.zeros(64, CHANNELS, dtype=torch.int8)
+    held = Int8Tokens(*torch.zeros(2, 2, 40, HEADS, HEAD_DIM, dtype=torch.int8), *torch.zeros(2, 2, 40, HEADS))
     pixels, bias = image(1, 64, 16, 16), tensor(64)
     tile = RowTile(16, 32, 64, 2, 4, 3)
     return {
@@ -75,6 +77,9 @@ def calls() -> dict[str, Callable[[], Any]]:
         "rotation and attention, ragged": lambda: kernels.rotate_and_attend(
             qkv, None, rotation, cells, keys, values, numbers(2), numbers(2), 0.125
         ),
+        "keys to eight bits": lambda: kernels.quantize_tokens(keys, values, 4, 6, held),
+        "keys to eight bits, ragged": lambda: kernels.quantize_tokens(keys, values, numbers(2), 6, held),
+        "keys of eight bits": lambda: kernels.dequantize_tokens(held, keys, values),
         "few rows": lambda: kernels.linear_few_rows(x, tensor(64, CHANNELS), tensor(64), tile),
         "few rows, gelu": lambda: kernels.linear_few_rows(x, tensor(64, CHANNELS), tensor(64), tile, gelu=True),
         "int8": lambda: kernels.int8_linear(x, codes, torch.ones(64), tensor(64)),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from nextscale.accel import DENSE, Method, Plans, StagePlan
 from nextscale.accel.registry import METHODS
 from nextscale.cli import app
-from nextscale.cli.plan import short
+from nextscale.cli.plan_table import short
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.models import NextScaleModel
 from nextscale.stage import Schedule

@@ -235,6 +235,36 @@ def test_a_capture_makes_the_condition_of_other_prompts(family: str) -> None:
         assert pipe(**request, method=StageVAR(ranks=0.177)).report.engine == "graphs"
 
 
+@pytest.mark.parametrize("family", ["infinity", "var", "hart"])
+def test_keys_in_8_bits_are_captured(family: str) -> None:
+    """Replays repeat themselves, and are near eager generation and near keys in half precision."""
+    pipe = random_pipeline(SPECS[family], device="cuda", dtype=torch.bfloat16, kv_dtype="int8")
+    whole = random_pipeline(SPECS[family], device="cuda", dtype=torch.bfloat16)
+    prompt = prompts(family, 2)
+    for method in METHODS:
+        pipe.warmup(prompt, method=method)
+        first, second = (pipe(prompt, seed=[3, 4], method=method) for _ in range(2))
+        assert first.report.engine == "graphs"
+        assert torch.equal(first.pixels, second.pixels), method.label
+        if family != "infinity":  # others draw few codes in early stages
+            continue
+        for plain in (eager(pipe), eager(whole)):
+            other = plain(prompt, seed=[3, 4], method=method)
+            early = [(ours == theirs).flatten().double() for ours, theirs in list(zip(first.codes, other.codes, strict=True))[:2]]
+            assert torch.cat(early).mean() > 0.9, method.label
+
+
+def test_images_that_keep_more_tokens_start_anew_with_more_room() -> None:
+    pipe, prompt, method = random_pipeline(SPECS["infinity"], device="cuda"), prompts("infinity", 2), SparseVAR(tau=0.0, first_stage=2)
+    small = pipe.warmup(prompt, method=method)
+    shown: list[int] = []
+    ours = pipe(prompt, seed=3, method=method, on_stage=lambda preview: shown.append(preview.done.stage.index))
+    assert ours.report.engine == "graphs" and small.graphs > 1
+    assert shown == list(range(len(ours.report.stages)))
+    torch.testing.assert_close(ours.pixels, eager(pipe)(prompt, seed=3, method=method).pixels, rtol=1e-2, atol=1e-2)
+    assert [key.kept for key in pipe.captures._captures] == [1.0]
+
+
 def test_captures_can_be_made_again_after_they_were_cleared_and_after_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     prompt = prompts("infinity", 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, output, pipeline
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, execute
 from nextscale.accel.combine import Combined
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
@@ -23,7 +23,9 @@ from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.base import PromptInputs
 from nextscale.models.env import Conditioning
 from nextscale.models.text_context import TextInputs
+from nextscale.output import Checks
 from nextscale.pipeline import Pipeline
+from nextscale.planning.remembered import Planning
 from nextscale.report import Stopwatch
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
@@ -350,11 +352,11 @@ def test_nothing_is_counted_while_the_device_has_nothing_to_do(monkeypatch: pyte
     """The host waits when all else is done: costs are counted and outputs copied before."""
     order: list[str] = []
     pipe = random_pipeline(SPECS["var"])
-    for module, name in ((output, "request_cost"), (pipeline, "peak_memory"), (pipeline, "read_back")):
-        known = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, name=name, known=known: order.append(name) or known(*given))
+    for owner, name in ((Planning, "cost"), (execute, "peak_memory"), (Checks, "read")):
+        known = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, name=name, known=known: order.append(name) or known(*given))
     pipe(1, seed=0)
-    assert order == ["request_cost", "request_cost", "peak_memory", "read_back"]
+    assert order == ["cost", "cost", "peak_memory", "read"]
 
 
 @pytest.mark.parametrize(("family", "skipped_graphs"), [("infinity", 0), ("var", 0), ("flexvar", 2)])

@@ -56,6 +56,7 @@ from nextscale.kernels.attention import Tile, attend_lengths_reference  # noqa: 
 from nextscale.kernels.bits import sample_bits_reference  # noqa: E402
 from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference  # noqa: E402
 from nextscale.kernels.few_rows import linear_few_rows_reference  # noqa: E402
+from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference  # noqa: E402
 from nextscale.kernels.lists import attend_lists_reference  # noqa: E402
 from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
 from nextscale.kernels.restore import restore_tokens_reference, widest_window  # noqa: E402
@@ -471,6 +472,47 @@ def test_blocks_rotate_and_attend_at_once_in_small_captured_stages(monkeypatch: 
     assert len(calls) == (3 + 2) * tiny.DEPTH  # of 1, 4 and 6 tokens
     for ours, theirs in ((results[64], results[0]), (results[4], results[0])):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+@every_dtype
+@pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 96), (5, 104), (2, 6)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tokens_in_8_bits_and_back(heads: int, head_dim: int, ragged: bool, dtype: torch.dtype) -> None:
+    """A quotient that lies between two numbers may round to either; all else agrees."""
+    make = Maker(DEVICE, dtype)
+    keys, values = make.normal(2, 2, 9, heads, head_dim)[:, :, 1:8]
+    keys[1, 3] = 0
+    start = torch.tensor([3, 0], dtype=torch.int32, device=DEVICE) if ragged else 2
+
+    def stored(function: Callable[..., None]) -> Int8Tokens:
+        numbers = torch.full((2, 3, 11, heads, head_dim), 99, dtype=torch.int8, device=DEVICE)[:, 1:]
+        store = Int8Tokens(*numbers, *torch.full((2, 2, 11, heads), -7.0, device=DEVICE))
+        function(keys, values, start, 4, store)
+        return store
+
+    ours, theirs = stored(kernels.quantize_tokens), stored(quantize_tokens_reference)
+    for (mine, scales), (expected, expected_scales) in zip(ours.pairs, theirs.pairs, strict=True):
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+        assert (mine.int() - expected.int()).abs().max() <= 1
+        assert (mine != expected).double().mean() < 0.01
+    with poisoned():
+        found = torch.empty(2, 2, 8, heads, head_dim, dtype=dtype, device=DEVICE)
+        kernels.dequantize_tokens(theirs, *found)
+    expected = torch.empty_like(found)
+    dequantize_tokens_reference(theirs, *expected)
+    assert torch.equal(found, expected)
+    kernels.dequantize_tokens(theirs, *found[:, :, :0])
+
+
+def test_tokens_in_8_bits_refuse_what_does_not_fit() -> None:
+    make = Maker(DEVICE, torch.bfloat16)
+    keys, values = make.normal(2, 2, 4, 3, 8)
+    numbers, scales = torch.zeros(2, 2, 6, 3, 8, dtype=torch.int8, device=DEVICE), torch.zeros(2, 2, 6, 3, device=DEVICE)
+    store = Int8Tokens(*numbers, *scales)
+    with pytest.raises(ValueError, match="3 tokens from 2 on do not fit into 4"):
+        kernels.quantize_tokens(keys, values, 2, 3, store)
+    with pytest.raises(ValueError, match=r"the scales of values is \[2, 5, 3\]; expected \[2, 6, 3\]"):
+        kernels.quantize_tokens(keys, values, 0, 3, store._replace(value_scales=scales[1, :, :5]))
+    with pytest.raises(ValueError, match="side by side, keys as values do"):
+        kernels.dequantize_tokens(store, keys, values.flip(0).transpose(0, 1).contiguous().transpose(0, 1))
 
 
 def test_rotation_is_that_of_the_models() -> None:
@@ -631,6 +673,17 @@ def test_packed_images_of_the_kernels_are_those_of_plain_torch(family: str, monk
     ours = pipe(prompts, seed=11, method=method, smooth=False)
     assert attended and any(stage.tokens % 1 for stage in ours.report.stages)
     tiny.assert_close(family, ours, plain)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU divides with other roundings, and a number between two others may go to either")
+@pytest.mark.parametrize("method", [Method(), SparseVAR(tau=0.97, alpha=3, beta=0.98, blocks=0)], ids=["dense", "sparsevar"])
+def test_images_with_keys_in_8_bits_are_those_of_plain_torch(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, prompts = random_pipeline(tiny.SPECS["infinity"], kv_dtype="int8"), tiny.prompts("infinity", 2)
+    launched = [counted(name, monkeypatch) for name in ("quantize_tokens", "dequantize_tokens")]
+    ours = pipe(prompts, seed=1, method=method)
+    assert all(launched)
+    monkeypatch.setattr(kernels, "available", lambda tensor: False)
+    tiny.assert_close("infinity", pipe(prompts, seed=1, method=method), ours)
 
 
 # --- restoration

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("generate", ("generate", "given", "parts", "request")),
     ("engine", ("engine",)),
     ("profiles", ("profiles", "profile_file")),
-    ("pipeline", ("pipeline", "collaborate", "output", "habits", "placement", "notebook")),
+    ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "placement", "notebook")),
     ("loading", ("loading",)),
     ("products", ("serve", "cluster", "lab")),
     ("command line", ("cli", "__main__")),

@@ -125,11 +125,15 @@ def test_a_plan_says_how_many_tokens_are_packed() -> None:
 
 
 def test_buckets_are_those_of_all_images_or_of_one() -> None:
-    packed, padded = buckets(64, 3, packed=True), buckets(64, 3, packed=False)
+    packed, padded = buckets(64, 64, 3, packed=True), buckets(64, 64, 3, packed=False)
     assert (max(packed), max(padded)) == (192, 64)
     assert {(counts.fewest, counts.most) for counts in packed.values()} == {(0, 64)}
     assert all(counts.total == size for size, counts in packed.items())
     assert all((counts.most, counts.total) == (size, 3 * size) for size, counts in padded.items())
+    fewer, narrow = buckets(64, 40, 3, packed=True), buckets(64, 40, 3, packed=False)  # memory for 40 tokens of an image
+    assert (next(iter(fewer)), next(iter(narrow))) == (120, 40)
+    assert {counts.most for counts in fewer.values()} == {40}
+    assert set(narrow) - {40} == {size for size in padded if size < 40}
 
 
 def test_unknown_counts_are_even() -> None:

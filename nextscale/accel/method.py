@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from ..cache import CacheSpec, LayerCache, Workspace, plain_cache
 from ..checks import is_share
 from ..guidance import CfgBranches
 from ..models.env import Env
@@ -309,4 +309,4 @@ class MethodRun:
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         """Returns the cache of one layer's keys and values."""
-        return DenseLayerCache(spec, workspace)
+        return plain_cache(spec, workspace)

@@ -18,6 +18,7 @@ from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
 from ..lab.metrics.files import VARIABLE
 from ..loading.load import choose_device, load
 from ..loading.presets import NANO, ModelSpec, model_spec
+from ..models.base import KvDtype
 from ..models.quantized import FORMATS, Quantize
 from ..pipeline import Pipeline
 from ..stage import Schedule
@@ -41,12 +42,20 @@ class Format(StrEnum):
 DTYPES = ", ".join(Dtype)
 
 
+class KeyValueDtype(StrEnum):
+    int8 = "int8"
+
+
 def as_quantize(format: Format | None) -> Quantize | None:
     return next((known for known in FORMATS if known == format), None)
 
 
 def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype.value)
+
+
+def as_kv_dtype(dtype: KeyValueDtype | None) -> KvDtype | None:
+    return None if dtype is None else "int8"
 
 
 # Every option says its own name: typer 0.27 takes the metavar for it otherwise where they are the same word, and wants --SIZE.
@@ -158,6 +167,16 @@ QuantizeName = Annotated[
         help="Blocks with weights of eight bits: fp8 (Ada, Hopper and newer GPUs: less memory and faster) or int8 (anywhere: less memory).",
     ),
 ]
+KvDtypeName = Annotated[
+    KeyValueDtype | None,
+    typer.Option(
+        "--kv-dtype",
+        metavar="DTYPE",
+        rich_help_panel=MACHINE,
+        show_default="that of the model",
+        help="Type in which keys and values are kept: int8 halves them.",
+    ),
+]
 BATCH_HELP = "Images per batch; a smaller one needs less memory"
 Batch = Annotated[int, typer.Option("--batch", metavar="N", min=1, rich_help_panel=MACHINE, help=f"{BATCH_HELP}.")]
 Batches = Annotated[
@@ -262,6 +281,7 @@ class ModelOptions:
     device: Device = None
     dtype: DtypeName = None
     quantize: QuantizeName = None
+    kv_dtype: KvDtypeName = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -287,5 +307,6 @@ class ModelOptions:
             device=self.device,
             dtype=as_torch_dtype(self.dtype),
             quantize=as_quantize(self.quantize),
+            kv_dtype=as_kv_dtype(self.kv_dtype),
             **more,
         )

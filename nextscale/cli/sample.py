@@ -43,6 +43,7 @@ from .options import (
     RayOptions,
     Seed,
     SizeOptions,
+    as_kv_dtype,
     as_quantize,
     as_torch_dtype,
     out_option,
@@ -172,7 +173,8 @@ def random(model: ModelOptions) -> Pipeline:
         raise SettingError("--random-weights reads no files: leave out --weights, --tokenizer, --text-encoder and --offload-text")
     device = model.torch_device
     dtype = as_torch_dtype(model.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return random_pipeline(model.spec, device=device, dtype=dtype, quantize=as_quantize(model.quantize))
+    quantize, kv_dtype = as_quantize(model.quantize), as_kv_dtype(model.kv_dtype)
+    return random_pipeline(model.spec, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype)
 
 
 def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: RunOptions) -> dict[str, Any]:
@@ -187,6 +189,7 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: 
         "method": method,
         "dtype": str(dtype),
         **({"quantize": model.quantize.value} if model.quantize else {}),
+        **({} if model.kv_dtype is None else {"kv_dtype": str(model.kv_dtype)}),
         **changed,
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))

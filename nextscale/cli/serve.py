@@ -21,6 +21,7 @@ from .options import (
     MACHINE,
     CombinedMethods,
     DtypeName,
+    KvDtypeName,
     ModelNames,
     OffloadText,
     QuantizeName,
@@ -28,6 +29,7 @@ from .options import (
     TextEncoderSource,
     TokenizerFile,
     Weights,
+    as_kv_dtype,
     as_quantize,
     as_torch_dtype,
 )
@@ -58,6 +60,7 @@ class ServedOptions:
     ] = None
     dtype: DtypeName = None
     quantize: QuantizeName = None
+    kv_dtype: KvDtypeName = None
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="NAME=MODEL", help="A further name of a model, for clients that ask for it; can be repeated."),
@@ -88,6 +91,7 @@ class ServedOptions:
             device=device,
             dtype=as_torch_dtype(self.dtype),
             quantize=as_quantize(self.quantize),
+            kv_dtype=as_kv_dtype(self.kv_dtype),
         )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..models.base import PromptInputs
 from ..models.text_context import TextBuffer, TextInputs, masked_length
-from ..sampling import Rng
+from ..sampling import ImageRng, NoiseKind, Rng
 
 # --- prompts
 
@@ -81,12 +80,10 @@ def padded_texts(text: TextInputs, expected: int, batch: int) -> TextInputs:
 
 # --- random numbers
 
-Kind = Literal["exponential", "uniform", "normal"]
-
 
 @dataclass(frozen=True, eq=False)
 class NoiseBuffer:
-    kind: Kind
+    kind: NoiseKind
     numbers: Tensor  # [B, ...]
 
 
@@ -129,7 +126,10 @@ class StaticRng:
         start, end = (0, len(self._buffers)) if stage is None else (self._ends[stage - 1] if stage else 0, self._ends[stage])
         for buffer in self._buffers[start:end]:
             own = buffer.numbers if images is None else buffer.numbers[:images]
-            own.copy_(getattr(rng, buffer.kind)(own.shape, own.device))
+            if isinstance(rng, ImageRng):
+                rng.fill(buffer.kind, own)  # one launch per image
+            else:
+                own.copy_(getattr(rng, buffer.kind)(own.shape, own.device))
             if images is not None:
                 buffer.numbers[images:] = own[-1:]
 
@@ -142,7 +142,7 @@ class StaticRng:
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return self._buffer("normal", shape, device)
 
-    def _buffer(self, kind: Kind, shape: Sequence[int], device: torch.device) -> Tensor:
+    def _buffer(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor:
         if self._next == len(self._buffers):
             if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f"{kind} {list(shape)} is asked for in the capture and was not in the runs before it")

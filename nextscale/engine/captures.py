@@ -1,33 +1,35 @@
 """The captured graphs of a pipeline: which request can use which, when capturing pays, and what they may keep.
 
 A request is captured when it comes for the second time, or at once when the caller says so, and where one that differs from it only in
-having shorter prompts has been captured already. Until then it is replayed in a larger captured batch, where that is faster, or run
-eagerly.
+having shorter prompts, or images that keep fewer tokens, has been captured already. Until then it is replayed in a larger captured batch,
+where that is faster, or run eagerly.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..accel.method import Method
+from ..checks import is_hashable
 from ..errors import OutOfMemory
 from ..models.base import NextScaleModel
 from ..planning.memory import reserved_bytes
 from ..request import Request, as_sampled
-from ..sampling import ImageRng, Sampling
-from ..stage import Schedule
+from ..sampling import ImageRng
 from ..tokenizers.base import Tokenizer
 from .allocator import expandable_segments
-from .buffers import text_bucket
-from .graphs import CapturedRequest, GraphPool, Replay
+from .capture_key import CaptureKey
+from .graphs import CapturedRequest, GraphPool
 from .memory import DeviceMemory
+from .replay import Replay
+from .stage_graphs import TooManyTokens
 from .tables import ScheduleTables
 from .turns import turn_on
+from .weights import WeightPlaces
 
 log = logging.getLogger(__name__)
 
@@ -35,29 +37,6 @@ SHARE = 0.4  # of the device's memory, which captures may keep unless the caller
 REMEMBERED = 1024  # kinds of requests, whether captured or not
 HOST_SECONDS = 1e-3
 """What the host takes to launch one block of one stage: 439 ms were measured on an H200 for 32 blocks and 13 stages."""
-
-
-@dataclass(frozen=True)
-class CaptureKey:
-    """What a capture is made for; a request with the same one can use it."""
-
-    schedule: Schedule
-    batch: int
-    guidance: Hashable
-    sampling: Sampling
-    method: Method
-    text: int  # room for this number of text tokens
-    given: int = 0  # stages whose codes are given
-
-    @classmethod
-    def of(cls, request: Request, reads_text: bool) -> CaptureKey:
-        """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
-        text = text_bucket(request.text_tokens) if reads_text else 0
-        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, len(request.given))
-
-    def serves(self, other: CaptureKey) -> bool:
-        """Whether a capture for this one can run the other: shorter prompts and fewer images are padded."""
-        return self.text >= other.text and self.batch >= other.batch and replace(self, text=other.text, batch=other.batch) == other
 
 
 @dataclass(frozen=True)
@@ -107,6 +86,7 @@ class Captures:
         self._pool: GraphPool | None = None
         self._made_in_pool = 0
         self._scratch = 0  # bytes of the pool that no capture holds for itself
+        self._places = WeightPlaces(model, tokenizer)
         self._weights: tuple[int, ...] = ()
         self.bytes = 0  # that the pool and all that captures hold take of the device
 
@@ -155,6 +135,7 @@ class Captures:
         if tokenizer is not self._tokenizer:
             self.clear()
             self._tokenizer = tokenizer
+            self._places = WeightPlaces(self._model, tokenizer)
 
     # --- which capture
 
@@ -166,7 +147,7 @@ class Captures:
         if key in self._captures:
             return key
         enough = [known for known in self._captures if known.batch == key.batch and known.serves(key)]
-        return min(enough, key=lambda known: known.text, default=None)
+        return min(enough, key=lambda known: (known.kept, known.text), default=None)
 
     def _larger_batch(self, key: CaptureKey, request: Request) -> CaptureKey | None:
         """A capture of more images, where replaying it is faster than running this request eagerly.
@@ -193,8 +174,8 @@ class Captures:
         return history.requests >= history.needed or bool(self._with_less_room(key))
 
     def _with_less_room(self, key: CaptureKey) -> list[CaptureKey]:
-        """Captures whose only fault is that a text of this request is longer."""
-        return [known for known in self._captures if known.text < key.text and replace(known, text=key.text) == key]
+        """Captures whose only fault is that a text of this request is longer, or that its images keep more tokens."""
+        return [known for known in self._captures if known != key and known.batch == key.batch and key.serves(known)]
 
     def _try(self, key: CaptureKey, request: Request, history: History) -> bool:
         """Whether it was captured. What fails here may well run eagerly: it is said once, and not tried again."""
@@ -286,8 +267,7 @@ class Captures:
 
     def _addresses(self) -> tuple[int, ...]:
         """The addresses of the weights, which captured graphs read."""
-        modules = (self._model, self._tokenizer)
-        return tuple(tensor.data_ptr() for module in modules for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
+        return self._places.now()
 
     def _forget_if_weights_moved(self) -> None:
         addresses = self._addresses()
@@ -312,17 +292,9 @@ def obstacle(device: torch.device, request: Request) -> str | None:
         return "one generator for image and method is used in an order that depends on the image: give whole numbers as seeds"
     if not request.method.capturable:
         return f"{request.method.label} reads from the device between stages and cannot be captured: calls with it run eagerly"
-    if not hashable(request.method):
+    if not is_hashable(request.method):
         return f"{request.method.label} has no hash by which its graphs could be found again: make it a frozen dataclass"
     return None
-
-
-def hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def described(request: Request) -> str:
@@ -337,7 +309,8 @@ def replay_seconds(captured: CapturedRequest, request: Request, device: torch.de
         numbers = ImageRng(range(request.batch), device)
         replay, begun = Replay(captured, request.batch), time.perf_counter()
         captured.condition_graph.replay()
-        replay.run(replace(request, rng=numbers, method_rng=numbers), lambda done: None)
+        with suppress(TooManyTokens):
+            replay.run(replace(request, rng=numbers, method_rng=numbers), lambda done: None)
         replay.decode()
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begun

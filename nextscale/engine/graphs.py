@@ -7,10 +7,10 @@ from request to request lies at fixed addresses: what the prompts give and the r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..accel.method import MethodRun, TokenCounts
 from ..cache import DenseLayerCache
 from ..canvas import Canvas
-from ..generate import StageDone, begin, per_row, run_stage
+from ..generate import StageDone, begin, run_stage
 from ..models.base import NextScaleModel, PromptInputs
 from ..models.env import Conditioning, Env
 from ..report import Stopwatch
@@ -27,7 +27,6 @@ from ..request import Request
 from ..stage import Stage
 from ..tokenizers.base import Tokenizer
 from .buffers import StaticInputs, StaticRng
-from .executor import Engine, Generated
 from .stage_graphs import StageGraph, StageVariants, TokenCounter, buckets
 
 WARM_UPS = 2  # runs before the capture
@@ -39,6 +38,8 @@ class SilentClock(Stopwatch):
     def start(self, what: str, stage: int = 0) -> None: ...
 
     def stop(self, what: str, stage: int = 0) -> None: ...
+
+    def lap(self, what: str, stage: int) -> None: ...
 
 
 class Launches(TorchDispatchMode):
@@ -118,8 +119,8 @@ class CapturedRequest:
         self._request = replace(request, rng=self.rng, method_rng=self.method_rng, given=self.given, clock=silent, captured=True)
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
-        self.stages = self._capture()
-        self.canvas = self._new_canvas()
+        self.canvas = self._new_canvas()  # what a replay shows
+        self.stages = [stage.on(self.canvas) for stage in self._capture()]
         self.decode_graph = torch.cuda.CUDAGraph()
         with pool.capturing(self.decode_graph):
             self.pixels = tokenizer.decode(self.stages[-1].latent)
@@ -224,7 +225,13 @@ class CapturedRequest:
         return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
     def _buckets(self, stage: Stage, run: MethodRun) -> dict[int, TokenCounts]:
-        return buckets(stage.cells, self.batch, run.packs(self._request.plans[stage.index]))
+        planned = self._request.plans[stage.index]
+        return buckets(stage.cells, self._most(stage), self.batch, run.packs(planned))
+
+    def _most(self, stage: Stage) -> int:
+        """Tokens of an image for which the caches have room."""
+        planned = self._request.plans[stage.index].num_tokens
+        return stage.cells if planned is None else planned
 
     def _capture_buckets(self, stage: Stage, state: State, counter: TokenCounter, forks: list[State]) -> tuple[StageVariants, State]:
         """The stage with every bucket size, and the state that all of them leave. `forks` must live until all stages are captured."""
@@ -248,7 +255,7 @@ class CapturedRequest:
             variants[size] = StageGraph(graph, done)
         forks += [state, first]
         packed = state.run.packs(self._request.plans[stage.index])
-        return StageVariants(variants, first.canvas.latent, all_finite, counter, packed), first
+        return StageVariants(variants, first.canvas.latent, all_finite, counter, packed, self._most(stage)), first
 
 
 def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
@@ -259,67 +266,3 @@ def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
         if target is not None and source is not None and target.shape == source.shape:
             moved[name] = target.copy_(source)
     return replace(done, **moved)
-
-
-class Replay:
-    """Replays captured graphs for one request, which may have fewer images than they have: the batch is padded then."""
-
-    engine: ClassVar[Engine] = "graphs"
-
-    def __init__(self, captured: CapturedRequest, images: int) -> None:
-        self._captured = captured
-        self._images = None if images == captured.batch else images  # None: all of them
-
-    @property
-    def captured_batch(self) -> int | None:
-        return self._captured.batch
-
-    def condition(self, inputs: PromptInputs) -> None:
-        self._captured.inputs.load(inputs)
-        self._captured.condition_graph.replay()
-
-    def run(self, request: Request, watch: Callable[[StageDone], None]) -> Generated:
-        captured, images, canvas = self._captured, self._images, self._captured.canvas
-        for target, codes in zip(captured.given, request.given, strict=True):
-            target[:images] = codes
-            target[request.batch :] = codes[-1:]
-        for index, stage in enumerate(captured.stages):
-            captured.method_rng.refill(request.method_rng, index, images)
-            if stage.counter is not None:
-                stage.counter.start()
-            captured.rng.refill(request.rng, index, images)
-            counts = None if stage.counter is None else stage.counter.counts()
-            variant = stage.smallest_sufficient(counts)
-            variant.replay()
-            canvas.latent = stage.latent if images is None else stage.latent[:images]
-            done = replace(variant.done, canvas=canvas, known_counts=counts)
-            watch(done if images is None else first_images(done, images, captured.batch))
-        return Generated(canvas.latent, {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None})
-
-    def decode(self) -> Tensor:
-        self._captured.decode_graph.replay()
-        return self._captured.pixels[: self._images]
-
-
-def first_images(done: StageDone, images: int, batch: int) -> StageDone:
-    """What a stage of a padded batch has done for the images that were asked for."""
-
-    def own(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:images]
-
-    rows, plan, num_tokens, known = done.rows * images // batch, done.plan, done.num_tokens, done.known_counts
-    if plan.packed is not None and known is not None:  # what the others take is not theirs
-        packed = plan.packed - sum(known[images:])
-        plan, num_tokens = replace(plan, packed=packed), per_row(packed, images)
-    return replace(
-        done,
-        rows=rows,
-        plan=plan,
-        num_tokens=num_tokens,
-        known_counts=None if known is None else known[:images],
-        tokens=None if done.tokens is None else done.tokens.rows(slice(0, images)),
-        counts=own(done.counts),
-        ids=own(done.ids),
-        codes=own(done.codes),
-        residual=own(done.residual),
-    )

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .few_rows import linear_few_rows
     from .group_norm import centred_silu, group_norm_silu
     from .int8 import int8_linear
+    from .kv_int8 import dequantize_tokens, quantize_tokens
     from .norm import norm_modulate, residual_norm_modulate
     from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
     from .restore import restore_tokens
@@ -45,6 +46,7 @@ __all__ = [
     "attend_lists",
     "available",
     "centred_silu",
+    "dequantize_tokens",
     "distance_from_mean",
     "enabled",
     "gelu_to_e4m3",
@@ -53,6 +55,7 @@ __all__ = [
     "linear_few_rows",
     "mean_over_tokens",
     "norm_modulate",
+    "quantize_tokens",
     "residual_norm_modulate",
     "restore_tokens",
     "rotate_and_attend",
@@ -71,6 +74,8 @@ FILES = {
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",
     "rotate_and_attend": "rotate_attend",
+    "quantize_tokens": "kv_int8",
+    "dequantize_tokens": "kv_int8",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",

@@ -12,10 +12,11 @@ import torch
 from ..errors import CheckpointError, SettingError
 from ..io import home
 from ..models import HartConfig, StarConfig
+from ..models.base import KvDtype
 from ..models.quantized import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
-from ..placement import check_quantize, choose_device, choose_dtype
+from ..placement import check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..profiles import own_profiles
 from ..text import Encoder
 from ..text.files import EncoderSource
@@ -42,6 +43,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     quantize: Quantize | None = None,
+    kv_dtype: KvDtype | None = None,
     as_released: bool = False,
     engine: Engine | None = None,
     graph_memory: int | None = None,
@@ -58,6 +60,7 @@ def load(
     device: by default the GPU if there is one. dtype: bfloat16 on a GPU, float32 on the CPU; float16 works too.
     quantize: "fp8" runs the products of the blocks in eight bits, on Ada, Hopper and newer GPUs; "int8" keeps their weights in eight bits,
         anywhere. Both take about half the memory of bfloat16: see docs/quantisation.md.
+    kv_dtype: "int8" keeps keys and values of earlier stages in 8 bits, which halves them; None keeps them in `dtype`.
     as_released: STAR: all images read the first prompt's text, as in the released program.
     engine: "graphs" captures requests that come again as CUDA graphs, the default on a GPU; "eager" never does.
     graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has.
@@ -65,7 +68,7 @@ def load(
     """
     spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
-    dtype = choose_dtype(dtype, device)
+    dtype, kv_dtype = choose_dtype(dtype, device), choose_kv_dtype(kv_dtype)
     quantize = check_quantize(quantize, device, dtype)
     prompt_reader(spec, text_encoder, device, offload_text)  # what does not fit is refused before anything is fetched
     if download and (weights or spec.weights) is not None:  # weights that nobody has released are refused below
@@ -75,7 +78,9 @@ def load(
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     spec = checkpoint_spec(spec, weights_path, tokenizer_path)
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
-    return assemble(spec, weights_path, tokenizer_path, reader, device, dtype, quantize, engine, graph_memory, download)
+    pipeline = assemble(spec, weights_path, tokenizer_path, reader, device, dtype, quantize, engine, graph_memory, download)
+    pipeline.model.kv_dtype = kv_dtype
+    return pipeline
 
 
 def assemble(
@@ -110,6 +115,7 @@ def assemble(
         device=pipeline.model.device,
         dtype=pipeline.model.dtype,
         quantize=quantize,
+        kv_dtype=pipeline.model.kv_dtype,
         engine=engine,
         download=download,
     )

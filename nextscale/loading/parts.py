@@ -166,3 +166,9 @@ def encoder_files(source: TextSource) -> EncoderFiles | None:
     """None for an encoder that comes with the package."""
     encoder = source.encoder
     return encoder.files if isinstance(encoder, type) and issubclass(encoder, TextEncoder) else None
+
+
+def encoder_bytes(spec: ModelSpec) -> int:
+    """Bytes of the text encoder's weights on a GPU; 0 where there is none, or where one comes with the package and is small."""
+    encoder = None if spec.text_encoder is None else spec.text_encoder.encoder
+    return encoder.cuda_bytes if isinstance(encoder, type) and issubclass(encoder, TextEncoder) else 0

@@ -13,9 +13,10 @@ import torch
 from ..checkpoints import write_weights
 from ..errors import CheckpointError, SettingError
 from ..io import write_text
+from ..models.base import KvDtype
 from ..models.quantized import Quantize
 from ..pipeline import Pipeline, Settings
-from ..placement import DTYPES, check_quantize, choose_device, choose_dtype
+from ..placement import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder
 from ..text.files import is_hub_name
 from ..text.prompts import ClassReader, EncoderOpener, TextReader
@@ -126,6 +127,7 @@ def load_saved(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     quantize: Quantize | None = None,
+    kv_dtype: KvDtype | None = None,
     as_released: bool = False,
     engine: Any = None,
     graph_memory: int | None = None,
@@ -135,9 +137,11 @@ def load_saved(
     spec = released_spec(saved.spec) if as_released else saved.spec
     device = choose_device(device)
     reader = prompt_reader(spec, text_encoder or saved.encoder, device, offload_text, download)
-    dtype = choose_dtype(dtype or saved.dtype, device)
+    dtype, kv_dtype = choose_dtype(dtype or saved.dtype, device), choose_kv_dtype(kv_dtype)
     quantize = check_quantize(quantize, device, dtype)
-    return assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, quantize, engine, graph_memory, download)
+    pipeline = assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, quantize, engine, graph_memory, download)
+    pipeline.model.kv_dtype = kv_dtype
+    return pipeline
 
 
 def read_index(folder: Path) -> Saved:

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from ..models import HartConfig, InfinityConfig, StarConfig
+from ..models.base import KvDtype
 from ..models.quantized import Quantize
 from ..pipeline import Pipeline
-from ..placement import check_quantize
+from ..placement import check_quantize, choose_kv_dtype
 from ..text import RandomEncoder
 from .load import prompt_reader
 from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model_spec
@@ -23,6 +24,7 @@ def random_pipeline(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     quantize: Quantize | None = None,
+    kv_dtype: KvDtype | None = None,
     seed: int = 0,
 ) -> Pipeline:
     """A pipeline of a known layout whose images mean nothing; prompts are read by a random encoder."""
@@ -37,8 +39,9 @@ def random_pipeline(
         fill_random(module, generator, dtype, module.float32)
     if quantize is not None:
         quantize_model(model, quantize)
+    model.kv_dtype = choose_kv_dtype(kv_dtype)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
-    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, quantize=quantize, seed=seed)
+    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
     return pipe
 
 

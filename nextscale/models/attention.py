@@ -166,8 +166,10 @@ class SelfAttention(nn.Module):
             if in_one_kernel(x, tokens, env) and not isinstance(cache, AttendingCache) and input_scale_of(self.proj) is None:
                 lengths = slot.end if slot.lengths is None else slot.lengths
                 attended = kernels.rotate_and_attend(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, lengths, self.scale)
+                cache.written(slot, tokens.num_tokens)
                 return self.proj(attended)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
+            cache.written(slot, tokens.num_tokens)
             del qkv  # three times the queries, which attention and what follows can use
             return self.proj(self._attend(x, q, slot, tokens, env))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)

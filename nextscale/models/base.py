@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..cache import CacheSpec
+from ..cache import CacheSpec, QuantizedSpec
 from ..canvas import Canvas
 from ..checkpoints import Layout
 from ..errors import SettingError, SizeError
@@ -70,6 +70,9 @@ class Hidden:
         return self.x.shape[0] // self.tokens.branch_size(self.request.batch)
 
 
+KvDtype = Literal["int8"]
+
+
 class NextScaleModel(nn.Module):
     """A backbone: turns a canvas into tokens, runs its blocks, turns hidden states into logits and logits into codes."""
 
@@ -82,6 +85,7 @@ class NextScaleModel(nn.Module):
     rank_table: RankTable | None = None  # measured of these weights, if it lies beside them
     quantize: Quantize | None = None  # the format in which the blocks have their weights; None: the model's dtype
     fingerprint: str | None = None  # of the weights before they were quantised
+    kv_dtype: KvDtype | None = None  # in which keys and values are kept for later stages; None: as they are computed
     text_prefix: int = 0  # text tokens that enter together with the first stage, before its cell
     block_config: BlockConfig
     word_embed: nn.Linear
@@ -118,8 +122,8 @@ class NextScaleModel(nn.Module):
         return (self.head.out_features,)
 
     def cache_spec(self, schedule: Schedule, rows: int) -> CacheSpec:
-        config = self.block_config
-        return CacheSpec(len(self.blocks), rows, config.heads, config.head_dim, schedule, self.dtype, self.device, self.text_prefix)
+        config, sizes = self.block_config, CacheSpec if self.kv_dtype is None else QuantizedSpec
+        return sizes(len(self.blocks), rows, config.heads, config.head_dim, schedule, self.dtype, self.device, self.text_prefix)
 
     def check_sampling(self, sampling: Sampling) -> None:
         """SettingError if the model cannot choose codes in this way."""

@@ -35,13 +35,8 @@ RESTORING = 4  # maps that a span needs to restore what it did not run: input, r
 # --- keys and values
 
 
-def reserved_cache(
-    model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int, all_cells: bool = False
-) -> CacheSpec:
-    """Sizes of the caches of a request whose stages follow `plans` and which begins with `rows`.
-
-    all_cells: every stage that runs has room for all of its cells, however few the plans keep.
-    """
+def reserved_cache(model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int) -> CacheSpec:
+    """Sizes of the caches of a request whose stages follow `plans` and which begins with `rows`."""
     planned = []
     running = rows
     for stage, plan in zip(schedule, plans, strict=True):
@@ -49,7 +44,7 @@ def reserved_cache(
             continue
         if plan.cfg_branches != "both":
             running = min(running, images)
-        tokens = stage.cells if plan.num_tokens is None or all_cells else plan.num_tokens
+        tokens = stage.cells if plan.num_tokens is None else plan.num_tokens
         layers = tokens_per_layer(plan.spans, tokens, model.text_prefix if stage.index == 0 else 0, len(model.blocks))
         planned.append(StageKeys(stage.index, running, tuple(layer.attention for layer in layers), plan.kept_keys))
     spec = replace(model.cache_spec(schedule, rows), planned=tuple(planned))
@@ -63,16 +58,10 @@ def text_bytes(model: NextScaleModel, rows: int, text_tokens: int) -> int:
 
 
 def reserved_bytes(
-    model: NextScaleModel,
-    schedule: Schedule,
-    plans: Sequence[StagePlan],
-    images: int,
-    rows: int,
-    text_tokens: int,
-    all_cells: bool = False,
+    model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int, text_tokens: int
 ) -> int:
     """Bytes of keys, values and text: what a request is known to need before it starts, besides weights and activations."""
-    return reserved_cache(model, schedule, plans, images, rows, all_cells).bytes + text_bytes(model, rows, text_tokens)
+    return reserved_cache(model, schedule, plans, images, rows).bytes + text_bytes(model, rows, text_tokens)
 
 
 # --- everything

@@ -34,6 +34,7 @@ class ClipEncoder(TextEncoder):
         model_types=("clip_text_model",),
     )
     cuda_dtype = torch.float32
+    cuda_bytes = 4 * 340_387_840
     limit_name = "start and end token included"
 
     @property

@@ -42,6 +42,7 @@ class TextEncoder(ABC):
 
     files: ClassVar[EncoderFiles]
     cuda_dtype: ClassVar[torch.dtype]  # the default there; float32 elsewhere
+    cuda_bytes: ClassVar[int]  # of the published weights there
     limit_name: ClassVar[str]  # how the refusal of a long prompt names the limit
 
     def __init__(

@@ -41,6 +41,7 @@ class QwenEncoder(TextEncoder):
         model_types=("qwen2", "qwen2_vl"),
     )
     cuda_dtype = torch.bfloat16
+    cuda_bytes = 2 * 1_543_714_304
     limit_name = "tokens"
 
     def __init__(

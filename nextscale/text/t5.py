@@ -51,6 +51,7 @@ class T5Encoder(TextEncoder):
         tokenizer_helps=("tokenizer_config.json", "special_tokens_map.json"),
     )
     cuda_dtype = torch.float16
+    cuda_bytes = 2 * 1_223_527_424 + 2 * 251_658_240  # transformers keeps the last product of every feed-forward in float32
     limit_name = "max_length"
 
     def __init__(

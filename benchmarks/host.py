@@ -1,0 +1,186 @@
+"""What the host adds to a request: the time around generation and decoding, and where it goes.
+
+    python -m benchmarks.host -m infinity-2b --size 1024 --method stagevar --random-weights [--profile] [--out FILE]
+
+"device_ms" is what the device takes by its own events, "end_to_end_ms" what a caller waits, and "around_ms" the difference. The host's own
+part of it: "before_ms" until the first launch, "launching_ms" from there until all is launched, "beside_ms" what it does besides before it
+waits (copies, costs), "waiting_ms", and "after_ms" from the last result to the return of the call. A device that is busy hides launching
+and beside; before and after are always in the way. "images_ms" is what `out.images` takes afterwards. On a CPU, which launches nothing,
+before, beside and after are the host's part, as they are with a GPU: try it with a small model. Methods take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nextscale import Pipeline, load
+from nextscale.accel.method import Method
+from nextscale.engine.eager import Eager
+from nextscale.engine.replay import Replay
+from nextscale.lab.bench.requests import request_prompts
+from nextscale.lab.evals.methods import parse_methods
+from nextscale.lab.timing import percentiles_ms, wait
+from nextscale.loading.random_weights import random_pipeline
+from nextscale.output import Checks
+
+from .results import RESULTS, append, measure
+
+WARM = 3
+PARTS = ("before", "launching", "beside", "waiting", "after")
+SHOWN = r"nextscale/(pipeline|resolve|execute|output|request|report|sampling|guidance|engine|planning|text|accel)"  # files in a profile
+
+
+@dataclass
+class Marks:
+    """When the last request came to the ends of its parts."""
+
+    at: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        self.at[name] = time.perf_counter()
+
+    def seconds(self) -> dict[str, float]:
+        ends = ["called", "first launch", "launched", "asked", "read", "returned"]
+        return {part: self.at[end] - self.at[begin] for part, (begin, end) in zip(PARTS, pairwise(ends), strict=True)}
+
+
+def marked(function: Callable[..., Any], marks: Marks, before: str | None, after: str | None) -> Callable[..., Any]:
+    def run(*given: Any, **settings: Any) -> Any:
+        if before is not None:
+            marks.mark(before)
+        result = function(*given, **settings)
+        if after is not None:
+            marks.mark(after)
+        return result
+
+    return run
+
+
+@contextmanager
+def watched(pipe: Pipeline) -> Iterator[Marks]:
+    """Marks what the requests inside do."""
+    marks, model = Marks(), type(pipe.model)
+    places = [
+        (model, "prompt_inputs", "first launch", None),
+        (Eager, "decode", None, "launched"),
+        (Replay, "decode", None, "launched"),
+        (Checks, "read", "asked", "read"),
+    ]
+    known = [(owner, name, getattr(owner, name)) for owner, name, _, _ in places]
+    try:
+        for owner, name, before, after in places:
+            setattr(owner, name, marked(getattr(owner, name), marks, before, after))
+        yield marks
+    finally:
+        for owner, name, function in known:
+            setattr(owner, name, function)
+
+
+@dataclass
+class Timed:
+    """Seconds of the requests of one method."""
+
+    device: list[float] = field(default_factory=list)
+    end_to_end: list[float] = field(default_factory=list)
+    images: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    engine: str = ""
+
+    def to_row(self) -> dict[str, Any]:
+        around = [whole - device for whole, device in zip(self.end_to_end, self.device, strict=True)]
+        named = {"device": self.device, "end_to_end": self.end_to_end, "around": around, **self.parts, "images": self.images}
+        found = {f"{name}_ms": percentiles_ms(seconds)["median_ms"] for name, seconds in named.items()}
+        return {"engine": self.engine, "repeats": len(self.device), **found, "around": percentiles_ms(around)}
+
+
+def request(pipe: Pipeline, prompts: Any, size: Any, method: Method, marks: Marks, timed: Timed | None) -> None:
+    wait(pipe.model.device)
+    marks.mark("called")
+    output = pipe(prompts, seed=0, size=size, method=method)
+    marks.mark("returned")
+    parts, begun = marks.seconds(), time.perf_counter()
+    assert output.images
+    converted = time.perf_counter() - begun
+    if timed is None:
+        return
+    timed.device.append(output.report.seconds)
+    timed.end_to_end.append(sum(parts.values()))
+    timed.images.append(converted)
+    timed.engine = output.report.engine
+    for part, seconds in parts.items():
+        timed.parts[part].append(seconds)
+
+
+def times(pipe: Pipeline, size: Any, batch: int, methods: dict[str, Method], repeats: int) -> dict[str, Timed]:
+    found = {name: Timed() for name in methods}
+    prompts = request_prompts(pipe, batch, 0)
+    with watched(pipe) as marks:
+        for number in range(-WARM, repeats):
+            for name, method in methods.items():
+                request(pipe, prompts, size, method, marks, found[name] if number >= 0 else None)
+    return found
+
+
+def profile(pipe: Pipeline, size: Any, batch: int, method: Method, repeats: int) -> None:
+    """Prints what Python functions take, of requests that were run before."""
+    prompts, profiler = request_prompts(pipe, batch, 0), cProfile.Profile()
+    pipe(prompts, seed=0, size=size, method=method)
+    with profiler:
+        for _ in range(repeats):
+            pipe(prompts, seed=0, size=size, method=method)
+    pstats.Stats(profiler).sort_stats("cumulative").print_stats(SHOWN)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-m", "--model", default="nano")
+    parser.add_argument("--size", type=int, help="side of square images in pixels; default: the model's")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--method", action="append", help="as `nextscale generate` takes it; can be repeated")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--kv-dtype", choices=["int8"], help="in which keys and values are kept")
+    parser.add_argument("--profile", action="store_true", help="also show which functions take the time")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    opened = partial(random_pipeline, dtype=dtype) if args.random_weights else load
+    pipe = opened(args.model, device=device, kv_dtype=args.kv_dtype)
+    methods = {name: parse_methods(name) for name in args.method or ["dense"]}
+    size = None if args.size is None else (args.size, args.size)
+    measured: dict[str, Timed] = {}
+    rows = []
+    for name in methods:
+        config = {"model": args.model, "size": args.size, "batch": args.batch, "method": name, "dtype": str(dtype).removeprefix("torch.")}
+        config |= {"kv_dtype": args.kv_dtype, "weights": "random" if args.random_weights else "published"}
+
+        def run(name: str = name) -> dict[str, Any]:
+            if not measured:
+                measured.update(times(pipe, size, args.batch, methods, args.repeats))
+            return measured[name].to_row()
+
+        rows.append(measure("host", config, partial(run)))
+        append(rows[-1:], args.out)
+        print(json.dumps(rows[-1]), flush=True)
+    if args.profile:
+        for method in methods.values():
+            profile(pipe, size, args.batch, method, args.repeats)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

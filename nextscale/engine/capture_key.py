@@ -1,0 +1,40 @@
+"""What a capture is made for, and which requests it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from ..accel.method import Method
+from ..request import Request
+from ..sampling import Sampling
+from ..stage import Schedule
+from .buffers import text_bucket
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """What a capture is made for; a request with the same one can use it."""
+
+    schedule: Schedule
+    batch: int
+    guidance: Hashable
+    sampling: Sampling
+    method: Method
+    text: int  # room for this number of text tokens
+    given: int = 0  # stages whose codes are given
+    kept: float = 1.0  # of the cells of a stage, for which there is memory where the method is data-dependent
+
+    @classmethod
+    def of(cls, request: Request, reads_text: bool) -> CaptureKey:
+        """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
+        text = text_bucket(request.text_tokens) if reads_text else 0
+        kept = request.kept if request.method.data_dependent else 1.0
+        return cls(
+            request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, len(request.given), kept
+        )
+
+    def serves(self, other: CaptureKey) -> bool:
+        """Whether a capture for this one can run the other, of shorter prompts, fewer images or images that keep fewer tokens."""
+        enough = self.text >= other.text and self.batch >= other.batch and self.kept >= other.kept
+        return enough and replace(self, text=other.text, batch=other.batch, kept=other.kept) == other

@@ -1,0 +1,79 @@
+"""Captured graphs, replayed for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..generate import StageDone, per_row
+from ..models.base import PromptInputs
+from ..request import Request
+from .executor import Engine, Generated
+from .graphs import CapturedRequest
+
+
+class Replay:
+    """Replays captured graphs for one request, which may have fewer images than they have: the batch is padded then."""
+
+    engine: ClassVar[Engine] = "graphs"
+
+    def __init__(self, captured: CapturedRequest, images: int) -> None:
+        self._captured = captured
+        self._images = None if images == captured.batch else images  # None: all of them
+
+    @property
+    def captured_batch(self) -> int | None:
+        return self._captured.batch
+
+    def condition(self, inputs: PromptInputs) -> None:
+        self._captured.inputs.load(inputs)
+        self._captured.condition_graph.replay()
+
+    def run(self, request: Request, watch: Callable[[StageDone], None]) -> Generated:
+        captured, images, canvas = self._captured, self._images, self._captured.canvas
+        for target, codes in zip(captured.given, request.given, strict=True):
+            target[:images] = codes
+            target[request.batch :] = codes[-1:]
+        for index, stage in enumerate(captured.stages):
+            captured.method_rng.refill(request.method_rng, index, images)
+            if stage.counter is not None:
+                stage.counter.start()
+            captured.rng.refill(request.rng, index, images)
+            counts = None if stage.counter is None else stage.counter.counts()
+            variant = stage.smallest_sufficient(counts)
+            variant.replay()
+            canvas.latent = stage.latent if images is None else stage.latent[:images]
+            done = variant.done if counts is None else replace(variant.done, known_counts=counts)
+            watch(done if images is None else first_images(done, images, captured.batch))
+        return Generated(canvas.latent, {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None})
+
+    def decode(self) -> Tensor:
+        self._captured.decode_graph.replay()
+        return self._captured.pixels[: self._images]
+
+
+def first_images(done: StageDone, images: int, batch: int) -> StageDone:
+    """What a stage of a padded batch has done for the images that were asked for."""
+
+    def own(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[:images]
+
+    rows, plan, num_tokens, known = done.rows * images // batch, done.plan, done.num_tokens, done.known_counts
+    if plan.packed is not None and known is not None:  # what the others take is not theirs
+        packed = plan.packed - sum(known[images:])
+        plan, num_tokens = replace(plan, packed=packed), per_row(packed, images)
+    return replace(
+        done,
+        rows=rows,
+        plan=plan,
+        num_tokens=num_tokens,
+        known_counts=None if known is None else known[:images],
+        tokens=None if done.tokens is None else done.tokens.rows(slice(0, images)),
+        counts=own(done.counts),
+        ids=own(done.ids),
+        codes=own(done.codes),
+        residual=own(done.residual),
+    )
