@@ -15,7 +15,7 @@ from ..frequency import anchor_count
 from ..method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from ..select import require_own_text
 from .run import SparseRun
-from .settings import CHOICES, LeftOut, Metric, Resize, ScoredRows, Select, Shares, change_blocks, checked_blocks, checked_keep, first_stage
+from .settings import CHOICES, Anchors, LeftOut, Metric, Resize, ScoredRows, Select, Shares, change_blocks, checked_blocks, checked_keep, first_stage
 
 if TYPE_CHECKING:
     from ...models.base import NextScaleModel
@@ -92,6 +92,7 @@ class SparseVAR(Method):
     candidates: Literal["all"] | int = "all"
     edges: bool = False
     keep: float | Mapping[int, float] | Shares | None = None
+    anchors: Anchors = "grid"
 
     reduces_stages = True
 
