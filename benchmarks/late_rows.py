@@ -74,11 +74,12 @@ def farthest_cells(vectors: Tensor, free: Tensor, count: int) -> Tensor:
 PLACED: Mapping[str, Callable[..., SparseVAR]] = {"content": partial(SparseVAR, anchors="content"), "farthest": FarthestAnchors}
 
 
-def methods(keeps: Sequence[float], content: Sequence[float], farthest: Sequence[float], first: int, stages: int) -> dict[str, Method]:
-    """By name: budgets with anchors on the grid, and some with anchors placed otherwise. All run the conditional rows alone."""
-    named = {f"keep {keep}": SparseVAR(keep=late(keep, first, stages)) for keep in keeps}
-    for where, budgets in (("content", content), ("farthest", farthest)):
-        named |= {f"{where} {keep}": PLACED[where](keep=late(keep, first, stages)) for keep in budgets}
+def methods(given: argparse.Namespace, first: int, stages: int) -> dict[str, Method]:
+    """By name: budgets with anchors on the grid, some with anchors placed otherwise, and thresholds. All run the conditional rows alone."""
+    named = {f"keep {keep}": SparseVAR(keep=late(keep, first, stages)) for keep in given.keeps}
+    for where, placed in PLACED.items():
+        named |= {f"{where} {keep}": placed(keep=late(keep, first, stages)) for keep in getattr(given, where)}
+    named |= {f"tau {tau}": SparseVAR(tau=tau, first_stage=first) for tau in given.taus}
     return {name: Combined((method, DropGuidance(first))) for name, method in named.items()}
 
 
@@ -149,10 +150,12 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--images", type=int, default=96)
+    parser.add_argument("--rows", type=int, help="stop when OUT has so many; another call may go on with other methods")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--late", type=int, default=2, help="how many of the last stages are late")
     parser.add_argument("--keeps", nargs="*", type=float, default=KEEPS, help="budgets, with anchors on the grid")
+    parser.add_argument("--taus", nargs="*", type=float, default=[], help="thresholds, with anchors on the grid")
     for where in PLACED:
         parser.add_argument(f"--{where}", nargs="*", type=float, default=[], help="budgets with anchors placed so")
     parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"])
@@ -160,7 +163,7 @@ def main() -> None:
     pipe = load(given.model, engine="eager", dtype=None if given.dtype is None else getattr(torch, given.dtype))
     schedule = pipe.settings.schedules.choose((given.size, given.size), None)
     first = len(schedule) - given.late
-    chosen = methods(given.keeps, given.content, given.farthest, first, len(schedule))
+    chosen = methods(given, first, len(schedule))
     measuring = Measuring(pipe, Lpips.load(given.metrics), schedule, first, chosen)
     prompts = read_eval_prompts(given.prompts, given.images)
     done = {row["number"] for row in read_rows(given.out)} if given.out.exists() else set()
@@ -168,6 +171,8 @@ def main() -> None:
         part = [number for number in numbers if given.seed + number not in done]
         if not part:
             continue
+        if given.rows is not None and len(read_rows(given.out) if given.out.exists() else []) >= given.rows:
+            break
         begun, worked = time.perf_counter(), time.process_time()
         rows = measuring.rows([prompts[number] for number in part], [given.seed + number for number in part])
         with given.out.open("a") as file:

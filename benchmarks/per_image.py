@@ -1,13 +1,10 @@
-"""Whether images of a batch should have budgets of their own: `python -m benchmarks.per_image TRAIN.jsonl TEST.jsonl [--plot FILE.svg]`.
+"""Whether every image should have a budget of its own: `python -m benchmarks.per_image ROWS.jsonl... [--plot FILE.svg]`.
 
-Both files are rows of `benchmarks.late_rows --set budgets`: the distance of every image to its dense one at several budgets, and what was
-known of it before. Three questions at equal mean cost, the share of the late stages' cells that run:
-
-- oracle: who knows every image's own curve gives each image the budget that serves the mean best. No controller can be better.
-- rules: a rule that was fitted on TRAIN sees what is known of an image of TEST before its late stages, and gives it a budget.
-- one budget for all, the baseline; every difference is paired and has a 95 % bootstrap interval over the images of TEST.
-
-Between the measured budgets a curve is linear in the logarithm of the cost.
+The files are rows of `benchmarks.late_rows`: the distance of every image to its dense one at several budgets of SparseVAR, and what was known
+of it before its late stages. Budgets are compared at equal mean: one for all images; the oracle, which knows every image's own curve and
+gives each the budget that serves the mean best, so that no controller can be better; and rules that see what was known before. Rules are
+fitted to the other images: each image is in one of eight parts, and a part's budgets come from the other seven. Differences to one budget
+for all are paired, with 95 % bootstrap intervals. Between measured budgets a curve is linear, which it is nearly.
 """
 
 from __future__ import annotations
@@ -21,189 +18,230 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nextscale.lab.evals.bootstrap import resampled
+from nextscale.lab.analysis.plots import BLUE, GREEN, GREY, ORANGE, STYLE
+from nextscale.lab.evals.bootstrap import Interval, resampled
 
 from .late_rows import KEEPS, read_rows
 
-TARGETS = (0.25, 0.4)
-FOLDS = 8
-GRID = np.geomspace(KEEPS[0], KEEPS[-1], 81)  # budgets among which a rule chooses
-FEATURES = ("entropy", "likeness", "roughness", "preview_gradient", "preview_high")
-Rule = Callable[[np.ndarray, float], np.ndarray]
-"""Budgets of images with these features [N, F], or change maps, for a strength that the mean budget grows with."""
+TARGETS = (0.25, 0.3, 0.4)
+PLOTTED = (0.2, 0.225, 0.25, 0.3, 0.35, 0.4, 0.5)
+PARTS, RESAMPLES = 8, 2000
+POWERS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
+GRID = np.linspace(KEEPS[0], KEEPS[-1], 111)  # budgets among which is chosen
+NUMBERS = ("entropy", "likeness", "roughness", "preview_gradient", "preview_high")
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Images:
-    """Curves and features of some images."""
+    """Curves of some images, and what was known of them before."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = rows
         self.distances = np.array([[row["lpips"][f"keep {keep}"] for keep in KEEPS] for row in rows])  # [N, budgets]
+        self.curves = interpolated(self.distances)  # [N, grid]
         self.change = np.array([row["change"] for row in rows])  # [N, cells of the last early stage]
-        self.features = np.array([[row[name] for name in FEATURES] for row in rows])
-        self.styles = [row["style"] for row in rows]
+        self.known = {name: np.array([row[name] for row in rows]) for name in NUMBERS}
+        self.known |= {"median change": np.median(self.change, axis=1), "mean change": self.change.mean(axis=1)}
+        self.known["share above half of the largest change"] = (self.change > 0.5 * self.change.max(axis=1, keepdims=True)).mean(axis=1)
 
     def __len__(self) -> int:
-        return len(self.distances)
+        return len(self.rows)
 
-    def at(self, budgets: np.ndarray) -> np.ndarray:
+    def some(self, numbers: Sequence[int]) -> Images:
+        return Images([self.rows[number] for number in numbers])
+
+    def at(self, budgets: Numbers) -> Numbers:
         """The distance of every image at a budget of its own."""
-        places = np.log(np.clip(budgets, KEEPS[0], KEEPS[-1]))
-        return np.array([np.interp(place, np.log(KEEPS), curve) for place, curve in zip(places, self.distances, strict=True)])
+        return np.array([np.interp(budget, GRID, curve) for budget, curve in zip(budgets, self.curves, strict=True)])
 
     @property
-    def curves(self) -> np.ndarray:
-        """Distances on the fine grid of budgets, [N, grid]."""
-        return np.array([np.interp(np.log(GRID), np.log(KEEPS), curve) for curve in self.distances])
-
-    @property
-    def sensitivity(self) -> np.ndarray:
+    def sensitivity(self) -> Numbers:
         """What an image gains between the smallest and the largest budget."""
         return self.distances[:, 0] - self.distances[:, -1]
 
 
-# --- rules
+def interpolated(distances: Numbers) -> Numbers:
+    return np.array([np.interp(GRID, KEEPS, curve) for curve in distances])
 
 
-def allocate(curves: np.ndarray, price: float) -> np.ndarray:
-    """The budget of every image at which its curve and the price of its cost are least."""
+def clipped(budgets: Numbers) -> Numbers:
+    return np.clip(budgets, KEEPS[0], KEEPS[-1])
+
+
+# --- rules: what is fitted to some images, and gives others their budgets
+
+Rule = Callable[[Images], Numbers]
+Fit = Callable[[Images, float], Rule]
+"""From images and the mean budget that they shall have to a rule."""
+
+
+def allocate(curves: Numbers, price: float) -> Numbers:
+    """The budget of every image at which its curve together with the price of its budget is least."""
     return GRID[(curves + price * GRID).argmin(axis=1)]
 
 
-def solve(budgets: Callable[[float], np.ndarray], target: float, low: float, high: float) -> float:
-    """The strength between `low` and `high`, by bisection on a logarithmic scale, at which the mean budget is the target."""
+def solve(budgets: Callable[[float], Numbers], target: float, low: float, high: float) -> float:
+    """The number between `low` and `high`, by bisection of its logarithm, at which the mean budget is the target."""
     rising = budgets(high).mean() > budgets(low).mean()
-    for _ in range(60):
+    for _ in range(50):
         middle = (low * high) ** 0.5
-        if (budgets(middle).mean() < target) == rising:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if (budgets(middle).mean() < target) == rising else (low, middle)
     return (low * high) ** 0.5
 
 
-def columns(images: Images) -> dict[str, np.ndarray]:
-    """Everything that is known of images before their late stages, one number each."""
-    change = images.change
-    named = dict(zip(FEATURES, images.features.T, strict=True))
-    return {
-        **named,
-        "log mean change": np.log(change.mean(axis=1)),
-        "log largest change": np.log(change.max(axis=1)),
-        "log median change": np.log(np.median(change, axis=1)),
-        "spread of change": np.log(change.max(axis=1) / change.mean(axis=1)),
-    }
+def oracle(images: Images, target: float) -> Numbers:
+    return allocate(images.curves, solve(lambda price: allocate(images.curves, price), target, 1e-5, 1e2))
 
 
-def ranks(values: np.ndarray) -> np.ndarray:
-    return values.argsort().argsort().astype(float)
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
-
-
-def design(images: Images, fitted: Images) -> np.ndarray:
-    """Standardised features with a constant, [N, F + 1]."""
-    own, reference = (np.stack(list(columns(one).values()), axis=1) for one in (images, fitted))
-    return np.concatenate([(own - reference.mean(axis=0)) / reference.std(axis=0), np.ones((len(own), 1))], axis=1)
-
-
-def predicted_curves(images: Images, train: Images, ridge: float = 3.0) -> np.ndarray:
-    """Curves [N, grid] from a ridge regression of the logarithm of the distance at every budget."""
-    x = design(train, train)
-    penalty = ridge * np.diag([1.0] * (x.shape[1] - 1) + [0.0])
-    weights = np.linalg.solve(x.T @ x + penalty, x.T @ np.log(train.distances))
-    predicted = np.exp(design(images, train) @ weights)
-    predicted = np.minimum.accumulate(predicted, axis=1)  # more cells are never worse
-    return np.array([np.interp(np.log(GRID), np.log(KEEPS), curve) for curve in predicted])
-
-
-def shares_above(change: np.ndarray, size: tuple[int, int], level: np.ndarray) -> np.ndarray:
-    """The share of the enlarged map's cells above each image's level [N]."""
+def above(change: Numbers, level: Numbers) -> Numbers:
+    """The share of the cells of maps [N, cells], enlarged as SparseVAR does, that change by more than a level [N]."""
     side = round(change.shape[1] ** 0.5)
-    grid = torch.from_numpy(change).view(-1, 1, side, side)
-    large = F.interpolate(grid, size=size, mode="bilinear").flatten(1).numpy()
-    return (large >= level[:, None]).mean(axis=1)
+    large = F.interpolate(torch.from_numpy(change).view(-1, 1, side, side), scale_factor=1.2, mode="bilinear").flatten(1).numpy()
+    return clipped((large > level[:, None]).mean(axis=1))
 
 
-def rules(train: Images, size: tuple[int, int]) -> dict[str, tuple[Callable[[Images, float], np.ndarray], float, float]]:
-    """By name: budgets of images for a strength, and the strengths between which the search for a mean budget goes on."""
+def relative_threshold(images: Images, target: float) -> Rule:
+    """SparseVAR's own: cells above tau times the largest change of their image."""
+    tau = solve(lambda value: above(images.change, value * images.change.max(axis=1)), target, 1e-3, 1.0)
+    return lambda others: above(others.change, tau * others.change.max(axis=1))
 
-    def clipped(shares: np.ndarray) -> np.ndarray:
-        return np.clip(shares, KEEPS[0], KEEPS[-1])
 
-    def powered(name: str, sign: float) -> Callable[[Images, float], np.ndarray]:
-        reference = columns(train)[name]
-        middle, spread = reference.mean(), reference.std()
-        return lambda images, base: clipped(base * np.exp(sign * (columns(images)[name] - middle) / spread))
+def absolute_threshold(images: Images, target: float) -> Rule:
+    """Cells above one change for all images."""
+    level = solve(lambda value: above(images.change, np.full(len(images), value)), target, 1e-4, 1e3)
+    return lambda others: above(others.change, np.full(len(others), level))
 
-    found: dict[str, tuple[Callable[[Images, float], np.ndarray], float, float]] = {
-        "threshold, share of the image's largest change": (
-            lambda images, tau: clipped(shares_above(images.change, size, tau * images.change.max(axis=1))), 1e-3, 1.0,
-        ),
-        "threshold, the same change for all images": (
-            lambda images, level: clipped(shares_above(images.change, size, np.full(len(images), level))), 1e-6, 1e3,
-        ),
-        "regression of the curves": (lambda images, price: allocate(predicted_curves(images, train), price), 1e-5, 1e2),
-    }
-    sensitivity = train.sensitivity
-    for name, values in columns(train).items():
-        sign = float(np.sign(rank_correlation(values, sensitivity)))
-        for power in (0.15, 0.3, 0.5):
-            found[f"{name}, {power}"] = (powered(name, sign * power), 1e-3, 1e2)
-    return found
+
+def power_of(name: str) -> Fit:
+    """A budget that grows with the rank of one number, to the power that served the fitted images best."""
+
+    def fit(images: Images, target: float) -> Rule:
+        values = np.sort(images.known[name])
+        sign = np.sign(rank_correlation(images.known[name], images.sensitivity))
+
+        def budgets(others: Images, base: float, power: float) -> Numbers:
+            place = np.searchsorted(values, others.known[name]) / len(values) - 0.5
+            return clipped(base * np.exp(4 * sign * power * place))
+
+        trials = {}
+        for power in POWERS:
+            base = solve(lambda value, power=power: budgets(images, value, power), target, 1e-2, 1e1)
+            trials[power] = base, float(images.at(budgets(images, base, power)).mean())
+        best = min(trials, key=lambda power: trials[power][1])
+        return lambda others: budgets(others, trials[best][0], best)
+
+    return fit
+
+
+def regression(images: Images, target: float, ridge: float = 3.0) -> Rule:
+    """The oracle's choice among curves that a linear regression of everything that was known expects."""
+    reference = np.stack(list(images.known.values()), axis=1)
+
+    def design(others: Images) -> Numbers:
+        own = np.stack(list(others.known.values()), axis=1)
+        return np.concatenate([(own - reference.mean(axis=0)) / reference.std(axis=0), np.ones((len(own), 1))], axis=1)
+
+    x = design(images)
+    penalty = ridge * np.diag([1.0] * (x.shape[1] - 1) + [0.0])
+    weights = np.linalg.solve(x.T @ x + penalty, x.T @ np.log(images.distances))
+
+    def curves(others: Images) -> Numbers:
+        return interpolated(np.minimum.accumulate(np.exp(design(others) @ weights), axis=1))  # more cells are never expected to be worse
+
+    price = solve(lambda value: allocate(curves(images), value), target, 1e-5, 1e2)
+    return lambda others: allocate(curves(others), price)
+
+
+RULES: dict[str, Fit] = {
+    "threshold: a share of the image's largest change": relative_threshold,
+    "threshold: one change for all images": absolute_threshold,
+    "entropy of the logits": power_of("entropy"),
+    "likeness of neighbouring logits": power_of("likeness"),
+    "high frequencies of a small preview": power_of("preview_high"),
+    "roughness of the canvas": power_of("roughness"),
+    "median change": power_of("median change"),
+    "regression on everything": regression,
+}
+
+
+def held_out(images: Images, fit: Fit, target: float) -> Numbers:
+    """Budgets of all images, each from a rule that was fitted without it."""
+    budgets = np.empty(len(images))
+    for part in range(PARTS):
+        own = list(range(part, len(images), PARTS))
+        rule = fit(images.some([number for number in range(len(images)) if number % PARTS != part]), target)
+        budgets[own] = rule(images.some(own))
+    return budgets
 
 
 # --- what they gain
 
 
-def paired(images: Images, budgets: np.ndarray) -> np.ndarray:
-    """What every image gains over the budget of the mean for all (negative: nearer to dense)."""
-    return images.at(budgets) - images.at(np.full(len(images), budgets.mean()))
+def rank_correlation(a: Numbers, b: Numbers) -> float:
+    return float(np.corrcoef(*(values.argsort().argsort() for values in (a, b)))[0, 1])
 
 
-def interval(images: Images, budgets: np.ndarray) -> tuple[float, float, float]:
-    """The mean gain and its bootstrap interval, with the mean budget of each resample."""
-    index = resampled(len(images), 2000).numpy()
+def difference(images: Images, budgets: Numbers) -> Interval:
+    """The mean distance with these budgets less that with their mean for all; each resample has a mean of its own."""
     own = images.at(budgets)
-    means = budgets[index].mean(axis=1)
-    equal = np.empty(len(index))
-    for number, (chosen, mean) in enumerate(zip(index, means, strict=True)):
-        place = np.searchsorted(GRID, mean).clip(1, len(GRID) - 1)
-        weight = (np.log(mean) - np.log(GRID[place - 1])) / (np.log(GRID[place]) - np.log(GRID[place - 1]))
-        curve = images.curves_cached[chosen]
-        equal[number] = ((1 - weight) * curve[:, place - 1] + weight * curve[:, place]).mean()
-    gains = own[index].mean(axis=1) - equal
-    low, high = np.quantile(gains, [0.025, 0.975])
-    return float(paired(images, budgets).mean()), float(low), float(high)
+
+    def gain(numbers: Numbers) -> float:
+        return float(own[numbers].mean() - np.interp(budgets[numbers].mean(), GRID, images.curves[numbers].mean(axis=0)))
+
+    gains = [gain(numbers) for numbers in resampled(len(images), RESAMPLES).numpy()]
+    return Interval(gain(np.arange(len(images))), *np.quantile(gains, [0.025, 0.975]).tolist())
+
+
+def report(images: Images) -> str:
+    fixed = images.distances.mean(axis=0)
+    lines = [f"{len(images)} images; one budget for all: " + ", ".join(f"{mean:.4f} at {keep}" for keep, mean in zip(KEEPS, fixed, strict=True))]
+    lines += ["", "| known before the late stages | rank correlation with the distance at 0.25 | with the gain from 0.15 to 0.7 |", "|---|---:|---:|"]
+    for name, values in images.known.items():
+        correlations = (rank_correlation(values, other) for other in (images.distances[:, KEEPS.index(0.25)], images.sensitivity))
+        lines.append(f"| {name} | " + " | ".join(f"{value:+.2f}" for value in correlations) + " |")
+    lines += ["", "| budgets | mean | smallest to largest | LPIPS | against one budget for all |", "|---|---:|---:|---:|---:|"]
+    for target in TARGETS:
+        found = {"oracle": oracle(images, target)} | {name: held_out(images, fit, target) for name, fit in RULES.items()}
+        for name, budgets in found.items():
+            gain = difference(images, budgets)
+            spread = f"{budgets.min():.2f} to {budgets.max():.2f}"
+            interval = f"{gain.value:+.4f} ({gain.low:+.4f} to {gain.high:+.4f})"
+            lines.append(f"| {name} | {budgets.mean():.3f} | {spread} | {images.at(budgets).mean():.4f} | {interval} |")
+    return "\n".join(lines)
+
+
+def plot(images: Images, path: Path) -> None:
+    """Mean distance against mean budget: one for all, the oracle, and two rules."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.5, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        axes.plot(GRID, images.curves.mean(axis=0), color=GREY, label="one budget for all")
+        drawn = {"threshold: a share of the image's largest change": ORANGE, "regression on everything": BLUE}
+        for name, colour in drawn.items():
+            points = [held_out(images, RULES[name], target) for target in PLOTTED]
+            axes.plot([b.mean() for b in points], [images.at(b).mean() for b in points], "o-", color=colour, markersize=3, label=name)
+        points = [oracle(images, target) for target in PLOTTED]
+        axes.plot([b.mean() for b in points], [images.at(b).mean() for b in points], "o-", color=GREEN, markersize=3, label="oracle")
+        axes.set_xlabel("mean budget, share of the cells besides anchors")
+        axes.set_ylabel("LPIPS to the dense image")
+        axes.set_xlim(PLOTTED[0] - 0.02, PLOTTED[-1] + 0.02)
+        axes.legend(frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("train", type=Path)
-    parser.add_argument("test", type=Path)
-    parser.add_argument("--side", type=int, default=24, help="of the first late stage's grid")
+    parser.add_argument("rows", type=Path, nargs="+")
+    parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
-    train, test = (Images(read_rows(path)) for path in (given.train, given.test))
-    for images in (train, test):
-        images.curves_cached = images.curves
-    print(f"{len(train)} images to fit, {len(test)} to test")
-    for keep, mean in zip(KEEPS, test.distances.mean(axis=0), strict=True):
-        print(f"  {keep}: LPIPS {mean:.4f}, coefficient of variation {test.distances[:, KEEPS.index(keep)].std() / mean:.2f}")
-    print("rank correlation with what an image gains from budget (test):")
-    for name, values in columns(test).items():
-        print(f"  {name}: {rank_correlation(values, test.sensitivity):+.2f}")
-    for target in TARGETS:
-        fixed = test.at(np.full(len(test), target)).mean()
-        print(f"\nmean budget {target}: LPIPS {fixed:.4f} with one budget for all")
-        price = solve(lambda value: allocate(test.curves_cached, value), target, 1e-5, 1e2)
-        lines = [("oracle", allocate(test.curves_cached, price))]
-        for name, (rule, low, high) in rules(train, (given.side, given.side)).items():
-            strength = solve(lambda value, rule=rule: rule(train, value), target, low, high)
-            lines.append((name, rule(test, strength)))
-        for name, budgets in lines:
-            gain, low, high = interval(test, budgets)
-            print(f"  {name}: mean {budgets.mean():.3f} ({budgets.min():.2f} to {budgets.max():.2f}): {gain:+.4f} ({low:+.4f} to {high:+.4f})")
+    every = [row for path in given.rows for row in read_rows(path)]
+    images = Images([row for row in every if all(f"keep {keep}" in row["lpips"] for keep in KEEPS)])
+    print(report(images))
+    if given.plot is not None:
+        plot(images, given.plot)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ...accel.combine import CombinedRun
-from ...accel.method import Method, MethodRun, RunSetup
+from ...accel.method import DENSE, Method, MethodRun, RunSetup
 from ...accel.sparsevar import SparseVAR
 from ...accel.sparsevar.run import SparseRun
+from ...errors import SettingError
 from ...generate import StageDone, begin, run_part
 from ...parts import Part
 from ...pipeline import Pipeline
@@ -27,9 +28,9 @@ class Late:
     """What a method made of a batch whose early stages were dense."""
 
     latent: Tensor  # [B, Z, H, W]
-    tokens: Tensor  # [B], of the late stages together, those of an image in a row
+    tokens: Tensor  # [B], of the late stages together, in a row of each image
 
-    
+
 @dataclass(eq=False)
 class LateStages:
     """A batch of which the stages before `first` have run densely, watched by `watch`, and which any method can finish.
@@ -39,7 +40,7 @@ class LateStages:
 
     pipeline: Pipeline
     schedule: Schedule
-    prompts: Sequence[Any]
+    prompts: Any  # as a pipeline takes them
     seeds: Sequence[int]
     first: int
     watch: SparseVAR
@@ -60,7 +61,7 @@ class LateStages:
         return self._early.canvas.latent
 
     def _request(self, method: Method) -> Request:
-        return self.pipeline._request(list(self.prompts), list(self.seeds), self.schedule, None, None, None, method, {})
+        return self.pipeline._request(self.prompts, list(self.seeds), self.schedule, None, None, None, method, {})
 
     @torch.inference_mode()
     def _run_early(self) -> Part:
@@ -83,13 +84,11 @@ class LateStages:
 
     def _fork(self, method: Method) -> Part:
         early, fresh = self._early, self._request(method)
-        if any(plan.skip or plan.num_tokens is not None or plan.spans for plan in fresh.plans[: self.first]):
-            raise ValueError(f"{method.label} changes stages before stage {self.first}, which have run densely")
+        if any(replace(plan, taps=()) != DENSE for plan in fresh.plans[: self.first]):
+            raise SettingError(f"{method.label} changes stages before stage {self.first}, which have run densely: choose an earlier first")
         request = replace(fresh, rng=same_numbers(early.request.rng), method_rng=same_numbers(early.request.method_rng))
         guided = request.rows > request.batch
-        setup = RunSetup(
-            self.pipeline.model, self.schedule, request.batch, request.method_rng, request.plans, guided, method.own_cache
-        )
+        setup = RunSetup(self.pipeline.model, self.schedule, request.batch, request.method_rng, request.plans, guided, method.own_cache)
         run = method.start(setup)
         for one in runs_of(run):
             if isinstance(one, SparseRun):
