@@ -164,7 +164,7 @@ def main() -> None:
     schedule = pipe.settings.schedules.choose((given.size, given.size), None)
     first = len(schedule) - given.late
     chosen = methods(given, first, len(schedule))
-    measuring = Measuring(pipe, Lpips.load(given.metrics), schedule, first, chosen)
+    measuring = Measuring(pipe, Lpips.load(given.metrics, pipe.model.device), schedule, first, chosen)
     prompts = read_eval_prompts(given.prompts, given.images)
     done = {row["number"] for row in read_rows(given.out)} if given.out.exists() else set()
     for numbers in mixed_batches(len(prompts), given.batch):

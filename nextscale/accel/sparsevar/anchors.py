@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...stage import topk_indices_sorted
-from ..frequency import ROUNDING, SMALLEST_LENGTH, Size
+from ..frequency import Size
 from ..select import pick
 
 MOST_BLOCKS = 1024  # of which all pairs are compared, 4 MB an image; on larger grids a block of cells has one anchor at most
@@ -22,41 +22,43 @@ NONE = -1
 def covering_cells(vectors: Tensor, computed: Tensor, count: int, size: Size) -> Tensor:
     """Marks up to `count` cells that are not computed, [B, cells]: those that resemble most of the others that are not.
 
-    vectors [B, cells, V], computed [B, cells]. A cell's gain is how much nearer all cells that are not computed come to their most similar
-    source if it becomes one too. The best ones are taken in a few rounds that grow, of cells that are similar to each other the first
-    alone. One at a time would be as near to dense on nano within the noise, in five times as many steps.
+    vectors [B, cells, V], computed [B, cells]. A cell's gain is how much more similar all cells that are not computed become to their most
+    similar source if it becomes one too. The best ones are taken in rounds that grow, and of cells that are similar to each other one alone.
+    On nano 7 rounds for 64 anchors take what is left out from a mean similarity of 0.951 with the grid to 0.961, one at a time to 0.964.
     """
     side = math.ceil(math.sqrt(math.prod(size) / MOST_BLOCKS))
     unit = F.normalize(vectors, dim=-1)
     cells, sources = (typical_cells(unit, among, size, side) for among in (~computed, computed))  # [B, blocks] each
-    weight = per_block((~computed).float()[..., None], size, side).sum(dim=(2, 3))
+    weight = per_block((~computed).float()[..., None], size, side).mean(dim=(2, 3))
     ours, theirs = (pick(unit, one.clamp(min=0)) * (one != NONE)[..., None] for one in (cells, sources))
     similarity = ours @ ours.mT  # [B, blocks, blocks]
+    near = similarity >= NEAR
     best = (ours @ theirs.mT).amax(dim=2).relu()  # [B, blocks], to a source
     taken = cells == NONE
     for number in rounds(min(count, taken.shape[1])):
-        gain = (weight[:, None] @ (similarity - best[..., None]).relu())[:, 0]
-        chosen = topk_indices_sorted(ranked(gain, similarity, taken), number)
-        best = torch.maximum(best, similarity.gather(2, chosen[:, None].expand(-1, best.shape[1], -1)).amax(dim=2))
+        similarity = torch.maximum(similarity, best[..., None])  # with a block's best source if another becomes one
+        gain = (weight[:, None] @ similarity)[:, 0] - (weight * best).sum(dim=1, keepdim=True)
+        chosen = topk_indices_sorted(ranked(gain, near, taken), number)
+        best = similarity.gather(2, chosen[:, None].expand(-1, best.shape[1], -1)).amax(dim=2)
         taken = taken.scatter(1, chosen, True)
     marked = torch.where(taken, cells, NONE) + 1  # 0: no cell
     return computed.new_zeros(len(computed), computed.shape[1] + 1).scatter_(1, marked, True)[:, 1:]
 
 
-def ranked(gain: Tensor, similarity: Tensor, taken: Tensor) -> Tensor:
+def ranked(gain: Tensor, near: Tensor, taken: Tensor) -> Tensor:
     """Scores [B, blocks] by which a round chooses: by gain, and whatever has a better one near it comes after all others."""
     blocks = gain.shape[1]
     first = torch.arange(blocks - 1, -1, -1, device=gain.device, dtype=torch.int32)  # of equals
     rank = ((gain / STEP).round().int() * blocks + first).masked_fill(taken, NONE)
-    rival = rank[:, None].where(similarity >= NEAR, NONE).amax(dim=2)
+    rival = rank[:, None].where(near, NONE).amax(dim=2)
     return rank.float().where(rank >= rival, rank.float() - 2.0**31).masked_fill(taken, -torch.inf)
 
 
 def rounds(count: int) -> Iterator[int]:
-    """How many each round adds, half of what there is: 1, 1, 1, 1, 2, 3, ... until there are `count`."""
+    """How many each round adds, as many as there are: 1, 1, 2, 4, ... until there are `count`."""
     done = 0
     while done < count:
-        number = min(count - done, max(1, done // 2))
+        number = min(count - done, max(1, done))
         done += number
         yield number
 
@@ -80,15 +82,3 @@ def typical_cells(unit: Tensor, among: Tensor, size: Size, side: int) -> Tensor:
     place = torch.arange(steps.shape[2], device=steps.device)
     first = place.where(steps == steps.amax(dim=2, keepdim=True), steps.shape[2]).amin(dim=2, keepdim=True)
     return number.gather(2, first)[..., 0] - 1
-
-
-def best_source(vectors: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds for every cell of `vectors` [B, cells, V] the most similar of the cells `sources` [B, N]; of equals the first.
-
-    Returns the similarity and the place of that one among the sources, [B, cells] each.
-    """
-    lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=SMALLEST_LENGTH)
-    similarity = (vectors @ F.normalize(pick(vectors, sources), dim=-1).mT).div_(lengths)  # [B, cells, N]
-    best = similarity.amax(dim=-1, keepdim=True)
-    place = torch.arange(sources.shape[1], device=sources.device, dtype=torch.int32)
-    return best[..., 0], place.where(similarity >= best - ROUNDING, sources.shape[1] - 1).amin(dim=-1).long()

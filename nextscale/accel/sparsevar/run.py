@@ -26,8 +26,8 @@ from ..frequency import (
     share_above,
 )
 from ..method import MethodRun, RunSetup, StagePlan, TokenCounts
-from ..select import put_
-from .anchors import best_source, covering_cells
+from ..select import most_similar, put_
+from .anchors import covering_cells
 from .choice import AnchorMap, Choice
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class SparseRun(MethodRun):
         if self.by_content:
             computed = self.choice.tokens(stage).index
             assert computed is not None
-            similarity, source = best_source(expected, computed)
+            similarity, source = most_similar(expected, computed)
         else:
             nearest = None if self.settings.candidates == "all" else self.settings.candidates
             similarity, anchor = best_anchor(expected, self._anchors(stage, alpha, kept.device), stage.size, nearest)
