@@ -1,6 +1,6 @@
 """Whether every image should have a budget of its own: `python -m benchmarks.per_image ROWS.jsonl... [--plot FILE.svg]`.
 
-The files are rows of `benchmarks.late_rows`: the distance of every image to its dense one at several budgets of SparseVAR, and what was known
+The files are rows of `benchmarks.late_rows`: the distance of every image to its dense one at several budgets, and what was known
 of it before its late stages. Budgets are compared at equal mean: one for all images; the oracle, which knows every image's own curve and
 gives each the budget that serves the mean best, so that no controller can be better; and rules that see what was known before. Rules are
 fitted to the other images: each image is in one of eight parts, and a part's budgets come from the other seven. Differences to one budget
@@ -194,8 +194,12 @@ def difference(images: Images, budgets: Numbers) -> Interval:
 
 def report(images: Images) -> str:
     fixed = images.distances.mean(axis=0)
-    lines = [f"{len(images)} images; one budget for all: " + ", ".join(f"{mean:.4f} at {keep}" for keep, mean in zip(KEEPS, fixed, strict=True))]
-    lines += ["", "| known before the late stages | rank correlation with the distance at 0.25 | with the gain from 0.15 to 0.7 |", "|---|---:|---:|"]
+    means = ", ".join(f"{mean:.4f} at {keep}" for keep, mean in zip(KEEPS, fixed, strict=True))
+    lines = [f"{len(images)} images; one budget for all: {means}", ""]
+    lines += [
+        "| known before the late stages | rank correlation with the distance at 0.25 | with the gain from 0.15 to 0.7 |",
+        "|---|---:|---:|",
+    ]
     for name, values in images.known.items():
         correlations = (rank_correlation(values, other) for other in (images.distances[:, KEEPS.index(0.25)], images.sensitivity))
         lines.append(f"| {name} | " + " | ".join(f"{value:+.2f}" for value in correlations) + " |")

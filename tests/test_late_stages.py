@@ -17,7 +17,12 @@ FIRST = 2
 
 def late_stages(family: str) -> LateStages:
     return LateStages(
-        tiny.shared_pipeline(family), tiny.schedule_of(family), tiny.prompts(family, 3), (5, 6, 9), FIRST, SparseVAR(keep={2: 0.5}, blocks=0)
+        tiny.shared_pipeline(family),
+        tiny.schedule_of(family),
+        tiny.prompts(family, 3),
+        (5, 6, 9),
+        FIRST,
+        SparseVAR(keep={2: 0.5}, blocks=0),
     )
 
 
