@@ -92,7 +92,7 @@ class LateStages:
         run = method.start(setup)
         for one in runs_of(run):
             if isinstance(one, SparseRun):
-                one.change, one.logits = self.seen.change, self.seen.logits
+                one.go_on_from(self.seen)
         everyone = torch.arange(request.batch, device=early.canvas.latent.device)
         env = replace(early.env.only(everyone, request.method_rng), data_dependent=method.data_dependent)
         return Part(request, copy.copy(early.canvas), run, env)
