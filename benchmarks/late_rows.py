@@ -71,7 +71,11 @@ def farthest_cells(vectors: Tensor, free: Tensor, count: int) -> Tensor:
     return marked & free
 
 
-PLACED: Mapping[str, Callable[..., SparseVAR]] = {"content": partial(SparseVAR, anchors="content"), "farthest": FarthestAnchors, "own": partial(SparseVAR, per_image=4)}
+PLACED: Mapping[str, Callable[..., SparseVAR]] = {
+    "content": partial(SparseVAR, anchors="content"),
+    "farthest": FarthestAnchors,
+    "own": partial(SparseVAR, per_image=4),
+}
 
 
 def methods(given: argparse.Namespace, first: int, stages: int) -> dict[str, Method]:

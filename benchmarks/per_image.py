@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from nextscale.accel.sparsevar.choice import own_shares
 from nextscale.lab.analysis.plots import BLUE, GREEN, GREY, ORANGE, STYLE
 from nextscale.lab.evals.bootstrap import Interval, resampled
 
@@ -42,7 +43,7 @@ class Images:
         self.change = np.array([row["change"] for row in rows])  # [N, cells of the last early stage]
         self.known = {name: np.array([row[name] for row in rows]) for name in NUMBERS}
         self.known |= {"median change": np.median(self.change, axis=1), "mean change": self.change.mean(axis=1)}
-        self.known["share above half of the largest change"] = (self.change > 0.5 * self.change.max(axis=1, keepdims=True)).mean(axis=1)
+        self.known["evenness"] = own_shares(torch.from_numpy(self.change), 1.0).numpy()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,6 +113,16 @@ def absolute_threshold(images: Images, target: float) -> Rule:
     return lambda others: above(others.change, np.full(len(others), level))
 
 
+def evenness(images: Images, target: float) -> Rule:
+    """SparseVAR's `per_image=4`, of which the mean alone is fitted."""
+
+    def budgets(others: Images, base: float) -> Numbers:
+        return clipped(base * own_shares(torch.from_numpy(others.change), 4.0).numpy())
+
+    base = solve(lambda value: budgets(images, value), target, 1e-2, 1e1)
+    return lambda others: budgets(others, base)
+
+
 def power_of(name: str) -> Fit:
     """A budget that grows with the rank of one number, to the power that served the fitted images best."""
 
@@ -156,10 +167,9 @@ RULES: dict[str, Fit] = {
     "threshold: a share of the image's largest change": relative_threshold,
     "threshold: one change for all images": absolute_threshold,
     "entropy of the logits": power_of("entropy"),
-    "likeness of neighbouring logits": power_of("likeness"),
     "high frequencies of a small preview": power_of("preview_high"),
     "roughness of the canvas": power_of("roughness"),
-    "median change": power_of("median change"),
+    "evenness of the change, `per_image=4`": evenness,
     "regression on everything": regression,
 }
 
@@ -223,7 +233,7 @@ def plot(images: Images, path: Path) -> None:
         figure = Figure(figsize=(5.5, 3.4), layout="constrained")
         axes = figure.add_subplot()
         axes.plot(GRID, images.curves.mean(axis=0), color=GREY, label="one budget for all")
-        drawn = {"threshold: a share of the image's largest change": ORANGE, "regression on everything": BLUE}
+        drawn = {"threshold: a share of the image's largest change": ORANGE, "evenness of the change, `per_image=4`": BLUE}
         for name, colour in drawn.items():
             points = [held_out(images, RULES[name], target) for target in PLOTTED]
             axes.plot([b.mean() for b in points], [images.at(b).mean() for b in points], "o-", color=colour, markersize=3, label=name)

@@ -61,7 +61,12 @@ def test_without_power_or_reduced_stages_nothing_is_data_dependent() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"per_image": -1, "keep": 0.4}, {"per_image": "much", "keep": 0.4}, {"per_image": 4}, {"per_image": 4, "keep": 0.4, "metric": "logits"}],
+    [
+        {"per_image": -1, "keep": 0.4},
+        {"per_image": "much", "keep": 0.4},
+        {"per_image": 4},
+        {"per_image": 4, "keep": 0.4, "metric": "logits"},
+    ],
     ids=str,
 )
 def test_what_cannot_be_shared_out_is_refused(fields: dict[str, Any]) -> None:

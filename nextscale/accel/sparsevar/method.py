@@ -147,8 +147,8 @@ class SparseVAR(Method):
             raise SettingError(f"per_image is a power, 0 or more; got {self.per_image!r}")
         if self.per_image and (self.keep is None or self.metric != "mse"):
             raise SettingError(
-                f"per_image={self.per_image:g} shares out a budget by the change across blocks; got keep={self.keep} and metric {self.metric}:"
-                " give a keep, and metric mse"
+                f"per_image={self.per_image:g} shares out a budget by the change across blocks; got keep={self.keep} and metric"
+                f" {self.metric}: give a keep, and metric mse"
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", checked_blocks(self.blocks))
