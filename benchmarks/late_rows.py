@@ -74,7 +74,6 @@ def farthest_cells(vectors: Tensor, free: Tensor, count: int) -> Tensor:
 PLACED: Mapping[str, Callable[..., SparseVAR]] = {
     "content": partial(SparseVAR, anchors="content"),
     "farthest": FarthestAnchors,
-    "own": partial(SparseVAR, per_image=4),
 }
 
 
@@ -161,7 +160,7 @@ def main() -> None:
     parser.add_argument("--keeps", nargs="*", type=float, default=KEEPS, help="budgets, with anchors on the grid")
     parser.add_argument("--taus", nargs="*", type=float, default=[], help="thresholds, with anchors on the grid")
     for where in PLACED:
-        parser.add_argument(f"--{where}", nargs="*", type=float, default=[], help="budgets with anchors placed so, or shared out")
+        parser.add_argument(f"--{where}", nargs="*", type=float, default=[], help="budgets with anchors placed so")
     parser.add_argument("--dtype", default=None, choices=["float32", "bfloat16"])
     given = parser.parse_args()
     pipe = load(given.model, engine="eager", dtype=None if given.dtype is None else getattr(torch, given.dtype))

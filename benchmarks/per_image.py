@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nextscale.accel.sparsevar.choice import own_shares
 from nextscale.lab.analysis.plots import BLUE, GREEN, GREY, ORANGE, STYLE
 from nextscale.lab.evals.bootstrap import Interval, resampled
 
@@ -30,7 +29,6 @@ PARTS, RESAMPLES = 8, 2000
 POWERS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6)
 GRID = np.linspace(KEEPS[0], KEEPS[-1], 111)  # budgets among which is chosen
 NUMBERS = ("entropy", "likeness", "roughness", "preview_gradient", "preview_high")
-SHARED_OUT = ("tau", "own")  # methods whose images have different numbers of tokens
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -44,7 +42,7 @@ class Images:
         self.change = np.array([row["change"] for row in rows])  # [N, cells of the last early stage]
         self.known = {name: np.array([row[name] for row in rows]) for name in NUMBERS}
         self.known |= {"median change": np.median(self.change, axis=1), "mean change": self.change.mean(axis=1)}
-        self.known["evenness"] = own_shares(torch.from_numpy(self.change), 1.0).numpy()
+        self.known["evenness"] = self.change.mean(axis=1) / np.quantile(self.change, 0.98, axis=1)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -114,16 +112,6 @@ def absolute_threshold(images: Images, target: float) -> Rule:
     return lambda others: above(others.change, np.full(len(others), level))
 
 
-def evenness(images: Images, target: float) -> Rule:
-    """SparseVAR's `per_image=4`, of which the mean alone is fitted."""
-
-    def budgets(others: Images, base: float) -> Numbers:
-        return clipped(base * own_shares(torch.from_numpy(others.change), 4.0).numpy())
-
-    base = solve(lambda value: budgets(images, value), target, 1e-2, 1e1)
-    return lambda others: budgets(others, base)
-
-
 def power_of(name: str) -> Fit:
     """A budget that grows with the rank of one number, to the power that served the fitted images best."""
 
@@ -170,7 +158,7 @@ RULES: dict[str, Fit] = {
     "entropy of the logits": power_of("entropy"),
     "high frequencies of a small preview": power_of("preview_high"),
     "roughness of the canvas": power_of("roughness"),
-    "evenness of the change, `per_image=4`": evenness,
+    "evenness of the change": power_of("evenness"),
     "regression on everything": regression,
 }
 
@@ -226,8 +214,8 @@ def report(images: Images) -> str:
 
 
 def ran(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Lines for methods that really shared out cells, against one budget for all at as many tokens, of the images that ran both."""
-    for name in sorted({name for row in rows for name in row["lpips"] if name.split()[0] in SHARED_OUT}):
+    """Lines for thresholds that really ran, against one budget for all at as many tokens, of the images that ran both."""
+    for name in sorted({name for row in rows for name in row["lpips"] if name.startswith("tau")}):
         own = [row for row in rows if name in row["lpips"]]
         budgets = [f"keep {keep}" for keep in KEEPS if all(f"keep {keep}" in row["lpips"] for row in own)]
         tokens, distance = (np.array([row[what][name] for row in own]) for what in ("tokens", "lpips"))
@@ -253,7 +241,7 @@ def plot(images: Images, path: Path) -> None:
         figure = Figure(figsize=(5.5, 3.4), layout="constrained")
         axes = figure.add_subplot()
         axes.plot(GRID, images.curves.mean(axis=0), color=GREY, label="one budget for all")
-        drawn = {"threshold: a share of the image's largest change": ORANGE, "evenness of the change, `per_image=4`": BLUE}
+        drawn = {"threshold: a share of the image's largest change": ORANGE, "regression on everything": BLUE}
         for name, colour in drawn.items():
             points = [held_out(images, RULES[name], target) for target in PLOTTED]
             axes.plot([b.mean() for b in points], [images.at(b).mean() for b in points], "o-", color=colour, markersize=3, label=name)

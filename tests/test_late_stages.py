@@ -34,7 +34,6 @@ def test_every_method_goes_on_as_in_a_request_of_its_own(family: str) -> None:
         SparseVAR(keep={2: 0.5, 3: 0.3}, blocks=0, alpha=3),
         Combined((SparseVAR(tau=0.97, first_stage=2, blocks=0), DropGuidance(2))),
         Combined((SparseVAR(keep={3: 0.3}, blocks=0, anchors="content"), SkipStages(last=0))),
-        SparseVAR(keep={2: 0.5, 3: 0.3}, blocks=0, alpha=3, per_image=9),
         Method(),
     ):
         found = late.finish(method)

@@ -11,19 +11,6 @@ from ..method import TokenCounts
 from ..select import pick
 
 UNKNOWN = TokenCounts(0, 0, 0)
-USUAL_EVENNESS = 0.54  # geometric mean on nano, 256 px, so that images have the budget in the mean
-LARGEST = 0.02  # share of the cells that are left aside when the largest change is looked for
-LEAST_SHARE, MOST_SHARE = 0.5, 2.0  # of the budget
-
-
-def own_shares(change: Tensor, power: float) -> Tensor:
-    """The share of the budget, [B], for images whose cells change by this, [B, cells]: more where the change is spread evenly.
-
-    Evenness is the mean change by one of the largest. An image with a few busy places is well served by these; one that is busy
-    everywhere needs more.
-    """
-    largest = change.topk(max(1, round(LARGEST * change.shape[1])), dim=1).values[:, -1]
-    return (change.mean(dim=1) / largest / USUAL_EVENNESS).pow(power).clamp(LEAST_SHARE, MOST_SHARE)
 
 
 @dataclass(frozen=True, slots=True)

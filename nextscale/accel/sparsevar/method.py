@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
-from ...checks import is_number, is_share, is_whole
+from ...checks import is_share, is_whole
 from ...errors import SettingError
 from ...stage import Schedule, Stage
 from ..frequency import anchor_count
@@ -59,9 +59,6 @@ class SparseVAR(Method):
     anchors: "grid" is the paper's. "content" places as many where they resemble most of the cells that are left out, by the logits of the
         stage before, and lets every computed cell propagate: ours, and nearer to dense images at the same number of tokens
         (docs/methods.md).
-    per_image: gives every image a budget of its own, from half to twice `keep`: `keep` times a measure of how evenly the image changed at
-        the last stage before, to this power. 0 is the same for all, 4 is good on nano, where the mean then remains `keep`. The host
-        reads the counts, as with a threshold.
 
     To tinker with:
     beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
@@ -112,7 +109,6 @@ class SparseVAR(Method):
     edges: bool = False
     keep: float | Mapping[int, float] | Shares | None = None
     anchors: Anchors = "grid"
-    per_image: float = 0.0
 
     reduces_stages = True
 
@@ -143,13 +139,6 @@ class SparseVAR(Method):
                 f"select={self.select!r} and left_out={self.left_out!r} with metric {self.metric}: a share and zeros are of the mse's map;"
                 " choose metric mse, or leave them out"
             )
-        if not is_number(self.per_image) or not 0 <= self.per_image < math.inf:
-            raise SettingError(f"per_image is a power, 0 or more; got {self.per_image!r}")
-        if self.per_image and (self.keep is None or self.metric != "mse"):
-            raise SettingError(
-                f"per_image={self.per_image:g} shares out a budget by the change across blocks; got keep={self.keep} and metric"
-                f" {self.metric}: give a keep, and metric mse"
-            )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", checked_blocks(self.blocks))
         if self.keep is not None:
@@ -166,7 +155,7 @@ class SparseVAR(Method):
 
     @property
     def data_dependent(self) -> bool:
-        return self.keep is None or self.per_image > 0
+        return self.keep is None
 
     @property
     def _earliest(self) -> int:

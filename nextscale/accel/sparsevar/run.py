@@ -28,7 +28,7 @@ from ..frequency import (
 from ..method import MethodRun, RunSetup, StagePlan, TokenCounts
 from ..select import most_similar, put_
 from .anchors import covering_cells
-from .choice import AnchorMap, Choice, own_shares
+from .choice import AnchorMap, Choice
 
 if TYPE_CHECKING:
     from ...canvas import Canvas
@@ -43,7 +43,6 @@ class SparseRun(MethodRun):
     setup: RunSetup
     change: GridMap | None = None  # across the tapped blocks, [B, cells, 1]
     entered: Tensor | None = None  # the input of the first tapped block, until the last one has run
-    own_share: Tensor | None = None  # of the budgets, that each image has, [B], where that follows the first map of changes
     excluded: GridMap | None = None  # 1 where cells were excluded at the last stage that ran, [B, cells, 1]
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
@@ -65,10 +64,10 @@ class SparseRun(MethodRun):
     # --- which tokens are computed
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        if not self.settings.data_dependent:
+        if self.settings.keep is not None:
             return None  # known beforehand
         self.anchor_map = None
-        self.choice = self._choose(stage, canvas) if self.settings.keep is None else self._choose_budget(stage, canvas)
+        self.choice = self._choose(stage, canvas)
         return None if self.choice is None else self.choice.counts
 
     def set_counts(self, counts: TokenCounts) -> None:
@@ -83,7 +82,7 @@ class SparseRun(MethodRun):
         return self.setup.batch > 1 and not planned.spans and not self.setup.own_cache
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        if not self.settings.data_dependent:
+        if self.settings.keep is not None:
             self.anchor_map = None
             self.choice = self._choose_budget(stage, canvas)
             return planned
@@ -96,8 +95,7 @@ class SparseRun(MethodRun):
         return replace(planned, num_tokens=choice.num_tokens, packed=self.packed)
 
     def state_tensors(self) -> list[Tensor]:
-        maps = [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
-        return maps if self.own_share is None else [*maps, self.own_share]
+        return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
     def _choose(self, stage: Stage, canvas: Canvas) -> Choice | None:
         """Which cells the stage computes; None as long as nothing is known about them."""
@@ -118,35 +116,30 @@ class SparseRun(MethodRun):
         return Choice(excluded, kept, kept.sum(dim=1))
 
     def _choose_budget(self, stage: Stage, canvas: Canvas) -> Choice | None:
-        """Which cells the stage computes, as many as its budget says in every image, or in each its share of that; None: all."""
+        """Which cells the stage computes, as many as its budget says in every image; None: all."""
         detail, num_tokens = self._detail(stage, canvas), self.budgets.get(stage.index)
         if detail is None or num_tokens is None:
             return None
         before = self._left_out(stage)
         before = torch.zeros_like(detail, dtype=torch.bool) if before is None else before
-        anchors, number = torch.zeros_like(before), 0
+        anchors = torch.zeros_like(before)
+        spare = num_tokens
         if self.alpha is not None:
-            number = anchor_count(stage.size, self.alpha, self.settings.edges)
+            spare -= anchor_count(stage.size, self.alpha, self.settings.edges)
             if not self.by_content:
                 anchors.index_fill_(1, self._anchors(stage, self.alpha, detail.device), True)
-        spare = self._spare(num_tokens - number, stage.cells - number, detail)  # [B, 1], cells besides the anchors
         order = detail.argsort(dim=1, descending=True, stable=True)  # of equals the first
         last = (before + 2 * anchors.int()).gather(1, order).argsort(dim=1, stable=True)  # anchors are kept besides
-        chosen = torch.zeros_like(before).scatter_(1, order.gather(1, last), torch.arange(stage.cells, device=detail.device) < spare)
+        best = order.gather(1, last[:, :spare])
+        chosen = torch.zeros_like(before).scatter_(1, best, True)
         if self.by_content and self.alpha is not None:
             # Where too few cells are worth an anchor, as few blocks are left out, the most changed of the others fill the budget up.
             score = detail.masked_fill(self._covering(stage, chosen, self.alpha), torch.inf).masked_fill(chosen, -torch.inf)
-            anchors.scatter_(1, topk_indices_sorted(score, number), True)
+            anchors.scatter_(1, topk_indices_sorted(score, num_tokens - spare), True)
         least = detail.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         excluded = torch.where(anchors, before | (detail < least), ~chosen)
         every_image = TokenCounts(num_tokens, num_tokens, len(chosen) * num_tokens)
-        return Choice(excluded, chosen | anchors, spare[:, 0] + number, every_image)
-
-    def _spare(self, budget: int, cells: int, detail: Tensor) -> Tensor:
-        """How many of `cells` every image computes where the budget of all is this, [B, 1]."""
-        if self.own_share is None:
-            return torch.full((len(detail), 1), budget, device=detail.device)
-        return (budget * self.own_share).round().long().clamp(1, max(1, cells))[:, None]
+        return Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), every_image)
 
     @property
     def by_content(self) -> bool:
@@ -228,17 +221,10 @@ class SparseRun(MethodRun):
         if self.settings.left_out == "zero":
             earlier = torch.zeros_like(earlier)
         self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), size)
-        self._share_out()
-
-    def _share_out(self) -> None:
-        """The first map of changes says which share of the budgets every image has."""
-        if self.settings.per_image and self.own_share is None and self.change is not None:
-            self.own_share = own_shares(self.change.values[..., 0], self.settings.per_image)
 
     def go_on_from(self, other: SparseRun) -> None:
-        """Takes what another run of the same images has seen, in the place of what this one has."""
+        """Takes what another run of the same images has seen."""
         self.change, self.logits = other.change, other.logits
-        self._share_out()
 
     def _of_images(self, rows: Tensor) -> Tensor:
         """Scores [R, N] of the rows that run, of both cfg branches or one, as scores [B, N] of the images."""
