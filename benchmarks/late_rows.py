@@ -97,9 +97,9 @@ def known_before(late: LateStages) -> list[dict[str, Any]]:
     change, logits = seen.change.values[..., 0].float(), seen.logits.values.float()
     bits = logits.unflatten(2, (-1, 2)).log_softmax(dim=-1)
     entropy = -(bits.exp() * bits).sum(dim=-1).mean(dim=(1, 2))
-    latent = late.latent.float()
+    latent = late.canvas.latent.float()
     roughness = sum((latent.roll(1, axis) - latent).abs().mean(dim=(1, 2, 3)) for axis in (2, 3))
-    preview = preview_of(latent, small, late._early.canvas)
+    preview = preview_of(latent, small, late.canvas)
     numbers: Mapping[str, Tensor] = {
         "entropy": entropy,
         "likeness": neighbour_similarity(logits, seen.logits.size).mean(dim=1),

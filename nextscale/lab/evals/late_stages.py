@@ -14,6 +14,7 @@ from ...accel.combine import CombinedRun
 from ...accel.method import DENSE, Method, MethodRun, RunSetup
 from ...accel.sparsevar import SparseVAR
 from ...accel.sparsevar.run import SparseRun
+from ...canvas import Canvas
 from ...errors import SettingError
 from ...generate import StageDone, begin, run_part
 from ...parts import Part
@@ -56,9 +57,9 @@ class LateStages:
         return run
 
     @property
-    def latent(self) -> Tensor:
-        """The canvas after the early stages, [B, Z, H, W]."""
-        return self._early.canvas.latent
+    def canvas(self) -> Canvas:
+        """As the early stages have left it."""
+        return self._early.canvas
 
     def _request(self, method: Method) -> Request:
         return self.pipeline._request(self.prompts, list(self.seeds), self.schedule, None, None, None, method, {})
