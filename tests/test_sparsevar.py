@@ -965,8 +965,17 @@ def test_exclusion_never_shrinks_and_anchors_are_always_computed(family: str, me
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"alpha": None}, {"metric": "image", "tau": 0.8}, PROGRAM, {"keep": 0.4}, {"keep": 0.4, "metric": "logits"}],
-    ids=["mse", "no anchors", "image", "program", "keep", "keep by logits"],
+    [
+        {},
+        {"alpha": None},
+        {"metric": "image", "tau": 0.8},
+        PROGRAM,
+        {"keep": 0.4},
+        {"keep": 0.4, "metric": "logits"},
+        {"anchors": "content"},
+        {"keep": 0.4, "anchors": "content"},
+    ],
+    ids=["mse", "no anchors", "image", "program", "keep", "keep by logits", "content", "keep by content"],
 )
 def test_a_batch_equals_its_images_alone(family: str, fields: dict[str, Any]) -> None:
     """Seeded codes and the cells they stand for are equal, all else to rounding."""
@@ -1080,6 +1089,7 @@ def test_non_square_images(family: str, metric: Any) -> None:
         {"blocks": 2},
         {"first_stage": None},
         {"metric": "logits"},
+        {"anchors": "content"},
     ],
     ids=str,
 )
@@ -1088,7 +1098,7 @@ def test_every_setting_does_something(family: str, fields: dict[str, Any]) -> No
     if "first_stage" in fields:
         fields = {"first_stage": len(tiny.schedule_of(family)) - 1}
     plain, changed = generated(family, method=STRONG[family]), generated(family, method=replace(STRONG[family], **fields))
-    without_effect = family == "flexvar" and {"alpha", "beta"} & set(fields)
+    without_effect = family == "flexvar" and {"alpha", "beta", "anchors"} & set(fields)
     assert torch.equal(plain.latent, changed.latent) == bool(without_effect)
 
 

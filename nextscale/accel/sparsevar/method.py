@@ -15,7 +15,20 @@ from ..frequency import anchor_count
 from ..method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from ..select import require_own_text
 from .run import SparseRun
-from .settings import CHOICES, LeftOut, Metric, Resize, ScoredRows, Select, Shares, change_blocks, checked_blocks, checked_keep, first_stage
+from .settings import (
+    CHOICES,
+    Anchors,
+    LeftOut,
+    Metric,
+    Resize,
+    ScoredRows,
+    Select,
+    Shares,
+    change_blocks,
+    checked_blocks,
+    checked_keep,
+    first_stage,
+)
 
 if TYPE_CHECKING:
     from ...models.base import NextScaleModel
@@ -43,6 +56,9 @@ class SparseVAR(Method):
         largest change (metric "logits": least like their neighbours). A number holds for all stages from `first_stage` on;
         {stage index: share} names the reduced stages, and stages between them are dense. All images keep equally many cells, known before,
         so that one graph is captured per stage and the host reads nothing. 0.25 computes about 30 % of the cells.
+    anchors: "grid" is the paper's. "content" places as many where they resemble most of the cells that are left out, by the logits of the
+        stage before, and lets every computed cell propagate: ours, and nearer to dense images at the same number of tokens
+        (docs/methods.md).
 
     To tinker with:
     beta: the least cosine similarity to an anchor, from -1 (always copy) to 1.
@@ -92,6 +108,7 @@ class SparseVAR(Method):
     candidates: Literal["all"] | int = "all"
     edges: bool = False
     keep: float | Mapping[int, float] | Shares | None = None
+    anchors: Anchors = "grid"
 
     reduces_stages = True
 
@@ -112,6 +129,11 @@ class SparseVAR(Method):
             raise SettingError(f'candidates is a whole number of anchors from 1, or "all"; got {self.candidates!r}')
         if not isinstance(self.edges, bool):
             raise SettingError(f"edges is True or False; got {self.edges!r}")
+        if self.anchors == "content" and (self.alpha is None or self.edges or self.candidates != "all"):
+            raise SettingError(
+                f"anchors=content takes as many anchors as a grid of spacing alpha has, and compares all of them; got alpha={self.alpha},"
+                f" edges={self.edges}, candidates={self.candidates}: give an alpha, and leave the others out"
+            )
         if self.metric != "mse" and (self.select, self.left_out) != ("threshold", "carried"):
             raise SettingError(
                 f"select={self.select!r} and left_out={self.left_out!r} with metric {self.metric}: a share and zeros are of the mse's map;"

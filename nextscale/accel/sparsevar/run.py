@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...stage import Stage, Tokens
+from ...stage import Stage, Tokens, topk_indices_sorted
 from ..frequency import (
     ROUNDING,
     GridMap,
@@ -26,59 +26,13 @@ from ..frequency import (
     share_above,
 )
 from ..method import MethodRun, RunSetup, StagePlan, TokenCounts
-from ..select import pick, put_
+from ..select import most_similar, put_
+from .anchors import covering_cells
+from .choice import AnchorMap, Choice
 
 if TYPE_CHECKING:
     from ...canvas import Canvas
     from .method import SparseVAR
-
-
-UNKNOWN = TokenCounts(0, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which cells of a stage enter the network."""
-
-    excluded: Tensor  # [B, cells], of low frequency; anchors among them are kept all the same
-    kept: Tensor  # [B, cells]
-    counts: Tensor  # [B], of kept cells
-    known: TokenCounts = UNKNOWN  # what the host knows of them
-
-    @property
-    def num_tokens(self) -> int:
-        """The largest count, or a bucket size above it."""
-        return self.known.most
-
-    @property
-    def reduces(self) -> bool:
-        """Whether any image leaves out a cell."""
-        return self.known.fewest < self.kept.shape[1]
-
-    @property
-    def ragged(self) -> bool:
-        """Whether images keep different numbers of tokens."""
-        return self.known.fewest < self.known.most
-
-    def tokens(self, stage: Stage) -> Tokens:
-        """The kept tokens of every image, in raster order."""
-        # Bucket sizes that are too small are captured too, from images that need more, and never replayed.
-        keep = self.counts.clamp(max=self.num_tokens) if self.ragged else self.num_tokens
-        _, tokens = Tokens(stage).top(self.kept.float(), keep, self.num_tokens)
-        return tokens
-
-
-@dataclass(frozen=True, slots=True)
-class AnchorMap:
-    """The computed token from which each token of a stage takes its output."""
-
-    tokens: Tokens  # those that were computed and those that an anchor propagates to
-    source: Tensor  # [B, cells], the position of each token's source among the computed ones
-
-    def propagate(self, values: Tensor) -> Tensor:
-        """Values [R, N, ...] of the computed tokens, of one cfg branch or both, at all tokens that have a source, [R, cells, ...]."""
-        source = self.source.repeat(values.shape[0] // self.source.shape[0], 1)
-        return pick(values.flatten(2), source).unflatten(2, values.shape[2:])
 
 
 @dataclass(eq=False)
@@ -155,6 +109,8 @@ class SparseRun(MethodRun):
         if self.alpha is None:
             most = detail.masked_fill(before, -torch.inf).argmax(dim=1, keepdim=True)
             kept = ~excluded.scatter_(1, most, False)
+        elif self.by_content:
+            kept = ~excluded | self._covering(stage, ~excluded, self.alpha)
         else:
             kept = (~excluded).index_fill_(1, self._anchors(stage, self.alpha, excluded.device), True)
         return Choice(excluded, kept, kept.sum(dim=1))
@@ -170,15 +126,31 @@ class SparseRun(MethodRun):
         spare = num_tokens
         if self.alpha is not None:
             spare -= anchor_count(stage.size, self.alpha, self.settings.edges)
-            anchors.index_fill_(1, self._anchors(stage, self.alpha, detail.device), True)
+            if not self.by_content:
+                anchors.index_fill_(1, self._anchors(stage, self.alpha, detail.device), True)
         order = detail.argsort(dim=1, descending=True, stable=True)  # of equals the first
         last = (before + 2 * anchors.int()).gather(1, order).argsort(dim=1, stable=True)  # anchors are kept besides
         best = order.gather(1, last[:, :spare])
         chosen = torch.zeros_like(before).scatter_(1, best, True)
+        if self.by_content and self.alpha is not None:
+            # Where too few cells are worth an anchor, as few blocks are left out, the most changed of the others fill the budget up.
+            score = detail.masked_fill(self._covering(stage, chosen, self.alpha), torch.inf).masked_fill(chosen, -torch.inf)
+            anchors.scatter_(1, topk_indices_sorted(score, num_tokens - spare), True)
         least = detail.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         excluded = torch.where(anchors, before | (detail < least), ~chosen)
         every_image = TokenCounts(num_tokens, num_tokens, len(chosen) * num_tokens)
         return Choice(excluded, chosen | anchors, chosen.new_full((len(chosen),), num_tokens, dtype=torch.int64), every_image)
+
+    @property
+    def by_content(self) -> bool:
+        """Whether anchors are placed by content: as soon as there are logits to compare."""
+        return self.settings.anchors == "content" and self.alpha is not None and self.logits is not None
+
+    def _covering(self, stage: Stage, computed: Tensor, alpha: int) -> Tensor:
+        """Marks the anchors [B, cells] among the cells that are not computed, as many as the grid has."""
+        assert self.logits is not None
+        count = anchor_count(stage.size, alpha, self.settings.edges)
+        return covering_cells(self.logits.at(stage.size, self.settings.resize), computed, count, stage.size)
 
     def _left_out(self, stage: Stage) -> Tensor | None:
         """Which cells lie where the last stage that ran has excluded some, [B, cells]."""
@@ -250,6 +222,10 @@ class SparseRun(MethodRun):
             earlier = torch.zeros_like(earlier)
         self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), size)
 
+    def go_on_from(self, other: SparseRun) -> None:
+        """Takes what another run of the same images has seen."""
+        self.change, self.logits = other.change, other.logits
+
     def _of_images(self, rows: Tensor) -> Tensor:
         """Scores [R, N] of the rows that run, of both cfg branches or one, as scores [B, N] of the images."""
         batch = self.setup.batch
@@ -280,13 +256,18 @@ class SparseRun(MethodRun):
         """Matches every cell that was left out with the anchor most similar to it, by the logits expected at both."""
         assert self.choice is not None
         kept = self.choice.kept
-        nearest = None if self.settings.candidates == "all" else self.settings.candidates
-        similarity, anchor = best_anchor(expected, self._anchors(stage, alpha, kept.device), stage.size, nearest)
-        source = torch.where(kept, torch.arange(stage.cells, device=kept.device), anchor)
+        place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.num_tokens - 1)  # of a kept cell among all kept ones
+        if self.by_content:
+            computed = self.choice.tokens(stage).index
+            assert computed is not None
+            similarity, source = most_similar(expected, computed)
+        else:
+            nearest = None if self.settings.candidates == "all" else self.settings.candidates
+            similarity, anchor = best_anchor(expected, self._anchors(stage, alpha, kept.device), stage.size, nearest)
+            source = place.gather(1, anchor)
         known = kept | (similarity >= self.settings.beta - ROUNDING)
         cells, tokens = Tokens(stage).top(known.float(), known.sum(dim=1), stage.cells)
-        place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.num_tokens - 1)  # of a kept cell among all kept ones
-        return AnchorMap(tokens, place.gather(1, source.gather(1, cells)))
+        return AnchorMap(tokens, torch.where(kept, place, source).gather(1, cells))
 
     def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """Cells take their anchor's hidden state, so that HART's diffusion completes the code that each has sampled for itself.

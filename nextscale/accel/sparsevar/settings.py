@@ -19,6 +19,7 @@ ScoredRows = Literal["cond", "uncond", "both"]
 Resize = Literal["bilinear", "nearest"]
 LeftOut = Literal["carried", "zero"]
 Select = Literal["threshold", "share"]
+Anchors = Literal["grid", "content"]
 Shares = tuple[tuple[int, float], ...]
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "metric": get_args(Metric),
@@ -26,6 +27,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "resize": get_args(Resize),
     "left_out": get_args(LeftOut),
     "select": get_args(Select),
+    "anchors": get_args(Anchors),
 }
 
 
