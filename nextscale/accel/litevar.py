@@ -144,6 +144,7 @@ def band_mask(there: KeyMap, first: int, width: float, device: torch.device) -> 
     return torch.cat(parts, dim=1)[None, None].to(device)
 
 
+@lru_cache(maxsize=256)  # asked for by every forecast, and a search makes thousands
 def band_share(there: KeyMap, first: int, width: float) -> float:
     """The share of all pairs of a query and a key that bands leave."""
     return float(band_mask(there, first, width, torch.device("cpu")).double().mean())
