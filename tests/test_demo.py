@@ -137,7 +137,7 @@ def test_without_a_profile_it_says_so_and_shows_published_settings(monkeypatch: 
     assert result.exit_code == 0, result.stderr
     assert len([line for line in result.stdout.splitlines() if line.endswith("dB")]) == 2
     assert "These are published settings, which were found for other models" in result.stdout
-    assert "`nextscale tune tiny-infinity --size 8x6 --batch 4 --device cpu`" in result.stdout
+    assert "`nextscale tune tiny-infinity --size 8x6 --batch 8 --device cpu`" in result.stdout
 
 
 def test_a_profile_with_one_point_near_enough(profile_beside: Path) -> None:

@@ -257,6 +257,8 @@ def test_winners_are_a_frontier_and_beat_skipping() -> None:
 @pytest.mark.parametrize("family", ["var", "flexvar", "infinity", "hart", "star"])
 def test_a_real_search_and_its_proof_on_every_backbone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With little time it still measures what it must; the profile is written and read."""
+    monkeypatch.setattr("nextscale.lab.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
+    monkeypatch.setattr("nextscale.lab.tune.search.FEWEST", 3)
     monkeypatch.setattr("nextscale.lab.evals.judges.ssim", difference)  # tiny images have no window
     bench = bench_of(family, count=4)
     winners, search = searched(bench, TrialLog.open(tmp_path / "x.trials.jsonl", {}), seconds=1e-3)
@@ -265,7 +267,7 @@ def test_a_real_search_and_its_proof_on_every_backbone(family: str, tmp_path: Pa
     assert set(peers) - {""} == set(LADDERS)
     told: list[str] = []
     proof = [EvalPrompt(prompt) for prompt in own_prompts(bench.pipeline, 6)[4:]]
-    profile = prove_faster(bench, [*winners, "skip:last=1"], proof, lambda what, share: told.append(what))
+    profile = prove_faster(bench, [*winners[:3], "skip:last=1"], proof, lambda what, share: told.append(what))
     assert profile.tested == 2 and profile.searched == 4
     assert told
     profile.save(tmp_path / "x.profile.json")

@@ -92,6 +92,7 @@ def draw_peers(axes: Axes, found: Sensitivities) -> None:
 def draw_predicted(axes: Axes, found: Sensitivities) -> None:
     axes.set(title=f"several knobs: predicted and measured ({len(found.predicted)})", xlabel=f"predicted {DISTANCE}", ylabel="measured")
     if found.predicted:
-        axes.scatter(*zip(*found.predicted, strict=True), s=8, color=BLUE, alpha=0.6, lw=0)
+        predicted, measured = zip(*found.predicted, strict=True)
+        axes.scatter(predicted, measured, s=8, color=BLUE, alpha=0.6, lw=0)
         most = max(max(pair) for pair in found.predicted)
         axes.plot([0, most], [0, most], color=GREY, lw=0.8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...errors import NextscaleError
@@ -80,8 +80,9 @@ class Predictor:
     @cached_property
     def _fading(self) -> float:
         """How much further from dense it is where guidance falls over the stage before."""
-        plain = {c.unguided: d for c, d in self.distances.items() if c.unguided is not None and c.kept_rows == "cond" and not c.fade}
-        ratios = [d / plain[c.unguided] for c, d in self.distances.items() if c.fade == 1 and plain.get(c.unguided, 0.0) > 0]
+        faded = {candidate: distance for candidate, distance in self.distances.items() if candidate.fade == 1}
+        at_once = {candidate: self.distances.get(replace(candidate, fade=0), 0.0) for candidate in faded}
+        ratios = [faded[candidate] / distance for candidate, distance in at_once.items() if distance > 0]
         return sum(ratios) / len(ratios) if ratios else 1.0
 
     def _reduced(self, stage: int, share: float) -> float:
@@ -133,11 +134,15 @@ class Predictor:
 
     def _saving(self, peer: str) -> float:
         """MACs against those that were planned, where a peer decides for each image what to leave out; 1 for all others."""
-        ran = next((trial for c, trial in self.trials if c.peer == peer and trial.error is None), None) if peer else None
-        planned, dense = self.macs(Candidate(peer=peer)), self.macs(Candidate())
-        if ran is None or planned is None or dense is None:
-            return 1.0
-        return min(1.0, ran.cost_share * sum(dense) / sum(planned))
+        return self._savings.get(peer, 1.0)
+
+    @cached_property
+    def _savings(self) -> dict[str, float]:
+        dense, found = self.macs(Candidate()) or (), {}
+        for candidate, trial in self.trials:
+            if candidate.peer and trial.error is None and (planned := self.macs(candidate)) is not None:
+                found[candidate.peer] = min(1.0, trial.cost_share * sum(dense) / sum(planned))
+        return found
 
     def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
         """Of every stage; None where the model or the schedule does not allow the candidate."""

@@ -95,7 +95,8 @@ class Search:
         """Dense generation, where change is best measured, and every knob alone."""
         dense = Candidate()
         measured = [(dense, self.trial(dense, what="dense"))]
-        self.space = replace(self.space, **self.best_changes())
+        best, *others = self.best_changes()
+        self.space = replace(self.space, change=best, changes=tuple(others))
         measured += [(candidate, self.trial(candidate, what="one knob", timed=timed)) for candidate, timed in self.space.singles()]
         known = Candidate(self.all_late(0.4), change=self.space.change)
         self.predictor = replace(self.predictor, trials=measured, together=[(known, self.trial(known))])
@@ -104,8 +105,11 @@ class Search:
     def all_late(self, share: float) -> tuple[tuple[int, float], ...]:
         return tuple((stage, share) for stage in self.space.late(LATE))
 
-    def best_changes(self) -> dict[str, str | tuple[str, ...]]:
-        """Where SparseVAR measures change: real runs of the blocks that foresee best, of the logits, and of the default."""
+    def best_changes(self) -> list[str]:
+        """Where SparseVAR measures change, the best first, and then what is nearly as good.
+
+        Real runs of the blocks that foresee best, of the logits, and of the default decide.
+        """
         self.on_progress("which blocks foresee the next stage", self.spent)
         prompts, seeds = self.bench.part(0)
         seen = self.log.foresight
@@ -115,9 +119,7 @@ class Search:
         settings = ["", "metric=logits", *(f"blocks={list(group)}" for group in best)]
         trials = {change: self.trial(Candidate(self.all_late(0.4), change=change), what="where change is measured") for change in settings}
         usable = {change: trial.lpips / trial.speedup for change, trial in trials.items() if trial.error is None}
-        ordered = sorted(usable, key=lambda change: usable[change])
-        alike = tuple(change for change in ordered[1:] if usable[change] <= ALIKE * usable[ordered[0]])
-        return {"change": ordered[0] if ordered else "", "changes": alike}
+        return sorted((c for c in usable if usable[c] <= ALIKE * min(usable.values())), key=lambda c: usable[c]) or [""]
 
     def measure_peers(self) -> None:
         """Other methods alone, untimed. Those that could come near the frontier, were they as fast as their MACs say, are timed once."""
