@@ -84,6 +84,9 @@ def test_neighbours_differ_by_one_step() -> None:
     merged = set(space.neighbours(replace(candidate, peer="tome:ratio=0.5")))
     assert replace(candidate, peer="tome:ratio=0.3") in merged and candidate not in merged
     assert candidate in set(space.neighbours(replace(candidate, peer="tome:ratio=0.3")))
+    apart = replace(space, apart=frozenset({"tome"}))
+    assert not any(near.peer for near in apart.neighbours(candidate))
+    assert not any(near.amounts for near in apart.neighbours(Candidate(peer="tome:ratio=0.3")))
 
 
 def test_an_unguided_model_has_no_guidance_to_drop() -> None:

@@ -97,10 +97,11 @@ class LiteVARCache(AttendingCache):
         banded = method.bands(stage)
         if not paired and not banded:
             return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        there = KeyMap.of(self.spec, stage)
         if banded:
-            require_whole(seen, "LiteVAR")
+            require_whole(seen, there, "LiteVAR")
         keys, values, mask = seen.slot.filled
-        mask = band_mask(KeyMap.of(self.spec, stage), method.first, method.width, seen.q.device) if banded else mask
+        mask = band_mask(there, method.first, method.width, seen.q.device) if banded else mask
         q, k, v = (x.transpose(1, 2) for x in (seen.q, keys, values))  # [R, H, N or T, D]
         if paired:
             half = seen.batch

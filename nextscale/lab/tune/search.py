@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from ...errors import NextscaleError
 from ...planning.cost import Workload
 from .candidate import Candidate
 from .foresight import foresight
@@ -14,7 +15,7 @@ from .frontier import WANTED, frontier, gaps, near_frontier, spread, thinned
 from .ladders import ladders, probed
 from .log import TrialLog
 from .predict import Predictor
-from .space import LATE, Space
+from .space import LATE, LOGITS, Space
 from .trials import Bench, Trial
 
 EXPLORED, HALVED = 0.6, 0.85  # of the time, until candidates meet more prompts, and until only the winners' neighbours are tried
@@ -24,6 +25,7 @@ ALIKE = 1.1  # of the least LPIPS: where else change may be measured
 NEAR = 0.97  # of the speedup of the predicted frontier, that another method must come to with some of the other knobs
 MOST_CANDIDATES, MOST_WINNERS = 48, 20
 MOST_ROUNDS = 4  # of prompts: what is left then is told apart by the proof
+WORTH = 1.03  # of dense generation's speed, that a winner has
 FEWEST, MOST_PREDICTED = 12, 500  # candidates of the predicted frontier that are run whatever the time, and at most
 
 Progress = Callable[[str, float], None]
@@ -88,13 +90,15 @@ class Search:
         rounds = self.halve()
         self.refine(rounds, 1.0, timed=True)
         last = self.places(rounds)
-        best = frontier([candidate for candidate, (speedup, _) in last.items() if speedup > 1], last.__getitem__)
+        best = frontier([candidate for candidate, (speedup, _) in last.items() if speedup > WORTH], last.__getitem__)
         return thinned(best, last.__getitem__, MOST_WINNERS)
 
     def measure_knobs(self) -> None:
         """Dense generation, where change is best measured, and every knob alone."""
         dense = Candidate()
         measured = [(dense, self.trial(dense, what="dense"))]
+        if (error := measured[0][1].error) is not None:
+            raise NextscaleError(f"dense generation fails, so that there is nothing to compare with: {error}")
         best, *others = self.best_changes()
         self.space = replace(self.space, change=best, changes=tuple(others))
         measured += [(candidate, self.trial(candidate, what="one knob", timed=timed)) for candidate, timed in self.space.singles()]
@@ -116,7 +120,7 @@ class Search:
         if seen is None:
             seen = self.log.add_foresight(foresight(self.bench.pipeline, self.bench.schedule, prompts, seeds, LATE))
         best = sorted(seen, key=lambda group: (-seen[group], group))[:CHANGES]
-        settings = ["", "metric=logits", *(f"blocks={list(group)}" for group in best)]
+        settings = ["", LOGITS, *(f"blocks={list(group)}" for group in best)]
         trials = {change: self.trial(Candidate(self.all_late(0.4), change=change), what="where change is measured") for change in settings}
         usable = {change: trial.lpips / trial.speedup for change, trial in trials.items() if trial.error is None}
         return sorted((c for c in usable if usable[c] <= ALIKE * min(usable.values())), key=lambda c: usable[c]) or [""]
@@ -132,15 +136,16 @@ class Search:
         timed = [(candidate, self.trial(candidate, what="another method, timed")) for candidate in best.values()]
         self.predictor = replace(self.predictor, trials=[*self.predictor.trials, *timed])
         left = self.nearest_peers({name: usable[name] for name in best})
-        self.space = replace(self.space, peers={name: usable[name] for name in left})
-        for candidate in left.values():
-            self.beside_budgets(candidate.peer)
+        apart = frozenset(name for name, candidate in left.items() if not self.goes_with_budgets(candidate.peer))
+        self.space = replace(self.space, peers={name: usable[name] for name in left}, apart=apart)
 
-    def beside_budgets(self, peer: str) -> None:
+    def goes_with_budgets(self, peer: str) -> bool:
         """Runs another method with SparseVAR's budgets. Where the two do not combine, the log says why."""
         together = Candidate(self.all_late(0.4), change=self.space.change, peer=peer)
-        if self.trial(together, what="with budgets", timed=False).error is not None:
-            self.trial(replace(together, change="metric=logits"), what="with budgets", timed=False)
+        return any(
+            self.trial(replace(together, change=change), what="with budgets", timed=False).error is None
+            for change in dict.fromkeys((self.space.change, LOGITS))
+        )
 
     def nearest_peers(self, peers: Mapping[str, tuple[str, ...]]) -> dict[str, Candidate]:
         """Of the methods that come near the predicted frontier, alone or with other knobs, the setting that comes nearest."""

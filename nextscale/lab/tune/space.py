@@ -13,6 +13,7 @@ SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)  #
 FINE = tuple(step / 20 for step in reversed(range(20)))  # the same in steps of 0.05
 COARSE = (1.0, 0.8, 0.6, 0.4, 0.25, 0.15)  # that are combined; the search then steps more finely
 ALPHAS = (2, 3, 4, 5, 6, 8)
+LOGITS = "metric=logits"  # a change for which no block is watched
 PROBED_SHARES = (0.5, 0.2)  # of every late stage alone
 PROBED_ALPHAS = (2, 8)
 LATE = 4  # stages whose shares are combined; steps may reduce one more
@@ -32,6 +33,8 @@ class Space:
     changes: tuple[str, ...] = ()  # where else it may, nearly as well
     rows: CfgBranch = "cond"  # that are kept where guidance is dropped
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other methods that came near the frontier, mild before bold
+
+    apart: frozenset[str] = frozenset()  # of these, those that do not go with SparseVAR's budgets
 
     def late(self, number: int) -> range:
         return range(max(1, self.stages - number), self.stages)
@@ -90,7 +93,7 @@ class Space:
 
     def _other_shares(self, origin: Candidate, scale: tuple[float, ...]) -> Iterator[Candidate]:
         amounts = dict(origin.amounts)
-        for stage in self.late(LATE + 1):
+        for stage in self.late(LATE + 1) if origin.peer_name not in self.apart else ():
             if stage >= self.stages - origin.skipped or stage in origin.left_out:
                 continue
             for share in adjacent(scale, amounts.get(stage)):
@@ -117,11 +120,11 @@ class Space:
             place = rungs.index(origin.peer)
             nearby: list[str] = ["", *rungs][place : place + 1] + list(rungs[place + 1 : place + 2])
         else:
-            nearby = [rungs[0] for rungs in self.peers.values()]
+            nearby = [rungs[0] for name, rungs in self.peers.items() if not origin.amounts or name not in self.apart]
         for peer in nearby:
             yield replace(origin, peer=peer)
             if origin.amounts and peer:
-                yield replace(origin, peer=peer, change="metric=logits")
+                yield replace(origin, peer=peer, change=LOGITS)
 
 
 def toggled(stages: tuple[int, ...], stage: int) -> tuple[int, ...]:
