@@ -100,8 +100,9 @@ def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = run(monkeypatch, *SEARCH, "--trials", kept)
     assert result.exit_code == 0, result.output
     found = Sensitivities.of(TrialLog.read(kept))
-    assert set(found.unguided) == {"cond rows kept", "uncond rows kept", "cond rows kept, fading before"}
-    assert [stage for stage, _ in found.skipped] == [1, 2, 3]
+    assert set(found.unguided) == {"cond", "uncond", "cond, fading"}
+    assert [stage for stage, _ in found.skipped] == [stage for stage, _ in found.left_out] == [1, 2, 3]
+    assert found.skipped[-1] == found.left_out[-1]
     assert set(found.shares) == {1, 2, 3} and {"ToMe", "FastVAR"} <= set(found.peers)
     assert all(line == sorted(line) for line in found.unguided.values())
     assert found.foresight and len(found.predicted) > 20

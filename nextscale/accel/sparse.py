@@ -69,8 +69,8 @@ def require_whole(seen: Attended, there: KeyMap, method: str) -> None:
     """Raises SettingError where another method runs a part of the cells of a stage: keys could not be told by where they lie."""
     if seen.tokens.index is not None or seen.slot.lengths is not None or seen.slot.end != there.keys:
         raise SettingError(
-            f"{method} finds keys by where they lie, and another method runs a part of the cells of stage {seen.tokens.stage.index} or of one"
-            " before it: choose one of them"
+            f"{method} finds keys by where they lie, and another method runs a part of the cells of stage {seen.tokens.stage.index} or of"
+            " one before it: choose one of them"
         )
 
 

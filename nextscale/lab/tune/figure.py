@@ -51,7 +51,7 @@ def name_stages(axes: Axes, found: Sensitivities, stages: Iterable[float]) -> No
 
 
 def draw_guidance(axes: Axes, found: Sensitivities) -> None:
-    axes.set(title="guidance dropped from a stage on")
+    axes.set(title="guidance dropped from a stage on: rows that go on")
     if found.unguided:
         draw_lines(axes, found.unguided.items())
         name_stages(axes, found, (stage for line in found.unguided.values() for stage, _ in line))
@@ -77,16 +77,16 @@ def draw_foresight(axes: Axes, found: Sensitivities) -> None:
         single = stop - first == 1
         axes.plot([first - 0.4, stop - 0.6], [share, share], color=BLUE if single else GREY, lw=3 if single else 1.2)
     axes.axhline(0.4, color=ORANGE, lw=0.8, ls="--")
-    axes.set(title="change that a block foresees (grey: groups; dashed: chance)", xlabel="block", ylabel="share of the next stage's")
+    axes.set(title="change that blocks foresee (grey: groups; dashed: chance)", xlabel="block", ylabel="share of the next stage's")
 
 
 def draw_peers(axes: Axes, found: Sensitivities) -> None:
     for (name, line), colour in zip(sorted(found.peers.items()), cycle(COLOURS), strict=False):
         axes.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=3, lw=0.8, label=name)
     best = frontier([(1.0, 0.0), *found.own], lambda place: (1 / place[0], place[1]))
-    axes.plot(*zip(*best, strict=True), color="black", lw=1.2, label="the best of the knobs to the left and above")
+    axes.plot(*zip(*best, strict=True), color="black", lw=1.2, label="knobs above")
     axes.set(title="other methods alone", xlabel="MACs against dense", ylabel=DISTANCE, ylim=(0, None))
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def draw_predicted(axes: Axes, found: Sensitivities) -> None:

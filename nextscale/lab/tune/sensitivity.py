@@ -26,7 +26,7 @@ class Sensitivities:
 
     grids: Sequence[Sequence[int]]
     images: int  # that every knob generated
-    unguided: dict[str, Line] = field(default_factory=lambda: defaultdict(list))  # rows that are kept, to the first stage without guidance
+    unguided: dict[str, Line] = field(default_factory=lambda: defaultdict(list))  # rows that go on, to the first stage without guidance
     shares: dict[int, Line] = field(default_factory=lambda: defaultdict(list))  # stage to the share of its cells that is kept
     left_out: Line = field(default_factory=list)  # one stage
     skipped: Line = field(default_factory=list)  # all stages from this one on
@@ -54,11 +54,12 @@ class Sensitivities:
         """Puts a knob that is turned alone where it belongs."""
         match method:
             case DropGuidance(first_stage=int(first), fade=fade, kept_rows=rows):
-                self._own(self.unguided[f"{rows} rows kept{', fading before' if fade else ''}"], first, trial)
+                self._own(self.unguided[f"{rows}, fading" if fade else rows], first, trial)
             case SparseVAR(keep=((stage, share),), alpha=Candidate.alpha):
                 self._own(self.shares[stage], share, trial)
             case SkipStages(last=last, stages=()):
                 self._own(self.skipped, len(self.grids) - last, trial)
+                self.left_out.extend([(len(self.grids) - 1, trial.lpips)] if last == 1 else [])
             case SkipStages(last=0, stages=(stage,)):
                 self._own(self.left_out, stage, trial)
             case _ if type(method) in {METHODS[name] for name in LADDERS}:

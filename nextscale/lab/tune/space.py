@@ -93,13 +93,13 @@ class Space:
 
     def _other_shares(self, origin: Candidate, scale: tuple[float, ...]) -> Iterator[Candidate]:
         amounts = dict(origin.amounts)
+        changes = (origin.change,) if amounts else (self.change, *((LOGITS,) if origin.peer else ()))
         for stage in self.late(LATE + 1) if origin.peer_name not in self.apart else ():
             if stage >= self.stages - origin.skipped or stage in origin.left_out:
                 continue
             for share in adjacent(scale, amounts.get(stage)):
                 changed = {**amounts, stage: share} if share is not None else {k: v for k, v in amounts.items() if k != stage}
-                change = origin.change if amounts else self.change
-                yield replace(origin, change=change).with_amounts(changed)
+                yield from (replace(origin, change=change).with_amounts(changed) for change in changes)
 
     def _other_guidance(self, origin: Candidate) -> Iterator[Candidate]:
         first = self.stages if origin.unguided is None else origin.unguided
