@@ -51,7 +51,7 @@ def name_stages(axes: Axes, found: Sensitivities, stages: Iterable[float]) -> No
 
 
 def draw_guidance(axes: Axes, found: Sensitivities) -> None:
-    axes.set(title="guidance dropped from a stage on: rows that go on")
+    axes.set(title="guidance dropped from a stage on")
     if found.unguided:
         draw_lines(axes, found.unguided.items())
         name_stages(axes, found, (stage for line in found.unguided.values() for stage, _ in line))
@@ -77,7 +77,7 @@ def draw_foresight(axes: Axes, found: Sensitivities) -> None:
         single = stop - first == 1
         axes.plot([first - 0.4, stop - 0.6], [share, share], color=BLUE if single else GREY, lw=3 if single else 1.2)
     axes.axhline(0.4, color=ORANGE, lw=0.8, ls="--")
-    axes.set(title="change that blocks foresee (grey: groups; dashed: chance)", xlabel="block", ylabel="share of the next stage's")
+    axes.set(title="change that blocks foresee", xlabel="block (grey: groups; dashed: chance)", ylabel="share of the next stage's")
 
 
 def draw_peers(axes: Axes, found: Sensitivities) -> None:

@@ -20,7 +20,7 @@ LATE = 4  # stages whose shares are combined; steps may reduce one more
 UNGUIDED = 5  # stages that may be the first without guidance
 FADED = 2  # stages at most over which guidance falls before
 SKIPPED = 3  # stages at most
-LEFT_OUT = 2  # stages before the last one, each of which may be left out by itself
+LEFT_OUT = 2  # stages before the last one that are left out in combinations; steps may leave out one more
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,14 @@ class Space:
     def late(self, number: int) -> range:
         return range(max(1, self.stages - number), self.stages)
 
+    def before_last(self, number: int, skipped: int = 0) -> range:
+        """So many stages before the last one, as far as some stage runs after them."""
+        return range(max(1, self.stages - 1 - number), self.stages - 1 - skipped)
+
     def singles(self) -> Iterator[tuple[Candidate, bool]]:
         """One knob at a time, and whether it has to be timed: what costs as much as another knob needs its distance alone."""
         yield from ((Candidate(skipped=last), True) for last in range(1, min(SKIPPED, self.stages - 1) + 1))
-        yield from ((Candidate(left_out=(stage,)), False) for stage in self.late(LEFT_OUT + 2)[:-1])
+        yield from ((Candidate(left_out=(stage,)), False) for stage in self.before_last(LEFT_OUT + 1))
         if self.guided:
             for stage in self.late(UNGUIDED):
                 yield from ((Candidate(unguided=stage, kept_rows=rows), rows == "cond") for rows in ("cond", "uncond"))
@@ -61,10 +65,10 @@ class Space:
             plain = Candidate(unguided=unguided, kept_rows="cond" if unguided is None else self.rows, skipped=skipped)
             yield plain
             yield from self._reduced(plain)
-            for stage in self.late(LEFT_OUT + 1)[:-1]:
-                if stage < self.stages - skipped - 1:
-                    yield replace(plain, left_out=(stage,))
-                    yield from self._reduced(replace(plain, left_out=(stage,)))
+            between = self.before_last(LEFT_OUT, skipped)
+            for left_out in (some for count in range(len(between)) for some in itertools.combinations(between, count + 1)):
+                yield replace(plain, left_out=left_out)
+                yield from self._reduced(replace(plain, left_out=left_out))
             yield from (replace(plain, peer=peer) for rungs in self.peers.values() for peer in rungs)
 
     def _reduced(self, plain: Candidate) -> Iterator[Candidate]:
@@ -86,9 +90,8 @@ class Space:
         for skipped in (origin.skipped - 1, origin.skipped + 1):
             if 0 <= skipped < self.stages - 1:
                 yield origin.without_stages(skipped, origin.left_out, self.stages)
-        for stage in self.late(LEFT_OUT + 1)[:-1]:
-            if stage < self.stages - origin.skipped - 1:
-                yield origin.without_stages(origin.skipped, toggled(origin.left_out, stage), self.stages)
+        for stage in self.before_last(LEFT_OUT + 1, origin.skipped):
+            yield origin.without_stages(origin.skipped, toggled(origin.left_out, stage), self.stages)
         yield from self._other_peers(origin)
 
     def _other_shares(self, origin: Candidate, scale: tuple[float, ...]) -> Iterator[Candidate]:
