@@ -103,7 +103,7 @@ class Search:
         self.space = replace(self.space, change=best, changes=tuple(others))
         measured += [(candidate, self.trial(candidate, what="one knob", timed=timed)) for candidate, timed in self.space.singles()]
         known = Candidate(self.all_late(0.4), change=self.space.change)
-        self.predictor = replace(self.predictor, trials=measured, together=[(known, self.trial(known))])
+        self.predictor = replace(self.predictor, trials=measured, together=[(known, self.trial(known, timed=False))])
         self.space = replace(self.space, rows=self.predictor.rows)
 
     def all_late(self, share: float) -> tuple[tuple[int, float], ...]:
@@ -112,7 +112,7 @@ class Search:
     def best_changes(self) -> list[str]:
         """Where SparseVAR measures change, the best first, and then what is nearly as good.
 
-        Real runs of the blocks that foresee best, of the logits, and of the default decide.
+        Real runs of the blocks that foresee best, of the logits, and of the default decide. All of them cost the same.
         """
         self.on_progress("which blocks foresee the next stage", self.spent)
         prompts, seeds = self.bench.part(0)
@@ -121,8 +121,9 @@ class Search:
             seen = self.log.add_foresight(foresight(self.bench.pipeline, self.bench.schedule, prompts, seeds, LATE))
         best = sorted(seen, key=lambda group: (-seen[group], group))[:CHANGES]
         settings = ["", LOGITS, *(f"blocks={list(group)}" for group in best)]
-        trials = {change: self.trial(Candidate(self.all_late(0.4), change=change), what="where change is measured") for change in settings}
-        usable = {change: trial.lpips / trial.speedup for change, trial in trials.items() if trial.error is None}
+        reduced = {change: Candidate(self.all_late(0.4), change=change) for change in settings}
+        trials = {change: self.trial(reduced[change], what="where change is measured", timed=False) for change in settings}
+        usable = {change: trial.lpips for change, trial in trials.items() if trial.error is None}
         return sorted((c for c in usable if usable[c] <= ALIKE * min(usable.values())), key=lambda c: usable[c]) or [""]
 
     def measure_peers(self) -> None:

@@ -33,7 +33,6 @@ class Space:
     changes: tuple[str, ...] = ()  # where else it may, nearly as well
     rows: CfgBranch = "cond"  # that are kept where guidance is dropped
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other methods that came near the frontier, mild before bold
-
     apart: frozenset[str] = frozenset()  # of these, those that do not go with SparseVAR's budgets
 
     def late(self, number: int) -> range:
