@@ -40,16 +40,19 @@ def bench_of(family: str, count: int = 8, kind: type[Bench] = Bench) -> Bench:
 
 
 def test_a_candidate_is_a_method_as_the_command_line_takes_it() -> None:
-    candidate = Candidate(((3, 0.5), (4, 0.25)), 6, "blocks=[1, 2]", "tome:ratio=0.5", 3, "uncond", skipped=1, left_out=(2,))
+    candidate = Candidate(((3, 0.5), (4, 0.25)), 6, "blocks=[1, 2]", "tome:ratio=0.5", 3, "uncond", skipped=1, left_out=(1,))
     assert candidate.text == (
         "sparsevar:keep={3: 0.5, 4: 0.25},alpha=6,blocks=[1, 2] + tome:ratio=0.5 + dropguidance:first_stage=3,kept_rows=uncond"
-        " + skip:last=1,stages=[2]"
+        " + skip:last=1,stages=[1]"
     )
     assert candidate.method.methods[0].keep == ((3, 0.5), (4, 0.25))
     assert candidate.knobs == 6
     assert Candidate().text == "dense" and Candidate().knobs == 0
     assert Candidate(unguided=3, fade=1).text == "dropguidance:first_stage=3,fade=1"
     assert Candidate(left_out=(2,)).method == SkipStages(stages=(2,))
+    assert Candidate(((3, 0.5),), left_out=(2,)).text == "sparsevar:keep={2: 1.0, 3: 0.5},alpha=4 + skip:stages=[2]"
+    assert Candidate(((1, 0.8), (3, 0.5)), left_out=(2,)).text == "sparsevar:keep={1: 0.8, 3: 0.5},alpha=4 + skip:stages=[2]"
+    assert tiny.shared_pipeline("infinity")("a bee", seed=1, method=Candidate(((3, 0.5),), left_out=(2,)).method).pixels.isfinite().all()
 
 
 def test_shares_never_grow_unless_a_whole_stage_lies_between() -> None:

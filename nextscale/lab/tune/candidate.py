@@ -41,8 +41,11 @@ class Candidate:
 
     @property
     def _sparse(self) -> str:
+        keep = dict(self.amounts)
+        while (before := min(keep) - 1) in self.left_out:  # which shows no change: with it, the stage before is looked at
+            keep = {before: 1.0, **keep}
         change = f",{self.change}" if self.change else ""
-        return f"sparsevar:keep={dict(self.amounts)},alpha={self.alpha}{change}"
+        return f"sparsevar:keep={keep},alpha={self.alpha}{change}"
 
     @property
     def method(self) -> Method:

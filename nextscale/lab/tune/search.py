@@ -123,8 +123,8 @@ class Search:
         settings = ["", LOGITS, *(f"blocks={list(group)}" for group in best)]
         reduced = {change: Candidate(self.all_late(0.4), change=change) for change in settings}
         trials = {change: self.trial(reduced[change], what="where change is measured", timed=False) for change in settings}
-        usable = {change: trial.lpips for change, trial in trials.items() if trial.error is None}
-        return sorted((c for c in usable if usable[c] <= ALIKE * min(usable.values())), key=lambda c: usable[c]) or [""]
+        usable = {trial.lpips: change for change, trial in reversed(trials.items()) if trial.error is None}  # of equals the first
+        return [usable[distance] for distance in sorted(usable) if distance <= ALIKE * min(usable)] or [""]
 
     def measure_peers(self) -> None:
         """Other methods alone, untimed. Those that could come near the frontier, were they as fast as their MACs say, are timed once."""
