@@ -20,7 +20,8 @@ LATE = 4  # stages whose shares are combined; steps may reduce one more
 UNGUIDED = 5  # stages that may be the first without guidance
 FADED = 2  # stages at most over which guidance falls before
 SKIPPED = 3  # stages at most
-LEFT_OUT = 2  # stages before the last one that are left out in combinations; steps may leave out one more
+LEFT_OUT = 3  # stages before the last one that are left out in combinations
+MOST_LEFT_OUT = 5  # of which steps may leave out any
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Space:
     def singles(self) -> Iterator[tuple[Candidate, bool]]:
         """One knob at a time, and whether it has to be timed: what costs as much as another knob needs its distance alone."""
         yield from ((Candidate(skipped=last), True) for last in range(1, min(SKIPPED, self.stages - 1) + 1))
-        yield from ((Candidate(left_out=(stage,)), False) for stage in self.before_last(LEFT_OUT + 1))
+        yield from ((Candidate(left_out=(stage,)), False) for stage in self.before_last(MOST_LEFT_OUT))
         if self.guided:
             for stage in self.late(UNGUIDED):
                 yield from ((Candidate(unguided=stage, kept_rows=rows), rows == "cond") for rows in ("cond", "uncond"))
@@ -89,7 +90,7 @@ class Space:
         for skipped in (origin.skipped - 1, origin.skipped + 1):
             if 0 <= skipped < self.stages - 1:
                 yield origin.without_stages(skipped, origin.left_out, self.stages)
-        for stage in self.before_last(LEFT_OUT + 1, origin.skipped):
+        for stage in self.before_last(MOST_LEFT_OUT, origin.skipped):
             yield origin.without_stages(origin.skipped, toggled(origin.left_out, stage), self.stages)
         yield from self._other_peers(origin)
 
