@@ -77,6 +77,13 @@ def test_a_call_may_choose_another_method(pipeline: Pipeline) -> None:
     assert len(generated(pipeline, method=SkipStages(2)).codes) == 2
 
 
+def test_a_stage_is_skipped_by_itself(pipeline: Pipeline) -> None:
+    skipped = generated(pipeline, method="skip:stages=[2]")
+    assert [stage.skipped for stage in skipped.report.stages] == [False, False, True, False]
+    tiny.assert_same_bits(skipped, generated(pipeline, method=FastVAR({2: 1.0})))
+    tiny.assert_same_bits(generated(pipeline, method="skip:stages=[3]"), generated(pipeline, method=SkipStages(1)))
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
@@ -87,6 +94,9 @@ def test_a_call_may_choose_another_method(pipeline: Pipeline) -> None:
         ("dense:last=1", "it takes none"),
         (3, "give a Method, a name"),
         (SkipStages(9), "cannot skip 9 of 4 stages"),
+        ("skip:stages=[0]", "stage 0 is a single token"),
+        ("skip:stages=[7]", "SkipStages: there is no stage 7"),
+        ("skip:stages=2", "stages is a tuple of stage indices"),
         ("sparsevar:tau=-1", "tau"),
         ("sparsevar:blocks=8", "this model has 3 blocks"),
         ([FAST, LOW_RANK], "cannot be combined"),
@@ -106,6 +116,7 @@ def test_what_does_not_fit_is_refused_at_once(pipeline: Pipeline, method: Any, m
     [
         ("dense", Method()),
         ("skip:last=2", SkipStages(2)),
+        ("skip:last=1,stages=[2, 1]", SkipStages(1, (1, 2))),
         ("sparsevar", SparseVAR()),
         ("sparsevar:keep={2: 0.5, 3: 0.25},blocks=[0, 2]", SparseVAR(keep=((2, 0.5), (3, 0.25)), blocks=(0, 2))),
         ("sparsevar: tau=0.7 , alpha=none,metric=logits", SparseVAR(tau=0.7, alpha=None, metric="logits")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -97,13 +98,19 @@ def profile_beside(tmp_path: Path) -> Path:
     return file
 
 
+def shown_rows(result: Result) -> list[str]:
+    """The names of the rows besides dense."""
+    assert result.exit_code == 0, result.stderr
+    return [re.split(r"\s{2,}", line)[0] for line in result.stdout.splitlines() if line.endswith("dB")]
+
+
 def test_two_points_of_the_profile_on_few_images(profile_beside: Path) -> None:
     result = run("--device", "cpu")
-    assert result.exit_code == 0, result.stderr
-    methods = [line for line in result.stdout.splitlines() if line.endswith("dB")]
-    assert [line.startswith(resolve_method(text).label) for line, text in zip(methods, (NEAR, FAST), strict=True)] == [True, True]
+    assert shown_rows(result) == ["auto:lpips=0.05", "auto:speedup=3"]
     assert f"{ON_CPU} images of {HEIGHT}x{WIDTH} per row" in result.stdout
-    assert "The profile says 1.50x at LPIPS 0.030 and 2.50x at LPIPS 0.090, measured on tiny-infinity at 8x6, batch 2" in result.stdout
+    assert f"auto:lpips=0.05 is {resolve_method(NEAR).label}: 1.50x at LPIPS 0.030 in the profile.\n" in result.stdout
+    assert "auto:speedup=3 is SkipStages(last=2): 4.00x at LPIPS 0.400 in the profile.\n" in result.stdout
+    assert "measured on tiny-infinity at 8x6, batch 2" in result.stdout
     assert "speedups above are measured here and now" in result.stdout
 
 
@@ -130,13 +137,29 @@ def test_without_a_profile_it_says_so_and_shows_published_settings(monkeypatch: 
     assert result.exit_code == 0, result.stderr
     assert len([line for line in result.stdout.splitlines() if line.endswith("dB")]) == 2
     assert "These are published settings, which were found for other models" in result.stdout
-    assert "`nextscale tune tiny-infinity --size 8x6 --batch 4 --device cpu`" in result.stdout
+    assert "`nextscale tune tiny-infinity --size 8x6 --batch 8 --device cpu`" in result.stdout
 
 
 def test_a_profile_with_one_point_near_enough(profile_beside: Path) -> None:
     profile_of(tiny.shared_pipeline("infinity"), points=(point(FAST, 2.5, 0.09), point("skip:last=2", 4.0, 0.4))).save(profile_beside)
-    result = run("--device", "cpu")
-    assert len([line for line in result.stdout.splitlines() if line.endswith("dB")]) == 1
+    assert shown_rows(run("--device", "cpu")) == ["auto:speedup=3"]
+
+
+def test_a_profile_without_a_fast_point_shows_its_fastest(profile_beside: Path) -> None:
+    profile_of(tiny.shared_pipeline("infinity"), points=POINTS).save(profile_beside)
+    assert shown_rows(run("--device", "cpu")) == ["auto:lpips=0.05", "the fastest point"]
+    profile_of(tiny.shared_pipeline("infinity"), points=POINTS[:1]).save(profile_beside)
+    assert shown_rows(run("--device", "cpu")) == ["auto:lpips=0.05"]
+
+
+def test_batches_are_those_of_the_profile_unless_given(profile_beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = []
+    monkeypatch.setattr("nextscale.cli.demo.RowMaker.warm_up", lambda maker, _: batches.append(maker.batch))
+    run("--device", "cpu")
+    run("--device", "cpu", "--batch", 3)
+    profile_beside.unlink()
+    run(*SKIPPING)
+    assert batches == [2, 3, 4]
 
 
 def test_prompts_of_a_file_are_all_shown(profile_beside: Path) -> None:

@@ -177,6 +177,12 @@ def test_in_stages_that_another_method_reduces(peer: str) -> None:
         assert same_image("infinity", tiny.one_image(together, image), alone)
 
 
+@pytest.mark.parametrize("peer", ["sparvar:last=1", "sparvar:last=1,choosing=0", "litevar"])
+def test_keys_that_an_earlier_stage_left_out_are_missed(peer: str) -> None:
+    with pytest.raises(SettingError, match="of stage 3 or of one before it"):
+        generated("infinity", tiny.prompts("infinity", 2), seed=1, method=["sparsevar:keep={2: 0.5},metric=logits", peer])
+
+
 @BY_PEER
 def test_beside_skipped_stages(peer: str) -> None:
     skipped = generated("infinity", tiny.prompts("infinity", 2), seed=4, method=[PEERS[peer][0], SkipStages(1)])

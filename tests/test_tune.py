@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from typer.testing import CliRunner
 
-from nextscale.accel.method import Method
-from nextscale.cli import app
+from nextscale.accel import SkipStages, resolve_method
 from nextscale.errors import NextscaleError
 from nextscale.lab.evals.prompts import EvalPrompt
-from nextscale.lab.tune.candidate import SHARES, Candidate, adjacent
+from nextscale.lab.tune.candidate import Candidate
 from nextscale.lab.tune.foresight import block_groups, captured, foresight
-from nextscale.lab.tune.frontier import frontier, gap, near_frontier, thinned
+from nextscale.lab.tune.frontier import frontier, gaps, near_frontier, thinned
+from nextscale.lab.tune.ladders import LADDERS, ladders, probed
 from nextscale.lab.tune.log import TrialLog
-from nextscale.lab.tune.predict import Predictor, combinations, fitted, interpolated, singles
+from nextscale.lab.tune.predict import Predictor, fitted, interpolated
 from nextscale.lab.tune.prompts import own_prompts
 from nextscale.lab.tune.prove import prove
 from nextscale.lab.tune.search import Search, behind
-from nextscale.lab.tune.trials import Bench, Trial
-from nextscale.planning.cost import Workload, request_cost
+from nextscale.lab.tune.space import SHARES, Space, adjacent
+from nextscale.lab.tune.trials import Bench
 from nextscale.profiles import Profile
 
 from . import tiny
-
-
-def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Stands for LPIPS, for which tiny images are too small."""
-    return (a - b).abs().mean(dim=(1, 2, 3))
+from .counted_bench import CountedBench, difference, workload_of
 
 
 def bench_of(family: str, count: int = 8, kind: type[Bench] = Bench) -> Bench:
@@ -42,69 +36,81 @@ def bench_of(family: str, count: int = 8, kind: type[Bench] = Bench) -> Bench:
     return kind(pipeline, tiny.schedule_of(family), own_prompts(pipeline, count), 2, 0, difference, least=2)
 
 
-def workload_of(bench: Bench) -> Workload:
-    return Workload(bench.schedule, bench.batch, text_tokens=8 if bench.pipeline.model.stack[0].has_text else 0)
-
-
-@dataclass(eq=False)
-class CountedBench(Bench):
-    """Made-up numbers that follow from the plans: a second per share of the MACs, and a distance that grows with what is left out."""
-
-    runs: int = 0
-    stop_after: int = 1000
-
-    def run(self, text: str, method: Method, batches: int, timed: bool = True) -> Trial:
-        if self.runs == self.stop_after:
-            raise KeyboardInterrupt
-        self.runs += 1
-        model, work = self.pipeline.model, workload_of(self)
-        try:
-            ours = request_cost(model, work, method.forecast(model, self.schedule))
-        except NextscaleError as error:
-            return Trial(text, self.images(batches), took=1.0, error=str(error))
-        dense = request_cost(model, work)
-        times = tuple(stage.total / dense.total for stage in ours.stages)
-        lost = sum(
-            0.1 * (1 - stage.share(full)) ** 2 * (2 if stage.skipped else 1) for stage, full in zip(ours.stages, dense.stages, strict=True)
-        )
-        return Trial(text, self.images(batches), lost, sum(times), times, 0.0, sum(times), 1.0, 1.0)
-
-
 # --- candidates
 
 
 def test_a_candidate_is_a_method_as_the_command_line_takes_it() -> None:
-    candidate = Candidate("sparse", ((3, 0.5), (4, 0.25)), 6, "blocks=[1, 2]", unguided=3, kept_rows="uncond", skipped=1)
+    candidate = Candidate(((3, 0.5), (4, 0.25)), 6, "blocks=[1, 2]", "tome:ratio=0.5", 3, "uncond", skipped=1, left_out=(1,))
     assert candidate.text == (
-        "sparsevar:keep={3: 0.5, 4: 0.25},alpha=6,blocks=[1, 2] + dropguidance:first_stage=3,kept_rows=uncond + skip:last=1"
+        "sparsevar:keep={3: 0.5, 4: 0.25},alpha=6,blocks=[1, 2] + tome:ratio=0.5 + dropguidance:first_stage=3,kept_rows=uncond"
+        " + skip:last=1,stages=[1]"
     )
     assert candidate.method.methods[0].keep == ((3, 0.5), (4, 0.25))
-    assert Candidate().text == "dense"
-    assert "ratios={4: 0.6}" in Candidate("fast", ((4, 0.4),)).text
-    assert "ranks=0.02" in Candidate("rank", ((4, 0.02),)).text
+    assert candidate.knobs == 6
+    assert Candidate().text == "dense" and Candidate().knobs == 0
+    assert Candidate(unguided=3, fade=1).text == "dropguidance:first_stage=3,fade=1"
+    assert Candidate(left_out=(2,)).method == SkipStages(stages=(2,))
+    assert Candidate(((3, 0.5),), left_out=(2,)).text == "sparsevar:keep={2: 1.0, 3: 0.5},alpha=4 + skip:stages=[2]"
+    assert Candidate(((1, 0.8), (3, 0.5)), left_out=(2,)).text == "sparsevar:keep={1: 0.8, 3: 0.5},alpha=4 + skip:stages=[2]"
+    assert tiny.shared_pipeline("infinity")("a bee", seed=1, method=Candidate(((3, 0.5),), left_out=(2,)).method).pixels.isfinite().all()
+
+
+def test_shares_never_grow_unless_a_whole_stage_lies_between() -> None:
+    assert Candidate().with_amounts({2: 0.4, 3: 0.8}).amounts == ((2, 0.4), (3, 0.4))
+    assert Candidate().with_amounts({2: 0.4, 4: 0.8}).amounts == ((2, 0.4), (4, 0.8))
+    assert Candidate(((3, 0.5), (4, 0.2)), alpha=6).without_stages(1, (3,), 5) == Candidate(skipped=1, left_out=(3,))
 
 
 def test_neighbours_differ_by_one_step() -> None:
-    candidate = Candidate("sparse", ((4, 0.5),), unguided=4)
-    near = set(candidate.neighbours(5))
-    assert replace(candidate, amounts=((4, 0.6),)) in near
-    assert replace(candidate, amounts=((4, 0.4),)) in near
-    assert replace(candidate, amounts=((3, SHARES[0]), (4, 0.5))) in near
-    assert replace(candidate, unguided=None) in near
-    assert replace(candidate, unguided=3) in near
-    assert replace(candidate, alpha=3) in near
-    assert replace(candidate, amounts=(), skipped=1) in near
+    space = Space(5, True, change="blocks=[0, 1]", changes=("metric=logits",), peers={"tome": ("tome:ratio=0.3", "tome:ratio=0.5")})
+    candidate = Candidate(((4, 0.5),), unguided=4, change="blocks=[0, 1]")
+    near = set(space.neighbours(candidate))
+    for changed in (
+        {"amounts": ((4, 0.6),)},
+        {"amounts": ((4, 0.4),)},
+        {"amounts": ((3, SHARES[0]), (4, 0.5))},
+        {"unguided": None},
+        {"unguided": 3},
+        {"fade": 1},
+        {"alpha": 3},
+        {"change": "metric=logits"},
+        {"amounts": (), "change": "", "skipped": 1},
+        {"left_out": (3,)},
+        {"peer": "tome:ratio=0.3"},
+    ):
+        assert replace(candidate, **changed) in near
     assert candidate not in near
+    assert replace(candidate, amounts=((4, 0.55),)) not in near
+    assert replace(candidate, amounts=((4, 0.55),)) in set(space.neighbours(candidate, fine=True))
     shrunk = replace(candidate, amounts=((3, 0.5), (4, 0.5)))
-    assert replace(candidate, amounts=((3, 0.4), (4, 0.4))) in set(shrunk.neighbours(5))  # shares never grow
-    ranks = Candidate("rank", ((3, 0.1), (4, 0.1)))
-    assert replace(ranks, amounts=((3, 0.05), (4, 0.05))) in set(ranks.neighbours(5))
+    assert replace(candidate, amounts=((3, 0.4), (4, 0.4))) in set(space.neighbours(shrunk))
+    merged = set(space.neighbours(replace(candidate, peer="tome:ratio=0.5")))
+    assert replace(candidate, peer="tome:ratio=0.3") in merged and candidate not in merged
+    assert candidate in set(space.neighbours(replace(candidate, peer="tome:ratio=0.3")))
+    apart = replace(space, apart=frozenset({"tome"}))
+    assert not any(near.peer for near in apart.neighbours(candidate))
+    assert not any(near.amounts for near in apart.neighbours(Candidate(peer="tome:ratio=0.3")))
+
+
+def test_an_unguided_model_has_no_guidance_to_drop() -> None:
+    space = Space(5, guided=False)
+    candidates = [*space.combinations(), *(c for c, _ in space.singles()), *space.neighbours(Candidate(skipped=1))]
+    assert candidates and all(candidate.unguided is None for candidate in candidates)
 
 
 def test_steps_on_a_scale() -> None:
     assert adjacent(SHARES, None) == [SHARES[0]]
     assert adjacent(SHARES, SHARES[0]) == [None, SHARES[1]]
     assert adjacent(SHARES, SHARES[-1]) == [SHARES[-2]]
+    assert adjacent(SHARES, 0.45) == [0.5, 0.4]  # found in finer steps
+    assert adjacent(SHARES, 0.95) == [None, 0.9]
+
+
+def test_other_methods_are_named_with_their_stages() -> None:
+    assert all(resolve_method(text) for rungs in ladders(13).values() for text in rungs)
+    assert ladders(13)["tome"][0] == "tome:ratio=0.3,stages=[12]"
+    assert "fastvar:ratios={11: 0.4, 12: 0.6}" in ladders(13)["fastvar"]
+    assert probed("abcde") == ["a", "c", "e"] and probed("ab") == ["a", "b"]
 
 
 # --- frontiers
@@ -118,13 +124,15 @@ def test_the_frontier() -> None:
         return place
 
     assert frontier(PLACES, of) == [(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)]
-    assert gap((1.9, 0.06), PLACES) == pytest.approx(0.95)
-    assert gap((3.0, 0.2), PLACES) == 1
+    assert gaps(PLACES) == pytest.approx([1, 1, 0.95, 1, 2.5 / 3])
     assert sorted(near_frontier(PLACES, of, 10)) == sorted(PLACES)
     assert set(near_frontier(PLACES, of, 3)) == {(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)}
     assert thinned([(1.0, 0.0), (1.1, 0.1), (2.0, 0.2), (4.0, 0.3)], of, 3) == [(1.0, 0.0), (2.0, 0.2), (4.0, 0.3)]
-    assert behind(0.035, PLACES) == pytest.approx(1.75)
-    assert behind(9.0, PLACES) == 3.0
+    edge = frontier([(1.0, 0.0), *PLACES], of)
+    assert behind(0.035, edge) == pytest.approx(1.75)
+    assert behind(9.0, edge) == 3.0
+    slow, fast = [(1.3, gap / 10) for gap in range(1, 9)], (3.5, 0.9)
+    assert near_frontier([*slow, fast], of, 4)[1] == fast  # all ranges of speed have their turn
 
 
 # --- predictions
@@ -140,27 +148,54 @@ def test_lines_through_measurements() -> None:
     assert interpolated({1.0: 0.0}, 0.3) == 0
 
 
+def predictor_of(bench: Bench, *more: Candidate) -> Predictor:
+    candidates = [Candidate(), *(c for c, _ in Space(len(bench.schedule), True, "blocks=[1, 2]").singles()), *more]
+    trials = [(candidate, bench.run(candidate.text, 1)) for candidate in candidates]
+    return Predictor(bench.pipeline.model, workload_of(bench), trials, ladders=ladders(len(bench.schedule)))
+
+
 def test_predictions_of_single_knobs_are_their_measurements() -> None:
     bench = bench_of("infinity", kind=CountedBench)
-    candidates = [Candidate(), *singles(len(bench.schedule), True, "blocks=[1, 2]")]
-    trials = [(candidate, bench.run(candidate.text, candidate.method, 1)) for candidate in candidates]
-    predictor = Predictor(bench.pipeline.model, workload_of(bench), trials)
-    for candidate, trial in trials:
-        if trial.error is None and candidate.reducer == "sparse":
+    peers = [Candidate(peer=rungs[0]) for rungs in ladders(len(bench.schedule)).values()]
+    predictor = predictor_of(bench, *peers)
+    for candidate, trial in predictor.trials:
+        if trial.error is None:
             assert predictor.distance(candidate) == pytest.approx(trial.lpips)
             assert predictor.seconds(candidate) == pytest.approx(trial.seconds, rel=0.02)
-    together = Candidate("sparse", ((len(bench.schedule) - 1, 0.5),), change="blocks=[1, 2]", unguided=len(bench.schedule) - 1)
-    assert predictor.seconds(together) == pytest.approx(bench.run(together.text, together.method, 1).seconds, rel=0.05)
-    assert predictor.distance(together) > max(predictor.distance(Candidate(unguided=together.unguided)), 0)
+    last = len(bench.schedule) - 1
+    together = Candidate(((last, 0.5),), change="blocks=[1, 2]", unguided=last, peer=ladders(last + 1)["tome"][0])
+    assert predictor.seconds(together) == pytest.approx(bench.run(together.text, 1).seconds, rel=0.05)
+    assert predictor.distance(together) > predictor.distance(replace(together, peer=""))
+    assert predictor.distance(replace(together, peer="")) > predictor.distance(Candidate(unguided=last))
+
+
+def test_a_setting_between_two_that_ran_is_predicted_between_them() -> None:
+    bench = bench_of("infinity", kind=CountedBench)
+    mild, middle, *_, bold = ladders(len(bench.schedule))["tome"]
+    predictor = predictor_of(bench, Candidate(peer=mild), Candidate(peer=bold))
+    distances = [predictor.distance(Candidate(peer=peer)) for peer in (mild, middle, bold)]
+    assert distances == sorted(set(distances))
+    assert predictor.distance(Candidate(peer="zipvl:ratio=0.5")) == math.inf  # none of its settings ran
+
+
+def test_what_is_left_out_beyond_the_plan_counts() -> None:
+    """SkipVAR decides for each image, and its plan is dense: the MACs of its run alone say what it saves."""
+    bench = bench_of("infinity", kind=CountedBench)
+    skipvar = Candidate(peer=ladders(len(bench.schedule))["skipvar"][0])
+    predictor = predictor_of(bench, skipvar)
+    planned = predictor.seconds(skipvar)
+    ran = [(c, replace(trial, cost_share=0.5) if c == skipvar else trial) for c, trial in predictor.trials]
+    assert planned == pytest.approx(1.0)
+    assert replace(predictor, trials=ran).seconds(skipvar) == pytest.approx(0.5)
 
 
 def test_what_does_not_combine_is_not_predicted() -> None:
     bench = bench_of("infinity", kind=CountedBench)
-    dense = Candidate()
-    predictor = Predictor(bench.pipeline.model, workload_of(bench), [(dense, bench.run("dense", dense.method, 1))])
+    predictor = Predictor(bench.pipeline.model, workload_of(bench), [(Candidate(), bench.run("dense", 1))])
     assert predictor.possible(Candidate(skipped=1))
     assert not predictor.possible(Candidate(skipped=99))
-    assert len(list(combinations(len(bench.schedule), True, "", "cond"))) > 100
+    assert not predictor.possible(Candidate(((3, 0.5),), peer="skipvar:most=1"))
+    assert len(list(Space(len(bench.schedule), True).combinations())) > 100
 
 
 # --- where change is measured
@@ -218,6 +253,7 @@ def test_winners_are_a_frontier_and_beat_skipping() -> None:
     bench = bench_of("infinity", kind=CountedBench)
     winners, search = searched(bench, TrialLog(), seconds=150)
     trials = [search.trial(search.tried[text], 4) for text in winners]
+    assert any(trial.predicted > 0 for trial in trials)
     assert len(trials) > 3
     assert all(a.speedup < b.speedup and a.lpips < b.lpips for a, b in pairwise(trials))
     skip = search.trial(Candidate(skipped=1))
@@ -227,13 +263,17 @@ def test_winners_are_a_frontier_and_beat_skipping() -> None:
 @pytest.mark.parametrize("family", ["var", "flexvar", "infinity", "hart", "star"])
 def test_a_real_search_and_its_proof_on_every_backbone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With little time it still measures what it must; the profile is written and read."""
+    monkeypatch.setattr("nextscale.lab.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
+    monkeypatch.setattr("nextscale.lab.tune.search.FEWEST", 3)
     monkeypatch.setattr("nextscale.lab.evals.judges.ssim", difference)  # tiny images have no window
     bench = bench_of(family, count=4)
     winners, search = searched(bench, TrialLog.open(tmp_path / "x.trials.jsonl", {}), seconds=1e-3)
     assert all(trial.error is None or "Error" in trial.error for trial in search.seen.values())
+    peers = {search.tried[text].peer_name: trial for (text, _, _), trial in search.seen.items() if trial.error is None}
+    assert set(peers) - {""} == set(LADDERS)
     told: list[str] = []
     proof = [EvalPrompt(prompt) for prompt in own_prompts(bench.pipeline, 6)[4:]]
-    profile = prove_faster(bench, [*winners, "skip:last=1"], proof, lambda what, share: told.append(what))
+    profile = prove_faster(bench, [*winners[:3], "skip:last=1"], proof, lambda what, share: told.append(what))
     assert profile.tested == 2 and profile.searched == 4
     assert told
     profile.save(tmp_path / "x.profile.json")
@@ -251,23 +291,3 @@ def prove_faster(bench: Bench, winners: list[str], proof: list[EvalPrompt], on_p
         except NextscaleError as error:
             assert "nothing that was searched is faster" in str(error)
     pytest.fail("skipping a stage is never faster than dense generation")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "speed=2"], "give one of speedup=2, lpips=0.08, ms=50"),
-        (["--target", "lpips=-1"], "give a number above 0"),
-        (["--out", "x.json"], "ends in .profile.json"),
-        (["--prompts", "one.txt", "--batch", "2"], "0 prompts for batches of 2|1 prompts for batches of 2"),
-    ],
-)
-def test_what_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nextscale.cli.tune.metric_file", lambda *_: None)
-    monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
-    Path("one.txt").write_text("a bee\n")
-    result = CliRunner().invoke(app, ["tune", "nano", "--device", "cpu", "--size", "128", *arguments])
-    assert result.exit_code == 2
-    assert re.search(message, result.stderr), result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["one.txt"]

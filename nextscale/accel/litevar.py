@@ -97,10 +97,11 @@ class LiteVARCache(AttendingCache):
         banded = method.bands(stage)
         if not paired and not banded:
             return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        there = KeyMap.of(self.spec, stage)
         if banded:
-            require_whole(seen, "LiteVAR")
+            require_whole(seen, there, "LiteVAR")
         keys, values, mask = seen.slot.filled
-        mask = band_mask(KeyMap.of(self.spec, stage), method.first, method.width, seen.q.device) if banded else mask
+        mask = band_mask(there, method.first, method.width, seen.q.device) if banded else mask
         q, k, v = (x.transpose(1, 2) for x in (seen.q, keys, values))  # [R, H, N or T, D]
         if paired:
             half = seen.batch
@@ -144,6 +145,7 @@ def band_mask(there: KeyMap, first: int, width: float, device: torch.device) -> 
     return torch.cat(parts, dim=1)[None, None].to(device)
 
 
+@lru_cache(maxsize=256)  # asked for by every forecast, and a search makes thousands
 def band_share(there: KeyMap, first: int, width: float) -> float:
     """The share of all pairs of a query and a key that bands leave."""
     return float(band_mask(there, first, width, torch.device("cpu")).double().mean())

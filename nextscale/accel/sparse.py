@@ -65,12 +65,12 @@ def attend_listed(q: Tensor, slot: Slot, lists: KeyLists, scale: float) -> Tenso
     return run(q, keys, values, lists.numbers, lists.counts, lists.group, scale)
 
 
-def require_whole(seen: Attended, method: str) -> None:
-    """Raises SettingError where another method runs a part of the stage's cells: keys could not be told by where they lie."""
-    if seen.tokens.index is not None or seen.slot.lengths is not None:
+def require_whole(seen: Attended, there: KeyMap, method: str) -> None:
+    """Raises SettingError where another method runs a part of the cells of a stage: keys could not be told by where they lie."""
+    if seen.tokens.index is not None or seen.slot.lengths is not None or seen.slot.end != there.keys:
         raise SettingError(
-            f"{method} finds keys by where they lie, and another method runs a part of the cells of stage {seen.tokens.stage.index}: choose"
-            " one of them, or let both act at stages of their own"
+            f"{method} finds keys by where they lie, and another method runs a part of the cells of stage {seen.tokens.stage.index} or of"
+            " one before it: choose one of them"
         )
 
 

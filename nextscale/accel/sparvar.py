@@ -143,9 +143,10 @@ class SparVARCache(AttendingCache):
         stage = seen.tokens.stage
         if stage.index < self.first:
             return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
-        require_whole(seen, "SparVAR")
+        there = KeyMap.of(self.spec, stage)
+        require_whole(seen, there, "SparVAR")
         if not self.chooses:
-            lists = self.method.window_lists(KeyMap.of(self.spec, stage), self.spec.schedule, seen.q.device)
+            lists = self.method.window_lists(there, self.spec.schedule, seen.q.device)
             return attend_listed(seen.q, seen.slot, lists, seen.scale)
         if self.chosen is None or self.left_out is None:
             return self._choose(seen)

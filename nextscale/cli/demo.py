@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import torch
+import typer
 from PIL import Image
 from rich.markup import escape
 from rich.progress import Progress, TaskID
@@ -34,7 +35,7 @@ from .console import result_console, token_bar
 from .files import require_image_name, require_writable
 from .groups import grouped
 from .metrics import find_lpips
-from .options import Batch, Force, Metrics, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
+from .options import BATCH_HELP, MACHINE, Force, Metrics, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
 from .parse import named_profiles, parse_prompt, situation_of
 from .program import app
 from .results import darkened, engines
@@ -52,9 +53,10 @@ PROMPTS = (
 )
 """One or two of every style in which nano was trained."""
 ON_CPU = 2  # of them where a profile asks for large images: a dense one of 512 px takes 16 s on two cores
-DISTANCES = (0.05, 0.1)  # LPIPS to dense images, within which the fastest point of a profile is shown
+NEAR, FAST = 0.05, 3.0  # an LPIPS at which one has to look twice, and a speedup that pays for a visible difference
 PUBLISHED = ("sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar:alphas=[]", "stagevar")
 OWN_FILE = Path("demo.png")
+OWN_BATCH = 4  # where there is no profile to go by
 UNTIMED = 2  # calls on a GPU before those that are timed: the first loads its programs, the second captures CUDA graphs
 
 
@@ -67,7 +69,10 @@ def demo(
     method: Annotated[list[str] | None, compared_methods("two points of the model's profile")] = None,
     size: SizeOptions,
     seed: Seed = 0,
-    batch: Batch = 4,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", metavar="N", min=1, rich_help_panel=MACHINE, show_default="as in the profile", help=f"{BATCH_HELP}."),
+    ] = None,
     metrics: Metrics = None,
     out: Annotated[Path, out_option("FILE", "The picture; demo.png is overwritten, a file of another name only with --force.")] = OWN_FILE,
     force: Force = False,
@@ -81,19 +86,20 @@ def demo(
     require_image_name("--out", out)
     require_writable([out], force or out == OWN_FILE)
     if method:
-        comparison = Comparison(size.schedule(spec), [parse_methods(row) for row in method])
+        comparison = Comparison(size.schedule(spec), [("", parse_methods(row)) for row in method], batch or OWN_BATCH)
     else:
-        comparison = measured_comparison(model, size, batch)
-        columns = columns if prompts.prompts_file or not comparison.measured or model.torch_device.type == "cuda" else columns[:ON_CPU]
-    for chosen in comparison.methods:
-        model.settled(chosen, comparison.schedule, batch)
+        comparison = measured_comparison(model, size, batch, len(columns))
+        few = comparison.measured and prompts.prompts_file is None and model.torch_device.type != "cuda"
+        columns = columns[:ON_CPU] if few else columns
+    for _, chosen in comparison.methods:
+        model.settled(chosen, comparison.schedule, comparison.batch)
     lpips = find_lpips(metrics, model.torch_device)
 
     with token_bar() as progress:
         task = progress.add_task("loading", total=comparison.schedule.tokens * len(columns) * (1 + len(comparison.methods)))
-        maker = RowMaker(model.load(), columns, comparison.schedule, seed, batch, progress, task)
-        maker.warm_up(comparison.methods[-1])
-        rows = [maker.row(chosen) for chosen in (Method(), *comparison.methods)]
+        maker = RowMaker(model.load(), columns, comparison.schedule, seed, comparison.batch, progress, task)
+        maker.warm_up(comparison.methods[-1][1])
+        rows = [maker.row(name, chosen) for name, chosen in (("", Method()), *comparison.methods)]
     write_image(sheet([str(prompt) for prompt in columns], rows), out)
     console = result_console()
     console.print(row_table(rows, lpips))
@@ -109,35 +115,42 @@ class Comparison:
     """What is compared with dense generation."""
 
     schedule: Schedule
-    methods: Sequence[Method]
+    methods: Sequence[tuple[str, Method]]  # with the name of their row; "": the method's own
+    batch: int
     words: str = "Speedups are measured here and now."
     measured: bool = False  # the methods are points of a profile
 
 
-def measured_comparison(model: ModelOptions, size: SizeOptions, batch: int) -> Comparison:
+def measured_comparison(model: ModelOptions, size: SizeOptions, batch: int | None, images: int) -> Comparison:
     """Points of the model's profile, of its largest where no size is asked for. Without one, methods as they are published."""
     spec, profiles = model.spec, list(named_profiles(model.spec, model.weights).values())
     fitting = [profile for profile in profiles if profile.device == model.torch_device.type]
-    largest = max((profile.size for profile in fitting), key=prod, default=None)
+    largest = max((profile.size for profile in fitting), key=math.prod, default=None)
     schedule = size.schedule(spec) if size.given or largest is None else spec.settings.schedules.choose(largest, None)
     try:
-        profile = fitting_profile(situation_of(spec, model.torch_device, profiles, schedule, batch))
-        points = shown_points(profile)
+        profile = fitting_profile(situation_of(spec, model.torch_device, profiles, schedule, batch or images))
     except SettingError as error:
         words = f"These are published settings, which were found for other models. To see what fits this one: {error}."
-        return Comparison(schedule, [parse_methods(row) for row in PUBLISHED], words)
-    promised = " and ".join(point.label for point in points)
-    words = f"The profile says {promised}, measured on {profile.described}; speedups above are measured here and now."
-    return Comparison(schedule, [point.as_method() for point in points], words, measured=True)
+        return Comparison(schedule, [("", parse_methods(row)) for row in PUBLISHED], batch or OWN_BATCH, words)
+    points = shown_points(profile)
+    words = "".join(f"{name} is {point.as_method().label}: {point.label} in the profile.\n" for name, point in points.items())
+    words += f"That was measured on {profile.described}; speedups above are measured here and now."
+    methods = [(name, point.as_method()) for name, point in points.items()]
+    return Comparison(schedule, methods, batch or min(profile.batch, images), words, measured=True)
 
 
-def shown_points(profile: MeasuredProfile) -> list[MeasuredPoint]:
-    """The fastest within each distance that some point keeps, the nearer one first; SettingError if there is none."""
-    farthest = profile.fastest(DISTANCES[-1])
-    near: list[MeasuredPoint] = []
+def shown_points(profile: MeasuredProfile) -> dict[str, MeasuredPoint]:
+    """What `auto` takes where images should be nearly the same, and where they should be fast, as far as the profile goes."""
+    points: dict[str, MeasuredPoint] = {}
     with suppress(SettingError):
-        near = [profile.fastest(distance) for distance in DISTANCES[:-1]]
-    return list(dict.fromkeys([*near, farthest]))
+        points[f"auto:lpips={NEAR:g}"] = profile.fastest(NEAR)
+    try:
+        name, fast = f"auto:speedup={FAST:g}", profile.nearest(FAST)
+    except SettingError:
+        name, fast = "the fastest point", profile.fastest(math.inf)
+    if fast not in points.values():
+        points[name] = fast
+    return points
 
 
 def read_columns(prompts: PromptFile, spec: ModelSpec) -> list[str | int]:
@@ -154,10 +167,11 @@ class MethodImages:
     pixels: Tensor  # [B, 3, H, W]
     masks: tuple[Tensor, ...]  # by stage, [B, h, w]: the share of the network that ran for each cell
     reports: tuple[Report, ...]  # one per call
+    name: str = ""  # of its row
 
     @property
     def method(self) -> str:
-        return self.reports[0].method
+        return self.name or self.reports[0].method
 
     @property
     def seconds(self) -> float:
@@ -202,11 +216,11 @@ class RowMaker:
         """Not timed: whatever runs first pays for memory that all later calls find."""
         self.pipeline(self.prompts[: self.batch], seed=self.seed, size=self.schedule, method=method)
 
-    def row(self, method: Method) -> MethodImages:
+    def row(self, name: str, method: Method) -> MethodImages:
         """Masks are read between stages, which graphs cannot: on a GPU they come from calls of their own."""
         outputs, masked = [], []
         on_gpu = self.pipeline.model.device.type == "cuda"
-        self.progress.update(self.task, description=escape(method.label))
+        self.progress.update(self.task, description=escape(name or method.label))
         for first in range(0, len(self.prompts), self.batch):
             together = self.prompts[first : first + self.batch]
             generate = partial(self.pipeline, together, seed=self.seed + first, size=self.schedule, method=method)
@@ -220,6 +234,7 @@ class RowMaker:
             torch.cat([output.pixels for output in outputs]),
             tuple(torch.cat(stage) for stage in masks),
             tuple(output.report for output in outputs),
+            name,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +16,10 @@ from ..errors import CheckpointError, SettingError
 from ..io import write_text
 from ..lab.evals.frontier import frontier_svg
 from ..lab.results import Row
+from ..lab.tune.figure import sensitivity_svg
+from ..lab.tune.log import SUFFIX as TRIALS
+from ..lab.tune.log import TrialLog
+from ..lab.tune.sensitivity import Sensitivities
 from ..loading.presets import MODELS, model_spec
 from ..profiles import Point, Profile
 from .console import result_console
@@ -28,14 +32,22 @@ from .program import MEASURE, app
 @app.command(rich_help_panel=MEASURE)
 def profiles(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", show_default=False, help="Profiles to show; without any, those found are listed.")
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE",
+            show_default=False,
+            help=f"Profiles to show, or one *{TRIALS} of `nextscale tune` to plot; without any, profiles that are found are listed.",
+        ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", metavar="NAME", show_default="all whose weights are here", help="List those of this model."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", rich_help_panel=OUTPUT, help="Plot one profile as an .svg file.")
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", rich_help_panel=OUTPUT, help="Plot one profile, or the trials of a search, as an .svg file."
+        ),
     ] = None,
     force: Force = False,
 ) -> None:
@@ -44,6 +56,9 @@ def profiles(
         raise SettingError(f"-m {model} lists what lies beside its weights: leave it out, or leave out the files")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise SettingError(f"--plot {plot}: give a name that ends in .svg")
+    if files and any(file.name.endswith(TRIALS) for file in files):
+        plot_trials(files, plot, force)
+        return
     found = {path: Profile.load(path) for path in files} if files else dict(found_profiles(model))
     if plot is not None:
         if len(found) != 1:
@@ -59,6 +74,15 @@ def profiles(
         console.print("`nextscale profiles FILE` shows the points of one.")
     else:
         console.print(f"No profile found{'' if model is None else f' of {model}'}. `nextscale tune` makes one.")
+
+
+def plot_trials(files: Sequence[Path], plot: Path | None, force: bool) -> None:
+    """Writes the figure of a search's trials."""
+    if len(files) > 1 or plot is None:
+        raise SettingError(f"{files[0]}: the trials of a search are plotted alone; give that file, and --plot FILE")
+    require_writable([plot], force)
+    write_text(sensitivity_svg(Sensitivities.of(TrialLog.read(files[0]))), plot)
+    result_console().print(f"wrote {escape(str(plot))}")
 
 
 def found_profiles(model: str | None) -> Iterator[tuple[Path, Profile]]:

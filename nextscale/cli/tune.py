@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
@@ -20,6 +20,7 @@ from ..lab.machine import version, where
 from ..lab.metrics import Lpips
 from ..lab.metrics.files import LPIPS, metric_file
 from ..lab.tune import tune as search
+from ..lab.tune.log import SUFFIX as TRIALS
 from ..lab.tune.log import TrialLog
 from ..lab.tune.prompts import own_prompts
 from ..lab.tune.prove import prove
@@ -32,12 +33,23 @@ from ..stage import Schedule
 from .console import result_console, share_bar
 from .files import require_writable
 from .groups import grouped
-from .options import Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
+from .options import OUTPUT, Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
 from .profiles import show
 from .program import MEASURE, app
 
 OWN_PROMPTS = 256  # of ours, where none are given
 PROVED = 0.25  # of the time, on the prompts of the proof
+MINUTES, IMAGES = 10.0, 24
+
+OnProgress = Callable[[str, float], None]
+
+
+class Prompts(NamedTuple):
+    """None of them is in both lists."""
+
+    seen: list[Any]  # by the search
+    proof: list[Any]
+    source: str  # in words
 
 
 @dataclass(frozen=True)
@@ -55,30 +67,60 @@ class SearchOptions:
         str | None,
         typer.Option("--target", metavar="NAME=NUMBER", help="What you are after: speedup=2, lpips=0.08 or ms=50 (per image)."),
     ] = None
-    minutes: Annotated[float, typer.Option("--minutes", metavar="N", min=0.01, help="Minutes that the search may take.")] = 10
-    start: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Prove the points of this profile here, on this machine and batch, without a search."),
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes", metavar="N", min=0.01, show_default=f"{MINUTES:g}", help="Minutes that the search and a short proof may take."
+        ),
     ] = None
     images: Annotated[
-        int,
-        typer.Option("--images", metavar="N", min=1, help="Images that a candidate generates first, at least."),
-    ] = 24
+        int | None,
+        typer.Option("--images", metavar="N", min=1, show_default=str(IMAGES), help="Images that a candidate generates first, at least."),
+    ] = None
+    trials: Annotated[
+        Path | None,
+        typer.Option(
+            "--trials",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default="beside the profile, until that is written",
+            help=f"Keep the trials of the search there, *{TRIALS}: `nextscale profiles FILE --plot` draws what they say of each knob.",
+        ),
+    ] = None
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Prove the points of this profile here, on this machine and batch and the prompts of --test."
+        ),
+    ] = None
 
-    def read(self, spec: ModelSpec, pipeline: Pipeline) -> tuple[list[Any], list[Any], str]:
-        """Prompts of the search and of the proof, none in both, and where they come from."""
+    def check(self) -> None:
+        """Refuses what has no effect, and names that nothing would find."""
+        given = {"--prompts": self.prompts_file, "--minutes": self.minutes, "--images": self.images, "--trials": self.trials}
+        if self.start is not None and (idle := [name for name, value in given.items() if value is not None]):
+            raise SettingError(
+                f"--from {self.start} searches nothing, so that {' and '.join(idle)} would have no effect: leave them out; --test"
+                " gives the prompts of the proof"
+            )
+        if self.trials is not None and not self.trials.name.endswith(TRIALS):
+            raise SettingError(f"--trials {self.trials}: give a name that ends in {TRIALS}, by which `nextscale profiles` knows it")
+
+    def read(self, spec: ModelSpec, pipeline: Pipeline) -> Prompts:
         if self.prompts_file is None:
             given, source = own_prompts(pipeline, OWN_PROMPTS), "prompts of nextscale"
         else:
             given, source = prompts_of(self.prompts_file, spec), self.prompts_file.name
-        if self.test is None:
-            return given[::2], given[1::2], f"{source}, every second one for the proof"
-        proof = prompts_of(self.test, spec)
+        proof = None if self.test is None else prompts_of(self.test, spec)
+        if self.start is not None:
+            proved_on = source if self.test is None else self.test.name
+            return Prompts([], given[1::2] if proof is None else proof, f"points of {self.start.name}, proved on {proved_on}")
+        if self.test is None or proof is None:
+            return Prompts(given[::2], given[1::2], f"{source}, every second one for the proof")
         shared = set(given) & set(proof)
         seen = [prompt for prompt in given if prompt not in shared]
         if not seen:
             raise PromptError(f"--test {self.test} holds all prompts of the search: give other ones")
-        return seen, proof, f"{source} for the search, {self.test.name} for the proof"
+        return Prompts(seen, proof, f"{source} for the search, {self.test.name} for the proof")
 
 
 @app.command(rich_help_panel=MEASURE)
@@ -102,6 +144,7 @@ def tune(
     model = model if name is None else replace(model, model=name)
     spec = model.spec
     schedule = size.schedule(spec)
+    searching.check()
     wanted = None if searching.target is None else parsed_target(searching.target)
     metric_file(LPIPS, metrics)
     with share_bar() as progress:
@@ -115,38 +158,41 @@ def tune(
         if not file.name.endswith(SUFFIX):
             raise SettingError(f"--out {file}: give a name that ends in {SUFFIX}, by which `load` finds it")
         require_writable([file], force)
-        seen, proof, source = searching.read(spec, pipeline)
-        lpips = Lpips.load(metrics, pipeline.model.device)
-        log_file = file.with_name(file.name.removesuffix(SUFFIX) + ".trials.jsonl")
-        if searching.start is None:
-            require_images(seen, batch)
-            bench = Bench(pipeline, schedule, seen, batch, seed, lpips, searching.images)
-            log = TrialLog.open(log_file, conditions(bench))
-            winners = [
-                candidate.text
-                for candidate in search(bench, log, 60 * searching.minutes * (1 - PROVED), workload(pipeline, bench), on_progress)
-            ]
-        else:
-            winners, seen = starting_points(searching.start, pipeline), []
+        prompts = searching.read(spec, pipeline)
+        bench = Bench(pipeline, schedule, prompts.seen, batch, seed, Lpips.load(metrics, pipeline.model.device), searching.images or IMAGES)
+        log_file = searching.trials or file.with_name(file.name.removesuffix(SUFFIX) + TRIALS)
+        winners = found_points(searching, bench, log_file, on_progress)
         profile = prove(
             pipeline,
             winners,
-            [EvalPrompt(prompt) for prompt in proof],
-            lpips,
+            [EvalPrompt(prompt) for prompt in prompts.proof],
+            bench.lpips,
             schedule=schedule,
             batch=batch,
             seed=seed,
-            searched=len(seen),
-            source=source,
+            searched=len(prompts.seen),
+            source=prompts.source,
             on_progress=on_progress,
         )
     profile.save(file)
-    log_file.unlink(missing_ok=True)
+    if searching.trials is None:
+        log_file.unlink(missing_ok=True)
     console = result_console()
     show(console, file, profile)
     if wanted is not None:
         point = wanted.point_of(profile)
         console.print(f"{wanted.label} takes {point.as_method().label}: {point.label}", markup=False)
+
+
+def found_points(searching: SearchOptions, bench: Bench, log_file: Path, on_progress: OnProgress) -> list[str]:
+    """The methods that are to be proved: those of another profile, or what the search finds."""
+    if searching.start is not None:
+        return starting_points(searching.start, bench.pipeline)
+    if len(bench.prompts) < bench.batch:
+        raise PromptError(f"{len(bench.prompts)} prompts for batches of {bench.batch}: give more prompts, or a smaller --batch")
+    seconds = 60 * (searching.minutes or MINUTES) * (1 - PROVED)
+    winners = search(bench, TrialLog.open(log_file, conditions(bench)), seconds, workload(bench), on_progress)
+    return [candidate.text for candidate in winners]
 
 
 def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
@@ -158,11 +204,6 @@ def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
         return [int(text) for text in found]
     except ValueError:
         raise PromptError(f"{file}: {spec.name} takes class numbers; give one per line") from None
-
-
-def require_images(prompts: Sequence[Any], batch: int) -> None:
-    if len(prompts) < batch:
-        raise PromptError(f"{len(prompts)} prompts for batches of {batch}: give more prompts, or a smaller --batch")
 
 
 def conditions(bench: Bench) -> dict[str, Any]:
@@ -182,7 +223,8 @@ def conditions(bench: Bench) -> dict[str, Any]:
     }
 
 
-def workload(pipeline: Pipeline, bench: Bench) -> Workload:
+def workload(bench: Bench) -> Workload:
+    pipeline = bench.pipeline
     prompts = pipeline.reader.read(bench.part(0)[0])
     text = prompts.longest if pipeline.model.stack[0].has_text else 0
     guided = any(scale != 1 for scale in pipeline.settings.guidance.scales(bench.schedule))

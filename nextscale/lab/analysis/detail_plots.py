@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...errors import MissingExtra
 from .details import Details
-from .plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SIZE, STYLE, draw_line, label_lines, real
+from .plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SIZE, STYLE, draw_line, label_lines, real, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,9 +31,7 @@ def detail_figures(found: Details) -> dict[str, str]:
                 continue
             figure = Figure(figsize=SIZE, layout="constrained")
             draw(figure, found)
-            text = io.StringIO()
-            figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-            drawn[name] = "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+            drawn[name] = svg_of(figure)
     return drawn
 
 

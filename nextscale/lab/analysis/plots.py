@@ -56,6 +56,10 @@ def as_svg(draw: Callable[[Figure, Observations], None], found: Observations) ->
 
     figure = Figure(figsize=SIZE, layout="constrained")
     draw(figure, found)
+    return svg_of(figure)
+
+
+def svg_of(figure: Figure) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 T = TypeVar("T")
-MOST_RANGES = 8  # of speed
+MOST_RANGES = 12  # of speed
+WANTED = (1.2, 4.0)  # the speedups that these ranges divide; what lies beyond belongs to the first or the last of them
 
 Place = Callable[[T], tuple[float, float]]
 """Speedup, and distance to dense."""
 
 
-def gap(place: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
-    """The speedup against the fastest that is no further from dense: 1 at the frontier, less behind it."""
-    speedup, distance = place
-    return speedup / max(speedup, *(other for other, far in others if far <= distance))
+def gaps(places: Sequence[tuple[float, float]]) -> list[float]:
+    """Of each, its speedup against that of the fastest which is no further from dense: 1 at the frontier, less behind it."""
+    ordered = sorted(places, key=lambda place: place[1])
+    distances = [distance for _, distance in ordered]
+    fastest = list(accumulate((speedup for speedup, _ in ordered), max))
+    return [speedup / fastest[bisect_right(distances, distance) - 1] for speedup, distance in places]
 
 
 def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
@@ -33,15 +38,20 @@ def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
 def near_frontier(items: Sequence[T], of: Place[T], count: int) -> list[T]:
     """At most `count` items: of several ranges of speed in turn, so that all are covered, always the one nearest to the frontier."""
     places = [of(item) for item in items]
-    if not places:
+    return spread(items, [speedup for speedup, _ in places], gaps(places), count)
+
+
+def spread(items: Sequence[T], speedups: Sequence[float], scores: Sequence[float], count: int) -> list[T]:
+    """At most `count` items, of several ranges of speed in turn, always the one with the highest score."""
+    if not items:
         return []
-    bins = max(1, min(MOST_RANGES, count // 3))
-    low, high = (math.log(pick(speedup for speedup, _ in places)) for pick in (min, max))
+    bins = max(1, min(MOST_RANGES, count // 2))
+    low, high = (math.log(min(max(pick(speedups), WANTED[0]), WANTED[1])) for pick in (min, max))
     width = (high - low) / bins or 1.0
     shelves: dict[int, list[tuple[float, int]]] = {}
-    for number, place in enumerate(places):
-        shelf = min(bins - 1, int((math.log(place[0]) - low) / width))
-        shelves.setdefault(shelf, []).append((-gap(place, places), number))
+    for number, (speedup, score) in enumerate(zip(speedups, scores, strict=True)):
+        shelf = max(0, min(bins - 1, int((math.log(speedup) - low) / width)))
+        shelves.setdefault(shelf, []).append((-score, number))
     for shelf_items in shelves.values():
         shelf_items.sort()
     chosen: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,48 +13,87 @@ from ...errors import NextscaleError
 from ..results import write_rows
 from .trials import Trial
 
-FORMAT = "nextscale trials 1"
+FORMAT = "nextscale trials 2"
+SUFFIX = ".trials.jsonl"
+FORESIGHT = "foresight"
+
+Foresight = Mapping[tuple[int, int], float]
+"""First block and last block + 1 to a share."""
 
 
 @dataclass(eq=False)
 class TrialLog:
-    """Trials by candidate and number of images. Everything that the search decides follows from them."""
+    """Trials by candidate, number of images and whether they were timed. Everything that the search decides follows from them."""
 
     file: Path | None = None
-    trials: dict[tuple[str, int], Trial] = field(default_factory=dict)
+    conditions: dict[str, Any] = field(default_factory=dict)
+    trials: dict[tuple[str, int, bool], Trial] = field(default_factory=dict)
+    foresight: Foresight | None = None
 
     @classmethod
     def open(cls, file: Path, conditions: dict[str, Any]) -> TrialLog:
         """Reads the trials of an earlier start under the same conditions, or begins the file. A torn last line is dropped."""
-        log = cls(file)
-        head = {"format": FORMAT, **conditions}
+        head = json.loads(json.dumps({"format": FORMAT, **conditions}))
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             append(file, head)
-            return log
+            return cls(file, conditions)
         whole, torn = complete_lines(file)
-        try:
-            lines = [json.loads(line) for line in whole]
-            if lines and lines[0] != json.loads(json.dumps(head)):
-                raise NextscaleError(
-                    f"{file} belongs to a search under other conditions ({difference(lines[0], head)}): remove it, or give another --out"
-                )
-            found = [Trial.from_json(line) for line in lines[1:]]
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
-            raise NextscaleError(f"{file} cannot be read as trials of a search ({error}): remove it, or give another --out") from error
-        if torn or not lines:
-            write_rows(lines or [head], file)
-        log.trials = {(trial.text, trial.images): trial for trial in found}
+        log = cls.of_lines(file, whole) if whole else cls(file, head)
+        if log.conditions != head:
+            raise NextscaleError(
+                f"{file} belongs to a search under other conditions ({difference(log.conditions, head)}): remove it, or give another --out"
+            )
+        if torn or not whole:
+            write_rows([head, *(json.loads(line) for line in whole[1:])], file)
         return log
 
-    def get(self, text: str, images: int) -> Trial | None:
-        return self.trials.get((text, images))
+    @classmethod
+    def read(cls, file: Path) -> TrialLog:
+        """The trials of any search, to look at."""
+        log = cls.of_lines(file, complete_lines(file)[0])
+        if log.conditions.get("format") != FORMAT:
+            raise NextscaleError(
+                f"{file} holds no trials that this version reads ({FORMAT}): make them anew with `nextscale tune --trials`"
+            )
+        return log
+
+    @classmethod
+    def of_lines(cls, file: Path, whole: list[str]) -> TrialLog:
+        log = cls(file)
+        try:
+            head, *lines = [json.loads(line) for line in whole]
+            log.conditions = dict(head)
+            for line in lines if head.get("format") == FORMAT else ():
+                if FORESIGHT in line:
+                    log.foresight = {(first, stop): float(share) for first, stop, share in line[FORESIGHT]}
+                else:
+                    log._hold(Trial.from_json(line))
+        except (json.JSONDecodeError, TypeError, KeyError, ValueError) as error:
+            raise NextscaleError(f"{file} cannot be read as trials of a search ({error}): remove it, or give another --out") from error
+        return log
+
+    def get(self, text: str, images: int, timed: bool) -> Trial | None:
+        """What failed has no time whichever was asked for."""
+        untimed = self.trials.get((text, images, False))
+        return self.trials.get((text, images, True), untimed if untimed and untimed.error else None) if timed else untimed
 
     def add(self, trial: Trial) -> Trial:
-        self.trials[trial.text, trial.images] = trial
-        if self.file is not None:
-            append(self.file, trial.to_json())
+        self._hold(trial)
+        self._append(trial.to_json())
         return trial
+
+    def add_foresight(self, found: Foresight) -> Foresight:
+        self.foresight = found
+        self._append({FORESIGHT: [[*blocks, share] for blocks, share in found.items()]})
+        return found
+
+    def _hold(self, trial: Trial) -> None:
+        self.trials[trial.text, trial.images, trial.timed] = trial
+
+    def _append(self, values: dict[str, Any]) -> None:
+        if self.file is not None:
+            append(self.file, values)
 
 
 def append(file: Path, values: dict[str, Any]) -> None:
@@ -72,8 +112,6 @@ def complete_lines(file: Path) -> tuple[list[str], bool]:
     return whole.splitlines(), bool(rest)
 
 
-def difference(found: Any, expected: dict[str, Any]) -> str:
-    if not isinstance(found, dict):
-        return "no header"
-    names = [name for name in expected if found.get(name) != json.loads(json.dumps(expected[name]))]
+def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    names = [name for name in expected if found.get(name) != expected[name]]
     return ", ".join(f"{name}: {found.get(name)!r} there, {expected[name]!r} here" for name in names[:3]) or "other fields"

@@ -4,57 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import get_args
 
 from ...errors import NextscaleError
 from ...guidance import CfgBranch
 from ...models.base import NextScaleModel
 from ...planning.cost import Workload, request_cost
-from .candidate import Candidate, Reducer
+from .candidate import Candidate
+from .space import PROBED_SHARES
 from .trials import Trial
 
-PROBED_SHARES = (0.5, 0.2)  # of every late stage alone
-PROBED_ALPHAS = (3, 6)
-COARSE = (1.0, 0.8, 0.6, 0.4, 0.25, 0.15)  # shares that are combined; the search then steps more finely
-LATE = 4  # stages that are reduced
-UNGUIDED = 5  # stages that may be the first without guidance
-SKIPPED = 3  # stages at most
 POWERS = tuple(1 + step / 10 for step in range(16))  # 1 to 2.5
 USUAL_POWER, TINY = 1.7, 1e-9
-
-
-def singles(stages: int, guided: bool, change: str) -> list[Candidate]:
-    """One knob at a time, and plain skipping."""
-    late = range(max(1, stages - LATE), stages)
-    found = [Candidate(skipped=last) for last in range(1, min(SKIPPED, stages - 1) + 1)]
-    if guided:
-        first = range(max(1, stages - UNGUIDED), stages)
-        found += [Candidate(unguided=stage, kept_rows=rows) for stage in first for rows in ("cond", "uncond")]
-    found += [Candidate("sparse", ((stage, share),), change=change) for stage in late for share in PROBED_SHARES]
-    found += [Candidate("sparse", ((stages - 1, PROBED_SHARES[0]),), alpha=alpha, change=change) for alpha in PROBED_ALPHAS]
-    found += [Candidate("fast", ((stage, 0.5),)) for stage in late[-2:]]
-    found += [Candidate("rank", ((stage, rank),)) for stage in late[-2:] for rank in (0.1, 0.02)]
-    return found
-
-
-def combinations(stages: int, guided: bool, change: str, rows: CfgBranch) -> Iterator[Candidate]:
-    """What is predicted: all knobs together, in coarse steps."""
-    late = range(max(1, stages - LATE), stages)
-    starts = [None, *range(max(1, stages - UNGUIDED), stages)] if guided else [None]
-    for unguided, skipped in itertools.product(starts, range(min(SKIPPED, stages - 1))):
-        left = [stage for stage in late if stage < stages - skipped]
-        plain = Candidate(unguided=unguided, kept_rows="cond" if unguided is None else rows, skipped=skipped)
-        yield plain
-        for shares in itertools.combinations_with_replacement(COARSE, len(left)):  # they never grow
-            amounts = tuple((stage, share) for stage, share in zip(left, shares, strict=True) if share < 1)
-            if amounts:
-                yield replace(plain, amounts=amounts, change=change)
-        for some in ((left[-1:]), left[-2:]) if left else ():
-            yield from (replace(plain, reducer="fast", amounts=tuple((stage, share) for stage in some)) for share in (0.6, 0.4, 0.25))
-            yield from (replace(plain, reducer="rank", amounts=tuple((stage, rank) for stage in some)) for rank in (0.1, 0.05, 0.02))
+PLAIN, SPARSE = "", "sparsevar"  # what a stage's time is fitted for, besides peers by their names
 
 
 @dataclass(frozen=True)
@@ -65,7 +29,7 @@ class Predictor:
     workload: Workload
     trials: Sequence[tuple[Candidate, Trial]]  # of single knobs, dense generation first
     together: Sequence[tuple[Candidate, Trial]] = ()  # of several knobs
-    change: str = ""  # where SparseVAR measures change
+    ladders: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of peers, mild before bold
     counted: dict[Candidate, tuple[int, ...] | None] = field(default_factory=dict)
 
     @property
@@ -81,7 +45,7 @@ class Predictor:
         """The branch whose rows are nearer to dense where guidance is dropped."""
         total = {"cond": 0.0, "uncond": 0.0}
         for candidate, distance in self.distances.items():
-            if candidate.unguided is not None:
+            if candidate.unguided is not None and not candidate.fade:
                 total[candidate.kept_rows] += distance
         return "cond" if total["cond"] <= total["uncond"] else "uncond"
 
@@ -101,35 +65,56 @@ class Predictor:
     def _norm(self, candidate: Candidate, power: float) -> float:
         """The distance if the powers of its parts add up. What several knobs spoil is partly the same, so it is more than 1."""
         last, rows = self.stages - candidate.skipped, candidate.kept_rows
-        total = self._skipping(candidate.skipped) ** power
+        parts = [self.distances.get(Candidate(skipped=candidate.skipped), 0.0), self._peer(candidate.peer)]
+        parts += [self.distances.get(Candidate(left_out=(stage,)), 0.0) for stage in candidate.left_out]
+        parts += [self._reduced(stage, share) * self._alpha(candidate.alpha) for stage, share in candidate.amounts]
+        total = sum(part**power for part in parts)
         if candidate.unguided is not None:
-            total += max(0.0, self._unguided(candidate.unguided, rows) ** power - self._unguided(last, rows) ** power)
-        parts = (self._reduced(candidate.reducer, stage, share) for stage, share in candidate.amounts)
-        return (total + sum((part * self._alpha(candidate)) ** power for part in parts)) ** (1 / power)
-
-    def _skipping(self, skipped: int) -> float:
-        return self.distances.get(Candidate(skipped=skipped), 0.0) if skipped else 0.0
+            dropped = self._unguided(candidate.unguided, rows) * self._fading**candidate.fade
+            total += max(0.0, dropped**power - self._unguided(last, rows) ** power)
+        return total ** (1 / power)
 
     def _unguided(self, first: int, rows: str) -> float:
-        measured = {c.unguided: d for c, d in self.distances.items() if c.unguided is not None and c.kept_rows == rows}
-        return measured.get(first, 0.0) if first < self.stages else 0.0
+        return self.distances.get(Candidate(unguided=first, kept_rows=rows), 0.0)  # type: ignore[arg-type]
 
-    def _reduced(self, reducer: Reducer, stage: int, share: float) -> float:
-        points = {1.0: 0.0}
+    @cached_property
+    def _fading(self) -> float:
+        """How much further from dense it is where guidance falls over the stage before."""
+        faded = {candidate: distance for candidate, distance in self.distances.items() if candidate.fade == 1}
+        at_once = {candidate: self.distances.get(replace(candidate, fade=0), 0.0) for candidate in faded}
+        ratios = [faded[candidate] / distance for candidate, distance in at_once.items() if distance > 0]
+        return sum(ratios) / len(ratios) if ratios else 1.0
+
+    def _reduced(self, stage: int, share: float) -> float:
+        return interpolated(self._shares.get(stage, {1.0: 0.0}), share)
+
+    @cached_property
+    def _shares(self) -> dict[int, dict[float, float]]:
+        """Of every stage that was reduced alone: the share of its cells to the distance."""
+        found: dict[int, dict[float, float]] = {}
         for candidate, distance in self.distances.items():
-            if (candidate.reducer, [s for s, _ in candidate.amounts], candidate.alpha) == (reducer, [stage], 4):
-                points[candidate.amounts[0][1]] = distance
-        return interpolated(points, share)
+            if len(candidate.amounts) == 1 and candidate.alpha == 4:
+                stage, share = candidate.amounts[0]
+                found.setdefault(stage, {1.0: 0.0})[share] = distance
+        return found
 
-    def _alpha(self, candidate: Candidate) -> float:
+    def _alpha(self, alpha: int) -> float:
         """How much more than with every fourth cell an anchor the same shares cost."""
-        if candidate.reducer != "sparse" or candidate.alpha == 4:
-            return 1.0
-        share = ((self.stages - 1, PROBED_SHARES[0]),)
-        of = {c.alpha: d for c, d in self.distances.items() if c.reducer == "sparse" and c.amounts == share}
-        if 4 not in of or of[4] <= 0:
-            return 1.0
-        return interpolated({float(alpha): distance / of[4] for alpha, distance in of.items()}, float(candidate.alpha))
+        return interpolated(self._alphas, float(alpha)) if alpha != 4 else 1.0
+
+    @cached_property
+    def _alphas(self) -> dict[float, float]:
+        of = {c.alpha: d for c, d in self.distances.items() if c.amounts == ((self.stages - 1, PROBED_SHARES[-1]),)}
+        return {float(alpha): distance / of[4] for alpha, distance in of.items()} if of.get(4, 0.0) > 0 else {4.0: 1.0}
+
+    def _peer(self, peer: str) -> float:
+        """Its distance alone; of a setting that was not tried, between those of the settings beside it."""
+        if not peer:
+            return 0.0
+        rungs = list(self.ladders.get(Candidate(peer=peer).peer_name, (peer,)))
+        alone = {float(number): self.distances.get(Candidate(peer=rung)) for number, rung in enumerate(rungs)}
+        known = {number: distance for number, distance in alone.items() if distance is not None}
+        return interpolated(known, float(rungs.index(peer))) if known else math.inf
 
     # --- time
 
@@ -142,9 +127,22 @@ class Predictor:
         if macs is None:
             return math.inf
         _, dense = self.trials[0]
-        other = dense.seconds - sum(dense.stages)
-        rates = self.rates[candidate.reducer]
-        return other + sum(overhead + slope * work if work else 0.0 for work, (overhead, slope) in zip(macs, rates, strict=True))
+        kinds = [*([SPARSE] if candidate.amounts else []), *([candidate.peer_name] if candidate.peer else [])] or [PLAIN]
+        rates = zip(*(self.rates.get(kind, self.rates[PLAIN]) for kind in kinds), strict=True)
+        stages = sum(max(overhead + slope * work for overhead, slope in each) for work, each in zip(macs, rates, strict=True) if work)
+        return dense.seconds - sum(dense.stages) + self._saving(candidate.peer) * stages
+
+    def _saving(self, peer: str) -> float:
+        """MACs against those that were planned, where a peer decides for each image what to leave out; 1 for all others."""
+        return self._savings.get(peer, 1.0)
+
+    @cached_property
+    def _savings(self) -> dict[str, float]:
+        dense, found = self.macs(Candidate()) or (), {}
+        for candidate, trial in self.trials:
+            if candidate.peer and trial.error is None and (planned := self.macs(candidate)) is not None:
+                found[candidate.peer] = min(1.0, trial.cost_share * sum(dense) / sum(planned))
+        return found
 
     def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
         """Of every stage; None where the model or the schedule does not allow the candidate."""
@@ -158,18 +156,23 @@ class Predictor:
         return self.counted[candidate]
 
     @cached_property
-    def rates(self) -> dict[Reducer, list[tuple[float, float]]]:
-        """Of every stage: its overhead in seconds, and seconds per MAC. Each reducer has an overhead of its own."""
-        return {reducer: self._rates(reducer) for reducer in get_args(Reducer)}
+    def rates(self) -> dict[str, list[tuple[float, float]]]:
+        """Of every stage: its overhead in seconds, and seconds per MAC. SparseVAR and every peer that was timed have their own."""
+        peers = {c.peer_name for c, trial in self.trials if c.peer and trial.timed}
+        return {kind: self._rates(kind) for kind in (PLAIN, SPARSE, *sorted(peers))}
 
-    def _rates(self, reducer: Reducer) -> list[tuple[float, float]]:
-        fitting = [(c, trial) for c, trial in self.trials if trial.error is None and (not c.amounts or c.reducer == reducer)]
+    def _rates(self, kind: str) -> list[tuple[float, float]]:
+        fitting = [(c, t) for c, t in self.trials if t.timed and (SPARSE if c.amounts else c.peer_name) in (PLAIN, kind)]
         counted = ((self.macs(candidate), trial.stages) for candidate, trial in fitting)
         measured = [(macs, times) for macs, times in counted if macs is not None]
         return [fitted([(macs[k], times[k]) for macs, times in measured if macs[k]]) for k in range(self.stages)]
 
     def possible(self, candidate: Candidate) -> bool:
         return self.macs(candidate) is not None
+
+    def place(self, candidate: Candidate) -> tuple[float, float]:
+        """Speedup, and distance to dense."""
+        return self.speedup(candidate), self.distance(candidate)
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

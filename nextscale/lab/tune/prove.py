@@ -46,7 +46,7 @@ def prove(
     best = frontier(chosen, lambda point: (point.speedup.value, point.lpips.value))
     if not best:
         raise NextscaleError(
-            f"nothing that was searched is faster than dense generation here: {failures(rows) or 'all of it is slower'}."
+            f"nothing that was searched is faster than dense generation here: {failures(rows) or 'all of it is as slow'}."
             " Give more --minutes, a larger --batch or --size, or other --prompts"
         )
     dense = rows[DENSE]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...accel.method import Method
+from ...accel.registry import resolve_method
 from ...errors import NextscaleError
 from ...pipeline import Pipeline
 from ...report import Report
@@ -36,10 +37,10 @@ class Trial:
     lpips: float = 0.0
     seconds: float = 0.0  # of a batch, decoding included, median
     stages: tuple[float, ...] = ()  # seconds of every stage, median
-    decode: float = 0.0
-    cost_share: float = 1.0
+    cost_share: float = 1.0  # MACs against dense generation, mean over the batches
     dense: float = 0.0  # seconds of a dense batch in the same minutes
     took: float = 0.0  # seconds of the search that it cost
+    predicted: float = 0.0  # the distance that was expected; 0 where nothing was
     error: str | None = None
 
     @property
@@ -106,14 +107,18 @@ class Bench:
     def on_gpu(self) -> bool:
         return self.pipeline.model.device.type == "cuda"
 
-    def run(self, text: str, method: Method, batches: int, timed: bool = True) -> Trial:
+    def times(self, timed: bool) -> bool:
+        """Whether a run is timed that need not be: on a CPU that costs nothing."""
+        return timed or not self.on_gpu
+
+    def run(self, text: str, batches: int, timed: bool = True) -> Trial:
         """The candidate on the first batches; a failure is a trial too.
 
         timed: on a GPU its graphs are captured first, which takes longer than a batch; on a CPU every run is timed.
         """
         begun = time.perf_counter()
         try:
-            trial = self._run(text, method, batches, timed or not self.on_gpu)
+            trial = self._run(text, resolve_method(text.split(" + ")), batches, self.times(timed))
         except NextscaleError as error:
             trial = Trial(text, self.images(batches), error=short_error(error))
         return Trial(**{**asdict(trial), "took": time.perf_counter() - begun})
@@ -138,7 +143,6 @@ class Bench:
             distance,
             statistics.median(report.seconds for report in reports),
             tuple(statistics.median(times) for times in zip(*([s.seconds for s in r.stages] for r in reports), strict=True)),
-            statistics.median(report.decode_seconds for report in reports),
             cost,
             statistics.median(self.dense_seconds[-5:]),
         )

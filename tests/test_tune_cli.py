@@ -1,0 +1,139 @@
+"""`nextscale tune` from the command line to the profile, on a tiny model whose times follow from its MACs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from nextscale.accel import resolve_method
+from nextscale.cli import app, options, parse
+from nextscale.errors import NextscaleError
+from nextscale.lab.evals.quality import Evaluation, evaluate
+from nextscale.lab.tune.log import TrialLog
+from nextscale.lab.tune.sensitivity import Sensitivities
+from nextscale.loading import presets
+from nextscale.loading.presets import NANO
+from nextscale.profiles import Profile
+
+from . import tiny
+from .counted_bench import CountedBench, difference
+
+PROFILE, TRIALS = Path("x.profile.json"), Path("x.trials.jsonl")
+
+
+def timed_by_macs(*arguments: Any, **more: Any) -> Evaluation:
+    """Real images; the speedups are those that MACs would give."""
+    found = evaluate(*arguments, **more)
+    for row in found.rows:
+        row["speedup"] = dict.fromkeys(("median", "p20", "p80"), 1 / row["cost_share"])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tiny model under nano's name, in a folder with prompts, on a machine that has a distance of images."""
+    monkeypatch.setitem(presets.MODELS, NANO.name, tiny.SPECS["infinity"])
+    monkeypatch.setattr(parse, "find", lambda *_: tmp_path / "weights" / "model.safetensors")
+    monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
+    monkeypatch.setattr("nextscale.cli.tune.metric_file", lambda *_: None)
+    monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
+    monkeypatch.setattr("nextscale.lab.evals.judges.ssim", difference)  # tiny images have no window
+    monkeypatch.setattr("nextscale.lab.tune.prove.evaluate", timed_by_macs)
+    monkeypatch.setattr("nextscale.lab.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
+    monkeypatch.chdir(tmp_path)
+    Path("train.txt").write_text("".join(f"a {thing}\n" for thing in ("bee", "cat", "cow", "dog", "elk", "fox", "hen", "owl")))
+    Path("test.txt").write_text("a ship\na car\n")
+    yield
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, stop_after: int = 1000) -> tuple[Result, list[CountedBench]]:
+    made: list[CountedBench] = []
+
+    def bench(*given: Any) -> CountedBench:
+        made.append(CountedBench(*given, stop_after=stop_after))
+        return made[-1]
+
+    monkeypatch.setattr("nextscale.cli.tune.Bench", bench)
+    command = ["tune", "nano", "--device", "cpu", "--batch", "2", "--out", PROFILE, *arguments]
+    return CliRunner().invoke(app, list(map(str, command))), made
+
+
+SEARCH = ("--prompts", "train.txt", "--test", "test.txt", "--images", "2", "--minutes", "2")
+
+
+def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, _ = run(monkeypatch, *SEARCH, stop_after=30)
+    assert killed.exit_code != 0
+    assert len(TRIALS.read_text().splitlines()) == 32  # the conditions, the foresight, and a line for each trial
+    assert not PROFILE.exists()
+    result, (bench,) = run(monkeypatch, *SEARCH, "--target", "speedup=1.5")
+    assert result.exit_code == 0, result.output
+    assert not TRIALS.exists()
+    profile = Profile.load(PROFILE)
+    assert (profile.searched, profile.tested, profile.seed) == (8, 2, 0)
+    assert profile.prompts == "train.txt for the search, test.txt for the proof"
+    taken = profile.nearest(speedup=1.5)
+    assert f"Auto(speedup=1.5) takes {resolve_method(taken.method).label}: {taken.label}" in result.stdout
+    _, (whole,) = run(monkeypatch, *SEARCH, "--force")
+    assert whole.runs == bench.runs + 30
+    assert [point.method for point in Profile.load(PROFILE).points] == [point.method for point in profile.points]
+
+    again, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--out", "y.profile.json")
+    assert again.exit_code == 0, again.output
+    proved = Profile.load("y.profile.json")
+    assert (proved.searched, proved.tested) == (0, 2)
+    assert proved.prompts == "points of x.profile.json, proved on test.txt"
+    assert {point.method for point in proved.points} <= {point.method for point in profile.points}
+    unmet, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--target", "speedup=99", "--force")
+    assert unmet.exit_code == 2 and "no point with a speedup of at least 99" in unmet.stderr
+
+
+def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    kept = Path("kept.trials.jsonl")
+    result, _ = run(monkeypatch, *SEARCH, "--trials", kept)
+    assert result.exit_code == 0, result.output
+    found = Sensitivities.of(TrialLog.read(kept))
+    assert set(found.unguided) == {"cond", "uncond", "cond, fading"}
+    assert [stage for stage, _ in found.skipped] == [stage for stage, _ in found.left_out] == [1, 2, 3]
+    assert found.skipped[-1] == found.left_out[-1]
+    assert set(found.shares) == {1, 2, 3} and {"ToMe", "FastVAR"} <= set(found.peers)
+    assert all(line == sorted(line) for line in found.unguided.values())
+    assert found.foresight and len(found.predicted) > 20
+    drawn = CliRunner().invoke(app, ["profiles", str(kept), "--plot", "s.svg"])
+    assert drawn.exit_code == 0, drawn.output
+    picture = Path("s.svg").read_text()
+    for words in ("guidance dropped from a stage on", "stages left out", "other methods alone", "predicted and measured"):
+        assert words in picture
+    refused = CliRunner().invoke(app, ["profiles", str(kept)])
+    assert refused.exit_code == 2 and "--plot FILE" in refused.stderr
+    kept.write_text(json.dumps({"format": "of tomorrow"}) + "\n")
+    with pytest.raises(NextscaleError, match="no trials that this version reads"):
+        TrialLog.read(kept)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "speed=2"], "give one of speedup=2, lpips=0.08, ms=50"),
+        (["--target", "lpips=-1"], "give a number above 0"),
+        (["--out", "x.json"], "ends in .profile.json"),
+        (["--trials", "x.json"], "ends in .trials.jsonl"),
+        (["--prompts", "test.txt", "--test", "test.txt"], "holds all prompts of the search"),
+        (["--prompts", "test.txt"], "1 prompts for batches of 2"),
+        (["--from", "a.profile.json", "--minutes", "3"], "--minutes would have no effect"),
+        (["--from", "a.profile.json", "--prompts", "train.txt", "--images", "2"], "--prompts and --images would have no effect"),
+        (["--from", "absent.profile.json"], "absent.profile.json is no profile"),
+    ],
+)
+def test_what_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = run(monkeypatch, *arguments)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test.txt", "train.txt"]
