@@ -32,11 +32,11 @@ from nextscale.tokenizers.autoencoder import (
     add_bias_,
     as_laid_out,
     lay_out,
-    merged_upsampling,
     upsample_nearest,
     without_bias,
 )
 from nextscale.tokenizers.tiles import decode, images_at_a_time, stride
+from nextscale.tokenizers.upsampling import merged_upsampling
 
 from .captured import captured_ms
 from .results import RESULTS, append, measure

@@ -31,10 +31,10 @@ from nextscale.tokenizers.autoencoder import (
     Upsample,
     as_laid_out,
     lay_out,
-    merged_upsampling,
     norm_act,
 )
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time
+from nextscale.tokenizers.upsampling import convolve_upsampled, merged_upsampling
 
 from .kernel_cases import DEVICE, DTYPES, compare, interpreted_as_on_a_gpu, poisoned, triton_interpreter
 
@@ -193,6 +193,16 @@ def test_upsampling_and_its_convolution_are_one_transposed_convolution(height: i
         expected = resize(x) - resize.conv.bias[:, None, None]
         found = conv_transpose2d(x, merged_upsampling(resize.conv.weight), stride=2, padding=1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # sums of weights are taken in float32
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 2), (4, 5)])
+def test_upsampling_and_convolution_in_one_step(height: int, width: int) -> None:
+    x = torch.randn(2, 6, height, width, generator=torch.Generator().manual_seed(5))
+    resize = Upsample(6)
+    expected = resize(x)  # with gradients: one step after the other
+    torch.testing.assert_close(convolve_upsampled(x, resize.conv.weight, resize.conv.bias), expected, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(resize(x), convolve_upsampled(x, resize.conv.weight, resize.conv.bias))
 
 
 def test_a_merged_upsampling_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from .upsampling import convolve_upsampled, merged_upsampling
 
 EPS = 1e-6
 MERGED = False  # upsampling and its convolution as one transposed convolution on a GPU; not measured yet: see benchmarks.decode
-TAPS = ((0, 0, 1), (0, 1, 1), (1, 1, 0), (1, 0, 0))  # which rows of a 3x3 kernel each row of the merged one is the sum of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -90,16 +90,6 @@ def shifted_bias(conv: nn.Conv2d, shift: Tensor | None) -> Tensor | None:
 def upsample_nearest(x: Tensor) -> Tensor:
     """Repeats every pixel as two by two."""
     return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
-
-
-def merged_upsampling(weight: Tensor) -> Tensor:
-    """[O, I, 3, 3] of a convolution after nearest upsampling to [I, O, 4, 4] of a transposed one with stride 2 that does both.
-
-    Of the nine weights that meet a repeated pixel those that meet the same one are added up: four products a pixel are left.
-    """
-    taps = torch.tensor(TAPS, dtype=torch.float32, device=weight.device)
-    merged = torch.einsum("ap,bq,oipq->ioab", taps, taps, weight.float())
-    return merged.to(weight.dtype).contiguous(memory_format=torch.channels_last)
 
 
 def group_count(channels: int) -> int:
@@ -182,6 +172,8 @@ class Upsample(nn.Module):
         self._merged = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == torch.float32 and not fusable(x) and not torch.is_grad_enabled():
+            return convolve_upsampled(x, self.conv.weight, self.conv.bias)
         return convolve(self.conv, upsample_nearest(x), padding=1)
 
     def without_bias(self, x: Tensor) -> Tensor:

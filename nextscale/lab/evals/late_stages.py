@@ -20,6 +20,7 @@ from ...generate import StageDone, begin, run_part
 from ...parts import Part
 from ...pipeline import Pipeline
 from ...request import Request
+from ...resolve import Call, resolve
 from ...sampling import ImageRng, Rng
 from ...stage import Schedule
 
@@ -62,7 +63,7 @@ class LateStages:
         return self._early.canvas
 
     def _request(self, method: Method) -> Request:
-        return self.pipeline._request(self.prompts, list(self.seeds), self.schedule, None, None, None, method, {})
+        return resolve(self.pipeline, Call(self.prompts, list(self.seeds), self.schedule, method=method))
 
     @torch.inference_mode()
     def _run_early(self) -> Part:
