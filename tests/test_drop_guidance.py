@@ -207,7 +207,8 @@ def test_a_batch_is_its_images_alone_in_any_order(family: str, methods: tuple[Me
     prompts, order = tiny.prompts(family, 2), [1, 0]
     together = pipeline(prompts, seed=[3, 8], **settings)
     turned = [prompts[i] for i in order] if isinstance(prompts, list) else type(prompts).joined([prompts.one(i) for i in order])
-    assert torch.equal(pipeline(turned, seed=[8, 3], **settings).latent[order], together.latent)
+    permuted = pipeline(turned, seed=[8, 3], **settings).latent[order]
+    assert torch.allclose(permuted, together.latent, rtol=0, atol=tiny.ROUNDING[family].latents)
     alone = pipeline(tiny.one_prompt(family, 1), seed=8, **settings)
     one = tiny.one_image(together, 1)
     assert torch.allclose(one.latent, alone.latent, rtol=0, atol=tiny.ROUNDING[family].latents)

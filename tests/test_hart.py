@@ -233,8 +233,8 @@ def test_the_residual_follows_the_seed_of_its_image() -> None:
     one = residual_of(prompt, seed=[11], greedy=True)
     several = residual_of(prompt, seed=[11, 12, 11], greedy=True)
     assert torch.equal(residual_of(prompt, seed=[11], greedy=True), one)
-    assert torch.equal(several[0], several[2])
-    assert torch.allclose(several[0], one[0], atol=tiny.ROUNDING["hart"].latents)
+    for image in (0, 2):
+        assert torch.allclose(several[image], one[0], atol=tiny.ROUNDING["hart"].latents)
     assert (several[0] - several[1]).abs().mean() > 0.1
     assert several.std() > 0.2
 

@@ -11,7 +11,7 @@ import torch
 from nextscale import FastVAR, LiteVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR, ToMe, ZipVL
 from nextscale.accel import Combined
 from nextscale.accel.sparsevar.run import SparseRun
-from nextscale.engine.stage_graphs import buckets
+from nextscale.engine.stage_graphs import BUCKETS, buckets
 from nextscale.generate import StageDone
 from nextscale.models.attention import attend, attend_packed
 from nextscale.packing import Packing
@@ -256,7 +256,7 @@ def test_caches_of_other_methods_have_padded_rows(family: str, beside: Method, m
 @pytest.mark.parametrize("family", ["infinity", "hart", "star_refined"])
 def test_a_captured_stage_pays_for_the_total(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are chosen by the tokens of all images, and fewer images than were captured pay for their own."""
-    play_graphs_on_the_cpu(monkeypatch)
+    play_graphs_on_the_cpu(monkeypatch, BUCKETS)
     pipe, eager, method = with_graphs(family), tiny.shared_pipeline(family), RAGGED[family]
     pipe.warmup(tiny.prompts(family, 3), method=method)
     for images in (3, 2):

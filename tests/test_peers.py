@@ -443,7 +443,7 @@ def test_decisions_are_fitted_to_a_model_and_used(family: str, tmp_path: Path) -
     given = prompts if family in tiny.CLASS_FAMILIES else [features.rows[0] for features in prompts]
     measured = measure(pipe, given, WIDE, seed=5, batch=2)
     assert measured.features.shape == (3, 2) and measured.skipped.shape == measured.unguided.shape == (3, 3)
-    assert (measured.skipped <= 1).all() and (measured.skipped < 0.99).any() and (measured.unguided < 0.99).any()
+    assert (measured.skipped <= 1 + 1e-5).all() and (measured.skipped < 0.99).any() and (measured.unguided < 0.99).any()
     method = SkipVAR(as_file(fit(measured, float(measured.skipped.median())), tmp_path / "own.json"))
     assert pipe(given, seed=5, size=WIDE, method=method).pixels.isfinite().all()
 
