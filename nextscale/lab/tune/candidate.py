@@ -17,7 +17,7 @@ class Candidate:
 
     amounts: Amounts = ()  # stage index to the share of its cells that SparseVAR runs; other stages are whole
     alpha: int = 4  # of SparseVAR's anchors
-    change: str = ""  # where SparseVAR measures change, as its setting; "": its default
+    change: str = ""  # where SparseVAR measures change and how it places anchors, as its settings; "": its defaults
     peer: str = ""  # another method with its settings, of `ladders`
     unguided: int | None = None  # the first stage that runs one cfg branch
     kept_rows: CfgBranch = "cond"

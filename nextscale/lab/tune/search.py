@@ -15,13 +15,14 @@ from .frontier import WANTED, frontier, gaps, near_frontier, spread, thinned
 from .ladders import ladders, probed
 from .log import TrialLog
 from .predict import Predictor
-from .space import LATE, LOGITS, Space
+from .space import CONTENT, LATE, LOGITS, Space
 from .trials import Bench, Trial
 
 EXPLORED, HALVED = 0.6, 0.85  # of the time, until candidates meet more prompts, and until only the winners' neighbours are tried
 STEPPED = 12  # neighbours that are run before the frontier is drawn anew
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
 ALIKE = 1.1  # of the least LPIPS: where else change may be measured
+STEEP = 2  # along nano's frontier LPIPS grows with this power of the speed
 NEAR = 0.97  # of the speedup of the predicted frontier, that another method must come to with some of the other knobs
 MOST_CANDIDATES, MOST_WINNERS = 48, 20
 MOST_ROUNDS = 4  # of prompts: what is left then is told apart by the proof
@@ -124,7 +125,16 @@ class Search:
         reduced = {change: Candidate(self.all_late(0.4), change=change) for change in settings}
         trials = {change: self.trial(reduced[change], what="where change is measured", timed=False) for change in settings}
         usable = {trial.lpips: change for change, trial in reversed(trials.items()) if trial.error is None}  # of equals the first
-        return [usable[distance] for distance in sorted(usable) if distance <= ALIKE * min(usable)] or [""]
+        return self.with_anchors([usable[distance] for distance in sorted(usable) if distance <= ALIKE * min(usable)] or [""])
+
+    def with_anchors(self, changes: list[str]) -> list[str]:
+        """The same with anchors by content, first where they pay for the time that finding them takes, else as a choice."""
+        grid, content = changes[0], ",".join(filter(None, (changes[0], CONTENT)))
+        trials = [self.trial(Candidate(self.all_late(0.4), change=change), what="where anchors lie") for change in (grid, content)]
+        if any(trial.error is not None for trial in trials):
+            return changes
+        on_grid, by_content = (trial.lpips * trial.seconds**STEEP for trial in trials)
+        return [content, *changes] if by_content < on_grid else [grid, content, *changes[1:]]
 
     def measure_peers(self) -> None:
         """Other methods alone, untimed. Those that could come near the frontier, were they as fast as their MACs say, are timed once."""

@@ -14,6 +14,7 @@ FINE = tuple(step / 20 for step in reversed(range(20)))  # the same in steps of 
 COARSE = (1.0, 0.8, 0.6, 0.4, 0.25, 0.15)  # that are combined; the search then steps more finely
 ALPHAS = (2, 3, 4, 5, 6, 8)
 LOGITS = "metric=logits"  # a change for which no block is watched
+CONTENT = "anchors=content"
 PROBED_SHARES = (0.5, 0.2)  # of every late stage alone
 PROBED_ALPHAS = (2, 8)
 LATE = 4  # stages whose shares are combined; steps may reduce one more
@@ -30,8 +31,8 @@ class Space:
 
     stages: int
     guided: bool
-    change: str = ""  # where SparseVAR measures change
-    changes: tuple[str, ...] = ()  # where else it may, nearly as well
+    change: str = ""  # where SparseVAR measures change, and how it places anchors
+    changes: tuple[str, ...] = ()  # how else it may, nearly as well
     rows: CfgBranch = "cond"  # that are kept where guidance is dropped
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other methods that came near the frontier, mild before bold
     apart: frozenset[str] = frozenset()  # of these, those that do not go with SparseVAR's budgets
