@@ -33,8 +33,9 @@ def triton_interpreter() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
-            known = [name for name in sys.modules if name.startswith(("triton", "nextscale.kernels.")) and not name.startswith("triton._C")]
-            for name in known:
+            own = [name for name, found in sys.modules.items() if name.startswith("nextscale.kernels.") and hasattr(found, "triton")]
+            theirs = [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]
+            for name in own + theirs:
                 del sys.modules[name]
             for name in kernels.FILES:
                 vars(kernels).pop(name, None)  # what was used before
