@@ -76,14 +76,15 @@ class Variant(NamedTuple):
 
     overlapped: bool = False
     tiles: Found | None = None  # None: cuBLAS multiplies everything
-    together: bool = True  # few tokens are rotated and attended in one kernel
+    together: bool = False  # few tokens are rotated and attended in one kernel
 
     @contextmanager
     def set(self) -> Iterator[None]:
         from nextscale.kernels import overlap
+        from nextscale.kernels.rotate_attend import MOST_TOKENS
 
         before = overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED, dict(TILES)
-        overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED = self.overlapped, before[1] if self.together else 0
+        overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED = self.overlapped, MOST_TOKENS if self.together else 0
         TILES.clear()
         TILES.update(self.tiles or {})
         try:
@@ -95,7 +96,7 @@ class Variant(NamedTuple):
 
 
 def measure_stages(pipe: Pipeline, tiles: Found, out: Path) -> None:
-    variants = {"as it is": Variant(), "rotation apart": Variant(together=False), "overlapped": Variant(overlapped=True)}
+    variants = {"as it is": Variant(), "rotation and attention at once": Variant(together=True), "overlapped": Variant(overlapped=True)}
     if tiles:
         variants |= {"tiles": Variant(tiles=tiles), "overlapped, tiles": Variant(True, tiles)}
     for name, variant in variants.items():

@@ -48,7 +48,7 @@ class Auto(Method):
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
     def settle(self, situation: Situation) -> Method:
-        """Where the size is not known yet, it remains open, and some profile has to meet the target."""
+        """Takes the point for this situation; while the size is not known it stays open, and some profile has to meet the target."""
         if situation.schedule is None:
             self._require_possible(situation)
             return self

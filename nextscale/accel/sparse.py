@@ -80,5 +80,5 @@ def key_map(schedule: Schedule, stage: Stage, prefix: int) -> KeyMap:
 
 
 def centres(queries: Tensor, side: int, key_side: int) -> Tensor:
-    """Where cells of one side lie on another: rounded, half to even, so that some centres can fall off the grid."""
+    """Finds where cells of one side lie on another: rounded, half to even, so that some centres can fall off the grid."""
     return (queries.double() / side * key_side).round()

@@ -137,7 +137,7 @@ class ZipVLCache(AttendingCache):
 
 
 def own_places(slot: Slot, new: int, device: torch.device) -> Tensor:
-    """Where the newest `new` entries of every row lie in the cache, [R or 1, new]."""
+    """Finds where the newest `new` entries of every row lie in the cache, [R or 1, new]."""
     start = slot.start if isinstance(slot.start, int) else slot.start[:, None].long()
     return (start + torch.arange(new, device=device)).view(-1, new)
 

@@ -33,12 +33,12 @@ class Memory:
 
     @property
     def resident_peak(self) -> int:
-        """With a text encoder that stays on the GPU."""
+        """The peak where the text encoder stays on the GPU."""
         return self.method_peak.peak + self.text_encoder
 
     @property
     def offloaded_peak(self) -> int:
-        """With a text encoder that is there only while a prompt is encoded, before anything else is."""
+        """The peak where the text encoder is there only while a prompt is encoded, before anything else is."""
         return max(self.method_peak.peak, self.encoding)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -96,32 +98,15 @@ def rotate_into_cache(
     keys, values and `start` have R * B rows, and token n of row r goes to place start + place[n] of row r * B + image[n]. The index is
     [1, N] then. Of what lies behind the last token nothing is written, nor are its queries.
     """
-    rows, tokens, three, heads, head_dim = qkv.shape
-    if three != 3 or head_dim % 2:
-        raise ValueError(f"qkv is [R, N, 3, H, D] with an even D; got {list(qkv.shape)}")
-    if qkv.stride()[-2:] != (head_dim, 1):
-        qkv = qkv.contiguous()
+    rows, tokens, _, heads, head_dim = qkv.shape
     images = 1 if packed is None else keys.shape[0] // rows
-    for name, store in (("keys", keys), ("values", values)):
-        require_shape(name, store, rows * images, store.shape[1], heads, head_dim)
-        if store.stride()[-2:] != (head_dim, 1):
-            raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
     image, place, ends = packed or (None, None, None)
     for name, entries, expected in (("image", image, tokens), ("place", place, tokens), ("starts", ends, images + 1)):
         if entries is not None:
             require_shape(name, entries, expected)
-    if isinstance(start, int) and packed is None and not 0 <= start <= keys.shape[1] - tokens:
-        raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
-    if temperature is not None:
-        temperature = temperature.flatten().float().contiguous()
-        require_shape("temperature", temperature, heads)
-    table = None if rotation is None else rotation_table(rotation, head_dim, tokens if index is None else None)
-    if index is not None:
-        index = require_index(index, rows if packed is None else 1)
-        require_shape("index", index, index.shape[0], tokens)
-    starts = start.contiguous() if isinstance(start, Tensor) else None
-    if starts is not None:
-        require_shape("start", starts, rows * images)
+    qkv, temperature, table, index, starts = checked(
+        qkv, temperature, rotation, index, keys, values, start, None if packed is None else images
+    )
     q = torch.empty(rows, tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     head_block, channel_block = power_of_two(heads), power_of_two(head_dim)
     with torch.cuda.device_of(qkv):
@@ -134,6 +119,49 @@ def rotate_into_cache(
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
     return q
+
+
+class Turned(NamedTuple):
+    """What kernels that turn queries and keys read, checked and laid out for them."""
+
+    qkv: Tensor
+    temperature: Tensor | None  # [H]
+    table: Tensor | None  # of the rotation
+    cells: Tensor | None  # of the tokens
+    starts: Tensor | None  # of rows that begin at different tokens
+
+
+def checked(
+    qkv: Tensor,
+    temperature: Tensor | None,
+    rotation: Tensor | None,
+    index: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    start: int | Tensor,
+    images: int | None = None,
+) -> Turned:
+    """The arguments of `rotate_into_cache`; images: rows of the caches that a packed row of qkv holds, None where rows are not packed."""
+    rows, tokens, three, heads, head_dim = qkv.shape
+    if three != 3 or head_dim % 2:
+        raise ValueError(f"qkv is [R, N, 3, H, D] with an even D; got {list(qkv.shape)}")
+    for name, store in (("keys", keys), ("values", values)):
+        require_shape(name, store, rows * (images or 1), keys.shape[1], heads, head_dim)
+        if store.stride()[-2:] != (head_dim, 1):
+            raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
+    if isinstance(start, int) and images is None and not 0 <= start <= keys.shape[1] - tokens:
+        raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
+    if temperature is not None:
+        temperature = temperature.flatten().float().contiguous()
+        require_shape("temperature", temperature, heads)
+    table = None if rotation is None else rotation_table(rotation, head_dim, tokens if index is None else None)
+    if index is not None:
+        index = require_index(index, rows if images is None else 1)
+        require_shape("index", index, index.shape[0], tokens)
+    starts = start.contiguous() if isinstance(start, Tensor) else None
+    if starts is not None:
+        require_shape("start", starts, rows * (images or 1))
+    return Turned(qkv if qkv.stride()[-2:] == (head_dim, 1) else qkv.contiguous(), temperature, table, index, starts)
 
 
 def rotation_table(rotation: Tensor, head_dim: int, cells: int | None) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .attention import LOG2_E, SMALLEST_DOT, attend_lengths_reference, attended, tile_for
 from .overlap import after_previous, overlap
-from .rotate import rotate_into_cache_reference, rotation_table, turned
-from .shapes import SMALLEST_SQUARE, power_of_two, require_index, require_shape
+from .rotate import checked, rotate_into_cache_reference, turned
+from .shapes import SMALLEST_SQUARE, power_of_two, require_shape
 
 MOST_TOKENS = 64  # queries that a program takes
 
@@ -93,34 +93,23 @@ def rotate_and_attend(
 
     start and lengths: numbers, or one per row [R] each. Half precision.
     """
-    rows, tokens, three, heads, head_dim = qkv.shape
-    if three != 3 or head_dim % 2 or tokens > MOST_TOKENS:
-        raise ValueError(f"qkv is [R, N, 3, H, D] with an even D and at most {MOST_TOKENS} tokens; got {list(qkv.shape)}")
+    rows, tokens, _, heads, head_dim = qkv.shape
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"at most {MOST_TOKENS} tokens of a row are taken; got {tokens}")
     if isinstance(start, Tensor) != isinstance(lengths, Tensor):
         raise ValueError("start and lengths are both numbers, or both of rows")
-    qkv = qkv if qkv.stride()[-2:] == (head_dim, 1) else qkv.contiguous()
-    for name, store in (("keys", keys), ("values", values)):
-        require_shape(name, store, rows, keys.shape[1], heads, head_dim)
-        if store.stride()[-2:] != (head_dim, 1):
-            raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
-    if isinstance(start, int) and not 0 <= start <= keys.shape[1] - tokens:
-        raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
-    if temperature is not None:
-        temperature = temperature.flatten().float().contiguous()
-        require_shape("temperature", temperature, heads)
-    table = None if rotation is None else rotation_table(rotation, head_dim, tokens if index is None else None)
-    if index is not None:
-        index = require_index(index, rows)
-        require_shape("index", index, rows, tokens)
-    ragged = isinstance(start, Tensor) and isinstance(lengths, Tensor)
-    length = keys.shape[1] if isinstance(lengths, Tensor) else lengths
+    qkv, temperature, table, index, starts = checked(qkv, temperature, rotation, index, keys, values, start)
+    ends = lengths.contiguous() if isinstance(lengths, Tensor) else None
+    if ends is not None:
+        require_shape("lengths", ends, rows)
+    length = lengths if isinstance(lengths, int) else keys.shape[1]
     out = torch.empty(rows, tokens, heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     queries, key_block, warps, stages = tile_for(length, head_dim)
     with torch.cuda.device_of(qkv):
         rotate_and_attend_kernel[heads, rows](
-            qkv, temperature, table, index, start if ragged else None, lengths if ragged else None, keys, values, out,
-            0 if ragged else start, tokens, length, scale * LOG2_E, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
-            NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=ragged,
+            qkv, temperature, table, index, starts, ends, keys, values, out,
+            0 if starts is not None else start, tokens, length, scale * LOG2_E, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
+            NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
             HEADS=heads, CHANNELS=head_dim, BLOCK=max(power_of_two(head_dim), SMALLEST_DOT), QUERIES=queries, KEYS=key_block, STAGES=stages,
             EPS=SMALLEST_SQUARE, num_warps=warps, **overlap(qkv),
         )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 ELEMENTS_PER_THREAD = 16  # two 16-byte accesses of bfloat16 in flight per tensor
 LARGEST_WARPS = 16
 LARGEST_CHANNELS = 128  # of a tile of an image: 256 bytes of bfloat16 side by side
-SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero, as in models.attention.unit_vectors
+SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 
 
 def power_of_two(count: int) -> int:

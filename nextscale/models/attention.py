@@ -15,6 +15,7 @@ from .. import kernels
 from ..attending import Attended, AttendingCache
 from ..cache import DenseLayerCache, NoCache, Slot, real_entries
 from ..kernels.e4m3 import E4M3
+from ..kernels.shapes import SMALLEST_SQUARE
 from ..packing import Packing
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
@@ -23,10 +24,9 @@ from .linear import Linear
 from .quantized import input_scale_of, restored_input, restored_weight
 from .rope import PairRope
 
-SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 LARGEST_LOG_TEMPERATURE = math.log(100)
 FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them; ours costs the host more, which a captured graph does not pay
-ROTATED_AND_ATTENDED = 64  # tokens of a row, at most, that one kernel rotates and attends to
+ROTATED_AND_ATTENDED = 0  # tokens of a row, 64 at most, that one kernel rotates and attends to; 0 until a GPU has run and timed it
 
 
 def unit_vectors(x: Tensor) -> Tensor:
