@@ -174,7 +174,7 @@ class CapturedRequest:
 
     def _capture(self) -> list[StageVariants]:
         canvas = self._new_canvas()
-        self._empty = canvas.latent  # not from the pool, and read at every replay
+        self._empty = copy.copy(canvas)  # its tensors are not from the pool, and read at every replay
         # The condition, keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are captured, so that
         # the decoder and the next capture can use the memory: a request has no use for what another has left there.
         with self._pool.capturing(self.condition_graph):
