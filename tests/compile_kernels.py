@@ -83,6 +83,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "few rows": lambda: kernels.linear_few_rows(x, tensor(64, CHANNELS), tensor(64), tile),
         "few rows, gelu": lambda: kernels.linear_few_rows(x, tensor(64, CHANNELS), tensor(64), tile, gelu=True),
         "int8": lambda: kernels.int8_linear(x, codes, torch.ones(64), tensor(64)),
+        "int8, restored": lambda: kernels.restore_int8(codes, torch.ones(64), torch.bfloat16),
         "int8, many tokens": lambda: kernels.int8_linear(tensor(2, 32, CHANNELS), codes, torch.ones(64)),
         "e4m3": lambda: kernels.round_to_e4m3(x, 0.5),
         "e4m3, gelu": lambda: kernels.gelu_to_e4m3(x, 0.5),

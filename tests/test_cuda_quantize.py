@@ -36,7 +36,7 @@ def made(family: str, format: Quantize | None) -> Pipeline:
 
 
 @needs_fp8
-@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 130, 800, 1153])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 130, 800, 1153, 6144, 7001])
 @pytest.mark.parametrize(("channels", "outputs"), [(64, 192), (2080, 64), (256, 2048)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_in_e4m3(tokens: int, channels: int, outputs: int, bias: bool) -> None:

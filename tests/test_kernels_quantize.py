@@ -22,7 +22,7 @@ from .kernel_cases import DEVICE, Maker, interpreted_as_on_a_gpu, poisoned, requ
 triton_interpreter()  # before the kernels are imported
 
 from nextscale.kernels.attention import attend_lengths_reference  # noqa: E402
-from nextscale.kernels.int8 import Tile, int8_linear_reference  # noqa: E402
+from nextscale.kernels.int8 import Tile, int8_linear_reference, restore_int8_reference  # noqa: E402
 from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
 from nextscale.kernels.quantize import gelu_to_e4m3_reference, round_to_e4m3_reference, silu_to_e4m3_reference  # noqa: E402
 
@@ -123,6 +123,17 @@ def test_int8_linear(shape: tuple[int, ...], outputs: int, tile: tuple[int, ...]
         theirs = int8_linear_reference(x, codes, scale, given)
         exact = int8_linear_reference(x.double(), codes, scale.double(), None if given is None else given.double())
         require_close([found], [theirs], [exact])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_weights_are_restored(dtype: torch.dtype) -> None:
+    codes = torch.randint(-127, 128, (6, 130), dtype=torch.int8, device=DEVICE)
+    scale = torch.rand(6, device=DEVICE) + 0.1
+    with poisoned():
+        found = kernels.restore_int8(codes, scale, dtype)
+    assert found.dtype == dtype and torch.equal(found, restore_int8_reference(codes, scale, dtype))
+    with pytest.raises(ValueError, match="contiguous int8"):
+        kernels.restore_int8(codes.T, torch.ones(130, device=DEVICE), dtype)
 
 
 def test_int8_linear_refuses_what_does_not_fit() -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .distance import distance_from_mean, mean_over_tokens
     from .few_rows import linear_few_rows
     from .group_norm import centred_silu, group_norm_silu
-    from .int8 import int8_linear
+    from .int8 import int8_linear, restore_int8
     from .kv_int8 import dequantize_tokens, quantize_tokens
     from .norm import norm_modulate, residual_norm_modulate
     from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
@@ -57,6 +57,7 @@ __all__ = [
     "norm_modulate",
     "quantize_tokens",
     "residual_norm_modulate",
+    "restore_int8",
     "restore_tokens",
     "rotate_and_attend",
     "rotate_into_cache",
@@ -90,6 +91,7 @@ FILES = {
     "gelu_to_e4m3": "quantize",
     "silu_to_e4m3": "quantize",
     "int8_linear": "int8",
+    "restore_int8": "int8",
 }
 log = logging.getLogger(__name__)
 

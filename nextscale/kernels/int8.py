@@ -1,4 +1,4 @@
-"""A linear layer for few tokens whose weights are whole numbers of eight bits with a scale per output: they become floats on the way."""
+"""Weights that are whole numbers of eight bits with a scale per output: a product for few tokens, and the weights as floats for many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shapes import dense_channels, require_shape
+from .shapes import dense_channels, power_of_two, require_shape, warps_for
 
 # For few tokens the time is that of reading the weights. Bytes of [6144, 2048]: 12.6 MB, 2.9 us at 4.3 TB/s, half of what bfloat16 takes.
 # Whole numbers up to 127 are exact in bfloat16 and float16, so that the sum of a product is rounded as ever; the scale comes last.
@@ -51,9 +51,11 @@ class Tile(NamedTuple):
 
 
 def tile_for(tokens: int, outputs: int) -> Tile:
-    """Narrow tiles, so that there are as many programs as multiprocessors, which read together."""
-    rows = 32 if outputs >= 4096 else 16
-    return Tile(16, rows, 128, 4, 4) if tokens <= 16 else Tile(64, rows, 128, 4, 3)
+    """Few tokens at a time where weights have few rows, so that there are as many programs as multiprocessors, which read together.
+
+    On an H200 2048 x 8192 weights take 22.8 us for 64 tokens so, and 37.5 with all tokens at a time; 6144 x 2048 take 17.1 and 14.9.
+    """
+    return Tile(16, 32, 128, 4, 4) if tokens <= 16 or outputs < 4096 else Tile(64, 32, 128, 4, 3)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, tile: Tile | None = None) -> Tensor:
@@ -79,4 +81,30 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
+    return F.linear(x, restore_int8_reference(weight, scale, x.dtype), bias)
+
+
+@triton.jit
+def restore_int8_kernel(code_ptr, scale_ptr, out_ptr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    code = tl.load(code_ptr + row * CHANNELS + channel, mask=inside, other=0).to(tl.float32)
+    tl.store(out_ptr + row * CHANNELS + channel, (code * tl.load(scale_ptr + row)).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def restore_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 codes [N, K] times scale [N], float32, in another dtype. Bytes of [6144, 2048]: 38 MB, 8.8 us at 4.3 TB/s; torch takes 49."""
+    outputs, channels = codes.shape
+    require_shape("scale", scale, outputs)
+    if codes.dtype != torch.int8 or not codes.is_contiguous():
+        raise ValueError(f"expected contiguous int8 codes; got {codes.dtype} {codes.stride()}")
+    out = torch.empty(outputs, channels, dtype=dtype, device=codes.device)
+    block = power_of_two(channels)
+    with torch.cuda.device_of(codes):
+        restore_int8_kernel[(outputs,)](codes, scale, out, CHANNELS=channels, BLOCK=block, num_warps=warps_for(block))
+    return out
+
+
+def restore_int8_reference(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes * scale[:, None]).to(dtype)
