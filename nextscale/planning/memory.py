@@ -21,7 +21,7 @@ from ..models.text_context import context_bytes
 from ..stage import Schedule
 from ..tokenizers.autoencoder import Decoder
 from ..tokenizers.base import Tokenizer
-from ..tokenizers.tiles import choose_strips, decode_bytes, images_at_a_time, stride
+from ..tokenizers.tiles import choose_strips, decode_bytes, images_at_a_time, merged_bytes, stride
 from .cost import Workload, tokens_per_layer
 
 ASSUMED_KEPT = 0.5
@@ -189,6 +189,5 @@ def decoding_bytes(tokenizer: Tokenizer, schedule: Schedule, images: int, dtype:
     shape = (images, 1, height, width)
     together = images_at_a_time(decoder, shape, dtype, None)
     image = 3 * height * width * stride(decoder) ** 2 * (dtype.itemsize + FLOAT)
-    return (
-        together * decode_bytes(decoder, (height, width), dtype, choose_strips(decoder, shape, dtype, None)) + (images - together) * image
-    )
+    one = decode_bytes(decoder, (height, width), dtype, choose_strips(decoder, shape, dtype, None))
+    return together * one + (images - together) * image + merged_bytes(decoder, dtype)

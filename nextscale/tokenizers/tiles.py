@@ -25,7 +25,9 @@ from ..errors import OutOfMemory
 from .autoencoder import Decoder, GroupNorm, Level, PixelAttention, Upsample, as_laid_out, convolve, fusable, upsample_nearest
 
 MEMORY = 4 * 2**30  # bytes for the activations of the decoder, where that is enough
-BUSY_PIXELS = 2**20  # an image of this size keeps a large GPU busy: several at a time would only take more memory
+# Pixels x channels of what the last level is given that keep a large GPU busy: one image of 1024 x 1024 with Infinity's 256 channels, 16 of
+# 512 x 512 with nano's 64. Those took 0.70 ms each on an H200, 0.79 four at a time; more would only take more memory.
+BUSY = 2**28
 SMALLEST_STRIP = 32  # rows: a strip of fewer saves little, since maps of the whole level remain, and its edges are computed twice
 
 Rows = Callable[[int, int], Tensor]
@@ -62,8 +64,8 @@ def decode(decoder: Decoder, z: Tensor, max_memory: int | None = None) -> Tensor
 
 def images_at_a_time(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, max_memory: int | None) -> int:
     one = decode_bytes(decoder, latent[2:], dtype)
-    pixels = latent[2] * latent[3] * stride(decoder) ** 2
-    return max(1, min(latent[0], BUSY_PIXELS // pixels, (max_memory or MEMORY) // one))
+    largest = latent[2] * latent[3] * stride(decoder) ** 2 * decoder.stack[-1].stack[0].conv1.in_channels
+    return max(1, min(latent[0], BUSY // largest, (max_memory or MEMORY) // one))
 
 
 def choose_strips(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, max_memory: int | None) -> Strips | None:
@@ -108,8 +110,8 @@ def decode_bytes(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, st
         conv = level.stack[0].conv1
         inner, outer = conv.in_channels, conv.out_channels
         if runs_whole(decoder, number, height, strips):
-            # The input is upsampled. Then it is held by the caller, and a block has three maps at a time: input, normalised and output,
-            # or two to add up and their sum.
+            # The input is upsampled: in plain torch in two steps, and never the most. Then it is held by the caller, and a block has three
+            # maps at a time: input, normalised and output, or two to add up and their sum.
             made = source + 2 * inner * height * width if source else 0
             most = max(most, made, max(2 * inner + outer, inner + 3 * outer) * height * width)
         else:
@@ -119,6 +121,12 @@ def decode_bytes(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, st
         if isinstance(level.resize, Upsample):
             height, width = 2 * height, 2 * width
     return most * dtype.itemsize + 3 * height * width * (dtype.itemsize + 4)  # and the image, in float32 too
+
+
+def merged_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
+    """Bytes of the weights that upsampling on a GPU keeps besides its own: 4x4 for 3x3."""
+    convs = [level.resize.conv for level in decoder.stack if isinstance(level.resize, Upsample)]
+    return sum(16 * conv.in_channels * conv.out_channels for conv in convs) * dtype.itemsize
 
 
 def strip_elements(inner: int, outer: int, dtype: torch.dtype) -> int:
