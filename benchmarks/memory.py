@@ -5,7 +5,11 @@
 A recipe runs with random weights unless published ones are asked for. Torch is not allowed more memory than the card has, less what a
 context of CUDA takes; what does not fit is a row with an error. "peak_gb" is the largest of the turns: "encoding_gb" while a prompt is
 encoded, "generating_gb" from there to the image. Without a text encoder its turn is not measured but filled: memory of the size that its
-published weights have lies beside the model meanwhile. "predicted_gb" is what `nextscale plan` says of the whole.
+published weights have lies beside the model meanwhile.
+
+All of these are what torch has reserved, with blocks that it keeps for later: in eager generation these grow with every stage, as far as
+the limit allows, and are given back before anything fails. "allocated_gb" is what was in use at once from the prompt's features to the
+image, which is what "predicted_gb", that of `nextscale plan`, speaks of. `python -m benchmarks.table` writes the table of docs/memory.md.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from nextscale.lab.timing import wait
 from nextscale.loading.parts import encoder_bytes
 from nextscale.loading.presets import model_spec
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.without_weights import without_weights
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory
 
@@ -90,13 +95,14 @@ def encoded(pipe: Pipeline, recipe: Recipe, published: bool) -> tuple[Any, int]:
     return request_prompts(pipe, 1, 0), peak
 
 
-def predicted(pipe: Pipeline, recipe: Recipe) -> dict[str, int]:
-    """Bytes of each turn."""
-    schedule = pipe.settings.schedules.choose(None, None)
-    method = pipe.settled(parse_methods(recipe.method), schedule)
+def predicted(recipe: Recipe) -> dict[str, int]:
+    """Bytes of each turn, without weights and without a GPU."""
+    spec = model_spec(recipe.model)
+    model, tokenizer = without_weights(spec, torch.bfloat16, **recipe.options)
+    schedule = spec.settings.schedules.choose(None, None)
     workload = Workload(schedule, 1, text_tokens=TEXT_TOKENS[0])
-    memory = request_memory(pipe.model, pipe.tokenizer, workload, method.forecast(pipe.model, schedule, True, ASSUMED_KEPT))
-    encoding = memory.weights + encoder_bytes(model_spec(recipe.model))
+    memory = request_memory(model, tokenizer, workload, parse_methods(recipe.method).forecast(model, schedule, True, ASSUMED_KEPT))
+    encoding = memory.weights + encoder_bytes(spec)
     return {"encoding": encoding, "generating": memory.peak, "peak": max(encoding, memory.peak)}
 
 
@@ -111,17 +117,16 @@ def peaks(recipe: Recipe, engine: str, published: bool, text_encoder: str | None
         weights = torch.cuda.memory_allocated()
         prompts, encoding = encoded(pipe, recipe, published)
         output = pipe(prompts, seed=0, method=method, warmup=engine == "graphs")
-        generating = peak_since(reset=False)
-        expected = predicted(pipe, recipe)
+        generating, allocated = peak_since(reset=False), torch.cuda.max_memory_allocated()
         ran = output.report.engine
         del output, pipe
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    found = {"weights": weights, "encoding": encoding, "generating": generating, "peak": max(encoding, generating)}
+    found = {"weights": weights, "encoding": encoding, "generating": generating, "allocated": allocated, "peak": max(encoding, generating)}
     rounded = {f"{name}_gb": round(size / 1e9, 2) for name, size in found.items()}
     return rounded | {
         "engine": ran,
-        "predicted_gb": {name: round(size / 1e9, 2) for name, size in expected.items()},
+        "predicted_gb": {name: round(size / 1e9, 2) for name, size in predicted(recipe).items()},
         "fits": found["peak"] <= recipe.card * GIB - CONTEXT,
     }
 

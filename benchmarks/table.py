@@ -23,6 +23,7 @@ from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
 
 from .load_table import load_table
+from .memory_table import memory_table
 from .results import RESULTS
 
 PROJECT = Path(__file__).parent.parent
@@ -32,6 +33,7 @@ SPEED_PAGE = PROJECT / "docs" / "benchmarks.md"
 QUALITY_PAGE = PROJECT / "docs" / "quality.md"
 METHODS_PAGE = PROJECT / "docs" / "methods.md"
 SERVING_PAGE = PROJECT / "docs" / "serving.md"
+MEMORY_PAGE = PROJECT / "docs" / "memory.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
 FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the last model by name, at the largest size that was judged
 
@@ -234,6 +236,7 @@ def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
         QUALITY_PAGE: {"quality": quality_table(rows)},
         METHODS_PAGE: {"plans": plans_table(), "decisions": decisions_table(rows)},
         SERVING_PAGE: {"load": load_table(rows)},
+        MEMORY_PAGE: {"memory": memory_table(rows)},
     }
 
 

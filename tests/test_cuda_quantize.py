@@ -140,3 +140,20 @@ def test_what_leaves_the_gpu_is_refused() -> None:
     assert check_quantize("fp8", torch.device("cuda"), torch.float16) == "fp8"
     assert next(part for part in pipe.model.modules() if isinstance(part, Fp8Linear)).codes.dtype == E4M3
     assert made("var", "int8").model.quantize == "int8"
+
+
+@formats
+def test_random_weights_take_little_more_than_their_bytes(format: Quantize) -> None:
+    """And are those of a model that is quantised afterwards."""
+    whole = random_pipeline("infinity-125m", device="cuda", dtype=torch.bfloat16).model
+    taken = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters())
+    quantize_model(whole, format)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    pipe = random_pipeline("infinity-125m", device="cuda", dtype=torch.bfloat16, quantize=format)
+    tokenizer = sum(parameter.numel() * parameter.element_size() for parameter in pipe.tokenizer.parameters())
+    assert torch.cuda.max_memory_allocated() - before < 0.85 * taken + tokenizer
+    assert pipe.model.fingerprint == whole.fingerprint
+    for ours, theirs in zip(pipe.model.state_dict().values(), whole.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float())

@@ -161,6 +161,14 @@ def test_weights_take_half_of_the_memory_and_plans_know_it(format: Quantize) -> 
     assert 0.5 < planned / plain < 0.56
 
 
+def test_random_weights_are_those_that_were_quantised_afterwards() -> None:
+    made, later = (random_pipeline(tiny.SPECS["infinity"], dtype=torch.bfloat16, quantize=form).model for form in ("int8", None))
+    quantize_model(later, "int8")
+    assert made.fingerprint == later.fingerprint
+    for ours, theirs in zip(made.state_dict().values(), later.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 # --- requests
 
 

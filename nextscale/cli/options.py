@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import torch
 import typer
@@ -50,6 +50,10 @@ def as_quantize(format: Format | None) -> Quantize | None:
     return next((known for known in FORMATS if known == format), None)
 
 
+@overload
+def as_torch_dtype(dtype: Dtype) -> torch.dtype: ...
+@overload
+def as_torch_dtype(dtype: None) -> None: ...
 def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     return None if dtype is None else getattr(torch, dtype.value)
 

@@ -6,16 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 import typer
 
 from ..guidance import GuidedRows
 from ..lab.evals.methods import parse_methods
 from ..loading.beside import local_weights, rank_table_of
 from ..loading.parts import encoder_bytes
-from ..loading.presets import build_model, build_tokenizer, model_spec
+from ..loading.presets import model_spec
+from ..loading.without_weights import without_weights
 from ..models.base import NextScaleModel
-from ..models.quantization import quantize_blocks
 from ..pipeline import Settings
 from ..planning.cost import Workload
 from ..stage import Schedule
@@ -81,15 +80,8 @@ def plan(
     """Show what a method would compute, and its cost, without weights and without running anything."""
     spec, chosen = model_spec(model), parse_methods(*method or ())
     schedule = size.schedule(spec)
-    with torch.device("meta"):
-        built, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
-    for module in (built, tokenizer):
-        for name, parameter in module.named_parameters():
-            parameter.data = parameter.data.to(torch.float32 if name.startswith(module.float32) else as_torch_dtype(dtype))
-    if (form := as_quantize(quantize)) is not None:
-        quantize_blocks(built, form)
+    built, tokenizer = without_weights(spec, as_torch_dtype(dtype), as_quantize(quantize), as_kv_dtype(kv_dtype))
     built.check_schedule(schedule)
-    built.kv_dtype = as_kv_dtype(kv_dtype)
     built.rank_table = rank_table_of(built, weights) if (weights := local_weights(spec)) else None
     workload = request.workload(built, spec.settings, schedule)
     settled = settled_method(chosen, spec, schedule, request.batch)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from ..accel.code import PAIRS, CoDe
 from ..accel.method import DENSE, Method
 from ..collaborate import pair_cost, pair_memory
 from ..errors import SettingError
 from ..generate import check_cache
-from ..loading.presets import build_model, model_spec
+from ..loading.presets import model_spec
+from ..loading.without_weights import without_weights
 from ..models.base import NextScaleModel
-from ..models.quantization import quantize_blocks
 from ..planning.cost import RequestCost, StageCost, Workload, request_cost
 from ..planning.memory import ASSUMED_KEPT, RequestMemory, request_memory, reserved_bytes, reserved_cache
 from ..tokenizers.base import Tokenizer
@@ -121,12 +119,7 @@ def pair_forecast(name: str, model: NextScaleModel, tokenizer: Tokenizer, method
     partner = PAIRS.get(name) if method.refiner is None else method.refiner
     if partner is None:
         raise SettingError(f"CoDe: no smaller model is known for {name}: name one, as in code:refiner=var-d16")
-    with torch.device("meta"):
-        refiner = build_model(model_spec(partner).model)
-    for known, parameter in refiner.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if known.startswith(refiner.float32) else model.dtype)
-    if model.quantize is not None:
-        quantize_blocks(refiner, model.quantize)
+    refiner, _ = without_weights(model_spec(partner), model.dtype, model.quantize)
     rows = workload.images * (2 if workload.guided else 1)
     plans, dense = method.forecast(model, schedule, workload.guided), (DENSE,) * len(schedule)
     both = ((model, plans), (refiner, dense)) if draft < len(schedule) else ((model, plans),)

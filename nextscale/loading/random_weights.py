@@ -35,10 +35,10 @@ def random_pipeline(
     with torch.device("meta"):
         model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
     generator = torch.Generator(device).manual_seed(seed)
-    for module in (model, tokenizer):
-        fill_random(module, generator, dtype, module.float32)
+    fill_random(model, generator, dtype, model.float32, device if quantize is None else torch.device("cpu"))
+    fill_random(tokenizer, generator, dtype, tokenizer.float32)
     if quantize is not None:
-        quantize_model(model, quantize)
+        quantize_model(model, quantize, device)
     model.kv_dtype = choose_kv_dtype(kv_dtype)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
     pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
@@ -57,8 +57,13 @@ def random_encoder(config: ModelConfig, device: torch.device) -> RandomEncoder |
     return None
 
 
-def fill_random(module: nn.Module, generator: torch.Generator, dtype: torch.dtype, float32: tuple[str, ...]) -> None:
-    """Replaces every parameter: matrices that keep the size of what they are given, small biases, norms near one."""
+def fill_random(
+    module: nn.Module, generator: torch.Generator, dtype: torch.dtype, float32: tuple[str, ...], device: torch.device | None = None
+) -> None:
+    """Replaces every parameter: matrices that keep the size of what they are given, small biases, norms near one.
+
+    device: where they go, one by one; None is that of the generator, whose numbers do not depend on it.
+    """
     for name, parameter in list(module.named_parameters()):
         owner = module.get_submodule(name.rpartition(".")[0])
         last = name.rpartition(".")[2]
@@ -74,4 +79,4 @@ def fill_random(module: nn.Module, generator: torch.Generator, dtype: torch.dtyp
             value = value / math.sqrt(math.prod(parameter.shape[1:]))
         elif "modulation_table" in name or name.startswith("pos_") or "level_embed" in name:
             value = 0.3 * value
-        setattr(owner, last, nn.Parameter(value.to(kind), requires_grad=False))
+        setattr(owner, last, nn.Parameter(value.to(kind).to(device or generator.device), requires_grad=False))
