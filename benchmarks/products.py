@@ -3,7 +3,7 @@
     python -m benchmarks.products [--dim 2048] [--hidden 8192] [--tokens 16 64 288 800 1152 3200 8192] [--out FILE]
 
 Forms: "bfloat16"; "fp8", one scale per tensor, which is what models run; "fp8 rows", one scale per token and output; "int8 kernel" with
-every tile in TILES; "int8 restored", weights made whole and multiplied by torch. Weights of several layers take turns, as in a model, so
+several tiles; "int8 restored", weights made whole and multiplied by torch. Weights of several layers take turns, as in a model, so
 that they do not come from the second cache. Then what the inputs cost: the norm and the attention that write e4m3 against those that do
 not, and gelu with rounding.
 """

@@ -1,15 +1,12 @@
-"""Stages of few tokens: what their products, their launches and torch.compile take, captured.
+"""Stages of few tokens: what they, their kernels and torch.compile take, captured.
 
-    python -m benchmarks.small_stages [--model infinity-2b] [--only products|stages|profile|compile] [--out FILE]
+    python -m benchmarks.small_stages [--model infinity-2b] [--only stages|profile|compile] [--out FILE]
 
-products   every product of a block for 2 to 800 rows, with weights from memory: cuBLAS, cuBLASLt's gelu, our kernel with several tiles.
-           Prints the entries of TILES in nextscale/kernels/few_rows_tiles.py that are worth it.
-stages     every stage of a captured request: as it is; with rotation and attention in kernels of their own; with launches that overlap
-           (nextscale/kernels/overlap.py); with the tiles that `products` has found, if it ran before; with both.
+stages     every stage of a captured request at the model's own size.
 profile    the kernels of a captured request of 256 x 256 pixels by the time that they take together, and what passes between them.
 compile    a run of blocks at one stage: ours, and plain torch through torch.compile. Only models of Infinity's kind.
 
-Products and stages of infinity-2b take about two and a half minutes on an H200, most of it compiling; `compile` about as long again.
+What their products take: `benchmarks.products`.
 """
 
 from __future__ import annotations
@@ -17,93 +14,29 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from nextscale.kernels.few_rows_tiles import TILES, RowTile
 from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.bench.runner import release, with_engine
-from nextscale.loading.presets import model_spec
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models import attention
 from nextscale.pipeline import Pipeline
 
-from . import few_rows
 from .compiled_blocks import compiled_times
 from .results import RESULTS, append, measure
 
-PARTS = ("products", "stages", "profile", "compile")
 PROFILED = (256, 256)  # pixels: nothing but small stages
 SHOWN = 25  # kernels
 REQUESTS = 7
-Found = dict[tuple[int, int], dict[int, RowTile | None]]
 
 
-def measure_products(model: str, out: Path) -> Found:
-    found: Found = {}
-    print(f"{'product':>8} {'N':>6} {'K':>6} {'rows':>5} {'cuBLAS us':>10} {'TB/s':>6} {'best us':>8} {'TB/s':>6}  fastest")
-    for one in few_rows.products(model_spec(model).model.block):
-        for rows in few_rows.ROWS:
-            config = {"model": model, "case": one.name, "rows": rows, "columns": one.columns, "depth": one.depth, "dtype": "bfloat16"}
-            row = measure("few_rows", config, partial(few_rows.timed, one, rows))
-            append([row], out)
-            if "error" in row:
-                print(f"{one.name:>8} {one.columns:6} {one.depth:6} {rows:5} {row['error']}", flush=True)
-                continue
-            rates = [one.bytes / us / 1e6 for us in (row["cublas_us"], row["us"])]
-            print(
-                f"{one.name:>8} {one.columns:6} {one.depth:6} {rows:5} {row['cublas_us']:10.2f} {rates[0]:6.2f} {row['us']:8.2f}"
-                f" {rates[1]:6.2f}  {row['fastest']}",
-                flush=True,
-            )
-            found.setdefault((one.columns, one.depth), {})[rows] = row["tile"]
-    return {shape: worth for shape, tiles in found.items() if (worth := without_tail(tiles))}
-
-
-def without_tail(tiles: dict[int, RowTile | None]) -> dict[int, RowTile | None]:
-    """Up to the largest number of rows that has a tile."""
-    last = max((rows for rows, tile in tiles.items() if tile is not None), default=0)
-    return {rows: tile for rows, tile in tiles.items() if rows <= last}
-
-
-class Variant(NamedTuple):
-    """How kernels are launched; captures that are made inside keep it."""
-
-    overlapped: bool = False
-    tiles: Found | None = None  # None: cuBLAS multiplies everything
-    together: bool = False  # few tokens are rotated and attended in one kernel
-
-    @contextmanager
-    def set(self) -> Iterator[None]:
-        from nextscale.kernels import overlap
-        from nextscale.kernels.rotate_attend import MOST_TOKENS
-
-        before = overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED, dict(TILES)
-        overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED = self.overlapped, MOST_TOKENS if self.together else 0
-        TILES.clear()
-        TILES.update(self.tiles or {})
-        try:
-            yield
-        finally:
-            overlap.OVERLAPPED, attention.ROTATED_AND_ATTENDED = before[:2]
-            TILES.clear()
-            TILES.update(before[2])
-
-
-def measure_stages(pipe: Pipeline, tiles: Found, out: Path) -> None:
-    variants = {"as it is": Variant(), "rotation and attention at once": Variant(together=True), "overlapped": Variant(overlapped=True)}
-    if tiles:
-        variants |= {"tiles": Variant(tiles=tiles), "overlapped, tiles": Variant(True, tiles)}
-    for name, variant in variants.items():
-        with variant.set():
-            row = measure("small_stages", {"model": pipe.name, "case": name, "dtype": "bfloat16"}, partial(stage_times, pipe))
-        append([row], out)
-        print(f"{name:>20}", row.get("error") or f"{row['total_ms']:8.2f} ms  {row['stage_median_ms']}", flush=True)
+def measure_stages(pipe: Pipeline, out: Path) -> None:
+    row = measure("small_stages", {"model": pipe.name, "dtype": "bfloat16"}, partial(stage_times, pipe))
+    append([row], out)
+    print(row.get("error") or f"{row['total_ms']:.2f} ms  {row['stage_median_ms']}", flush=True)
 
 
 def stage_times(pipe: Pipeline) -> dict[str, Any]:
@@ -163,6 +96,9 @@ def measure_compiled(pipe: Pipeline, out: Path) -> None:
         print(json.dumps(row), flush=True)
 
 
+PARTS = {"stages": measure_stages, "profile": measure_profile, "compile": measure_compiled}
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -172,18 +108,10 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("kernels are measured on a GPU")
-    chosen = args.only or PARTS
-    tiles = measure_products(args.model, args.out) if "products" in chosen else {}
-    others = {*chosen} - {"products"}
-    pipe = random_pipeline(args.model, device="cuda", dtype=torch.bfloat16) if others else None
-    if pipe is not None and "stages" in chosen:
-        measure_stages(pipe, tiles, args.out)
-    if pipe is not None and "profile" in chosen:
-        measure_profile(pipe, args.out)
-    if pipe is not None and "compile" in chosen:
-        measure_compiled(pipe, args.out)
-    for shape, found in tiles.items():
-        print(f"    {shape}: {found},")
+    pipe = random_pipeline(args.model, device="cuda", dtype=torch.bfloat16)
+    for part, measured in PARTS.items():
+        if part in (args.only or PARTS):
+            measured(pipe, args.out)
 
 
 if __name__ == "__main__":

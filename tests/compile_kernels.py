@@ -21,7 +21,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nextscale import kernels
-from nextscale.kernels.few_rows_tiles import RowTile
 from nextscale.kernels.int8_tokens import Int8Tokens
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -52,7 +51,6 @@ def calls() -> dict[str, Callable[[], Any]]:
     codes = torch.zeros(64, CHANNELS, dtype=torch.int8)
     held = Int8Tokens(*torch.zeros(2, 2, 40, HEADS, HEAD_DIM, dtype=torch.int8), *torch.zeros(2, 2, 40, HEADS))
     pixels, bias = image(1, 64, 16, 16), tensor(64)
-    tile = RowTile(16, 32, 64, 2, 4, 3)
     return {
         "norm": lambda: kernels.norm_modulate(x, row, row),
         "norm, learned": lambda: kernels.norm_modulate(x, weight, weight),
@@ -73,15 +71,9 @@ def calls() -> dict[str, Callable[[], Any]]:
         "rotation": lambda: kernels.rotate_into_cache(qkv, temperature, rotation, None, keys, values, 4),
         "rotation, at cells": lambda: kernels.rotate_into_cache(qkv, None, rotation, cells, keys, values, 4),
         "no rotation": lambda: kernels.rotate_into_cache(qkv, temperature, None, None, keys, values, 4),
-        "rotation and attention": lambda: kernels.rotate_and_attend(qkv, temperature, rotation, None, keys, values, 4, 10, 0.125),
-        "rotation and attention, ragged": lambda: kernels.rotate_and_attend(
-            qkv, None, rotation, cells, keys, values, numbers(2), numbers(2), 0.125
-        ),
         "keys to eight bits": lambda: kernels.quantize_tokens(keys, values, 4, 6, held),
         "keys to eight bits, ragged": lambda: kernels.quantize_tokens(keys, values, numbers(2), 6, held),
         "keys of eight bits": lambda: kernels.dequantize_tokens(held, keys, values),
-        "few rows": lambda: kernels.linear_few_rows(x, tensor(64, CHANNELS), tensor(64), tile),
-        "few rows, gelu": lambda: kernels.linear_few_rows(x, tensor(64, CHANNELS), tensor(64), tile, gelu=True),
         "int8": lambda: kernels.int8_linear(x, codes, torch.ones(64), tensor(64)),
         "int8, restored": lambda: kernels.restore_int8(codes, torch.ones(64), torch.bfloat16),
         "int8, many tokens": lambda: kernels.int8_linear(tensor(2, 32, CHANNELS), codes, torch.ones(64)),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nextscale import kernels
-from nextscale.kernels.few_rows_tiles import RowTile
 from nextscale.packing import Packing
 from nextscale.sampling import filter_logits, sample
 
@@ -19,11 +18,9 @@ from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from nextscale.kernels import overlap
     from nextscale.kernels.attention import attend_lengths_reference
     from nextscale.kernels.bias_residual import add_bias_residual_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
-    from nextscale.kernels.few_rows import linear_few_rows_reference
     from nextscale.kernels.group_norm import group_norm_silu_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.restore import restore_tokens_reference
@@ -281,7 +278,6 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     lengths = torch.tensor([1024, 700], dtype=torch.int32, device="cuda")
     image, residual = make.image(2, 256, 40, 24, mean=3.0), make.image(2, 256, 40, 24)
     weight, bias = torch.linspace(0.5, 1.5, 256, device="cuda"), torch.linspace(-1, 1, 256, device="cuda")
-    square = make.normal(2048, 2048) / 45
 
     def rotate(qkv: Tensor) -> tuple[Tensor, ...]:
         keys, values = torch.zeros(2, qkv.shape[0], 2000, 16, 128, dtype=qkv.dtype, device="cuda")
@@ -307,10 +303,6 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
             lambda q, kv, lengths: kernels.attend_lengths(q, kv, kv, lengths, 0.1, unit=True),
             [fresh.view(2, 614, 16, 128), x.view(2, 1024, 16, 128), lengths],
         ),
-        "few rows": (
-            lambda x: kernels.linear_few_rows(x, square, None, RowTile(16, 64, 128, 4, 4, 4), gelu=True),
-            [make.normal(2, 16, 2048)],
-        ),
         "mean": (kernels.mean_over_tokens, [x]),
         "distance": (kernels.distance_from_mean, [x, x.mean(dim=1, keepdim=True, dtype=torch.float32)]),
         "bits": (lambda logits, noise: kernels.sample_bits(logits, noise, 0.97), [logits, noise]),
@@ -329,7 +321,6 @@ NAMES = (
     "attention",
     "attention, all rows alike",
     "attention of unit queries",
-    "few rows",
     "mean",
     "distance",
     "bits",
@@ -337,9 +328,6 @@ NAMES = (
     "bias and residual",
     "upsample",
 )
-
-
-OVERLAPPING = ("norm", "residual norm", "rotate", "attention", "attention of unit queries", "few rows")
 
 
 def several(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -354,66 +342,6 @@ def test_rows_do_not_depend_on_one_another_and_runs_repeat(name: str) -> None:
         alone = several(call(*(value[row : row + 1] for value in inputs)))
         for first, second, single in zip(both, again, alone, strict=True):
             assert torch.equal(first, second) and torch.equal(first[row], single[0])
-
-
-@pytest.mark.parametrize("name", OVERLAPPING)
-def test_launches_that_overlap_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each right behind a kernel that writes what it reads; captured as well."""
-    call, inputs = calls(Maker("cuda", torch.bfloat16))[name]
-    expected = [one.clone() for one in several(call(*inputs))]
-    monkeypatch.setattr(overlap, "OVERLAPPED", True)
-    sources = [value.clone() for value in inputs]
-
-    def run() -> tuple[Tensor, ...]:
-        for value, source in zip(inputs, sources, strict=True):
-            value.zero_()
-            value.copy_(source)
-        return several(call(*inputs))
-
-    for found in (run(), run()):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(3):
-        graph.replay()
-        assert all(torch.equal(one, other) for one, other in zip(captured, expected, strict=True))
-
-
-@pytest.mark.parametrize("tokens", [1, 4, 16, 36, 64])
-@pytest.mark.parametrize(("heads", "head_dim"), [(16, 128), (30, 64), (5, 64), (28, 128)])
-def test_rotating_and_attending_at_once_changes_no_bit(tokens: int, heads: int, head_dim: int) -> None:
-    """After other stages, and where rows differ in length; again and again, since what is written is read at once."""
-    make = Maker("cuda", torch.bfloat16)
-    given = (
-        make.normal(2, tokens, 3, heads, head_dim),
-        make.normal(heads, 1, dtype=torch.float32).exp(),
-        make.rotation(tokens, head_dim),
-        None,
-    )
-    starts = torch.tensor([57, 130], dtype=torch.int32, device="cuda")
-    for start, lengths in ((57, 57 + tokens), (starts, starts + tokens)):
-        stores = make.normal(2, 2, 300, heads, head_dim)
-        q = kernels.rotate_into_cache(*given, *stores, start)
-        expected = kernels.attend_lengths(q, *stores, lengths, 0.05)
-        for _ in range(20):
-            ours = stores.clone()
-            ours[:, :, 57:] = float("nan")
-            ours[:, 1, 57:130] = stores[:, 1, 57:130]
-            assert torch.equal(kernels.rotate_and_attend(*given, *ours, start, lengths, 0.05), expected)
-
-
-@pytest.mark.parametrize(("columns", "depth"), [(6144, 2048), (2048, 2048), (2048, 8192), (960, 320)])
-@pytest.mark.parametrize("rows", [2, 32, 200])
-def test_linear_few_rows(rows: int, columns: int, depth: int) -> None:
-    make = Maker("cuda", torch.bfloat16)
-    x, weight, bias = make.normal(rows, depth), make.normal(columns, depth) / depth**0.5, make.normal(columns)
-    for tile in (RowTile(16, 64, 64, 5, 4, 4), RowTile(64, 32, 64, 1, 4, 3), RowTile(128, 64, 64, 2, 8, 3)):
-        for gelu in (False, True):
-            found = kernels.linear_few_rows(x, weight, bias, tile, gelu=gelu)
-            truth = linear_few_rows_reference(x.double(), weight.double(), bias.double(), gelu=gelu)
-            assert (found.double() - truth).norm() < 5e-3 * truth.norm()
-            assert torch.equal(kernels.linear_few_rows(x, weight, bias, tile, gelu=gelu), found)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "group norm"])  # whose sums are split otherwise for another number of images

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, kernels
@@ -20,14 +19,11 @@ from nextscale.accel import Plans
 from nextscale.accel.select import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
 from nextscale.guidance import ConstantGuidance, Guidance
-from nextscale.kernels.few_rows_tiles import TILES, RowTile, row_tile
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import NextScaleModel, VarConfig, attention
 from nextscale.models.attention import unit_queries, unit_vectors
 from nextscale.models.blocks import ModulatedBlock, run_in_order
-from nextscale.models.feed_forward import linear_gelu
-from nextscale.models.linear import Linear
 from nextscale.models.rope import PairRope
 from nextscale.sampling import ImageRng, Sampling, choose, filter_logits, sample
 from nextscale.stage import Schedule, Stage, Tokens
@@ -51,17 +47,15 @@ from .test_method import KeepShare
 
 triton_interpreter()  # before the kernels are imported
 
-from nextscale.kernels import few_rows, probe  # noqa: E402
+from nextscale.kernels import probe  # noqa: E402
 from nextscale.kernels.attention import Tile, attend_lengths_reference  # noqa: E402
 from nextscale.kernels.bits import sample_bits_reference  # noqa: E402
 from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference  # noqa: E402
-from nextscale.kernels.few_rows import linear_few_rows_reference  # noqa: E402
 from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference  # noqa: E402
 from nextscale.kernels.lists import attend_lists_reference  # noqa: E402
 from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
 from nextscale.kernels.restore import restore_tokens_reference, widest_window  # noqa: E402
 from nextscale.kernels.rotate import rotate_into_cache_reference  # noqa: E402
-from nextscale.kernels.rotate_attend import rotate_and_attend_reference  # noqa: E402
 from nextscale.kernels.topk import topk_indices_sorted_reference  # noqa: E402
 
 
@@ -292,73 +286,6 @@ def test_norms_refuse_what_does_not_fit() -> None:
         kernels.norm_modulate(x, scale, scale, image=torch.zeros(2, dtype=torch.long, device=DEVICE))
 
 
-# --- products of few rows
-
-
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "columns", "depth", "tile"),
-    [
-        (1, 33, 64, RowTile(16, 32, 64, 1, 4, 2)),
-        (2, 96, 192, RowTile(16, 64, 32, 3, 4, 2)),
-        (7, 40, 320, RowTile(16, 16, 64, 4, 4, 3)),  # parts of one and of two steps
-        (37, 64, 128, RowTile(16, 32, 16, 8, 4, 2)),  # several tiles of rows
-    ],
-)
-def test_linear_few_rows(rows: int, columns: int, depth: int, tile: RowTile, gelu: bool) -> None:
-    make = Maker(DEVICE, torch.float16)  # as above: the interpreter does not multiply bfloat16
-    weight, bias = make.normal(columns, depth) / depth**0.5, make.normal(columns)
-    for shape, given in (((rows,), bias), ((1, rows), None)):
-        x = make.normal(*shape, depth)
-        with poisoned():
-            found = kernels.linear_few_rows(x, weight, given, tile, gelu=gelu)
-        theirs = linear_few_rows_reference(x, weight, given, gelu=gelu)
-        truth = linear_few_rows_reference(x.double(), weight.double(), exact(given), gelu=gelu)
-        require_close([found], [theirs], [truth])
-    assert not few_rows.counters(x.device).any()  # as the next launch needs them
-
-
-def test_rows_do_not_depend_on_one_another() -> None:
-    make, tile = Maker(DEVICE, torch.float16), RowTile(16, 16, 16, 4, 4, 2)
-    x, weight = make.normal(20, 64), make.normal(48, 64)
-    together = kernels.linear_few_rows(x, weight, None, tile)
-    assert torch.equal(kernels.linear_few_rows(x[17:19], weight, None, tile), together[17:19])
-
-
-def test_few_rows_refuse_what_does_not_fit() -> None:
-    make, tile = Maker(DEVICE, torch.float16), RowTile(16, 16, 16, 1, 4, 2)
-    x, weight = make.normal(2, 64), make.normal(48, 64)
-    with pytest.raises(ValueError, match="expected rows of 64"):
-        kernels.linear_few_rows(x[:, :32], weight, None, tile)
-    with pytest.raises(ValueError, match="does not divide 64"):
-        kernels.linear_few_rows(x, weight, None, tile._replace(depth=48))
-    with pytest.raises(ValueError, match="at least one for each split"):
-        kernels.linear_few_rows(x, weight, None, tile._replace(splits=8))
-    with pytest.raises(ValueError, match="half-precision"):
-        kernels.linear_few_rows(x.float(), weight, None, tile)
-    with pytest.raises(ValueError, match="bias is \\[47\\]"):
-        kernels.linear_few_rows(x, weight, make.normal(47), tile)
-
-
-def test_a_table_says_which_products_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the number of rows and the weights alone; everything else is torch's."""
-    tile = RowTile(16, 16, 16, 2, 4, 2)
-    monkeypatch.setitem(TILES, (48, 64), {2: None, 8: tile, 32: tile._replace(splits=1)})
-    assert [row_tile(rows, 48, 64) for rows in (1, 3, 8, 9, 32, 33)] == [None, tile, tile, *[tile._replace(splits=1)] * 2, None]
-    assert row_tile(3, 64, 48) is None
-    calls = counted("linear_few_rows", monkeypatch)
-    make = Maker(DEVICE, torch.float16)
-    layer = Linear(64, 48, device=DEVICE, dtype=torch.float16)
-    for rows, ours in ((2, 0), (3, 1), (40, 1)):
-        x = make.normal(1, rows, 64)
-        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=2e-3, atol=2e-3)
-        assert len(calls) == ours
-    x = make.normal(1, 5, 64)
-    torch.testing.assert_close(linear_gelu(x, layer), F.gelu(layer(x), approximate="tanh"), rtol=2e-3, atol=2e-3)
-    layer.float()(make.normal(1, 5, 64, dtype=torch.float32))
-    assert len(calls) == 3
-
-
 # --- queries, keys and values
 
 ROTATIONS = (kernels.rotate_into_cache, rotate_into_cache_reference)
@@ -410,68 +337,6 @@ def test_rotate_into_cache_of_packed_rows(normalised: bool, turned: bool, dtype:
     assert written.tolist() == [1, 3, 2, 1, 3, 2]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "heads", "head_dim", "start", "lengths"),
-    [(1, 2, 16, 0, 1), (5, 3, 24, 40, 45), (64, 1, 64, 57, 121), (7, 2, 16, (3, 60, 0), (10, 64, 7)), (3, 1, 16, 130, 133)],
-)
-@pytest.mark.parametrize(("normalised", "turned", "indexed"), [(True, True, False), (False, True, True), (True, False, False)])
-def test_rotating_and_attending_at_once_changes_no_bit(
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    start: int | tuple[int, ...],
-    lengths: int | tuple[int, ...],
-    normalised: bool,
-    turned: bool,
-    indexed: bool,
-) -> None:
-    make = Maker(DEVICE, torch.float16)  # as above: the interpreter does not multiply bfloat16
-    rows = len(start) if isinstance(start, tuple) else 2
-    first, end = (torch.tensor(one, dtype=torch.int32, device=DEVICE) if isinstance(one, tuple) else one for one in (start, lengths))
-    qkv, temperature = make.normal(rows, tokens, 3, heads, head_dim), make.normal(heads, 1, dtype=torch.float32).exp()
-    index = make.selection(rows, tokens + 4, tokens) if indexed else None
-    rotation = make.rotation(tokens + 4 if indexed else tokens, head_dim) if turned else None
-    given = qkv, temperature if normalised else None, rotation, index
-    stores = make.normal(2, rows, 140, heads, head_dim)
-    ours, theirs, exact_stores = stores.clone(), stores.clone(), stores.double()
-    with poisoned():
-        found = kernels.rotate_and_attend(*given, *ours, first, end, 0.3)
-    q = kernels.rotate_into_cache(*given, *theirs, first)
-    assert torch.equal(found, kernels.attend_lengths(q, *theirs, end, 0.3))
-    assert torch.equal(ours, theirs)
-    truth = rotate_and_attend_reference(*(exact(one) for one in given), *exact_stores, first, end, 0.3)
-    torch.testing.assert_close(found.double(), truth, rtol=0, atol=0.02)
-
-
-def test_rotate_and_attend_refuses_what_does_not_fit() -> None:
-    make = Maker(DEVICE, torch.float16)
-    qkv, keys = make.normal(2, 3, 3, 2, 16), make.normal(2, 5, 2, 16)
-    for given, told in (
-        ((make.normal(2, 65, 3, 2, 16), None, None, None, keys, keys, 0, 3), "at most 64 tokens"),
-        ((qkv, None, None, None, keys, keys, 0, torch.tensor([3, 3], device=DEVICE)), "both numbers"),
-        ((qkv, None, None, None, keys, keys, 3, 6), "do not fit into 5"),
-        ((qkv, None, None, None, make.normal(2, 5, 16, 2).mT, keys, 0, 3), "written in place"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            kernels.rotate_and_attend(*given, 0.3)  # type: ignore[arg-type]
-
-
-def test_blocks_rotate_and_attend_at_once_in_small_captured_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit what they do in two kernels, and only where a stage has few tokens."""
-    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
-    pipe, schedule = random_pipeline(tiny.SPECS["infinity"], device=DEVICE, dtype=torch.float16), tiny.schedule_of("infinity")
-    condition = pipe.model.condition(tiny.text_features("infinity", (3, 5)).to(DEVICE), False, schedule)
-    calls = counted("rotate_and_attend", monkeypatch)
-    results = {}
-    for most in (64, 4, 0):
-        monkeypatch.setattr(attention, "ROTATED_AND_ATTENDED", most)
-        env = replace(tiny.dense_env(pipe.model, condition, schedule, 2), captured=True)
-        make = Maker(DEVICE, torch.float16)
-        states = [make.normal(2, stage.cells, tiny.WIDTH) for stage in schedule.stages[:3]]
-        results[most] = [run_in_order(pipe.model.stack, x, Tokens(stage), env) for x, stage in zip(states, schedule, strict=False)]
-    assert len(calls) == (3 + 2) * tiny.DEPTH  # of 1, 4 and 6 tokens
-    for ours, theirs in ((results[64], results[0]), (results[4], results[0])):
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 @every_dtype
 @pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 96), (5, 104), (2, 6)])
 @pytest.mark.parametrize("ragged", [False, True])
@@ -914,7 +779,7 @@ def test_the_package_does_not_need_triton() -> None:
         "import torch, nextscale\n"
         "from nextscale import kernels\n"
         "with torch.no_grad(): assert not kernels.available(torch.zeros(1))\n"
-        "plain = {f'nextscale.kernels.{name}' for name in ('e4m3', 'few_rows_tiles', 'int8_tokens', 'shapes')}\n"
+        "plain = {f'nextscale.kernels.{name}' for name in ('e4m3', 'int8_tokens', 'shapes')}\n"
         "loaded = {name for name in sys.modules if name.startswith('nextscale.kernels.')} - plain\n"
         "assert not loaded, f'{loaded} are loaded before they are used'\n"
     )

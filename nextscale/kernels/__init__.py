@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .bias_residual import add_bias_residual_
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
-    from .few_rows import linear_few_rows
     from .group_norm import centred_silu, group_norm_silu
     from .int8 import int8_linear, restore_int8
     from .kv_int8 import dequantize_tokens, quantize_tokens
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
-    from .rotate_attend import rotate_and_attend
     from .sparse_attention import attend_lists
     from .topk import topk_indices_sorted
     from .upsample import upsample_nearest
@@ -52,14 +50,12 @@ __all__ = [
     "gelu_to_e4m3",
     "group_norm_silu",
     "int8_linear",
-    "linear_few_rows",
     "mean_over_tokens",
     "norm_modulate",
     "quantize_tokens",
     "residual_norm_modulate",
     "restore_int8",
     "restore_tokens",
-    "rotate_and_attend",
     "rotate_into_cache",
     "round_to_e4m3",
     "sample_bits",
@@ -74,14 +70,12 @@ FILES = {
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",
-    "rotate_and_attend": "rotate_attend",
     "quantize_tokens": "kv_int8",
     "dequantize_tokens": "kv_int8",
     "restore_tokens": "restore",
     "distance_from_mean": "distance",
     "mean_over_tokens": "distance",
     "topk_indices_sorted": "topk",
-    "linear_few_rows": "few_rows",
     "sample_bits": "bits",
     "group_norm_silu": "group_norm",
     "centred_silu": "group_norm",

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import E4M3
-from .overlap import after_previous, overlap
 from .quantize import in_e4m3_range
 from .shapes import SMALLEST_SQUARE, power_of_two, require_shape
 
@@ -55,9 +54,8 @@ def attend_lengths_kernel(
     q_ptr, keys_ptr, values_ptr, lengths_ptr, starts_ptr, out_ptr, queries, images, known_length, factor, inverse,
     q_row, q_token, q_head, keys_row, keys_token, keys_head, values_row, values_token, values_head,
     RAGGED: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, QUANTIZED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    after_previous(OVERLAPPED)
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -156,7 +154,6 @@ def attend_lengths(
             q, keys, values, ragged, starts, out, num_queries, images, length, scale * LOG2_E, 1 / (e4m3_scale or 1.0),
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
             RAGGED=ragged is not None, PACKED=starts is not None, UNIT=unit, QUANTIZED=e4m3_scale is not None, EPS=SMALLEST_SQUARE,
-            **overlap(q),
             HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
             QUERIES=queries, KEYS=key_block, STAGES=stages, num_warps=warps,
         )  # fmt: skip

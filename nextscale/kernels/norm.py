@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .e4m3 import E4M3, to_e4m3
-from .overlap import after_previous, overlap
 from .quantize import in_e4m3_range
 from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
 
@@ -26,9 +25,8 @@ def norm_modulate_kernel(
     x_ptr, index_ptr, image_ptr, update_ptr, gain_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
     tokens, images, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps, inverse,
     INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
-    CENTRED: tl.constexpr, QUANTIZED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr,
+    CENTRED: tl.constexpr, QUANTIZED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    after_previous(OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
@@ -98,7 +96,7 @@ def norm_modulate(
             tokens, images, x.stride(0), x.stride(1), 0, 0, 0, row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
             INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GAINED=False, SCALED=scale is not None,
             SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block), **overlap(x),
+            num_warps=warps or warps_for(block),
         )  # fmt: skip
     return out
 
@@ -181,7 +179,7 @@ def residual_norm_modulate(
             row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
             INDEXED=False, PACKED=image is not None, UPDATED=True, GAINED=gain is not None, SCALED=scale is not None,
             SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block), **overlap(x),
+            num_warps=warps or warps_for(block),
         )  # fmt: skip
     return total, out
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .overlap import after_previous, overlap
 from .shapes import SMALLEST_SQUARE, power_of_two, require_index, require_shape, warps_for
 
 # Bytes for bfloat16 [2, 4096, 3, 16, 128]: 101 MB in, 101 MB out, 47 us at 4.3 TB/s. Torch moves 1007 MB in six to eight kernels, most of
@@ -37,9 +34,7 @@ def rotate_into_cache_kernel(
     start, tokens, images, qkv_row, qkv_token, qkv_part, keys_row, keys_token, values_row, values_token,
     NORMALISED: tl.constexpr, TURNED: tl.constexpr, INDEXED: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, CHANNEL_BLOCK: tl.constexpr, EPS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    after_previous(OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEAD_BLOCK)[:, None]
@@ -98,15 +93,38 @@ def rotate_into_cache(
     keys, values and `start` have R * B rows, and token n of row r goes to place start + place[n] of row r * B + image[n]. The index is
     [1, N] then. Of what lies behind the last token nothing is written, nor are its queries.
     """
-    rows, tokens, _, heads, head_dim = qkv.shape
+    rows, tokens, three, heads, head_dim = qkv.shape
+    if three != 3 or head_dim % 2:
+        raise ValueError(f"qkv is [R, N, 3, H, D] with an even D; got {list(qkv.shape)}")
+    if qkv.stride()[-2:] != (head_dim, 1):
+        qkv = qkv.contiguous()
     images = 1 if packed is None else keys.shape[0] // rows
+    for name, store in (("keys", keys), ("values", values)):
+        require_shape(name, store, rows * images, keys.shape[1], heads, head_dim)
+        if store.stride()[-2:] != (head_dim, 1):
+            raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
     image, place, ends = packed or (None, None, None)
     for name, entries, expected in (("image", image, tokens), ("place", place, tokens), ("starts", ends, images + 1)):
         if entries is not None:
             require_shape(name, entries, expected)
-    qkv, temperature, table, index, starts = checked(
-        qkv, temperature, rotation, index, keys, values, start, None if packed is None else images
-    )
+    if isinstance(start, int) and packed is None and not 0 <= start <= keys.shape[1] - tokens:
+        raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
+    if temperature is not None:
+        temperature = temperature.flatten().float().contiguous()
+        require_shape("temperature", temperature, heads)
+    table = None
+    if rotation is not None:
+        if rotation.dtype != torch.complex64 or rotation.ndim != 2 or rotation.shape[1] != head_dim // 2:
+            raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
+        if index is None:
+            require_shape("rotation", rotation, tokens, head_dim // 2)
+        table = torch.view_as_real(rotation.resolve_conj().contiguous())  # cosine and sine side by side
+    if index is not None:
+        index = require_index(index, rows if packed is None else 1)
+        require_shape("index", index, index.shape[0], tokens)
+    starts = start.contiguous() if isinstance(start, Tensor) else None
+    if starts is not None:
+        require_shape("start", starts, rows * images)
     q = torch.empty(rows, tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     head_block, channel_block = power_of_two(heads), power_of_two(head_dim)
     with torch.cuda.device_of(qkv):
@@ -114,63 +132,11 @@ def rotate_into_cache(
             qkv, temperature, table, index, starts, image, place, ends, q, keys, values,
             0 if starts is not None else start, tokens, images, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
             NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
-            PACKED=packed is not None, EPS=SMALLEST_SQUARE, **overlap(qkv),
+            PACKED=packed is not None, EPS=SMALLEST_SQUARE,
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
     return q
-
-
-class Turned(NamedTuple):
-    """What kernels that turn queries and keys read, checked and laid out for them."""
-
-    qkv: Tensor
-    temperature: Tensor | None  # [H]
-    table: Tensor | None  # of the rotation
-    cells: Tensor | None  # of the tokens
-    starts: Tensor | None  # of rows that begin at different tokens
-
-
-def checked(
-    qkv: Tensor,
-    temperature: Tensor | None,
-    rotation: Tensor | None,
-    index: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    start: int | Tensor,
-    images: int | None = None,
-) -> Turned:
-    """The arguments of `rotate_into_cache`; images: rows of the caches that a packed row of qkv holds, None where rows are not packed."""
-    rows, tokens, three, heads, head_dim = qkv.shape
-    if three != 3 or head_dim % 2:
-        raise ValueError(f"qkv is [R, N, 3, H, D] with an even D; got {list(qkv.shape)}")
-    for name, store in (("keys", keys), ("values", values)):
-        require_shape(name, store, rows * (images or 1), keys.shape[1], heads, head_dim)
-        if store.stride()[-2:] != (head_dim, 1):
-            raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
-    if isinstance(start, int) and images is None and not 0 <= start <= keys.shape[1] - tokens:
-        raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
-    if temperature is not None:
-        temperature = temperature.flatten().float().contiguous()
-        require_shape("temperature", temperature, heads)
-    table = None if rotation is None else rotation_table(rotation, head_dim, tokens if index is None else None)
-    if index is not None:
-        index = require_index(index, rows if images is None else 1)
-        require_shape("index", index, index.shape[0], tokens)
-    starts = start.contiguous() if isinstance(start, Tensor) else None
-    if starts is not None:
-        require_shape("start", starts, rows * (images or 1))
-    return Turned(qkv if qkv.stride()[-2:] == (head_dim, 1) else qkv.contiguous(), temperature, table, index, starts)
-
-
-def rotation_table(rotation: Tensor, head_dim: int, cells: int | None) -> Tensor:
-    """Cosines and sines side by side, of a rotation for this number of cells; None: of any."""
-    if rotation.dtype != torch.complex64 or rotation.ndim != 2 or rotation.shape[1] != head_dim // 2:
-        raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
-    if cells is not None:
-        require_shape("rotation", rotation, cells, head_dim // 2)
-    return torch.view_as_real(rotation.resolve_conj().contiguous())
 
 
 def rotate_into_cache_reference(

@@ -20,13 +20,11 @@ from ..packing import Packing
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
 from .env import Env
-from .linear import Linear
 from .quantized import input_scale_of, restored_input, restored_weight
 from .rope import PairRope
 
 LARGEST_LOG_TEMPERATURE = math.log(100)
 FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them; ours costs the host more, which a captured graph does not pay
-ROTATED_AND_ATTENDED = 0  # tokens of a row, 64 at most, that one kernel rotates and attends to; 0 until a GPU has run and timed it
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -129,19 +127,13 @@ def reads_lengths(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16, E4M3) and kernels.available(x)
 
 
-def in_one_kernel(x: Tensor, tokens: Tokens, env: Env) -> bool:
-    """Whether queries and keys of hidden states x are rotated and attended at once: where launches are what takes time."""
-    few = x.shape[0] * x.shape[1] <= FEW_QUERIES and x.shape[1] <= ROTATED_AND_ATTENDED
-    return few and env.captured and tokens.packing is None and reads_lengths(x)
-
-
 class SelfAttention(nn.Module):
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
         self.layer = layer
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.qkv = Linear(config.dim, 3 * config.dim)
-        self.proj = Linear(config.dim, config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.proj = nn.Linear(config.dim, config.dim)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if config.cosine else None
         self.scale = cosine_scale(config.head_dim) if config.cosine else 0.25 / math.sqrt(config.head_dim)
 
@@ -163,11 +155,6 @@ class SelfAttention(nn.Module):
             if packing is not None:
                 index, packed = packing.cell[None], (packing.image, packing.place, packing.starts)
             stores = (slot.keys, slot.values, slot.start)
-            if in_one_kernel(x, tokens, env) and not isinstance(cache, AttendingCache) and input_scale_of(self.proj) is None:
-                lengths = slot.end if slot.lengths is None else slot.lengths
-                attended = kernels.rotate_and_attend(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, lengths, self.scale)
-                cache.written(slot, tokens.num_tokens)
-                return self.proj(attended)
             q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
             cache.written(slot, tokens.num_tokens)
             del qkv  # three times the queries, which attention and what follows can use
@@ -222,9 +209,9 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.q = Linear(config.dim, config.dim)
+        self.q = nn.Linear(config.dim, config.dim)
         self.kv = nn.Linear(text.channels, 2 * config.dim)
-        self.proj = Linear(config.dim, config.dim)
+        self.proj = nn.Linear(config.dim, config.dim)
         self.log_temperature = nn.Parameter(torch.empty(config.heads)) if text.cosine else None
         self.unit = text.cosine  # queries and keys are unit vectors
         self.scale = cosine_scale(config.head_dim) if text.cosine else text.sharpness / math.sqrt(config.head_dim)

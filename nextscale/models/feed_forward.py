@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from .linear import Linear, tile_of
 from .quantized import AnyLinear, Int8Linear, input_scale_of
 
 PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last stage of one guided image of 1024 x 1024 pixels has
@@ -35,8 +34,6 @@ def linear_gelu(x: Tensor, linear: AnyLinear) -> Tensor:
     before it writes them, elsewhere it is applied in place, except where gradients are wanted."""
     if torch.is_grad_enabled():
         return F.gelu(linear(x), approximate="tanh")
-    if isinstance(linear, nn.Linear) and (tile := tile_of(x, linear)) is not None:
-        return kernels.linear_few_rows(x, linear.weight, linear.bias, tile, gelu=True)
     weight = dense_weight(linear, x)
     if x.is_cuda and weight is not None and linear.bias is not None:
         flat = torch._addmm_activation(linear.bias, x.flatten(0, -2), weight.t(), use_gelu=True)
@@ -54,8 +51,8 @@ def dense_weight(linear: AnyLinear, x: Tensor) -> Tensor | None:
 class FeedForward(nn.Module):
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.fc1 = Linear(dim, hidden_dim)
-        self.fc2 = Linear(hidden_dim, dim)
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
 
     @property
     def input_scale(self) -> float | None:
@@ -75,8 +72,8 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.gate_up = Linear(dim, 2 * hidden_dim, bias=False)
-        self.down = Linear(hidden_dim, dim, bias=False)
+        self.gate_up = nn.Linear(dim, 2 * hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
 
     @property
     def input_scale(self) -> float | None:
