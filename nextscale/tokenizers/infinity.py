@@ -62,11 +62,11 @@ class InfinityTokenizer(Tokenizer):
 
     def spread_cells(self, tokens: Tensor) -> Tensor:
         """[B, bits per token, h, w] to [B, bits, cells * h, cells * w]: token bit 4c + 2dy + dx is bit c of cell (dy, dx)."""
-        return F.pixel_shuffle(tokens, self.cells)
+        return tokens if self.cells == 1 else F.pixel_shuffle(tokens, self.cells)  # which would copy
 
     def gather_cells(self, latent: Tensor) -> Tensor:
         """The inverse of `spread_cells`."""
-        return latent if self.cells == 1 else F.pixel_unshuffle(latent, self.cells)  # which copies even then
+        return latent if self.cells == 1 else F.pixel_unshuffle(latent, self.cells)
 
     def features(self, images: Tensor) -> Tensor:
         return self.encoder(images.to(self.encoder.conv_in.weight.dtype)).float()
