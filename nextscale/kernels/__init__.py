@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .int8 import int8_linear
     from .kv_int8 import dequantize_tokens, quantize_tokens
     from .norm import norm_modulate, residual_norm_modulate
+    from .norm_conv import group_norm_silu_conv
     from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
@@ -51,6 +52,7 @@ __all__ = [
     "enabled",
     "gelu_to_e4m3",
     "group_norm_silu",
+    "group_norm_silu_conv",
     "int8_linear",
     "linear_few_rows",
     "mean_over_tokens",
@@ -83,6 +85,7 @@ FILES = {
     "linear_few_rows": "few_rows",
     "sample_bits": "bits",
     "group_norm_silu": "group_norm",
+    "group_norm_silu_conv": "norm_conv",
     "centred_silu": "group_norm",
     "add_bias_residual_": "bias_residual",
     "upsample_nearest": "upsample",
