@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,7 @@ from .results import RESULTS, append, measure
 
 FLOPS, BYTES = 790e12, 4.3e12  # a large product and a copy in bfloat16 on an H200, per second
 CASES = (("nano", 512, 32), ("infinity-2b", 1024, 4))
+TILES = ((4096, 2), (4096, 4), (8192, 4), (8192, 8), (16384, 8))  # bytes and warps; see kernels/norm_conv.py
 BOUND = 2e-2  # relative error between two ways in bfloat16
 
 
@@ -100,8 +101,8 @@ class Walk:
                 x = self.block(f"level {place} block {number}", block, x)
             if isinstance(level.resize, Upsample):
                 x = self.upsample(f"level {place}", level.resize, x)
-        x = self.norm("norm out", decoder.norm_out, x)
-        self.steps += other_conv_out(decoder.conv_out, x, self.do(convolution("conv out", decoder.conv_out, x)))
+        macs = x.numel() * 9 * decoder.conv_out.out_channels
+        self.steps += other_image(decoder, x, self.do(Step("norm, conv out", lambda: decoder.image(x), macs, 2 * x.nbytes)))
 
 
 OTHER = "instead: "
@@ -115,20 +116,43 @@ def other_upsampling(name: str, conv: nn.Conv2d, x: Tensor, expected: Tensor) ->
     yield step
 
 
-def other_conv_out(conv: nn.Conv2d, x: Tensor, expected: Tensor) -> Iterator[Step]:
-    """Three output channels are fewer than tensor cores take at a time."""
-    for channels in (8, 16):
-        wide = nn.Conv2d(conv.in_channels, channels, 3, padding=1, bias=False, device=x.device, dtype=x.dtype)
-        wide.weight.data.zero_()
-        wide.weight.data[:3] = conv.weight
-        wide.weight.data = wide.weight.data.contiguous(memory_format=torch.channels_last)
-        step = convolution(f"{OTHER}conv out, {channels} channels", wide, x)
-        require_close(step, expected, channels=3)
+def other_image(decoder: Decoder, x: Tensor, expected: Tensor) -> Iterator[Step]:
+    """Norm and convolution apart. Three output channels are fewer than tensor cores take at a time: with five more that are zero too."""
+    norm, conv = decoder.norm_out, decoder.conv_out
+    wide = nn.Conv2d(conv.in_channels, 8, 3, padding=1, device=x.device, dtype=x.dtype)
+    for narrow, padded in zip(conv.parameters(), wide.parameters(), strict=True):
+        padded.data.zero_()[:3] = narrow
+    for convolving in (conv, lay_out(wide)):
+        step = convolution(f"{OTHER}norm, then conv out to {convolving.out_channels}", convolving, x)
+        step = replace(step, run=partial(apart, norm, convolving, x), bytes=step.bytes + 3 * x.nbytes)
+        require_close(step, expected)
         yield step
 
 
-def require_close(step: Step, expected: Tensor, channels: int | None = None) -> None:
-    found = step.run()[:, :channels].double()
+    for tile, warps in TILES:
+        step = Step(f"{OTHER}tiles of {tile} bytes, {warps} warps", partial(tiled, decoder, x, tile, warps), 0, 2 * x.nbytes)
+        require_close(step, expected)
+        yield step
+
+
+def tiled(decoder: Decoder, x: Tensor, tile: int, warps: int) -> Tensor:
+    """The kernel of `decoder.image` with tiles of other sizes."""
+    from nextscale.kernels import norm_conv
+
+    norm, conv = decoder.norm_out, decoder.conv_out
+    assert conv.bias is not None
+    with set_to(norm_conv, "TILE", tile):
+        return norm_conv.group_norm_silu_conv(
+            x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias, warps=warps
+        )
+
+
+def apart(norm: NormAct, conv: nn.Conv2d, x: Tensor) -> Tensor:
+    return conv(norm(x))[:, :3]
+
+
+def require_close(step: Step, expected: Tensor) -> None:
+    found = step.run().double()
     error = ((found - expected.double()).norm() / expected.double().norm()).item()
     if not error < BOUND:
         raise ArithmeticError(f"{step.name} differs by {error:.2e}")
@@ -164,12 +188,17 @@ def timed(model: str, size: int, batch: int) -> dict[str, Any]:
 
 
 def whole_times(decoder: Decoder, z: Tensor) -> dict[str, float]:
-    """Milliseconds per image of the whole decoder: as it is, and with other numbers of images at a time."""
+    """Milliseconds per image of the whole decoder: as it is, with steps apart that it takes at once, and with other numbers of images
+    at a time."""
 
     def whole() -> float:
         return round(captured_ms(lambda: decode(decoder, z)) / len(z), 4)
 
     found = {"whole_ms": whole()}
+    with set_to(Upsample, "without_bias", lambda resize, x: without_bias(resize.conv, upsample_nearest(x), 1)):
+        found["whole_upsample_apart_ms"] = whole()
+    with set_to(Decoder, "image", lambda decoder, x: apart(decoder.norm_out, decoder.conv_out, x)):
+        found["whole_conv_out_apart_ms"] = whole()
     for together in (1, 2, 4, 8, 16, 32):
         if together <= len(z):
             with set_to(tiles, "images_at_a_time", lambda *given, together=together: together):
@@ -178,13 +207,13 @@ def whole_times(decoder: Decoder, z: Tensor) -> dict[str, float]:
 
 
 @contextmanager
-def set_to(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
+def set_to(owner: ModuleType | type, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(owner, name, before)
 
 
 @torch.inference_mode()

@@ -31,6 +31,7 @@ SIDES = (16, 32, 40, 64)  # of stages
 MEMORY = (24, 24)
 KEPT = 0.5
 MAPS = ((128, 1024), (256, 512), (512, 256), (512, 64))  # channels and side of levels of the decoder
+LAST_MAPS = ((128, 1024), (160, 256), (64, 512))  # of the last one: Infinity, VAR and nano
 QUANTILES = (0.5, 0.2, 0.8)
 
 
@@ -131,6 +132,8 @@ def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """In channels-last layout. The group norm has to read its input twice; numbers that are added to in place grow from run to run."""
     from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
     from nextscale.kernels.group_norm import WARPS, group_norm_silu, group_norm_silu_reference
+    from nextscale.kernels.norm_conv import WARPS as CONV_WARPS
+    from nextscale.kernels.norm_conv import group_norm_silu_conv, group_norm_silu_conv_reference
     from nextscale.kernels.shapes import warps_for
     from nextscale.kernels.upsample import TILE, upsample_nearest, upsample_nearest_reference
 
@@ -144,6 +147,13 @@ def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (upsample_nearest, upsample_nearest_reference, (x,), 5, warps_for(TILE)),
         ):
             yield Case(kernel.__name__, tuple(x.shape), maps * size(x), partial(kernel, *inputs), partial(reference, *inputs), warps)
+    for channels, side in LAST_MAPS:
+        x = torch.randn(1, channels, side, side, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        weight, bias = torch.randn(2, channels, device=device, dtype=dtype)
+        last = torch.randn(3, channels, 3, 3, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        inputs = (x, 32, weight, bias, 1e-6, last, bias[:3])
+        both = partial(group_norm_silu_conv, *inputs), partial(group_norm_silu_conv_reference, *inputs)
+        yield Case("group_norm_silu_conv", tuple(x.shape), 2 * size(x), *both, CONV_WARPS)
 
 
 def milliseconds(run: Callable[[], Any]) -> dict[str, float]:

@@ -88,6 +88,10 @@ def calls() -> dict[str, Callable[[], Any]]:
         "selection": lambda: kernels.topk_indices_sorted(torch.zeros(2, 64), 16),
         "bits": lambda: kernels.sample_bits(torch.zeros(2, 6, 8, 2), torch.ones(2, 6, 8, 2), 0.9),
         "group norm": lambda: kernels.group_norm_silu(pixels, 32, bias, bias, 1e-6, bias),
+        "group norm and convolution": lambda: kernels.group_norm_silu_conv(pixels, 32, bias, bias, 1e-6, image(3, 64, 3, 3), tensor(3)),
+        "group norm and convolution, 160 channels": lambda: kernels.group_norm_silu_conv(
+            image(1, 160, 16, 40), 32, tensor(160), tensor(160), 1e-6, image(3, 160, 3, 3), tensor(3)
+        ),
         "centred": lambda: kernels.centred_silu(pixels, torch.zeros(1, 64), torch.zeros(1, 64), bias),
         "bias and residual": lambda: kernels.add_bias_residual_(pixels, bias, pixels.clone(memory_format=torch.preserve_format), bias),
         "upsampling": lambda: kernels.upsample_nearest(pixels),

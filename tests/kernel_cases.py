@@ -53,6 +53,7 @@ def interpreted_as_on_a_gpu() -> Iterator[None]:
             patch.setenv("TRITON_INTERPRET", "1")
             round_to_bfloat16(interpreter, patch)
             round_to_eight_bits(interpreter, patch)
+            multiply_bfloat16(interpreter, patch)
             loop_to_loaded_bounds(interpreter, patch)
         yield
 
@@ -176,6 +177,20 @@ def round_to_eight_bits(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch
         return torch.from_numpy(np.ascontiguousarray(data)).to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(data.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+def multiply_bfloat16(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies matrices of bfloat16; of itself it takes their bits for numbers."""
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(one: Any) -> Any:
+        if str(one.dtype.scalar) != "bf16":
+            return one
+        return interpreter.TensorHandle((one.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *others: dot(self, widened(a), widened(b), *others)
+    )
 
 
 def loop_to_loaded_bounds(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

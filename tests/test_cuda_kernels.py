@@ -23,6 +23,7 @@ if torch.cuda.is_available():
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
     from nextscale.kernels.group_norm import group_norm_silu_reference
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
+    from nextscale.kernels.norm_conv import group_norm_silu_conv_reference
     from nextscale.kernels.restore import restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache_reference
     from nextscale.kernels.topk import topk_indices_sorted_reference
@@ -166,6 +167,24 @@ def test_group_norm_silu(shape: tuple[int, int, int, int], mean: float, shifted:
     torchs = group_norm_silu_reference(x, 32, weight, bias, 1e-6, shift)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert (found - exact).abs().max() <= 1.5 * (torchs - exact).abs().max() + 1e-5
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [*(shape for shape in IMAGES if shape[1] <= 160), (5, 256, 40, 64)], ids=str)
+def test_group_norm_silu_conv(shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    make = Maker("cuda", dtype)
+    x, weight, bias = make.image(*shape), make.normal(shape[1], mean=1.0), make.normal(shape[1])
+    last = make.image(3, shape[1], 3, 3) / shape[1] ** 0.5
+    with poisoned():
+        found = kernels.group_norm_silu_conv(x, 32, weight, bias, 1e-6, last, bias[:3])
+    doubles = (weight.double(), bias.double(), 1e-6, last.double(), bias[:3].double())
+    exact = group_norm_silu_conv_reference(x.double(), 32, *doubles)
+    torchs = group_norm_silu_conv_reference(x, 32, weight, bias, 1e-6, last, bias[:3])
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert (found - exact).abs().max() <= 2 * (torchs - exact).abs().max() + 1e-5
+    alone = kernels.group_norm_silu_conv(x[-1:].contiguous(memory_format=torch.channels_last), 32, weight, bias, 1e-6, last, bias[:3])
+    assert (alone - found[-1:]).abs().max() <= (torchs - exact).abs().max() + 1e-5  # means of other shares differ in their last bit
 
 
 @every_dtype

@@ -40,7 +40,7 @@ from .kernel_cases import DEVICE, DTYPES, compare, interpreted_as_on_a_gpu, pois
 
 triton_interpreter()  # before the kernels are imported
 
-from nextscale.kernels import bias_residual, upsample  # noqa: E402
+from nextscale.kernels import bias_residual, norm_conv, upsample  # noqa: E402
 from nextscale.kernels import group_norm as kernel  # noqa: E402
 
 CONFIGS = {
@@ -129,6 +129,38 @@ def test_the_kernel_refuses_other_layouts(interpreted: None) -> None:
     norm = given_norm(32, torch.float32)
     with pytest.raises(ValueError, match=r"channels-last layout; got \[1, 32, 2, 2\]"):
         kernel.group_norm_silu(torch.zeros(1, 32, 2, 2, device=DEVICE), 32, norm.weight, norm.bias, norm.eps)
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] <= 256], ids=str)
+def test_norm_and_last_convolution_in_one_pass(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
+    """Beyond the edges are zeros, not what a norm makes of them. Weights lie as they come, or channels last."""
+    x, norm = channels_last(*shape, dtype=dtype, mean=0.5), given_norm(shape[1], dtype)
+    weight = (torch.randn(3, shape[1], 3, 3, generator=torch.Generator().manual_seed(6)) / shape[1] ** 0.5).to(DEVICE, dtype)
+    weight = weight.contiguous(memory_format=torch.channels_last) if shape[0] > 1 else weight
+    given = (x, norm.num_groups, norm.weight, norm.bias, norm.eps, weight, biases(3, dtype, 1)[0])
+    compare(norm_conv.group_norm_silu_conv, norm_conv.group_norm_silu_conv_reference, *given)
+
+
+def test_norm_and_last_convolution_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 14 columns and 3 rows, which do not come out even. Not a bit of an image differs from that of the image alone."""
+    x, norm = channels_last(2, 48, 8, 31, dtype=torch.bfloat16), given_norm(48, torch.bfloat16)
+    weight, bias = torch.ones(4, 48, 3, 3, dtype=torch.bfloat16, device=DEVICE), biases(4, torch.bfloat16, 1)[0]
+    given = (norm.num_groups, norm.weight, norm.bias, norm.eps, weight, bias)
+    large = norm_conv.group_norm_silu_conv(x, *given)
+    for name, number in (("COLUMNS", 16), ("ROWS", 3), ("SMALLEST_ROWS", 1), ("PROGRAMS", 1)):
+        monkeypatch.setattr(norm_conv, name, number)
+    small = norm_conv.group_norm_silu_conv(x, *given)
+    torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-5)
+    alone = x[1:].contiguous(memory_format=torch.channels_last)
+    assert torch.equal(norm_conv.group_norm_silu_conv(alone, *given), small[1:])
+
+
+def test_norm_and_last_convolution_refuse_what_does_not_fit(interpreted: None) -> None:
+    x, norm, bias = channels_last(1, 32, 2, 2, dtype=torch.float32), given_norm(32, torch.float32), torch.ones(3, device=DEVICE)
+    for shape, message in (((5, 32, 3, 3), "256 channels, and 4 in the result"), ((3, 32, 1, 1), r"expected \[3, 32, 3, 3\]")):
+        with pytest.raises(ValueError, match=message):
+            norm_conv.group_norm_silu_conv(x, 32, norm.weight, norm.bias, 1e-6, torch.ones(shape, device=DEVICE), bias)
 
 
 @every_dtype
@@ -237,7 +269,7 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *given, **settings: calls.update([name]) or function(*given, **settings))
 
-    for name in ("group_norm_silu", "add_bias_residual_", "upsample_nearest"):
+    for name in ("group_norm_silu", "group_norm_silu_conv", "add_bias_residual_", "upsample_nearest"):
         count(name)
     config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)  # one block in every level
     decoder = lay_out(decoder_of(config).to(DEVICE))
@@ -250,7 +282,7 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
         lay_out_as_on_a_gpu(monkeypatch)
     whole = decoder.at_once(z)
     blocks = 2 + 2  # in the middle, and one in both levels
-    assert calls == {"group_norm_silu": 2 * blocks + 1, "add_bias_residual_": blocks}
+    assert calls == {"group_norm_silu": 2 * blocks, "group_norm_silu_conv": 1, "add_bias_residual_": blocks}
     torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-4)
     calls.clear()
     count("centred_silu")
@@ -465,6 +497,7 @@ def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strip
     """In the place of each, something that makes the same tensors: they add in place, where torch makes a third map."""
     monkeypatch.setitem(vars(kernels), "group_norm_silu", lambda x, *others: torch.empty_like(x))
     monkeypatch.setitem(vars(kernels), "centred_silu", lambda x, *others: torch.empty_like(x))
+    monkeypatch.setitem(vars(kernels), "group_norm_silu_conv", lambda x, *others: x.new_empty(len(x), 3, *x.shape[2:], dtype=torch.float32))
     monkeypatch.setitem(vars(kernels), "add_bias_residual_", lambda x, *others: x)
     monkeypatch.setitem(vars(kernels), "upsample_nearest", upsample.upsample_nearest_reference)
     for module in ("autoencoder", "tiles"):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .int8 import int8_linear, restore_int8
     from .kv_int8 import dequantize_tokens, quantize_tokens
     from .norm import norm_modulate, residual_norm_modulate
+    from .norm_conv import group_norm_silu_conv
     from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
@@ -49,6 +50,7 @@ __all__ = [
     "enabled",
     "gelu_to_e4m3",
     "group_norm_silu",
+    "group_norm_silu_conv",
     "int8_linear",
     "mean_over_tokens",
     "norm_modulate",
@@ -78,6 +80,7 @@ FILES = {
     "topk_indices_sorted": "topk",
     "sample_bits": "bits",
     "group_norm_silu": "group_norm",
+    "group_norm_silu_conv": "norm_conv",
     "centred_silu": "group_norm",
     "add_bias_residual_": "bias_residual",
     "upsample_nearest": "upsample",

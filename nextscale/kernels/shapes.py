@@ -8,6 +8,7 @@ from torch import Tensor
 ELEMENTS_PER_THREAD = 16  # two 16-byte accesses of bfloat16 in flight per tensor
 LARGEST_WARPS = 16
 LARGEST_CHANNELS = 128  # of a tile of an image: 256 bytes of bfloat16 side by side
+LARGEST_NORM_CONV = 256  # channels whose weights a program of `norm_conv` can keep
 SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
+from ..kernels.shapes import LARGEST_NORM_CONV
 from .upsampling import convolve_upsampled, merged_upsampling
 
 EPS = 1e-6
@@ -287,7 +288,15 @@ class Decoder(nn.Module):
                 x, shift = level.resize.without_bias(x), level.resize.conv.bias  # the next level adds it
             else:
                 x = level.resize(x)  # by itself: a call keeps its input until it ends
-        return self.conv_out(self.norm_out(x))
+        return self.image(x)
+
+    def image(self, x: Tensor) -> Tensor:
+        """What the last norm and the last convolution make of the features of the last level. A kernel does both and returns float32."""
+        if not fusable(x) or x.shape[1] > LARGEST_NORM_CONV:
+            return self.conv_out(self.norm_out(x))
+        norm, conv = self.norm_out, self.conv_out
+        assert conv.bias is not None
+        return kernels.group_norm_silu_conv(x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias)
 
     @property
     def stack(self) -> tuple[Level, ...]:
