@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, float | Real) and not isinstance(value, bool)  # a float needs no look into the tower of numbers
 
 
 def is_whole(value: object, least: int = 0) -> bool:

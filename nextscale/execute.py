@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from .engine import Executor
 from .engine.memory import memory_errors
 from .generate import StageDone, require_finite
-from .output import Checks, Output, Preview, costs_of, mask_of, stage_reports
+from .output import Checks, Output, Preview, costs_of, mask_of, stage_reports, stages_run
 from .report import Report, peak_memory, reset_peak
 from .request import Request
 
@@ -50,26 +51,29 @@ def execute(
         copies = pixels.clone(), latent.clone(), copied([done.codes for done in done_stages if done.codes is not None])
         masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None
         costs = costs_of(pipe.planning, pipe.model, request, inputs, done_stages)
-        peak, planned = peak_memory(device), pipe.reserved(request)
+        stages = stages_run(done_stages, costs, request)
+        known = partial(
+            Report,
+            model=pipe.name,
+            engine=executor.engine,
+            captured_batch=executor.captured_batch,
+            method=request.method.label,
+            chosen_by=request.chosen_by,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            dtype=str(pipe.model.dtype).removeprefix("torch."),
+            size=(pixels.shape[2], pixels.shape[3]),
+            seeds=request.seeds,
+            cost_share=costs.share,
+            peak_memory=peak_memory(device),
+            planned_memory=pipe.reserved(request),
+            quantize=pipe.model.quantize,
+        )
         failed, padding = checks.read()
     require_finite(failed, len(request.schedule))
-    report = Report(
-        model=pipe.name,
-        engine=executor.engine,
-        captured_batch=executor.captured_batch,
-        method=request.method.label,
-        chosen_by=request.chosen_by,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        dtype=str(pipe.model.dtype).removeprefix("torch."),
-        size=(pixels.shape[2], pixels.shape[3]),
-        seeds=request.seeds,
-        stages=stage_reports(done_stages, padding, costs, request),
-        cost_share=costs.share,
+    report = known(
+        stages=stage_reports(stages, padding, clock),
         condition_seconds=clock.seconds("condition") or 0.0,
         decode_seconds=clock.seconds("decode") or 0.0,
-        peak_memory=peak,
-        planned_memory=planned,
-        quantize=pipe.model.quantize,
     )
     return Output(*copies, report, masks)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 
 import torch
 from PIL import Image
@@ -16,7 +16,7 @@ from .generate import StageDone
 from .io import to_pil
 from .models.base import NextScaleModel, PromptInputs
 from .notebook import output_html
-from .planning.cost import RequestCost, StageCost, Workload, as_run
+from .planning.cost import RequestCost, Workload, as_run
 from .planning.remembered import Planning
 from .report import Report, StageReport, Stopwatch
 from .request import Request
@@ -154,27 +154,33 @@ def costs_of(planning: Planning, model: NextScaleModel, request: Request, inputs
     return Costs(planning.cost(workload), reduce(RequestCost.beside, spent))
 
 
-def stage_reports(done_stages: Sequence[StageDone], padding: Sequence[float], costs: Costs, request: Request) -> tuple[StageReport, ...]:
+def stages_run(done_stages: Sequence[StageDone], costs: Costs, request: Request) -> list[Callable[..., StageReport]]:
+    """The reports of all stages, to be given what is known when the device is done: padding and times."""
+    stages = zip(done_stages, costs.spent.stages, costs.dense.stages, strict=True)
+    return [
+        partial(
+            StageReport,
+            done.stage.index,
+            *done.stage.size,
+            skipped=done.skipped,
+            tokens=done.num_tokens,
+            computed=spent.computed,
+            rows=done.rows,
+            cfg_branches=done.rows // request.batch,
+            cost_share=spent.share(dense),
+        )
+        for done, spent, dense in stages
+    ]
+
+
+def stage_reports(stages: Sequence[Callable[..., StageReport]], padding: Sequence[float], clock: Stopwatch) -> tuple[StageReport, ...]:
     """`padding`: of the tokens that each stage ran, the share that no image needed."""
-    stages = zip(done_stages, padding, costs.spent.stages, costs.dense.stages, strict=True)
     return tuple(
-        stage_report(done, unneeded, spent, spent.share(dense), request.batch, request.clock) for done, unneeded, spent, dense in stages
-    )
-
-
-def stage_report(done: StageDone, padding: float, cost: StageCost, cost_share: float, batch: int, clock: Stopwatch) -> StageReport:
-    index = done.stage.index
-    return StageReport(
-        index,
-        *done.stage.size,
-        skipped=done.skipped,
-        tokens=done.num_tokens,
-        computed=cost.computed,
-        padding=padding,
-        rows=done.rows,
-        cfg_branches=done.rows // batch,
-        cost_share=cost_share,
-        seconds=clock.seconds("stage", index) or 0.0,
-        sampling_seconds=clock.seconds("sampling", index),
-        residual_seconds=clock.seconds("residual", index),
+        stage(
+            padding=unneeded,
+            seconds=clock.seconds("stage", index) or 0.0,
+            sampling_seconds=clock.seconds("sampling", index),
+            residual_seconds=clock.seconds("residual", index),
+        )
+        for index, (stage, unneeded) in enumerate(zip(stages, padding, strict=True))
     )

@@ -165,6 +165,14 @@ def infinity_stages(template: float, stages: int) -> Schedule:
     return Schedule((*sizes, *((round(height * factor), round(width * factor)) for factor in factors)))
 
 
+@cache
+def infinity_images(pixels_per_token: int) -> dict[tuple[int, int], Schedule]:
+    """All sizes in pixels of a stride, no two of which are the same."""
+    budgets = BUDGETS_BY_STRIDE[pixels_per_token].values()
+    schedules = [infinity_stages(template, stages) for template in INFINITY_SIZES for stages in budgets]
+    return {(schedule.grid[0] * pixels_per_token, schedule.grid[1] * pixels_per_token): schedule for schedule in schedules}
+
+
 @dataclass(frozen=True)
 class InfinityBook:
     """Fifteen aspect ratios times the pixel budgets of a stride; for the published one two are larger than what was trained."""
@@ -186,20 +194,13 @@ class InfinityBook:
                 raise SizeError(f"unknown pixel budget {budget!r}; choose one of {', '.join(self.budgets)}, or (height, width)")
             return infinity_stages(self._template(1.0 if aspect is None else parse_aspect(aspect)), self.budgets[budget])
         wanted = without_aspect(parse_size(size), aspect)
-        for schedule in self._schedules():
-            if wanted == self._pixels(schedule):
-                return schedule
-        raise no_such_size(wanted, self.offers())
+        found = infinity_images(self.pixels_per_token).get(wanted)
+        if found is None:
+            raise no_such_size(wanted, self.offers())
+        return found
 
     def offers(self) -> list[tuple[int, int]]:
-        return [self._pixels(schedule) for schedule in self._schedules()]
-
-    def _pixels(self, schedule: Schedule) -> tuple[int, int]:
-        height, width = schedule.grid
-        return height * self.pixels_per_token, width * self.pixels_per_token
-
-    def _schedules(self) -> list[Schedule]:
-        return [infinity_stages(template, stages) for template in INFINITY_SIZES for stages in self.budgets.values()]
+        return list(infinity_images(self.pixels_per_token))
 
     @staticmethod
     def _template(ratio: float) -> float:

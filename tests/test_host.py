@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 
 from nextscale import Method, SparseVAR, StageVAR
 from nextscale.accel.method import Plans
 from nextscale.engine.weights import WeightPlaces
+from nextscale.errors import PromptError
 from nextscale.models import NextScaleModel
 from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.planning.cost import Workload, request_cost
@@ -19,6 +22,7 @@ from nextscale.planning.remembered import Planning
 from nextscale.sampling import ImageRng, SharedRng
 from nextscale.schedules import InfinityBook
 from nextscale.stage import Schedule
+from nextscale.text.features import TextFeatures
 
 from . import tiny
 
@@ -115,6 +119,37 @@ def test_random_numbers_can_be_had_again() -> None:
         first = rng.normal((2, 5), CPU), rng.exponential((2, 2), CPU)
         rng.set_state(state)
         assert all(map(torch.equal, first, (rng.normal((2, 5), CPU), rng.exponential((2, 2), CPU))))
+
+
+def test_features_are_checked_again_when_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "aminmax", lambda tensor, seen=torch.Tensor.aminmax: (looked.append(tensor), seen(tensor))[1])
+    features = TextFeatures((torch.ones(3, 4), torch.ones(2, 4)), pooled=torch.ones(2, 5))
+    for _ in range(3):
+        TextFeatures.of(features)
+    assert len(looked) == 3
+    features.rows[1].mul_(2)
+    TextFeatures.of(features)
+    assert len(looked) == 6
+    changes = (
+        lambda: features.rows[0][2].fill_(math.inf),
+        lambda: features.rows[1].copy_(torch.full((2, 4), math.nan)),
+        lambda: setattr(features.pooled, "data", torch.full((2, 5), -math.inf)),
+    )
+    named = ("features of prompt 0", "features of prompt 1", "pooled text features")
+    for change, name, tensor in zip(changes, named, (*features.rows, features.pooled), strict=True):
+        change()
+        for _ in range(2):
+            with pytest.raises(PromptError, match=f"{name} contain NaN or infinity"):
+                TextFeatures.of(features)
+        tensor.zero_()
+    with torch.inference_mode():
+        unwatched = TextFeatures((torch.ones(3, 4),))
+    TextFeatures.of(unwatched)
+    with torch.inference_mode():
+        unwatched.rows[0].fill_(math.nan)
+    with pytest.raises(PromptError, match="contain NaN"):
+        TextFeatures.of(unwatched)
 
 
 def test_schedules_are_made_once() -> None:

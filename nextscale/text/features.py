@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from ..errors import PromptError
 _ACCEPTED = (
     "a TextFeatures, one [tokens, channels] tensor, a [prompts, tokens, channels] tensor, or a sequence of [tokens, channels] tensors"
 )
+
+State = tuple[tuple[int, int], ...]
+"""Of each tensor where its numbers lie, and how often torch has written them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +86,33 @@ class TextFeatures:
             raise PromptError(f"the text mask of prompt {real_tokens.index(0)} is False everywhere; expected True on at least one token")
 
     def _check_finite(self) -> None:
+        state = self._state()
+        if state is not None and state in self._found_finite:
+            return
         named = {f"text features of prompt {position}": row for position, row in enumerate(self.rows)}
         if self.pooled is not None:
             named["pooled text features"] = self.pooled
-        checks = [tensor.isfinite().all() for tensor in named.values()]
-        good = torch.stack([check.to(checks[0].device) for check in checks]).tolist()  # one read from the device for all
-        if not all(good):
-            raise PromptError(
-                f"{list(named)[good.index(False)]} contain NaN or infinity; expected finite numbers. "
-                "If the encoder ran in float16, run it in torch.bfloat16 or torch.float32"
-            )
+        bounds = [bound for tensor in named.values() for bound in tensor.aminmax()]  # NaN where there is one
+        found = torch.stack([bound.to(bounds[0].device) for bound in bounds]).tolist()  # one read from the device for all
+        for name, low, high in zip(named, found[::2], found[1::2], strict=True):
+            if not (isfinite(low) and isfinite(high)):
+                raise PromptError(
+                    f"{name} contain NaN or infinity; expected finite numbers. "
+                    "If the encoder ran in float16, run it in torch.bfloat16 or torch.float32"
+                )
+        self._found_finite[:] = [state]
+
+    @cached_property
+    def _found_finite(self) -> list[State | None]:
+        """The state in which they were checked last: else the host would wait for the device at every request with the same features."""
+        return []
+
+    def _state(self) -> State | None:
+        """Changes when numbers are written; None where torch does not count that."""
+        tensors = self.rows if self.pooled is None else (*self.rows, self.pooled)
+        if any(map(Tensor.is_inference, tensors)):
+            return None
+        return tuple([(tensor.data_ptr(), tensor._version) for tensor in tensors])
 
     @classmethod
     def of(cls, value: TextFeatures | Tensor | Sequence[Tensor]) -> TextFeatures:
