@@ -15,20 +15,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from nextscale import kernels
 from nextscale.loading.presets import build_tokenizer, model_spec
 from nextscale.loading.random_weights import fill_random
-from nextscale.tokenizers import tiles
+from nextscale.tokenizers import autoencoder, tiles
 from nextscale.tokenizers.autoencoder import (
     Decoder,
     NormAct,
     ResidualBlock,
     Upsample,
-    add_bias_,
+    add_residual_,
     as_laid_out,
     lay_out,
     upsample_nearest,
@@ -38,6 +39,9 @@ from nextscale.tokenizers.tiles import decode, images_at_a_time, stride
 
 from .captured import captured_ms
 from .results import RESULTS, append, measure
+
+if TYPE_CHECKING:
+    from nextscale.kernels.group_norm import Sums
 
 FLOPS, BYTES = 790e12, 4.3e12  # a large product and a copy in bfloat16 on an H200, per second
 CASES = (("nano", 512, 32), ("infinity-2b", 1024, 4))
@@ -75,16 +79,19 @@ class Walk:
         self.steps.append(step)
         return step.run()
 
-    def norm(self, name: str, norm: NormAct, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        return self.do(Step(name, lambda: norm.fused(x, shift), bytes=3 * x.nbytes))
+    def norm(self, name: str, norm: NormAct, x: Tensor, shift: Tensor | None = None, sums: Sums | None = None) -> Tensor:
+        return self.do(Step(name, lambda: norm.fused(x, shift, sums), bytes=(3 if sums is None else 2) * x.nbytes))
 
-    def block(self, name: str, block: ResidualBlock, x: Tensor) -> Tensor:
-        inner = self.do(convolution(f"{name} conv1", block.conv1, self.norm(f"{name} norm1", block.norm1, x)))
+    def block(self, name: str, block: ResidualBlock, x: Tensor, sums: Sums | None = None) -> tuple[Tensor, Sums]:
+        inner = self.do(convolution(f"{name} conv1", block.conv1, self.norm(f"{name} norm1", block.norm1, x, sums=sums)))
         out = self.do(convolution(f"{name} conv2", block.conv2, self.norm(f"{name} norm2", block.norm2, inner, block.conv1.bias)))
         residual, bias = x, None
         if isinstance(block.shortcut, nn.Conv2d):
             residual, bias = self.do(convolution(f"{name} shortcut", block.shortcut, x)), block.shortcut.bias
-        return self.do(Step(f"{name} add", lambda: add_bias_(out, block.conv2, residual, bias), bytes=3 * out.nbytes))
+        found = add_residual_(out, block.conv2, residual, bias)
+        self.steps.append(Step(f"{name} add", lambda: add_residual_(out, block.conv2, residual, bias).parts, bytes=3 * out.nbytes))
+        self.steps.append(Step(f"{OTHER}{name} add, no sums", partial(add_only, out, block.conv2, residual, bias), bytes=3 * out.nbytes))
+        return out, found
 
     def upsample(self, name: str, resize: Upsample, x: Tensor) -> Tensor:
         macs = 4 * x.numel() * 4 * resize.conv.out_channels
@@ -95,17 +102,27 @@ class Walk:
     def decoder(self, decoder: Decoder, z: Tensor) -> None:
         x = decoder.conv_in(as_laid_out(z))
         for number, block in enumerate(part for part in decoder.middle if isinstance(part, ResidualBlock)):
-            x = self.block(f"middle {number}", block, x)
+            x, _ = self.block(f"middle {number}", block, x)
         for place, level in enumerate(decoder.stack):
+            sums: Sums | None = None
             for number, block in enumerate(level.stack):
-                x = self.block(f"level {place} block {number}", block, x)
+                x, sums = self.block(f"level {place} block {number}", block, x, sums)
             if isinstance(level.resize, Upsample):
                 x = self.upsample(f"level {place}", level.resize, x)
         macs = x.numel() * 9 * decoder.conv_out.out_channels
-        self.steps += other_image(decoder, x, self.do(Step("norm, conv out", lambda: decoder.image(x), macs, 2 * x.nbytes)))
+        self.steps += other_image(decoder, x, self.do(Step("norm, conv out", lambda: decoder.image(x, sums), macs, x.nbytes)))
 
 
 OTHER = "instead: "
+
+
+def add_only(y: Tensor, conv: nn.Conv2d, residual: Tensor, bias: Tensor | None) -> Tensor:
+    assert conv.bias is not None
+    return kernels.add_bias_residual_(y, conv.bias, residual, bias)
+
+
+def sums_unknown(y: Tensor, conv: nn.Conv2d, residual: Tensor, bias: Tensor | None) -> None:
+    add_only(y, conv, residual, bias)
 
 
 def other_upsampling(name: str, conv: nn.Conv2d, x: Tensor, expected: Tensor) -> Iterator[Step]:
@@ -197,8 +214,10 @@ def whole_times(decoder: Decoder, z: Tensor) -> dict[str, float]:
     found = {"whole_ms": whole()}
     with set_to(Upsample, "without_bias", lambda resize, x: without_bias(resize.conv, upsample_nearest(x), 1)):
         found["whole_upsample_apart_ms"] = whole()
-    with set_to(Decoder, "image", lambda decoder, x: apart(decoder.norm_out, decoder.conv_out, x)):
+    with set_to(Decoder, "image", lambda decoder, x, sums: apart(decoder.norm_out, decoder.conv_out, x)):
         found["whole_conv_out_apart_ms"] = whole()
+    with set_to(autoencoder, "add_residual_", sums_unknown):
+        found["whole_sums_apart_ms"] = whole()
     for together in (1, 2, 4, 8, 16, 32):
         if together <= len(z):
             with set_to(tiles, "images_at_a_time", lambda *given, together=together: together):

@@ -94,6 +94,9 @@ def calls() -> dict[str, Callable[[], Any]]:
         ),
         "centred": lambda: kernels.centred_silu(pixels, torch.zeros(1, 64), torch.zeros(1, 64), bias),
         "bias and residual": lambda: kernels.add_bias_residual_(pixels, bias, pixels.clone(memory_format=torch.preserve_format), bias),
+        "bias, residual and sums": lambda: kernels.add_bias_residual_sums_(
+            pixels, bias, pixels.clone(memory_format=torch.preserve_format), bias
+        ),
         "upsampling": lambda: kernels.upsample_nearest(pixels),
     }  # fmt: skip
 

@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     from nextscale.kernels.attention import attend_lengths_reference
     from nextscale.kernels.bias_residual import add_bias_residual_reference
     from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
-    from nextscale.kernels.group_norm import group_norm_silu_reference
+    from nextscale.kernels.group_norm import group_norm_silu_reference, mean_and_scale
     from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
     from nextscale.kernels.norm_conv import group_norm_silu_conv_reference
     from nextscale.kernels.restore import restore_tokens_reference
@@ -198,6 +198,20 @@ def test_add_bias_residual(shape: tuple[int, int, int, int], dtype: torch.dtype)
 
     for others in ((bias,), (bias, residual), (bias, residual, residual_bias)):
         compare(added, add_bias_residual_reference, x, *others)
+
+
+@every_dtype
+@every_image
+def test_add_bias_residual_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """The same sum, and mean and scale as near to the exact ones as those of a pass of their own."""
+    make = Maker("cuda", dtype)
+    x, residual, bias, weight = make.image(*shape), make.image(*shape, mean=2.0), make.normal(shape[1]), make.normal(shape[1], mean=1.0)
+    expected = kernels.add_bias_residual_(x.clone(), bias, residual, bias)
+    with poisoned():
+        sums = kernels.add_bias_residual_sums_(x, bias, residual, bias)
+    assert torch.equal(x, expected)
+    found, apart = (mean_and_scale(x, 32, weight, 1e-6, None, known) for known in (sums, None))
+    torch.testing.assert_close(found, apart, rtol=1e-4, atol=1e-5)
 
 
 @every_dtype

@@ -131,8 +131,10 @@ def test_the_kernel_refuses_other_layouts(interpreted: None) -> None:
         kernel.group_norm_silu(torch.zeros(1, 32, 2, 2, device=DEVICE), 32, norm.weight, norm.bias, norm.eps)
 
 
-@every_dtype
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] <= 256], ids=str)
+SMALL = [shape for shape in SHAPES if shape[1] <= 256]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SMALL, cycle(DTYPES), strict=False), *zip(SMALL[1:], DTYPES, strict=False)], ids=str)
 def test_norm_and_last_convolution_in_one_pass(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
     """Beyond the edges are zeros, not what a norm makes of them. Weights lie as they come, or channels last."""
     x, norm = channels_last(*shape, dtype=dtype, mean=0.5), given_norm(shape[1], dtype)
@@ -177,6 +179,33 @@ def test_bias_and_residual_in_one_pass(shape: tuple[int, ...], dtype: torch.dtyp
 
     for others in ((bias,), (bias, residual), (bias, residual, residual_bias)):
         compare(added, bias_residual.add_bias_residual_reference, x, *others)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, cycle(DTYPES), strict=False)], ids=str)
+def test_sums_that_are_collected_while_a_residual_is_added(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
+    """The sum is that of the kernel that collects nothing, bit for bit, and its mean and scale those that reading it once more finds."""
+    x, residual, norm = channels_last(*shape, dtype=dtype), channels_last(*shape, dtype=dtype, mean=2.0), given_norm(shape[1], dtype)
+    bias, residual_bias = biases(shape[1], dtype, 2)
+    others = (bias, residual) if shape[0] == 1 else (bias, residual, residual_bias)
+    found, expected = x.clone(), bias_residual.add_bias_residual_(x.clone(), *others)
+    with poisoned():
+        sums = bias_residual.add_bias_residual_sums_(found, *others)
+    assert torch.equal(found, expected)
+    ours, theirs = (kernel.mean_and_scale(found, norm.num_groups, norm.weight, norm.eps, None, known) for known in (sums, None))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_many_shares(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 4 pixels in 5 shares that do not come out even, of two images."""
+    for name, number in (("SUMS_TILE", 32 * 4), ("PROGRAMS", 10), ("SHARES", 2)):
+        monkeypatch.setattr(kernel, name, number)
+    x, residual = channels_last(2, 32, 3, 13, dtype=torch.float32), channels_last(2, 32, 3, 13, dtype=torch.float32, mean=2.0)
+    expected, bias, norm = x + residual + 1, torch.ones(32, device=DEVICE), given_norm(32, torch.float32)
+    sums = bias_residual.add_bias_residual_sums_(x, bias, residual)
+    assert sums.parts.shape == (2, 5, 2, 32)
+    given = (norm.num_groups, norm.weight, norm.bias, norm.eps)
+    ours = kernel.group_norm_silu(x, *given, None, sums)
+    torch.testing.assert_close(ours, kernel.group_norm_silu_reference(expected, *given), rtol=1e-5, atol=1e-5)
 
 
 def test_bias_and_residual_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +298,7 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *given, **settings: calls.update([name]) or function(*given, **settings))
 
-    for name in ("group_norm_silu", "group_norm_silu_conv", "add_bias_residual_", "upsample_nearest"):
+    for name in ("group_norm_silu", "group_norm_silu_conv", "add_bias_residual_", "add_bias_residual_sums_", "upsample_nearest"):
         count(name)
     config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)  # one block in every level
     decoder = lay_out(decoder_of(config).to(DEVICE))
@@ -282,7 +311,7 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
         lay_out_as_on_a_gpu(monkeypatch)
     whole = decoder.at_once(z)
     blocks = 2 + 2  # in the middle, and one in both levels
-    assert calls == {"group_norm_silu": 2 * blocks, "group_norm_silu_conv": 1, "add_bias_residual_": blocks}
+    assert calls == {"group_norm_silu": 2 * blocks, "group_norm_silu_conv": 1, "add_bias_residual_sums_": blocks}
     torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-4)
     calls.clear()
     count("centred_silu")
@@ -297,12 +326,13 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
 def test_kernels_round_no_more_than_torch(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors against float64 of two images, with attention in between and blocks that change the number of channels."""
     dtype = torch.bfloat16  # each kernel alone is compared in every dtype
-    config = AutoencoderConfig(48, (1, 2), 6, blocks_per_level=0)
+    config = AutoencoderConfig(48, (1, 2), 6, blocks_per_level=1)
     decoder, z = decoder_of(config, dtype).to(DEVICE), latent(config, 2, 2, 3).to(DEVICE, dtype)
     exact = copy.deepcopy(decoder).double().at_once(z.double())
     if DEVICE == "cpu":
         lay_out_as_on_a_gpu(monkeypatch)
     ours = decoder.at_once(z)
+    torch.testing.assert_close(decoder.at_once(z[1:]), ours[1:], rtol=0, atol=0.02)  # an image of a batch is the image alone
     monkeypatch.setattr("nextscale.kernels.available", lambda _: False)
     errors = [(image - exact).square().mean().sqrt() for image in (ours, decoder.at_once(z))]
     assert errors[0] <= 1.1 * errors[1]
@@ -499,6 +529,7 @@ def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strip
     monkeypatch.setitem(vars(kernels), "centred_silu", lambda x, *others: torch.empty_like(x))
     monkeypatch.setitem(vars(kernels), "group_norm_silu_conv", lambda x, *others: x.new_empty(len(x), 3, *x.shape[2:], dtype=torch.float32))
     monkeypatch.setitem(vars(kernels), "add_bias_residual_", lambda x, *others: x)
+    monkeypatch.setitem(vars(kernels), "add_bias_residual_sums_", lambda x, *others: None)
     monkeypatch.setitem(vars(kernels), "upsample_nearest", upsample.upsample_nearest_reference)
     for module in ("autoencoder", "tiles"):
         monkeypatch.setattr(f"nextscale.tokenizers.{module}.fusable", lambda x: True)

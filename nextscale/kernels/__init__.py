@@ -24,7 +24,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .attention import attend_lengths
-    from .bias_residual import add_bias_residual_
+    from .bias_residual import add_bias_residual_, add_bias_residual_sums_
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
     from .group_norm import centred_silu, group_norm_silu
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_bias_residual_",
+    "add_bias_residual_sums_",
     "attend_lengths",
     "attend_lists",
     "available",
@@ -83,6 +84,7 @@ FILES = {
     "group_norm_silu_conv": "norm_conv",
     "centred_silu": "group_norm",
     "add_bias_residual_": "bias_residual",
+    "add_bias_residual_sums_": "bias_residual",
     "upsample_nearest": "upsample",
     "round_to_e4m3": "quantize",
     "gelu_to_e4m3": "quantize",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -54,12 +56,12 @@ def mean_and_scale_sums_kernel(
     tl.store(out + CHANNELS, tl.sum(second, axis=0))
 
 
-@triton.jit(do_not_specialize=["pixels", "shares"])
+@triton.jit(do_not_specialize=["pivot_image", "pixels", "shares"])
 def mean_and_scale_kernel(
-    x_ptr, sums_ptr, shift_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, shares, eps, SHIFTED: tl.constexpr,
+    pivot_ptr, pivot_image, sums_ptr, shift_ptr, weight_ptr, mean_ptr, scale_ptr, pixels, shares, eps, SHIFTED: tl.constexpr,
     CHANNELS: tl.constexpr, MEMBERS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """One program per image and group. A shift of the channels moves their means, not their distances from the first pixel."""
+    """One program per image and group. A shift of the channels moves their means, not their distances from the pivot."""
     image = tl.program_id(0).to(tl.int64)
     member = tl.arange(0, BLOCK)
     channel = tl.program_id(1) * MEMBERS + member
@@ -76,7 +78,7 @@ def mean_and_scale_kernel(
     shift = tl.zeros([BLOCK], dtype=tl.float32)
     if SHIFTED:
         shift = tl.load(shift_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    pivot = tl.load(x_ptr + image * pixels * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+    pivot = tl.load(pivot_ptr + image * pivot_image + channel, mask=inside, other=0.0).to(tl.float32)
     own_mean = pivot + first / pixels  # of each channel, without the shift
     mean = tl.sum(tl.where(inside, own_mean + shift, 0.0), axis=0) / MEMBERS
     apart = tl.where(inside, own_mean + shift - mean, 0.0)
@@ -107,37 +109,65 @@ def centred_silu_kernel(
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+class Sums(NamedTuple):
+    """What the channels of every image add up to, in shares of its pixels."""
+
+    pivot: Tensor  # [B, C], of which distances are taken: some value that the channel has
+    parts: Tensor  # [B, shares, 2, C] float32: distances and their squares
+
+
 def group_norm_silu(
-    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None = None, *, warps: int = WARPS
+    x: Tensor,
+    groups: int,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    shift: Tensor | None = None,
+    sums: Sums | None = None,
+    *,
+    warps: int = WARPS,
 ) -> Tensor:
     """silu(group_norm(x)) of x [B, C, H, W] in channels-last layout, which the result has too. Rounded once, where torch rounds twice.
 
-    With a shift [C], such as the bias of the convolution before, of x + shift: no pass more.
+    With a shift [C], such as the bias of the convolution before, of x + shift: no pass more. With the sums of x a pass less.
     """
-    return centred_silu(x, *mean_and_scale(x, groups, weight, eps, shift, warps=warps), bias, warps=warps)
+    return centred_silu(x, *mean_and_scale(x, groups, weight, eps, shift, sums, warps=warps), bias, warps=warps)
+
+
+def share_sizes(images: int, channels: int, pixels: int) -> tuple[int, int, int, int]:
+    """Pixels and channels of a tile, and pixels and number of the shares of an image."""
+    tile_pixels, block = tile_sizes(channels, pixels, SUMS_TILE)
+    wanted = max(1, PROGRAMS // (images * (channels // block)))
+    share = tile_pixels * triton.cdiv(triton.cdiv(pixels, wanted), tile_pixels)
+    return tile_pixels, block, share, triton.cdiv(pixels, share)
+
+
+def channel_sums(x: Tensor, *, warps: int = WARPS) -> Sums:
+    images, channels, total = image_sizes(x)
+    tile_pixels, block, share, shares = share_sizes(images, channels, total)
+    parts = torch.empty(images, shares, 2, channels, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        mean_and_scale_sums_kernel[images, shares, channels // block](
+            x, parts, total, share, shares,
+            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
+        )  # fmt: skip
+    return Sums(x[:, :, 0, 0], parts)
 
 
 def mean_and_scale(
-    x: Tensor, groups: int, weight: Tensor, eps: float, shift: Tensor | None = None, *, warps: int = WARPS
+    x: Tensor, groups: int, weight: Tensor, eps: float, shift: Tensor | None = None, sums: Sums | None = None, *, warps: int = WARPS
 ) -> tuple[Tensor, Tensor]:
     """What the norm of x + shift takes from the channels of x of every image and what it multiplies them by then, [B, C] float32 each."""
     images, channels, total = image_sizes(x)
     if shift is not None:
         require_shape("shift", shift, channels)
-    tile_pixels, block = tile_sizes(channels, total, SUMS_TILE)
-    wanted = max(1, PROGRAMS // (images * (channels // block)))
-    share = tile_pixels * triton.cdiv(triton.cdiv(total, wanted), tile_pixels)
-    shares = triton.cdiv(total, share)
-    sums = torch.empty(images, shares, 2, channels, dtype=torch.float32, device=x.device)
+    pivot, parts = channel_sums(x, warps=warps) if sums is None else sums
+    require_shape("sums", parts, images, parts.shape[1], 2, channels)
     mean, scale = (torch.empty(images, channels, dtype=torch.float32, device=x.device) for _ in range(2))
     members = channels // groups
     with torch.cuda.device_of(x):
-        mean_and_scale_sums_kernel[images, shares, channels // block](
-            x, sums, total, share, shares,
-            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
-        )  # fmt: skip
         mean_and_scale_kernel[images, groups](
-            x, sums, shift, weight, mean, scale, total, shares, eps, SHIFTED=shift is not None,
+            pivot, pivot.stride(0), parts, shift, weight, mean, scale, total, parts.shape[1], eps, SHIFTED=shift is not None,
             CHANNELS=channels, MEMBERS=members, BLOCK=power_of_two(members), SHARES=SHARES, num_warps=GROUP_WARPS,
         )  # fmt: skip
     return mean, scale

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .group_norm import group_norm_silu_reference, mean_and_scale
+from .group_norm import Sums, group_norm_silu_reference, mean_and_scale
 from .shapes import LARGEST_NORM_CONV, image_sizes, power_of_two, require_shape
 
 # The input is read twice, once for its mean and variance: 0.54 GB for bfloat16, 1024 x 1024 pixels with 128 channels, at the least 0.13 ms
@@ -79,10 +79,22 @@ def group_norm_silu_conv_kernel(
 
 
 def group_norm_silu_conv(
-    x: Tensor, groups: int, norm_weight: Tensor, norm_bias: Tensor, eps: float, weight: Tensor, bias: Tensor, *, warps: int = WARPS
+    x: Tensor,
+    groups: int,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor,
+    sums: Sums | None = None,
+    *,
+    warps: int = WARPS,
 ) -> Tensor:
     """conv2d(silu(group_norm(x)), weight, bias, padding=1) of x [B, C, H, W] in channels-last layout, which the result has too; weight
-    [O, C, 3, 3] of at most 256 channels to at most 4. What is normalised is rounded to the dtype of x, the result is in float32."""
+    [O, C, 3, 3] of at most 256 channels to at most 4. What is normalised is rounded to the dtype of x, the result is in float32.
+
+    With the sums of x a pass less.
+   """
     images, channels, _ = image_sizes(x)
     height, width = x.shape[2:]
     out_channels = weight.shape[0]
@@ -94,7 +106,7 @@ def group_norm_silu_conv(
     columns = max(min(COLUMNS, TILE // (block * x.element_size()), power_of_two(width + 2)), 16)
     segments = triton.cdiv(width, columns - 2)
     rows = max(min(ROWS, images * segments * height // PROGRAMS), SMALLEST_ROWS)
-    mean, scale = mean_and_scale(x, groups, norm_weight, eps)
+    mean, scale = mean_and_scale(x, groups, norm_weight, eps, None, sums)
     out = torch.empty((images, out_channels, height, width), dtype=torch.float32, device=x.device, memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
         group_norm_silu_conv_kernel[segments, triton.cdiv(height, rows), images](

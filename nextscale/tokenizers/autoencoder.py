@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from .. import kernels
 from ..kernels.shapes import LARGEST_NORM_CONV
 from .upsampling import convolve_upsampled, merged_upsampling
+
+if TYPE_CHECKING:
+    from ..kernels.group_norm import Sums
 
 EPS = 1e-6
 
@@ -52,9 +55,9 @@ class NormAct(GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x) if fusable(x) else F.silu(super().forward(x), inplace=not torch.is_grad_enabled())
 
-    def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The kernel's norm and SiLU of x + shift [C]."""
-        return kernels.group_norm_silu(x, self.num_groups, self.weight, self.bias, self.eps, shift)
+    def fused(self, x: Tensor, shift: Tensor | None = None, sums: Sums | None = None) -> Tensor:
+        """The kernel's norm and SiLU of x + shift [C]; a pass less where the sums of x are known."""
+        return kernels.group_norm_silu(x, self.num_groups, self.weight, self.bias, self.eps, shift, sums)
 
 
 def fusable(x: Tensor) -> bool:
@@ -74,10 +77,16 @@ def without_bias(conv: nn.Conv2d, x: Tensor, padding: int | tuple[int, int]) -> 
     return F.conv2d(x, conv.weight, padding=padding).contiguous(memory_format=torch.channels_last)
 
 
-def add_bias_(y: Tensor, conv: nn.Conv2d, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
-    """Adds the bias of `conv`, and a residual with the bias that it still lacks, to y itself."""
+def add_bias_(y: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Adds the bias of `conv` to y itself."""
     assert conv.bias is not None
-    return kernels.add_bias_residual_(y, conv.bias, residual, residual_bias)
+    return kernels.add_bias_residual_(y, conv.bias)
+
+
+def add_residual_(y: Tensor, conv: nn.Conv2d, residual: Tensor, residual_bias: Tensor | None) -> Sums:
+    """Adds the bias of `conv`, and a residual with the bias that it still lacks, to y itself. What the next norm wants to know."""
+    assert conv.bias is not None
+    return kernels.add_bias_residual_sums_(y, conv.bias, residual, residual_bias)
 
 
 def shifted_bias(conv: nn.Conv2d, shift: Tensor | None) -> Tensor | None:
@@ -127,17 +136,17 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if fusable(x):
-            return self.fused(x)
+            return self.fused(x)[0]
         y = self.conv2(self.norm2(self.conv1(self.norm1(x))))
         return self.shortcut(x) + y  # not the other way round: what the shortcut makes would wait in memory
 
-    def fused(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        """The block of x + shift [C], such as the bias of the convolution before. Kernels add it and the biases on their way: a norm that
-        of the convolution before it, the residual sum the others."""
-        y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x, shift), 1), self.conv1.bias), 1)
+    def fused(self, x: Tensor, shift: Tensor | None = None, sums: Sums | None = None) -> tuple[Tensor, Sums]:
+        """The block of x + shift [C], such as the bias of the convolution before, and the sums of what it returns. Kernels add shift and
+        biases on their way: a norm that of the convolution before it, the residual sum the others."""
+        y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x, shift, sums), 1), self.conv1.bias), 1)
         if isinstance(self.shortcut, nn.Conv2d):
-            return add_bias_(y, self.conv2, without_bias(self.shortcut, x, 0), shifted_bias(self.shortcut, shift))
-        return add_bias_(y, self.conv2, x, shift)
+            return y, add_residual_(y, self.conv2, without_bias(self.shortcut, x, 0), shifted_bias(self.shortcut, shift))
+        return y, add_residual_(y, self.conv2, x, shift)
 
 
 class PixelAttention(nn.Module):
@@ -209,12 +218,19 @@ class Level(nn.Module):
     def stack(self) -> tuple[ResidualBlock, ...]:
         return tuple(self.blocks)  # type: ignore[arg-type]
 
-    def features(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        """What comes out of the blocks, before the step to the next resolution. `shift` [C]: what x still lacks, for kernels to add."""
+    def features(self, x: Tensor) -> Tensor:
+        """What comes out of the blocks, before the step to the next resolution."""
+        return self.features_and_sums(x)[0]
+
+    def features_and_sums(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Sums | None]:
+        """`shift` [C]: what x still lacks, for kernels to add. The sums are known where a kernel has just added the residual."""
+        sums: Sums | None = None
         for block, attention in zip(self.stack, self.attention, strict=True):
-            x = attention(block(x) if shift is None else block.fused(x, shift))
+            x, sums = block.fused(x, shift, sums) if fusable(x) else (block(x), None)
             shift = None
-        return x
+            if isinstance(attention, PixelAttention):
+                x, sums = attention(x), None
+        return x, sums
 
 
 def middle(channels: int, attention: bool) -> nn.Sequential:
@@ -280,23 +296,23 @@ class Decoder(nn.Module):
         return decode(self, z)
 
     def at_once(self, z: Tensor) -> Tensor:
-        x, shift = self.middle(self.conv_in(as_laid_out(z))), None
+        x, shift, sums = self.middle(self.conv_in(as_laid_out(z))), None, None
         for level in self.stack:
-            x = level.features(x, shift)
+            x, sums = level.features_and_sums(x, shift)
             shift = None
             if isinstance(level.resize, Upsample) and fusable(x):
                 x, shift = level.resize.without_bias(x), level.resize.conv.bias  # the next level adds it
             else:
                 x = level.resize(x)  # by itself: a call keeps its input until it ends
-        return self.image(x)
+        return self.image(x, sums)
 
-    def image(self, x: Tensor) -> Tensor:
+    def image(self, x: Tensor, sums: Sums | None = None) -> Tensor:
         """What the last norm and the last convolution make of the features of the last level. A kernel does both and returns float32."""
         if not fusable(x) or x.shape[1] > LARGEST_NORM_CONV:
             return self.conv_out(self.norm_out(x))
         norm, conv = self.norm_out, self.conv_out
         assert conv.bias is not None
-        return kernels.group_norm_silu_conv(x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias)
+        return kernels.group_norm_silu_conv(x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias, sums)
 
     @property
     def stack(self) -> tuple[Level, ...]:
