@@ -181,7 +181,7 @@ def test_bias_and_residual_in_one_pass(shape: tuple[int, ...], dtype: torch.dtyp
         compare(added, bias_residual.add_bias_residual_reference, x, *others)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES, cycle(DTYPES), strict=False)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES[1:], cycle(DTYPES), strict=False)], ids=str)  # one number has no variance
 def test_sums_that_are_collected_while_a_residual_is_added(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
     """The sum is that of the kernel that collects nothing, bit for bit, and its mean and scale those that reading it once more finds."""
     x, residual, norm = channels_last(*shape, dtype=dtype), channels_last(*shape, dtype=dtype, mean=2.0), given_norm(shape[1], dtype)
