@@ -2,12 +2,11 @@
 
     python -m benchmarks.formats images --prompts SHARD [-m nano] [--size 512] [--batch 32] [--limit N] [--out FILE] [VARIANT ...]
     python -m benchmarks.formats errors [-m infinity-2b] [--random-weights] [--outliers 100] [--each] [--out FILE] [VARIANT ...]
-    python -m benchmarks.formats table [--out FILE]
 
 A variant is fp8 or int8, and after a colon the products that stay as they are: fp8:feed_forward.fc2,attention.proj; or another dtype, since
 what one rounding changes is what a format has to be compared with: the first codes that differ make another image. "images" judges
 images; "errors" needs no judge and no trained weights: relative errors of logits for the same codes, and the share of codes or bits that
-are sampled differently, stage by stage. --each also quantises every product alone. "table" writes the tables of docs/quantisation.md.
+are sampled differently, stage by stage. --each also quantises every product alone.
 On a CPU e4m3 is emulated in float32: errors are those of a GPU, times are not.
 """
 
@@ -24,23 +23,19 @@ import torch
 
 from nextscale import Pipeline, load
 from nextscale.cli.parse import parse_size
-from nextscale.io import write_text
 from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.bench.runner import release
-from nextscale.lab.bench.tables import with_tables
 from nextscale.lab.evals.format_errors import Seen, generate_seen, plant_outliers, stage_errors
-from nextscale.lab.evals.formats import NAMES, OWN, Variant, compare_formats, products_of
+from nextscale.lab.evals.formats import Variant, compare_formats, products_of
 from nextscale.lab.evals.judges import Judges
 from nextscale.lab.evals.prompts import read_eval_prompts
-from nextscale.lab.results import Row, read_rows
+from nextscale.lab.results import Row
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.quantized import FORMATS
 from nextscale.placement import choose_device, choose_dtype
 
+from .formats_table import ERRORS
 from .results import RESULTS, append, measure
-
-ERRORS = "format errors"
-PAGE = Path(__file__).parent.parent / "docs" / "quantisation.md"
 
 
 def opened(args: argparse.Namespace, outliers: float = 0.0) -> Pipeline:
@@ -84,68 +79,9 @@ def errors_of(args: argparse.Namespace, variant: Variant, outliers: float, promp
     return stage_errors(generate_seen(pipe, prompts, args.size, expected.codes, args.seed), expected)
 
 
-# --- tables
-
-
-def value(row: Row, name: str, form: str) -> str:
-    return format(row[name]["value"], form) if row.get(name) else ""
-
-
-def images_table(rows: Sequence[Row]) -> str:
-    """The newest row of every variant under the conditions of the last one."""
-    found = [row for row in rows if row["benchmark"] == "formats" and "error" not in row]
-    if not found:
-        return ""
-    names = ("model", "size", "batch", "images", "seed", "hardware")
-    newest = {row["variant"]: row for row in found if all(row[name] == found[-1][name] for name in names)}
-    lines = [
-        "| weights | GB | ms per image | LPIPS | PSNR | style correct | label in top 5 | Fréchet distance to the model's own |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for variant, row in newest.items():
-        title = f"{row['dtype']}, as loaded" if variant == OWN else variant
-        cells = (value(row, "lpips", ".4f"), value(row, "psnr", ".1f"), value(row, "style", ".1%"), value(row, "label_top5", ".1%"))
-        shown = (f"{row['weights_gb']:.3f}", f"{row['ms_per_image']['median']:.2f}", *cells, value(row, "frechet_dense", ".2f"))
-        lines.append(f"| {title} | {' | '.join(shown)} |")
-    last = found[-1]
-    height, width = last["size"]
-    note = f"`{last['model']}`, {last['images']} prompts at {height}x{width}, batches of {last['batch']}; {last['hardware']}."
-    return "\n".join([*lines, "", note])
-
-
-def errors_table(rows: Sequence[Row]) -> str:
-    found = [row for row in rows if row["benchmark"] == ERRORS and "error" not in row]
-    lines = [
-        "| model | weights | outliers | quantised | error of logits: first, mean, last | codes or bits changed: mean, last |",
-        "|---|---|---:|---|---|---|",
-    ]
-    newest = {(row["model"], str(row["size"]), row["weights"], row["outliers"], row["variant"]): row for row in found}
-    for (model, _, weights, outliers, variant), row in newest.items():
-        logits, changed = row["logits"], row["changed"]
-        numbers = f"{logits[0]:.4f}, {sum(logits) / len(logits):.4f}, {logits[-1]:.4f}"
-        shares = f"{sum(changed) / len(changed):.2%}, {changed[-1]:.2%}"
-        planted = f"{outliers:g}x" if outliers else ""
-        lines.append(f"| {model} | {weights} | {planted} | {shown_variant(variant)} | {numbers} | {shares} |")
-    where = sorted({f"{row['dtype']} on {row['hardware']}" for row in newest.values()})
-    note = f"Relative errors: of the first stage, the mean, the last. Against {', '.join(where)}; on a CPU e4m3 is emulated."
-    return "\n".join([*lines, "", note]) if newest else ""
-
-
-def shown_variant(name: str) -> str:
-    """One product by its own name, in place of all others."""
-    variant = Variant.parse(name)
-    quantised = [product for product in NAMES if variant.format is not None and product not in variant.keep]
-    return f"{variant.format}, {quantised[0]} alone" if len(quantised) == 1 else name
-
-
-def write_page(rows: Sequence[Row]) -> None:
-    tables = {"formats": images_table(rows), "format-errors": errors_table(rows)}
-    write_text(with_tables(PAGE.read_text(encoding="utf-8"), {name: made for name, made in tables.items() if made}), PAGE)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=("images", "errors", "table"))
+    parser.add_argument("task", choices=("images", "errors"))
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help="such as fp8 or int8; default: both")
     parser.add_argument("-m", "--model", default="nano")
     parser.add_argument("--size", type=parse_size)
@@ -162,9 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--outliers", type=float, default=0.0, help="errors: also with channels that are so many times larger")
     parser.add_argument("--each", action="store_true", help="errors: also every product alone")
     args = parser.parse_intermixed_args(arguments)  # variants may come last
-    if args.task == "table":
-        write_page(read_rows(args.out))
-        return []
     if args.task == "images" and args.prompts is None:
         parser.error("images are judged by prompts: add --prompts FILE")
     variants = [Variant.parse(name) for name in args.variants or FORMATS]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nextscale.accel import resolve_method
-from nextscale.lab.bench.cells import faster
+from nextscale.lab.bench.cells import bounded, faster
 from nextscale.lab.bench.picture import pictured_row, stages_svg
 from nextscale.lab.bench.tables import speed_tables, summary_table, with_tables
 from nextscale.lab.evals.frontier import frontier_svg
@@ -22,6 +22,7 @@ from nextscale.loading.presets import build_model, model_spec
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
 
+from .formats_table import format_tables
 from .load_table import load_table
 from .memory_table import memory_table
 from .results import RESULTS
@@ -34,30 +35,39 @@ QUALITY_PAGE = PROJECT / "docs" / "quality.md"
 METHODS_PAGE = PROJECT / "docs" / "methods.md"
 SERVING_PAGE = PROJECT / "docs" / "serving.md"
 MEMORY_PAGE = PROJECT / "docs" / "memory.md"
+FORMATS_PAGE = PROJECT / "docs" / "quantisation.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
 FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the last model by name, at the largest size that was judged
 
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows uncond"  # a row that only this list has
+ENOUGH = 500  # prompts
 WITHIN = (0.035, 0.065, 0.1, 0.15)  # LPIPS to dense of the README's points
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
     """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method.
 
-    Only rows under the conditions of the newest one of the most prompts count; a list of methods tried on fewer does not change the table.
-    Where some of them were captured, rows of commits at which nothing was do not count.
+    Only rows under the conditions of the newest one of enough prompts, else of the most, count: a list of methods tried on fewer does not
+    change the table. Where some of them were captured, rows of commits at which nothing was do not count, nor do sizes of a model that
+    were never captured where another one was: batches of launches one by one wait for the host.
     """
     on_gpus = [row for row in judged(rows) if not row["hardware"].startswith("CPU") and row.get("quantize") is None]
     cases: dict[tuple[str, int, int], list[Row]] = {}
     for row in on_gpus:
         cases.setdefault((row["model"], *row["size"]), []).append(row)
-    return [newest(own) for _, own in sorted(cases.items())]
+    runs = {(model, *size): newest(own) for (model, *size), own in sorted(cases.items())}
+    captured = {model for (model, *_), run in runs.items() if is_captured(run)}
+    return [run for (model, *_), run in runs.items() if model not in captured or is_captured(run)]
+
+
+def is_captured(rows: list[Row]) -> bool:
+    return any("graphs" in (row["engine"] or "") for row in rows)
 
 
 def newest(rows: list[Row]) -> list[Row]:
     """Rows of one model and size that can be compared."""
-    last = max(reversed(rows), key=lambda row: row["images"])
+    last = max(reversed(rows), key=lambda row: min(row["images"], ENOUGH))
     alike = [row for row in rows if all(row[name] == last[name] for name in CONDITIONS)]
     captured = {row["commit"] for row in alike if "graphs" in (row["engine"] or "")}
     return comparable([row for row in alike if row["commit"] in captured] or alike, last)
@@ -178,13 +188,6 @@ def decisions_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def bounded(interval: Row | None, form: str) -> str:
-    if interval is None:
-        return ""
-    value, low, high = (form.format(interval[key]) for key in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
-
-
 PLANNED = {
     "skip the last two stages": "skip:last=2",
     "SparseVAR, 30 % of the cells kept": "sparsevar",
@@ -237,6 +240,7 @@ def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
         METHODS_PAGE: {"plans": plans_table(), "decisions": decisions_table(rows)},
         SERVING_PAGE: {"load": load_table(rows)},
         MEMORY_PAGE: {"memory": memory_table(rows)},
+        FORMATS_PAGE: format_tables(rows),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,19 +45,25 @@ def test_the_readme_is_short_and_shows_every_method_beside_plain_skipping() -> N
 
 
 def test_what_the_readme_says_of_quality_is_what_was_measured() -> None:
-    """Skipping two stages beats the published settings; a tuned point is faster than each kind of skipping and nearer to dense."""
+    """At published settings no method is nearer to dense images than skipping at its speed, intervals apart; a tuned point is."""
     found = {row["method"]: row for row in judged_runs(read_rows(RESULTS))[-1]}
-    skip = found["skip the last two stages"]
-    for name, fastest in (("FastVAR", 1.01), ("StageVAR", 1.1)):
+    skipped = [(row["speedup"]["median"], row["lpips"]["low"]) for name, row in found.items() if name.startswith("skip the last")]
+    for name in ("SparseVAR", "FastVAR", "StageVAR"):
         row = found[name]
-        assert row["speedup"]["median"] <= fastest * skip["speedup"]["median"]
-        assert row["lpips"]["low"] > skip["lpips"]["high"] and row["frechet_real"]["low"] > skip["frechet_real"]["high"]
-    assert found["SparseVAR 0.6"]["speedup"]["median"] < 1
+        assert row["lpips"]["high"] >= between(sorted(skipped), row["speedup"]["median"])
     profile = Profile.load(TUNED)
-    for skipping in profile.skipping:
+    beaten = [one for one in profile.skipping if one.speedup.high <= profile.points[-1].speedup.value]
+    assert len(beaten) == 2
+    for skipping in beaten:
         better = profile.nearest(speedup=skipping.speedup.high)
         assert better.lpips.high < skipping.lpips.low
         assert "sparsevar:keep" in better.method and "dropguidance" in better.method
+
+
+def between(line: list[tuple[float, float]], place: float) -> float:
+    """What a line of points has there."""
+    (low, first), (high, last) = next(pair for pair in pairwise(line) if pair[1][0] >= place)
+    return first + (last - first) * (place - low) / (high - low)
 
 
 def test_every_model_and_method_is_listed() -> None:

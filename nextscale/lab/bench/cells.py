@@ -61,6 +61,14 @@ def median(row: Row, name: str) -> str:
     return f"{row[name]['median_ms']:.0f}" if row.get(name) else ""
 
 
+def bounded(interval: Row | None, form: str) -> str:
+    """A value with its interval; empty where there is none."""
+    if interval is None:
+        return ""
+    value, low, high = (form.format(interval[key]) for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
 def faster(row: Row, name: str) -> str:
     ratio = row.get(name)
     return "" if ratio is None else f"**{ratio['median']:.2f}** ({ratio['p20']:.2f}–{ratio['p80']:.2f})"

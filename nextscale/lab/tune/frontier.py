@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MOST_RANGES = 12  # of speed
-WANTED = (1.2, 4.0)  # the speedups that these ranges divide; what lies beyond belongs to the first or the last of them
+WANTED = (1.2, 5.0)  # the speedups that these ranges divide; what lies beyond belongs to the first or the last of them
 
 Place = Callable[[T], tuple[float, float]]
 """Speedup, and distance to dense."""
