@@ -113,7 +113,7 @@ def request_memory(
             ]
         generating = max(generating, max(needs) + text + sum(stored.values()))
     return RequestMemory(
-        weights_bytes(model) + weights_bytes(tokenizer),
+        weights_bytes(model) + weights_bytes(tokenizer) + merged_bytes(tokenizer.decoder, model.dtype),  # type: ignore[arg-type]
         cache.bytes,
         text,
         most_stored,
@@ -190,4 +190,4 @@ def decoding_bytes(tokenizer: Tokenizer, schedule: Schedule, images: int, dtype:
     together = images_at_a_time(decoder, shape, dtype, None)
     image = 3 * height * width * stride(decoder) ** 2 * (dtype.itemsize + FLOAT)
     one = decode_bytes(decoder, (height, width), dtype, choose_strips(decoder, shape, dtype, None))
-    return together * one + (images - together) * image + merged_bytes(decoder, dtype)
+    return together * one + (images - together) * image

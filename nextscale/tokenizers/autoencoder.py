@@ -119,6 +119,9 @@ def lay_out(module: M) -> M:
     for parameter in module.parameters():
         if parameter.is_cuda and parameter.ndim == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    for part in module.modules():
+        if isinstance(part, Upsample) and part.conv.weight.is_cuda and kernels.enabled(part.conv.weight.device):
+            part.merged_weight()  # before anything is captured: a graph has its own memory, which it frees
     return module
 
 
