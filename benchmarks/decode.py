@@ -24,17 +24,8 @@ from nextscale import kernels
 from nextscale.loading.presets import build_tokenizer, model_spec
 from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import autoencoder, tiles
-from nextscale.tokenizers.autoencoder import (
-    Decoder,
-    NormAct,
-    ResidualBlock,
-    Upsample,
-    add_residual_,
-    as_laid_out,
-    lay_out,
-    upsample_nearest,
-    without_bias,
-)
+from nextscale.tokenizers.autoencoder import Decoder, ResidualBlock, Upsample, lay_out
+from nextscale.tokenizers.layers import NormAct, add_residual_, as_laid_out, upsample_nearest, without_bias
 from nextscale.tokenizers.tiles import decode, images_at_a_time, stride
 
 from .captured import captured_ms

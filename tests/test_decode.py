@@ -23,16 +23,8 @@ from nextscale.errors import OutOfMemory
 from nextscale.loading.presets import MODELS, build_tokenizer
 from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import tiles
-from nextscale.tokenizers.autoencoder import (
-    AutoencoderConfig,
-    Decoder,
-    NormAct,
-    ResidualBlock,
-    Upsample,
-    as_laid_out,
-    lay_out,
-    norm_act,
-)
+from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, ResidualBlock, Upsample, lay_out
+from nextscale.tokenizers.layers import NormAct, as_laid_out, norm_act
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time, merged_bytes
 from nextscale.tokenizers.upsampling import convolve_upsampled, merged_upsampling
 
@@ -531,10 +523,11 @@ def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strip
     monkeypatch.setitem(vars(kernels), "add_bias_residual_", lambda x, *others: x)
     monkeypatch.setitem(vars(kernels), "add_bias_residual_sums_", lambda x, *others: None)
     monkeypatch.setitem(vars(kernels), "upsample_nearest", upsample.upsample_nearest_reference)
-    for module in ("autoencoder", "tiles"):
+    for module in ("autoencoder", "layers", "tiles"):
         monkeypatch.setattr(f"nextscale.tokenizers.{module}.fusable", lambda x: True)
     # On the meta device a convolution does not keep the layout.
-    monkeypatch.setattr("nextscale.tokenizers.autoencoder.without_bias", lambda conv, x, padding: conv2d(x, conv.weight, padding=padding))
+    for module in ("autoencoder", "layers"):
+        monkeypatch.setattr(f"nextscale.tokenizers.{module}.without_bias", lambda conv, x, padding: conv2d(x, conv.weight, padding=padding))
     monkeypatch.setattr(Upsample, "without_bias", lambda resize, x: conv_transpose2d(x, resize.merged_weight(), stride=2, padding=1))
     decoder = meta_decoder(model, torch.bfloat16)
     merged = [level.resize.merged_weight() for level in decoder.stack if isinstance(level.resize, Upsample)]  # kept from the first image on

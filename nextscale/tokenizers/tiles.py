@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..errors import OutOfMemory
-from .autoencoder import Decoder, GroupNorm, Level, PixelAttention, Upsample, as_laid_out, convolve, fusable, upsample_nearest
+from .autoencoder import Decoder, Level, PixelAttention, Upsample
+from .layers import GroupNorm, as_laid_out, convolve, fusable, upsample_nearest
 
 MEMORY = 4 * 2**30  # bytes for the activations of the decoder, where that is enough
 # Pixels x channels of what the last level is given that keep a large GPU busy: one image of 1024 x 1024 with Infinity's 256 channels, 16 of

@@ -15,7 +15,8 @@ from ...errors import SettingError
 from ...io import to_pil
 from ...stage import Schedule, Tokens
 from ...tokenizers import InfinityTokenizer
-from ...tokenizers.autoencoder import GroupNorm, ResidualBlock
+from ...tokenizers.autoencoder import ResidualBlock
+from ...tokenizers.layers import GroupNorm
 from ..metrics import Lpips
 from ..metrics.pixels import psnr
 from .data import Pictures
