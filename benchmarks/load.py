@@ -6,7 +6,8 @@
 The door is the batcher itself, driven by threads, or `nextscale serve` in a process of its own over HTTP (extra `serve`). First it is asked
 for one image after the other, then for as many as it takes: the ratio is what batching brings. Then requests arrive by chance, whether
 earlier ones are answered or not. Their latency counts from the moment of arrival. At the end the door drains while requests still come,
-which are refused. Some images are then generated again, alone, and compared.
+which are refused. Some images are then generated again, alone, and compared. With --same-images the door fills its batches up, and what is
+compared are images that such a door generates one at a time.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def prompt_of(seed: int) -> str:
 
 
 class BatcherDoor:
-    def __init__(self, pipeline: Pipeline, settings: dict[str, Any], max_batch: int, delay: float, max_queue: int) -> None:
+    def __init__(self, pipeline: Pipeline, settings: dict[str, Any], **batching: Any) -> None:
         self._settings = settings
         self._batches: list[int] = []
-        self._batcher = Batcher([{"model": pipeline}], max_batch=max_batch, batch_delay=delay, max_queue=max_queue, on_batch=self._count)
+        self._batcher = Batcher([{"model": pipeline}], on_batch=self._count, **batching)
 
     def _count(self, record: BatchRecord) -> None:
         self._batches.append(record.images)
@@ -182,6 +183,11 @@ def summary(answers: Sequence[Answer], seconds: float, batches: Sequence[int]) -
     }
 
 
+def image_of(answer: Answer) -> Image.Image:
+    assert answer.image is not None, f"an image that was generated alone has status {answer.status}"
+    return answer.image
+
+
 def compared(answers: Sequence[Answer], alone: Callable[[int], Image.Image], images: int) -> dict[str, Any]:
     """Images from the crowd against the same ones generated alone."""
     chosen = random.Random(0).sample([answer for answer in answers if answer.image is not None], images)
@@ -201,10 +207,10 @@ def compared(answers: Sequence[Answer], alone: Callable[[int], Image.Image], ima
     }
 
 
-def warmed(pipeline: Pipeline, settings: dict[str, Any], max_batch: int) -> float:
-    """Seconds of generating every batch size once; on a GPU this captures its graphs."""
+def warmed(pipeline: Pipeline, settings: dict[str, Any], max_batch: int, every_size: bool) -> float:
+    """Seconds of generating every batch size once, or the least and the largest; on a GPU this captures its graphs."""
     begun = time.monotonic()
-    for batch in range(1, max_batch + 1) if pipeline.engine == "graphs" else (1, max_batch):
+    for batch in range(1, max_batch + 1) if every_size else (1, max_batch):
         pipeline([prompt_of(image) for image in range(batch)], seed=0, warmup=True, **settings)
     return time.monotonic() - begun
 
@@ -212,14 +218,16 @@ def warmed(pipeline: Pipeline, settings: dict[str, Any], max_batch: int) -> floa
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     pipeline = nextscale.load(arguments.model, device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
     settings: dict[str, Any] = {"size": parse_size(arguments.size)} | ({"method": arguments.method} if arguments.method else {})
-    warm_seconds = warmed(pipeline, settings, arguments.max_batch)
+    same = arguments.same_images
+    warm_seconds = warmed(pipeline, settings, arguments.max_batch, every_size=pipeline.engine == "graphs" and not same)
 
     def door(max_batch: int, max_queue: int) -> Door:
         if arguments.door == "http":
             from .load_http import HttpDoor
 
             return HttpDoor(arguments, max_batch, max_queue)
-        return BatcherDoor(pipeline, settings, max_batch, arguments.delay_ms / 1000, max_queue)
+        delay = arguments.delay_ms / 1000
+        return BatcherDoor(pipeline, settings, max_batch=max_batch, batch_delay=delay, max_queue=max_queue, same_images=same)
 
     single, capacity = rates(door(1, 10_000), door(arguments.max_batch, 10_000), arguments.max_batch, arguments.probe_images)
     config = {
@@ -232,6 +240,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "max_batch": arguments.max_batch,
         "batch_delay_ms": arguments.delay_ms,
         "max_queue": arguments.max_queue,
+        **({"same_images": True} if same else {}),
         "warmup_s": round(warm_seconds, 1),
         "one_at_a_time_per_s": round(single, 3),
         "capacity_per_s": round(capacity, 3),
@@ -239,8 +248,14 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     }
     print(f"one at a time {single:.2f} images/s, in batches {capacity:.2f}: {capacity / single:.2f} x", flush=True)
 
-    def alone(seed: int) -> Image.Image:
-        return pipeline(prompt_of(seed), seed=seed, **settings).images[0]
+    def against_alone(answers: Sequence[Answer], images: int) -> dict[str, Any]:
+        if not same:
+            return compared(answers, lambda seed: pipeline(prompt_of(seed), seed=seed, **settings).images[0], images)
+        idle = door(arguments.max_batch, arguments.max_queue)
+        try:
+            return compared(answers, lambda seed: image_of(idle.ask(seed).result()), images)
+        finally:
+            idle.close()
 
     def at(rate: float) -> dict[str, Any]:
         opened = door(arguments.max_batch, arguments.max_queue)
@@ -249,7 +264,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         finally:
             opened.close()
         images = min(arguments.compared, sum(answer.image is not None for answer in answers))
-        return {"seconds": round(seconds, 2), **summary(answers, seconds, opened.batches), **compared(answers, alone, images)}
+        return {"seconds": round(seconds, 2), **summary(answers, seconds, opened.batches), **against_alone(answers, images)}
 
     rows = []
     for rate in arguments.rates:
@@ -269,6 +284,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--delay-ms", type=float, default=5.0)
+    parser.add_argument("--same-images", action="store_true", help="batches are filled up, so that images are the same in any company")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--probe-images", type=int, default=64, help="images of a round by which the capacity is measured")

@@ -40,6 +40,7 @@ class HttpDoor:
             "--warmup": None if isinstance(size, str) else f"{self._size}:{','.join(map(str, range(1, max_batch + 1)))}",
         }
         given = [word for name, value in options.items() if value is not None for word in (name, value)]
+        given += ["--same-images"] if arguments.same_images else []
         self._process = subprocess.Popen([sys.executable, "-m", "nextscale", "serve", *given], stderr=subprocess.PIPE, text=True)
         self._port = self._started()
         self._pool = ThreadPoolExecutor(CONNECTIONS)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from nextscale.lab.results import Row
 
-CASE = ("hardware", "door", "model", "size", "dtype", "method")  # what a run was made with; of those that are alike the last counts
+# What a run was made with; of those that are alike the last counts.
+CASE = ("hardware", "door", "model", "size", "dtype", "method", "same_images")
 
 
 def load_rows(rows: list[Row]) -> list[Row]:
-    found = {tuple(row[name] for name in (*CASE, "rate")): row for row in rows if row["benchmark"] == "load" and "error" not in row}
-    return sorted(found.values(), key=lambda row: [str(row[name]) for name in CASE])
+    found = {tuple(row.get(name) for name in (*CASE, "rate")): row for row in rows if row["benchmark"] == "load" and "error" not in row}
+    return sorted(found.values(), key=lambda row: [str(row.get(name)) for name in CASE])
 
 
 def load_table(rows: list[Row]) -> str:
@@ -21,7 +22,8 @@ def load_table(rows: list[Row]) -> str:
     for row in load_rows(rows):
         answers = " / ".join(str(row["answers"].get(status, 0)) for status in ("200", "429", "503"))
         cells = (
-            f"{row['hardware']}, {row['door']}, {row['model']} {row['size']} px, {row['dtype']}, {row['method']}",
+            f"{row['hardware']}, {row['door']}, {row['model']} {row['size']} px, {row['dtype']}, {row['method']}"
+            f"{', same images' if row.get('same_images') else ''}",
             f"{row['capacity_per_s']:.3g}",
             f"{row['gain']:.2f}",
             f"{row['rate']:g}x",

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from nextscale.engine.batcher import Batcher, BatchRecord, GeneratedImage, Handle, Job, Partial
+from nextscale.engine.batcher.filling import read_alone
 from nextscale.engine.batcher.jobs import Task
 from nextscale.engine.batcher.queue import PROBATION, Waiting
 from nextscale.engine.batcher.throughput import Throughput
 from nextscale.errors import DeadlinePassed, JobCancelled, OutOfMemory, Overloaded, PromptError, SettingError, ShuttingDown, UnknownModel
 from nextscale.pipeline import Pipeline
 from nextscale.report import Report
+from nextscale.text import TextFeatures
 
 from .tiny import shared_pipeline
 
@@ -230,6 +232,98 @@ def test_masks_belong_to_their_image() -> None:
         image = batcher.submit(job("a fox", 1, model="m", settings={"compute_mask": True, "method": "skip:last=1"})).result(SECONDS)[0]
     assert image.masks is not None and [tuple(mask.shape) for mask in image.masks] == [(1, 1), (2, 2), (3, 2), (4, 3)]
     assert [float(mask.mean()) for mask in image.masks] == [1, 1, 1, 0]
+
+
+# --- same images
+
+
+class Rounding(Toy):
+    """Its images depend on how many are generated together, as on a GPU."""
+
+    def __call__(self, prompt: Any, *, seed: Any, negative: Any, on_stage: Callable[[Any], None], **settings: Any) -> Any:
+        output = super().__call__(prompt, seed=seed, negative=negative, on_stage=on_stage, **settings)
+        against = negative or [None] * len(seed)
+        output.images = [f"{of} not {no}, {one} of {len(seed)}" for of, no, one in zip(prompt, against, seed, strict=True)]
+        return output
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_batches_that_are_filled_up_give_the_same_images_alone_and_in_company(same: bool) -> None:
+    toy, records, seen = Rounding(), list[BatchRecord](), list[Any]()
+    jobs = [
+        job("a", 10, negative="fog", partial_stages=frozenset({2}), watch=seen.append),
+        job("b", 20, 30, negative="rain", partial_stages=frozenset({2}), watch=seen.append),
+    ]
+    with Batcher([{"toy": toy}], max_batch=4, batch_delay=0, on_batch=records.append, same_images=same) as batcher:
+        first = running(batcher, toy)
+        together = [batcher.submit(one) for one in jobs]
+        toy.gate.set()
+        finish([first, *together])
+        partials = [(event.position, round(np.asarray(event.image).mean(), -1)) for event in seen if isinstance(event, Partial)]
+        assert partials == [(0, 10), (0, 20), (1, 30)]  # one each, of their own seeds
+        alone = [batcher.submit(one).result(SECONDS) for one in jobs]
+    pairs = zip([image for handle in together for image in handle.result()], [image for images in alone for image in images], strict=True)
+    assert [ours.image == theirs.image for ours, theirs in pairs] == [same] * 3
+    assert [image.batch for image in (*together[0].result(), *alone[0], *alone[1])] == [3, 1, 2, 2]
+    assert [record.images for record in records] == [1, 3, 1, 2]
+    assert [record.report and record.report.seeds for record in records] == [(0,), (10, 20, 30), (10,), (20, 30)]
+    if same:
+        assert toy.calls == [["first"] * 4, ["a", "b", "b", "b"], ["a"] * 4, ["b"] * 4]
+        assert alone[1][1].image == "b not rain, 30 of 4"
+
+
+def test_a_filled_batch_that_runs_out_of_memory_is_filled_up_to_less() -> None:
+    toy = Toy(fails=lambda prompts: OutOfMemory("too much") if len(prompts) > 2 else None)
+    with Batcher([{"toy": toy}], max_batch=8, batch_delay=0, same_images=True) as batcher:
+        first = running(batcher, toy)
+        others = [batcher.submit(job(name)) for name in "abc"]
+        toy.gate.set()
+        finish([first, *others])
+        assert [handle.result()[0].batch for handle in (first, *others)] == [1, 2, 2, 1]
+        assert toy.calls[3:] == [["a", "b"], ["c", "c"]]
+        toy.fails = lambda prompts: OutOfMemory("0.10 GiB are free")
+        with pytest.raises(OutOfMemory, match="0.10 GiB"):
+            batcher.submit(job("huge")).result(SECONDS)
+    assert [len(call) for call in toy.calls] == [8, 4, 2, 2, 2, 2, 1]
+
+
+def test_who_made_a_filled_batch_fail_is_found_and_who_left_it_is_not_waited_for() -> None:
+    toy = Rounding(fails=lambda prompts: PromptError("prompt is empty") if "bad" in prompts else None)
+    with Batcher([{"toy": toy}], max_batch=4, batch_delay=0, same_images=True) as batcher:
+        first = running(batcher, toy)
+        good, bad = batcher.submit(job("good", 5)), batcher.submit(job("bad"))
+        toy.gate.set()
+        finish([first, good, bad])
+        assert good.result()[0].image == "good not None, 5 of 4" and isinstance(bad.future.exception(), PromptError)
+        handles: list[Handle] = []
+        before, toy.between = toy.stages_run, lambda stage: handles[0].cancel() if stage == 1 else None
+        toy.gate.clear()
+        handles.append(batcher.submit(job("leaves")))
+        toy.gate.set()
+        assert batcher.drain(SECONDS) and toy.stages_run == before + 2
+
+
+def test_texts_of_filled_batches_are_encoded_one_by_one() -> None:
+    def read(prompts: list[Any]) -> TextFeatures:
+        return TextFeatures(tuple(torch.full((len(prompt), 1), float(len(prompts))) for prompt in prompts))
+
+    features = read_alone(SimpleNamespace(read=read), ["fox", "owl at sea", "fox"])  # type: ignore[arg-type]
+    assert features.lengths == (3, 10, 3) and all(bool((row == 1).all()) for row in features.rows)
+    assert read_alone(shared_pipeline("var").reader, [3, 1, 3]) == [3, 1, 3]
+
+
+@pytest.mark.parametrize(("family", "prompts"), [("infinity", ["a fox", "an owl"]), ("var", [3, 7])])
+def test_models_give_the_same_images_in_filled_batches(family: str, prompts: list[Any]) -> None:
+    pipe, records = shared_pipeline(family), list[BatchRecord]()
+    with Batcher([{"m": pipe}], max_batch=3, batch_delay=0.2, on_batch=records.append, same_images=True) as batcher:
+        together = [batcher.submit(job(prompt, seed, model="m")) for seed, prompt in enumerate(prompts)]
+        finish(together)
+        again = batcher.submit(job(prompts[1], 1, model="m")).result(SECONDS)[0]
+        ours = together[1].result()[0]
+    assert difference(ours, again) == 0 and difference(ours, together[0].result()[0]) > 20
+    assert ours.prompt_tokens == again.prompt_tokens
+    report = records[-1].report
+    assert report is not None and report.seeds == (1,) and {stage.rows for stage in report.stages} == {2}
 
 
 # --- leaving
@@ -488,3 +582,22 @@ def test_captured_graphs_can_be_left_between_stages() -> None:
         assert fox.result()[0].report.engine == "graphs" and fox.result()[0].batch == 2
         for handle, image in zip((fox, owl), before.images, strict=True):
             assert np.array_equal(np.asarray(handle.result()[0].image), np.asarray(image))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["dense", "fastvar"])
+def test_filled_batches_on_a_gpu_give_the_same_images_bit_for_bit(method: str) -> None:
+    import nextscale
+
+    pipe: Pipeline = nextscale.load("nano", device="cuda", dtype=torch.bfloat16)
+    prompts = ["a fox", "a photo of a blue t-shirt on a chair", "owl", "a 3D icon of a red apple", "a rocket"]
+    jobs = [job(prompt, seed, model="m", settings={"size": 256, "method": method}) for seed, prompt in enumerate(prompts)]
+    with Batcher([{"m": pipe}], max_batch=8, batch_delay=0, same_images=True) as batcher:
+        alone = [batcher.submit(one).result(SECONDS)[0] for one in jobs]
+        for order in (jobs, jobs[::-1], jobs[1:4]):
+            held = batcher.submit(job("a boat", *range(10, 18), model="m", settings=jobs[0].settings))  # behind which the others are joined
+            together = [batcher.submit(one).result for one in order]
+            images = [result(SECONDS)[0] for result in together]
+            assert held.result()[0].report.engine == "graphs" and max(image.batch for image in images) > 1
+            for image in images:
+                assert np.array_equal(np.asarray(image.image), np.asarray(alone[image.seed].image))

@@ -16,8 +16,11 @@ import pytest
 from PIL import Image
 
 import nextscale
+from nextscale.engine.batcher import Job
 from nextscale.pipeline import Pipeline
 from nextscale.serve.pictures import CHUNK
+from nextscale.serve.service import Content, Service, Warmup
+from nextscale.serve.settings import ServeSettings
 
 from .serving import PATH, Live, Steered, live
 from .tiny import shared_pipeline
@@ -313,3 +316,17 @@ def test_bodies_that_are_none(server: Live) -> None:
     assert server.ask(PATH, b'{"prompt": "' + b"x" * 70_000 + b'"}').status == 413
     huge = server.ask(PATH, None, {"content-length": "99999999999"}, method="POST")
     assert huge.status == 413 and huge.error["code"] == "body_too_large"
+
+
+def test_with_same_images_warm_ups_and_requests_have_full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, run, images = shared_pipeline("var"), Pipeline.__call__, list[int]()
+    monkeypatch.setattr(Pipeline, "__call__", lambda self, prompt, **given: images.append(len(prompt)) or run(self, prompt, **given))
+    size = next(iter(pipe.settings.schedules.offers()))
+    content = Content(("tiny",), (None,), lambda name, device: pipe, {}, "dense", (Warmup(size, (1, 2)),))
+    service = Service(content, ServeSettings(max_batch=3, same_images=True))
+    service.open()
+    try:
+        assert service._batcher is not None and service._batcher.submit(Job("tiny", 1, (5,))).result(60)[0].batch == 1
+    finally:
+        service.close()
+    assert images == [3, 3]

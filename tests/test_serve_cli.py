@@ -43,7 +43,7 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
         "-m nano -m infinity-125m --alias gpt-image-1=nano --method fastvar --method skip:last=1 --host 0.0.0.0 --port 9000 --max-batch 4"
         f" --batch-delay-ms 20 --max-queue 9 --api-key-file {keys} --shutdown-timeout 5 --request-timeout 7 --warmup 256x256:1,4"
         " --cors-origin https://a.example --allow-host b.example --log-prompts --max-images 2 --max-pixels 1000000 --max-prompt 100"
-        " --device cpu"
+        " --device cpu --same-images"
     )
     result = invoke(*words.split())
     assert result.exit_code == 0, result.output
@@ -52,6 +52,7 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
     assert content.method == "fastvar + skip:last=1" and content.warmups == (Warmup((256, 256), (1, 4)),)
     assert (settings.host, settings.port, settings.max_batch, settings.batch_delay, settings.max_queue) == ("0.0.0.0", 9000, 4, 0.02, 9)
     assert settings.api_keys == ("0123456789abcdef",) and not settings.loopback and settings.log_prompts
+    assert settings.same_images and not ServeSettings().same_images
     assert (settings.shutdown_timeout, settings.request_timeout) == (5, 7)
     assert (settings.cors_origins, settings.allowed_hosts) == (("https://a.example",), ("b.example",))
     assert (settings.limits.images, settings.limits.pixels, settings.limits.prompt_chars) == (2, 1_000_000, 100)

@@ -108,6 +108,14 @@ class BatchingOptions:
         int,
         typer.Option("--max-queue", metavar="N", min=1, rich_help_panel=BATCHING, help="Images that may wait; then clients get 429."),
     ] = 64
+    same_images: Annotated[
+        bool,
+        typer.Option(
+            "--same-images",
+            rich_help_panel=BATCHING,
+            help="Fill every batch up, so that an image is the same alone and in company, bit for bit; alone it takes as long as a batch.",
+        ),
+    ] = False
     warmup: Annotated[
         list[str] | None,
         typer.Option(
@@ -201,6 +209,7 @@ def serve(
         max_batch=batching.max_batch,
         batch_delay=batching.batch_delay_ms / 1000,
         max_queue=batching.max_queue,
+        same_images=batching.same_images,
         request_timeout=limits.request_timeout,
         shutdown_timeout=limits.shutdown_timeout,
         api_keys=() if network.api_key_file is None else read_api_keys(network.api_key_file),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Literal
 
@@ -81,10 +81,12 @@ class Service:
     def open(self) -> None:
         """Loads the models, warms them up, and takes requests from then on."""
         content, settings = self.content, self.settings
+        full = (settings.max_batch,)  # what batches are filled up to
+        warmups = [replace(warmup, batches=full) if settings.same_images else warmup for warmup in content.warmups]
         self._pipelines = [{model: content.load(model, device) for model in content.models} for device in content.devices]
         for pipelines in self._pipelines:
             for pipeline in pipelines.values():
-                warm_up(pipeline, content.warmups, content.method)
+                warm_up(pipeline, warmups, content.method)
         served = [Served(name, pipeline) for name, pipeline in self._pipelines[0].items()]
         catalogue = Catalogue(served, content.aliases, content.method, settings.limits)
         self._batcher = Batcher(
@@ -93,6 +95,7 @@ class Service:
             batch_delay=settings.batch_delay,
             max_queue=settings.max_queue,
             on_batch=self.metrics.batch_done,
+            same_images=settings.same_images,
         )
         self.metrics.watch(self._batcher, self._all_pipelines)
         if self._draining:

@@ -40,6 +40,7 @@ class ServeSettings:
     max_batch: int = 8
     batch_delay: float = 0.005
     max_queue: int = 64
+    same_images: bool = False  # alone and in any batch, bit for bit: batches are filled up
     request_timeout: float = 300.0  # seconds after which a request is given up
     shutdown_timeout: float = 30.0  # seconds that accepted requests have to finish
     api_keys: tuple[str, ...] = field(default=(), repr=False)

@@ -26,6 +26,11 @@ class Batcher:
     max_batch: images of a batch. batch_delay: seconds for which the first image of a batch waits for others where the device is free.
     max_queue: images that may wait; further jobs are refused with Overloaded, which says when to come back.
     on_batch: called on the worker's thread after every batch, and must return at once.
+    same_images: images are the same alone and in any batch bit for bit, on a GPU too, where products of another shape round differently.
+        Every batch is filled up to `max_batch` with copies of its last image, which are dropped; texts are encoded one by one; requests
+        are captured when they first come. So an image alone takes as long as a full batch. Once memory has run out, batches are
+        filled up to the lowered limit, and an image may differ from what it was before. Where shapes depend on what the images or
+        texts are (thresholds; on a GPU texts of more than 128 tokens, and what runs eagerly), rounding depends on the company still.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class Batcher:
         batch_delay: float = 0.005,
         max_queue: int = 64,
         on_batch: Callable[[BatchRecord], None] = measures_nothing,
+        same_images: bool = False,
     ) -> None:
         for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
             if not is_whole(count, least=1):
@@ -49,7 +55,7 @@ class Batcher:
         self._waiting = Waiting(max_batch, batch_delay, max_queue, self._throughput)
         self._handles: set[Handle] = set()  # of jobs that are not over
         self._workers = [
-            Worker(f"nextscale-worker-{number}", pipelines, self._waiting, self._throughput, on_batch)
+            Worker(f"nextscale-worker-{number}", pipelines, self._waiting, self._throughput, on_batch, same_images)
             for number, pipelines in enumerate(devices)
         ]
         for worker in self._workers:

@@ -122,6 +122,11 @@ class Waiting:
         with self._changed:
             self._forget_dead()
 
+    def limit(self, key: Hashable) -> int:
+        """Images that a batch of this key may have at present."""
+        with self._changed:
+            return self._limit(key)
+
     def lower_limit(self, key: Hashable, images: int) -> None:
         """Batches of this key have so many images at most from now on, and again more after a while."""
         with self._changed:

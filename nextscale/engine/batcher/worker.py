@@ -17,6 +17,7 @@ from ...io import to_pil
 from ...report import Report
 from ...text import TextFeatures
 from ...text.prompts import PromptReader
+from .filling import filled, read_alone, without_fillers
 from .jobs import GeneratedImage, Job, Partial, Prompt, Task
 from .queue import Waiting
 from .throughput import Throughput
@@ -56,9 +57,11 @@ class Worker(Thread):
         waiting: Waiting,
         throughput: Throughput,
         on_batch: Callable[[BatchRecord], None],
+        same_images: bool,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._pipelines, self._waiting, self._throughput, self._on_batch = pipelines, waiting, throughput, on_batch
+        self._same_images = same_images
         self.broken = False  # the device answers no more: nothing but a new process helps
 
     def run(self) -> None:
@@ -78,28 +81,39 @@ class Worker(Thread):
         tasks = [task for task in tasks if task.alive]
         if not tasks:
             return
-        error = self._attempt(tasks)
+        key = tasks[0].job.key
+        images = self._waiting.limit(key) if self._same_images else len(tasks)
+        if len(tasks) > images:  # the limit is lower than when they were taken
+            self._generate(tasks[:images])
+            self._generate(tasks[images:])
+            return
+        error = self._attempt(tasks, images)
         if error is None:
             return
         # Outside of the `except` block, so that what the failed attempt allocated is free.
+        halved = len(tasks)
         if isinstance(error, OutOfMemory):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if len(tasks) > 1:
-                self._waiting.lower_limit(tasks[0].job.key, len(tasks) // 2)
-        if len(tasks) == 1:
+            if images > 1:
+                self._waiting.lower_limit(key, images // 2)
+            halved = images
+        if halved == 1:
             tasks[0].handle.fail(error)
             return
-        half = len(tasks) // 2
-        self._generate(tasks[:half])
-        self._generate(tasks[half:])
+        self._generate(tasks[: halved // 2])
+        self._generate(tasks[halved // 2 :])
 
-    def _attempt(self, tasks: Sequence[Task]) -> Exception | None:
+    def _attempt(self, tasks: Sequence[Task], images: int) -> Exception | None:
+        """`images`: how many run, of which those beyond the tasks are dropped."""
         job, begun = tasks[0].job, time.monotonic()
         waited = tuple(begun - task.queued for task in tasks)
         try:
-            output = self._call(job, tasks)
-            images = generated(output, tasks, self._pipelines[job.model].reader, waited)
+            reader, run = self._pipelines[job.model].reader, filled(tasks, images)
+            prompts = self._prompts(reader, [task.job.prompt for task in run])
+            output = self._call(job, tasks, run, prompts)
+            report = without_fillers(output.report, len(tasks), images)
+            results = generated(output, report, tasks, prompt_tokens(reader, prompts), waited)
         except Abandoned:
             self._record(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited))
             return None
@@ -110,18 +124,26 @@ class Worker(Thread):
             return kept
         seconds = time.monotonic() - begun
         self._throughput.add(len(tasks), seconds)
-        self._record(BatchRecord(job.model, len(tasks), seconds, waited, output.report))
-        for task, image in zip(tasks, images, strict=True):
+        self._record(BatchRecord(job.model, len(tasks), seconds, waited, report))
+        for task, image in zip(tasks, results, strict=True):
             task.handle.deliver(task.position, image)
         return None
 
-    def _call(self, job: Job, tasks: Sequence[Task]) -> Any:
-        return self._pipelines[job.model](
-            [task.job.prompt for task in tasks],
-            seed=[task.seed for task in tasks],
-            negative=None if job.negative is None else [task.job.negative for task in tasks],
+    def _prompts(self, reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
+        """As the pipeline takes them."""
+        return read_alone(reader, prompts) if self._same_images else list(prompts)
+
+    def _call(self, job: Job, tasks: Sequence[Task], run: Sequence[Task], prompts: Any) -> Any:
+        """`run`: the tasks, and what the batch is filled up with."""
+        pipeline, settings = self._pipelines[job.model], dict(job.settings)
+        if self._same_images:
+            settings["warmup"] = True  # graphs from the first request on: eager ones have other shapes, those of the texts
+        return pipeline(
+            prompts,
+            seed=[task.seed for task in run],
+            negative=None if job.negative is None else self._prompts(pipeline.reader, [task.job.negative for task in run]),
             on_stage=StageWatcher(tasks, self._waiting),
-            **job.settings,
+            **settings,
         )
 
     def _record(self, record: BatchRecord) -> None:
@@ -184,32 +206,35 @@ def decoded(preview: Any, rows: Sequence[int]) -> Tensor:
     return preview.tokenizer.decode(preview.latent[list(rows)])
 
 
-def generated(output: Any, tasks: Sequence[Task], reader: PromptReader, waited: Sequence[float]) -> list[GeneratedImage]:
-    """`waited`: seconds in the queue, of each task."""
+def generated(
+    output: Any, report: Report, tasks: Sequence[Task], lengths: Sequence[int], waited: Sequence[float]
+) -> list[GeneratedImage]:
+    """`lengths`: tokens of each prompt. `waited`: seconds in the queue, of each task. What there is beyond the tasks is dropped."""
     masks = None if output.compute_mask is None else [stage.cpu() for stage in output.compute_mask]
-    lengths = prompt_tokens(reader, [task.job.prompt for task in tasks])
     return [
         GeneratedImage(
             image,
             task.seed,
-            output.report,
+            report,
             len(tasks),
-            lengths[task.job.prompt],
+            lengths[row],
             seconds,
             None if masks is None else tuple(stage[row] for stage in masks),
         )
-        for row, (image, task, seconds) in enumerate(zip(output.images, tasks, waited, strict=True))
+        for row, (image, task, seconds) in enumerate(zip(output.images[: len(tasks)], tasks, waited, strict=True))
     ]
 
 
-def prompt_tokens(reader: PromptReader, prompts: Sequence[Prompt]) -> dict[Prompt, int]:
+def prompt_tokens(reader: PromptReader, prompts: Any) -> list[int]:
     """Tokens of each prompt; a class counts as one. Large encoders remember what they have just read."""
+    if isinstance(prompts, TextFeatures):
+        return list(prompts.lengths) if prompts.mask is None else prompts.mask.sum(dim=1).tolist()
     different = list(dict.fromkeys(prompts))
     read = reader.read(different)
     if not isinstance(read, TextFeatures):
-        return dict.fromkeys(different, 1)
-    lengths = read.lengths if read.mask is None else read.mask.sum(dim=1).tolist()
-    return dict(zip(different, lengths, strict=True))
+        return [1] * len(prompts)
+    lengths = dict(zip(different, prompt_tokens(reader, read), strict=True))
+    return [lengths[prompt] for prompt in prompts]
 
 
 def without_frames(error: Exception) -> Exception:
