@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nextscale.lab.bench.cells import bounded
+from nextscale.lab.bench.cells import BATCH, ENERGY, IMAGE, METHOD, MODEL, Column, bounded, machines, table_of
 from nextscale.lab.evals.formats import NAMES, OWN, Variant
 from nextscale.lab.results import Row
 
@@ -15,77 +15,79 @@ def format_tables(rows: Sequence[Row]) -> dict[str, str]:
     return {"formats": images_table(rows), "format-speed": speed_table(rows), "format-errors": errors_table(rows)}
 
 
-def value(row: Row, name: str, form: str) -> str:
-    return format(row[name]["value"], form) if row.get(name) else ""
+def number(head: str, name: str, form: str) -> Column:
+    """The value of a measure; empty where there is none."""
+    return Column(head, lambda row: format(row[name]["value"], form) if row.get(name) else "")
 
 
 def images_table(rows: Sequence[Row]) -> str:
     """The newest row of every variant, for every model, size and machine."""
     found = [row for row in rows if row["benchmark"] == "formats" and "error" not in row]
-    lines = [
-        "| model, image, prompts | weights | GB | LPIPS | PSNR | style correct | label in top 5 | change of the last"
-        " | Fréchet distance to real | to the model's own |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
     newest = {(row["model"], *row["size"], row["images"], row["hardware"], row["variant"]): row for row in found}
-    for (model, height, width, images, hardware, variant), row in newest.items():
-        title = f"{row['dtype']}, as loaded" if variant == OWN else variant
-        change = bounded(row.get("label_top5_change"), "{:+.1%}")
-        shown = (
-            f"{row['weights_gb']:.3f}",
-            value(row, "lpips", ".3f"),
-            value(row, "psnr", ".1f"),
-            value(row, "style", ".1%"),
-            value(row, "label_top5", ".1%"),
-            change,
-            value(row, "frechet_real", ".1f"),
-            value(row, "frechet_dense", ".2f"),
-        )
-        lines.append(f"| {model}, {height}x{width}, {images}, {hardware} | {title} | {' | '.join(shown)} |")
+    columns = (
+        MODEL,
+        IMAGE,
+        Column("prompts", lambda row: str(row["images"])),
+        Column("machine", lambda row: row["hardware"], "l"),
+        Column("weights", lambda row: f"{row['dtype']}, as loaded" if row["variant"] == OWN else row["variant"], "l"),
+        Column("GB", lambda row: f"{row['weights_gb']:.3f}"),
+        number("LPIPS", "lpips", ".3f"),
+        number("PSNR", "psnr", ".1f"),
+        number("style correct", "style", ".1%"),
+        number("label in top 5", "label_top5", ".1%"),
+        Column("change of the last", lambda row: bounded(row.get("label_top5_change"), "{:+.1%}")),
+        number("Fréchet distance to real", "frechet_real", ".1f"),
+        number("to the model's own", "frechet_dense", ".2f"),
+    )
     note = "LPIPS, PSNR and the last column are those to the images of the model as it is loaded, at the same seeds; 95 % intervals."
-    return "\n".join([*lines, "", note]) if newest else ""
+    return table_of(columns, newest.values(), note) if newest else ""
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """Requests that were timed with weights of eight bits, beside the newest of the same kind in the model's own dtype."""
+    """Requests that were timed with weights of eight bits, each below the newest of the same kind in the model's own dtype."""
     timed = [row for row in rows if row["benchmark"] == "bench" and "median_ms" in row and row["weights"] == "random"]
     newest = {(row["model"], *row["size"], row["batch"], row["method"], row.get("quantize")): row for row in timed}
-    lines = [
-        "| model | image | batch | method | weights | generate, ms | against its own dtype | end to end, ms | images/s | peak"
-        " | energy per image |",
-        "|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for (model, height, width, batch, method, quantize), row in newest.items():
-        own = newest.get((model, height, width, batch, method, None))
-        if quantize is None:
-            continue
-        for one in filter(None, (own, row)):
-            ratio = "" if one is own or own is None else f"**{own['median_ms'] / row['median_ms']:.2f}**"
-            cells = (f"{one['median_ms']:.1f}", ratio, f"{one['end_to_end']['median_ms']:.1f}", f"{one['images_per_second']:.1f}")
-            used = (f"{one['peak_gb']:.2f} GB", f"{one['joules_per_image']:.0f} J" if one.get("joules_per_image") else "")
-            name = one.get("quantize") or one["dtype"]
-            lines.append(f"| {model} | {height}x{width} | {batch} | {method} | {name} | {' | '.join((*cells, *used))} |")
-    machines = ", ".join(sorted({f"{row['hardware']}, torch {row['torch']}" for row in newest.values() if row.get("quantize")}))
-    note = f"Medians; {machines}; guided, captured graphs, random weights. Decoding runs in the model's own dtype."
-    return "\n".join([*lines, "", note]) if len(lines) > 2 else ""
+    shown = []
+    for (*case, quantize), row in newest.items():
+        own = newest.get((*case, None))
+        if quantize is not None and own is not None:
+            shown += [own, row | {"against_own": own["median_ms"] / row["median_ms"]}]
+    columns = (
+        MODEL,
+        IMAGE,
+        BATCH,
+        METHOD,
+        Column("weights", lambda row: row.get("quantize") or row["dtype"], "l"),
+        Column("generate, ms", lambda row: f"{row['median_ms']:.1f}"),
+        Column("against its own dtype", lambda row: f"**{row['against_own']:.2f}**" if "against_own" in row else ""),
+        Column("end to end, ms", lambda row: f"{row['end_to_end']['median_ms']:.1f}"),
+        Column("images/s", lambda row: f"{row['images_per_second']:.1f}"),
+        Column("peak memory", lambda row: f"{row['peak_gb']:.2f} GB"),
+        ENERGY,
+    )
+    note = f"Medians; {machines(shown)}; guided, captured graphs, random weights. Decoding runs in the model's own dtype."
+    return table_of(columns, shown, note) if shown else ""
 
 
 def errors_table(rows: Sequence[Row]) -> str:
     found = [row for row in rows if row["benchmark"] == ERRORS and "error" not in row]
-    lines = [
-        "| model | weights | outliers | quantised | error of logits: first, mean, last | codes or bits changed: mean, last |",
-        "|---|---|---:|---|---|---|",
-    ]
     newest = {(row["model"], str(row["size"]), row["weights"], row["outliers"], row["variant"]): row for row in found}
-    for (model, _, weights, outliers, variant), row in newest.items():
-        logits, changed = row["logits"], row["changed"]
-        numbers = f"{logits[0]:.4f}, {sum(logits) / len(logits):.4f}, {logits[-1]:.4f}"
-        shares = f"{sum(changed) / len(changed):.2%}, {changed[-1]:.2%}"
-        planted = f"{outliers:g}x" if outliers else ""
-        lines.append(f"| {model} | {weights} | {planted} | {shown_variant(variant)} | {numbers} | {shares} |")
+    columns = (
+        MODEL,
+        Column("weights", lambda row: row["weights"], "l"),
+        Column("outliers", lambda row: f"{row['outliers']:g}x" if row["outliers"] else ""),
+        Column("quantised", lambda row: shown_variant(row["variant"]), "l"),
+        Column("error of logits: first, mean, last", lambda row: ", ".join(f"{one:.4f}" for one in over_stages(row["logits"])), "l"),
+        Column("codes or bits changed: mean, last", lambda row: ", ".join(f"{one:.2%}" for one in over_stages(row["changed"])[1:]), "l"),
+    )
     where = sorted({f"{row['dtype']} on {row['hardware']}" for row in newest.values()})
     note = f"Relative errors: of the first stage, the mean, the last. Against {', '.join(where)}; on a CPU e4m3 is emulated."
-    return "\n".join([*lines, "", note]) if newest else ""
+    return table_of(columns, newest.values(), note) if newest else ""
+
+
+def over_stages(values: Sequence[float]) -> tuple[float, float, float]:
+    """The first, the mean and the last."""
+    return values[0], sum(values) / len(values), values[-1]
 
 
 def shown_variant(name: str) -> str:

@@ -175,7 +175,7 @@ class MethodImages:
 
     @property
     def seconds(self) -> float:
-        """Per image."""
+        """Seconds that an image takes."""
         return sum(report.seconds for report in self.reports) / len(self.pixels)
 
     @property

@@ -116,7 +116,7 @@ class Batcher:
 
     @property
     def images_per_second(self) -> float | None:
-        """Of recent batches, while workers were busy; None before the first."""
+        """The rate of recent batches, while workers were busy; None before the first."""
         return self._throughput.images_per_second
 
     @property

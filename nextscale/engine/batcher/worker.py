@@ -130,7 +130,7 @@ class Worker(Thread):
         return None
 
     def _prompts(self, reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
-        """As the pipeline takes them."""
+        """Prompts as the pipeline takes them."""
         return read_alone(reader, prompts) if self._same_images else list(prompts)
 
     def _call(self, job: Job, tasks: Sequence[Task], run: Sequence[Task], prompts: Any) -> Any:

@@ -23,6 +23,7 @@ IMAGE = Column("image", lambda row: image(row), "l", config=True)
 BATCH = Column("batch", lambda row: str(row["batch"]), config=True)
 METHOD = Column("method", lambda row: row["method"], "l", config=True)
 ENGINE = Column("engine", lambda row: row["engine"], "l", config=True)
+CASE = (MODEL, IMAGE, BATCH, METHOD, ENGINE)
 ROOFLINE = (Column("roofline, ms", lambda row: roofline(row)[0]), Column("x roofline", lambda row: roofline(row)[1]))
 END_TO_END = Column("end to end, ms", lambda row: median(row, "end_to_end"))
 MACS = Column("MACs", lambda row: f"{row['cost_share']:.0%}")
@@ -48,7 +49,7 @@ def line(row: Row, columns: Sequence[Column]) -> list[str]:
 
 
 def table(heads: Sequence[str], aligned: str, lines: Iterable[Sequence[str]], note: str) -> str:
-    """aligned: l or r for each column."""
+    """A Markdown table and a sentence below it. aligned: l or r for each column."""
     marks = {"l": "---|", "r": "---:|"}
     ruled = "".join(marks[one] for one in aligned)
     return "\n".join([f"| {' | '.join(heads)} |", f"|{ruled}", *(f"| {' | '.join(cells)} |" for cells in lines), "", note])

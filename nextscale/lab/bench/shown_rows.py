@@ -90,7 +90,7 @@ def one_run(rows: Iterable[Row]) -> list[Row]:
 
 
 def common(rows: Iterable[Row]) -> list[Row]:
-    """Those of no table of its own."""
+    """The rows of suites that have no table of their own."""
     return [row for row in rows if row.get("suite") not in APART]
 
 

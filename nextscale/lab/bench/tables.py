@@ -10,6 +10,7 @@ from ..evals.methods import DENSE
 from ..results import Row
 from .cells import (
     BATCH,
+    CASE,
     END_TO_END,
     ENERGY,
     ENGINE,
@@ -112,11 +113,7 @@ def methods_table(rows: Sequence[Row]) -> str:
     if not shown:
         return ""
     columns = (
-        MODEL,
-        IMAGE,
-        BATCH,
-        METHOD,
-        ENGINE,
+        *CASE,
         Column("generate, ms", lambda row: f"{row['median_ms']:.0f}"),
         Column("speedup", lambda row: faster(row, "speedup")),
         END_TO_END,
@@ -163,11 +160,7 @@ def throughput_table(rows: Sequence[Row]) -> str:
     if not shown:
         return ""
     columns = (
-        MODEL,
-        IMAGE,
-        BATCH,
-        METHOD,
-        ENGINE,
+        *CASE,
         Column("images per second", lambda row: f"**{row['images_per_second']:.2f}**"),
         Column("relative throughput", lambda row: faster(row, "speedup_end_to_end")),
         ENERGY,
@@ -188,7 +181,7 @@ TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
 
 
 def speed_tables(rows: Iterable[Row]) -> dict[str, str]:
-    """Those for which something was measured."""
+    """The tables for which something was measured."""
     known = list(rows)
     return {name: made for name, make in TABLES.items() if (made := make(known))}
 

@@ -27,7 +27,7 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """As the command line takes it."""
+        """The method as the command line takes it."""
         parts = [self._sparse] if self.amounts else []
         if self.peer:
             parts.append(self.peer)

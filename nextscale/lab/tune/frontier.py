@@ -17,7 +17,7 @@ Place = Callable[[T], tuple[float, float]]
 
 
 def gaps(places: Sequence[tuple[float, float]]) -> list[float]:
-    """Of each, its speedup against that of the fastest which is no further from dense: 1 at the frontier, less behind it."""
+    """The speedup of each against that of the fastest which is no further from dense: 1 at the frontier, less behind it."""
     ordered = sorted(places, key=lambda place: place[1])
     distances = [distance for _, distance in ordered]
     fastest = list(accumulate((speedup for speedup, _ in ordered), max))

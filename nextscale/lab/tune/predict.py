@@ -90,7 +90,7 @@ class Predictor:
 
     @cached_property
     def _shares(self) -> dict[int, dict[float, float]]:
-        """Of every stage that was reduced alone: the share of its cells to the distance."""
+        """The distances of every stage that was reduced alone, by the share of its cells."""
         found: dict[int, dict[float, float]] = {}
         for candidate, distance in self.distances.items():
             if len(candidate.amounts) == 1 and candidate.alpha == 4:
@@ -122,7 +122,7 @@ class Predictor:
         return self.trials[0][1].seconds / self.seconds(candidate)
 
     def seconds(self, candidate: Candidate) -> float:
-        """Of a batch, decoding included."""
+        """The time that a batch is expected to take, decoding included."""
         macs = self.macs(candidate)
         if macs is None:
             return math.inf
@@ -145,7 +145,7 @@ class Predictor:
         return found
 
     def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
-        """Of every stage; None where the model or the schedule does not allow the candidate."""
+        """The MACs of every stage; None where the model or the schedule does not allow the candidate."""
         if candidate not in self.counted:
             try:
                 plans = candidate.method.forecast(self.model, self.workload.schedule, self.workload.guided)

@@ -154,7 +154,7 @@ class Bench:
             self.dense_seconds += [self._generate(Method(), 0, timed=True)[1].seconds for _ in range(runs)][-1:]
 
     def part(self, number: int) -> tuple[list[Any], list[int]]:
-        """Prompts and seeds of a batch."""
+        """The prompts and seeds of a batch."""
         numbers = range(number * self.batch, (number + 1) * self.batch)
         return [self.prompts[i] for i in numbers], [self.seed + i for i in numbers]
 
