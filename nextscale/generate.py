@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def generate(
     parts = [Part(request, canvas, *begin(model, cond, request))]
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
-        parts = [one for part in parts for one in part.split(stage)]
+        parts = [one for part in parts for one in part.routed(stage)]
         results = [run_part(model, part, stage) for part in parts]
         good = [one for _, one in results if one is not None]
         if good:
@@ -89,26 +90,22 @@ def join(parts: Sequence[Part], done: Sequence[StageDone], canvas: Canvas, batch
     latent = joined([(part, part.canvas.latent) for part in parts], batch)
     assert latent is not None
     canvas.latent = latent
-    plans = {image: one.plan for part, one in zip(parts, done, strict=True) for image in part.images or ()}
+    made = {
+        name: joined([(part, getattr(one, name)) for part, one in zip(parts, done, strict=True)], batch)
+        for name in ("ids", "codes", "residual", "compute_mask")
+    }
+    return together([part.images or () for part in parts], done, canvas, made)
+
+
+def together(groups: Sequence[tuple[int, ...]], done: Sequence[StageDone], canvas: Canvas, made: Mapping[str, Any]) -> StageDone:
+    """What groups of images have done in a stage, as one. `canvas` and `made`, its tensors by name, are of the whole batch."""
+    of_images = {image: one.plan for images, one in zip(groups, done, strict=True) for image in images}
+    plans = tuple(of_images[image] for image in sorted(of_images)) if len(groups) > 1 else None
     ran = [one for one in done if not one.skipped]
     if not ran:
-        return StageDone(done[0].stage, canvas, plan=done[0].plan, plans=tuple(plans[image] for image in range(batch)))
-    ids, codes, residual = (
-        joined([(part, getattr(one, name)) for part, one in zip(parts, done, strict=True)], batch) for name in ("ids", "codes", "residual")
-    )
-    masks = [(part, one.compute_mask) for part, one in zip(parts, done, strict=True)]
-    return replace(
-        ran[0],
-        canvas=canvas,
-        rows=sum(one.rows for one in ran),
-        logits=None,
-        ids=ids,
-        codes=codes,
-        residual=residual,
-        compute_mask=joined(masks, batch),
-        known_counts=None,
-        plans=tuple(plans[image] for image in range(batch)),
-    )
+        return StageDone(done[0].stage, canvas, plan=done[0].plan, plans=plans)
+    rows = sum(one.rows for one in ran)
+    return replace(ran[0], canvas=canvas, rows=rows, logits=None, known_counts=None, plans=plans, **made)
 
 
 def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:

@@ -1,9 +1,9 @@
-"""Images of a batch that go on apart from each other: what a group of them needs, and one batch again of what the groups have done."""
+"""Images of a batch that are routed apart: what a group of them needs, and one batch again of what the groups have done."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,28 +27,40 @@ class Part:
     env: Env
     images: tuple[int, ...] | None = None  # of the whole batch; None: all
 
-    def split(self, stage: Stage) -> list[Part]:
+    def routed(self, stage: Stage) -> list[Part]:
         """What goes on apart from this stage on."""
-        groups = self.run.split(stage, self.canvas)
-        if groups is None:
+        inputs = self.run.routing_inputs(stage, self.canvas)
+        if inputs is None:
             return [self]
+        groups, routes = grouped(self.run.route(inputs.cpu())), self.run.routes()
         if len(groups) == 1:
-            return [replace(self, run=groups[0].run)]
-        return [self._only(group.images, group.run) for group in groups]
+            return [replace(self, run=routes[route]) for route in groups]
+        return [self._group(images, routes[route]) for route, images in groups.items()]
 
-    def _only(self, images: tuple[int, ...], run: MethodRun) -> Part:
+    def _group(self, images: tuple[int, ...], run: MethodRun) -> Part:
         index = torch.tensor(images, device=self.canvas.latent.device)
+        rng, method_rng = (own_rng(rng, images) for rng in (self.request.rng, self.request.method_rng))
+        in_batch = images if self.images is None else tuple(self.images[image] for image in images)
+        return replace(self.only(index, rng, method_rng), run=run, images=in_batch)
+
+    def only(self, images: Tensor, rng: Rng, method_rng: Rng) -> Part:
+        """The part of some images [K], which lie in memory of their own; `rng` and `method_rng` are theirs."""
         canvas = copy.copy(self.canvas)
-        canvas.latent = self.canvas.latent[index]
+        canvas.latent = self.canvas.latent[images]
         request = replace(
             self.request,
-            images=len(images),
-            rng=own_rng(self.request.rng, images),
-            method_rng=own_rng(self.request.method_rng, images),
-            revise=revise_only(self.request.revise, index, self.request.batch),
+            images=images.shape[0],
+            rng=rng,
+            method_rng=method_rng,
+            revise=revise_only(self.request.revise, images, self.request.batch),
+            given=tuple(codes[images] for codes in self.request.given),
         )
-        in_batch = images if self.images is None else tuple(self.images[image] for image in images)
-        return Part(request, canvas, run, self.env.only(index, request.method_rng), in_batch)
+        return replace(self, request=request, canvas=canvas, env=self.env.only(images, method_rng))
+
+
+def grouped(routes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:
+    """The images of every route that is taken, from the route of every image."""
+    return {route: tuple(image for image, own in enumerate(routes) if own == route) for route in sorted(set(routes))}
 
 
 def own_rng(rng: Rng, images: tuple[int, ...]) -> Rng:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from nextscale.stage import Schedule
 
 from .test_captures import ReadsTheDevice
 from .test_engine import other_prompts
-from .tiny import FAMILIES, SPECS, one_prompt, prompts
+from .test_peers import PEERS, ROUTED, picked, size_for, spec_for, three_routes
+from .tiny import FAMILIES, KINDS, SPECS, one_prompt, prompts
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -45,14 +48,43 @@ def eager(pipe: Pipeline) -> Pipeline:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.label)
 def test_replays_generate_what_eager_generation_does(family: str, method: Method) -> None:
+    assert_replays(random_pipeline(SPECS[family], device="cuda"), family, method=method)
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("peer", PEERS)
+def test_replays_of_the_methods_that_papers_compare_with(family: str, peer: str) -> None:
+    """At stages that are large enough for each to act."""
+    pipe, settings = random_pipeline(spec_for(peer, family), device="cuda"), size_for(peer, family)
+    replayed = assert_replays(pipe, family, method=PEERS[peer][0], **settings)
+    assert not torch.equal(replayed.pixels, pipe(prompts(family, 2), seed=[3, 4], **settings).pixels)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replays_route_images_as_eager_generation_does(family: str, tmp_path: Path) -> None:
     pipe = random_pipeline(SPECS[family], device="cuda")
+    method = three_routes(eager(pipe), family, None, tmp_path)
+    pipe.warmup(picked(family, range(3)), method=method)
+    rows = set()
+    for images in ROUTED:
+        asked = {"prompt": picked(family, images), "seed": [1 + image for image in images], "method": method}
+        replayed = pipe(**asked)
+        assert replayed.report.engine == "graphs"
+        equal(replayed, eager(pipe)(**asked))
+        rows.add(tuple(stage.rows for stage in replayed.report.stages))
+    assert len(rows) > 4
+
+
+def assert_replays(pipe: Pipeline, family: str, **settings: Any) -> Output:
+    """Captures a request, and compares replays with eager generation; returns the last."""
     first, second = prompts(family, 2), other_prompts(family)
-    made = pipe.warmup(first, method=method)
+    made = pipe.warmup(first, **settings)
     assert made.graphs > 1
     for texts, seeds in ((first, [3, 4]), (second, [5, 6]), (first, [3, 4])):
-        replayed = pipe(texts, seed=seeds, method=method)
+        replayed = pipe(texts, seed=seeds, **settings)
         assert replayed.report.engine == "graphs"
-        equal(replayed, eager(pipe)(texts, seed=seeds, method=method))
+        equal(replayed, eager(pipe)(texts, seed=seeds, **settings))
+    return replayed
 
 
 def test_the_second_request_of_a_kind_is_captured(caplog: pytest.LogCaptureFixture) -> None:

@@ -169,6 +169,8 @@ CAPTURED_METHODS = (
     SparseVAR(0.95, first_stage=2, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
     SparseVAR(keep=0.3, first_stage=2),
     SparseVAR(keep={2: 0.5}, metric="logits", alpha=None),
+    SparseVAR(keep=0.3, first_stage=2, alpha=3, anchors="content"),
+    SparseVAR(tau=0.95, first_stage=2, alpha=3, anchors="content", rows="uncond"),
     Combined((SparseVAR(keep=0.3, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, first_stage=2), DropGuidance(2, fade=1))),

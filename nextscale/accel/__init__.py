@@ -6,7 +6,7 @@ from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .litevar import LiteVAR
-from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
 from .pitome import PiToMe
 from .registry import METHODS, MethodLike, resolve_method
 from .scalekv import ScaleKV
@@ -28,7 +28,6 @@ __all__ = [
     "Combined",
     "DropGuidance",
     "FastVAR",
-    "ImageGroup",
     "LiteVAR",
     "Method",
     "MethodLike",

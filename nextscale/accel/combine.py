@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
-from .method import ImageGroup, Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
+from .method import Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -65,14 +65,14 @@ class Combined(Method):
     methods: tuple[Method, ...]
     reduces_stages: bool = field(init=False, repr=False)
     own_cache: bool = field(init=False, repr=False)
-    splits_batches: bool = field(init=False, repr=False)
+    routes_images: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if choosing := [method.label for method in self.methods if method.chooses]:
             raise SettingError(f"{choosing[0]} chooses whole methods, combined ones among them: use it alone")
         object.__setattr__(self, "reduces_stages", any(method.reduces_stages for method in self.methods))
         object.__setattr__(self, "own_cache", any(method.own_cache for method in self.methods))
-        object.__setattr__(self, "splits_batches", any(method.splits_batches for method in self.methods))
+        object.__setattr__(self, "routes_images", any(method.routes_images for method in self.methods))
 
     @property
     def label(self) -> str:
@@ -92,8 +92,8 @@ class Combined(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         self._require_one("reduces whole stages", [method for method in self.methods if method.reduces_stages])
         self._require_one("keeps keys and values its own way", [method for method in self.methods if method.own_cache])
-        self._require_one("splits batches", [method for method in self.methods if method.splits_batches])
-        self._require_stateless_beside_split()
+        self._require_one("routes images", [method for method in self.methods if method.routes_images])
+        self._require_stateless_beside_routes()
         forecasts = [method.forecast(model, schedule, guided, kept) for method in self.methods]
         together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
         for alone in forecasts:
@@ -105,9 +105,10 @@ class Combined(Method):
             names = " and ".join(type(method).__name__ for method in methods)
             raise SettingError(f"these methods cannot be combined: each of {names} {what}; choose one of them")
 
-    def _require_stateless_beside_split(self) -> None:
-        if self.splits_batches and self.reduces_stages:
-            names = " and ".join(type(method).__name__ for method in self.methods if method.splits_batches or method.reduces_stages)
+    def _require_stateless_beside_routes(self) -> None:
+        of_all = [method for method in self.methods if method.reduces_stages or method.data_dependent]
+        if self.routes_images and of_all:
+            names = " and ".join(type(method).__name__ for method in self.methods if method.routes_images or method in of_all)
             raise SettingError(
                 f"these methods cannot be combined: {names}: one goes on with some images of a batch, and the other has a state of all"
             )
@@ -126,16 +127,23 @@ class CombinedRun(MethodRun):
     def fork(self) -> MethodRun:
         return CombinedRun(self.methods, tuple(run.fork() for run in self.runs))
 
-    def split(self, stage: Stage, canvas: Canvas) -> Sequence[ImageGroup] | None:
-        for place, run in enumerate(self.runs):
-            groups = run.split(stage, canvas)
-            if groups is not None:
-                return [ImageGroup(images, self._with(place, own)) for images, own in groups]
-        return None
+    @property
+    def _router(self) -> int:
+        """The place of the one that routes images; any other routes none."""
+        return next((place for place, method in enumerate(self.methods) if method.routes_images), 0)
 
-    def _with(self, place: int, own: MethodRun) -> CombinedRun:
-        """Another combined run that goes on from here with one of the runs replaced."""
-        return CombinedRun(self.methods, tuple(own if number == place else run.fork() for number, run in enumerate(self.runs)))
+    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        return self.runs[self._router].routing_inputs(stage, canvas)
+
+    def route(self, inputs: Tensor) -> Sequence[int]:
+        return self.runs[self._router].route(inputs)
+
+    def routes(self) -> Sequence[MethodRun]:
+        router = self._router
+        return [
+            CombinedRun(self.methods, tuple(own if place == router else run.fork() for place, run in enumerate(self.runs)))
+            for own in self.runs[router].routes()
+        ]
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         """Returns the counts of the one that reduces stages. All are called, since a run may prepare the stage here."""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -193,7 +193,7 @@ class Method:
 
     chooses: ClassVar[bool] = False  # True: `settle` puts another method in its place, and it combines with none
     reduces_stages: bool = False  # True: its runs change `reduce`
-    splits_batches: bool = False  # True: its runs change `split`
+    routes_images: bool = False  # True: its runs change `routing_inputs`, `route` and `routes`
     own_cache: bool = False  # True: its runs change `layer_cache`
 
     def __eq__(self, other: object) -> bool:
@@ -206,7 +206,7 @@ class Method:
     @property
     def label(self) -> str:
         """A readable name: "dense", or the name of the class with the settings that differ from its defaults."""
-        settings: dict[str, object] = {field.name: field.default for field in fields(self)} if is_dataclass(self) else {}
+        settings: dict[str, object] = {one.name: one.default for one in fields(self) if one.init} if is_dataclass(self) else {}
         chosen = [f"{name}={getattr(self, name)}" for name, default in settings.items() if getattr(self, name) != default]
         name = "dense" if type(self) is Method else type(self).__name__
         return f"{name}({', '.join(chosen)})" if chosen else name
@@ -218,7 +218,7 @@ class Method:
 
     @property
     def capturable(self) -> bool:
-        """Whether CUDA graphs can stand for its runs: between stages the host reads nothing but the counts of `count_tokens`."""
+        """Whether CUDA graphs can stand for its runs: the host reads nothing but the results of `count_tokens` and `routing_inputs`."""
         return True
 
     def settle(self, situation: Situation) -> Method:
@@ -242,30 +242,29 @@ class Method:
         return MethodRun()
 
 
-class ImageGroup(NamedTuple):
-    """Images of a batch that go on apart from the others."""
-
-    images: tuple[int, ...]
-    run: MethodRun
-
-
 class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
-    At each stage generation calls, in this order: `split`, `count_tokens` and `set_counts` (where the method is `data_dependent`), `plan`,
-    `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals `restore_hidden`.
+    At each stage generation calls, in this order: `routing_inputs` and `route`, `count_tokens` and `set_counts` (where the method is
+    `data_dependent`), `plan`, `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals
+    `restore_hidden`.
     """
 
     def fork(self) -> MethodRun:
         """Returns another run that goes on from here, with the same tensors."""
         return copy.copy(self)
 
-    def split(self, stage: Stage, canvas: Canvas) -> Sequence[ImageGroup] | None:
-        """Before a stage, returns groups of images that go on apart from each other, each with a run of its own; None: all go on together.
-
-        Together the groups have all images. The host may read from the device here, which a captured graph does not allow.
-        """
+    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Before a stage, returns the numbers [B, ...] by which images are routed, on the device; None where all go on together."""
         return None
+
+    def route(self, inputs: Tensor) -> Sequence[int]:
+        """Returns for every image which of the `routes` it takes, from what the host has read of `routing_inputs`."""
+        return [0] * inputs.shape[0]
+
+    def routes(self) -> Sequence[MethodRun]:
+        """Returns the runs with which images go on after they were routed, each in a group of its own. They are known beforehand."""
+        return [self]
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""

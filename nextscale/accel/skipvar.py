@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import is_number, is_whole
+from ..checks import is_number, is_whole, require_flags
 from ..errors import SettingError
 from ..stage import Schedule, Stage
-from .method import DENSE, ImageGroup, Method, MethodRun, Plans, RunSetup, StagePlan
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from .skipvar_models import Decisions, Outcome, decisions_named, published_decisions
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -26,88 +23,6 @@ if TYPE_CHECKING:
 PUBLISHED_STAGES, PUBLISHED_DECISION, PUBLISHED_PREVIEW = 13, 9, 4
 MOST = 3  # stages that are dropped, or run without guidance
 HIGH_FREQUENCIES = 0.4  # of the smaller side's half, the radius beyond which frequencies are high
-SOBEL = ((1.0, 0.0, -1.0), (2.0, 0.0, -2.0), (1.0, 0.0, -1.0))
-
-
-# --- decision models
-
-
-class Classifier(NamedTuple):
-    """A logistic regression of standardised features; its classes are numbers of stages."""
-
-    mean: tuple[float, ...]
-    scale: tuple[float, ...]
-    classes: tuple[int, ...]
-    weights: tuple[tuple[float, ...], ...]
-    bias: tuple[float, ...]
-
-    @classmethod
-    def read(cls, entry: Any, where: str) -> Classifier:
-        """Reads one of the decisions of a file; SettingError if it is none."""
-        try:
-            fields: list[Any] = [tuple(tuple(one) if isinstance(one, list) else one for one in entry[name]) for name in cls._fields]
-            found = cls(*fields)
-        except (TypeError, KeyError) as error:
-            raise SettingError(f"{where}: expected {', '.join(cls._fields)}, each a list; got {error!r}") from None
-        features = len(found.mean)
-        fits = features in (1, 2) and len(found.scale) == features and len(found.classes) == len(found.weights) == len(found.bias) > 0
-        numbers = [*found.mean, *found.scale, *found.bias, *(one for row in found.weights for one in row)] if fits else []
-        if not fits or not all(map(is_number, numbers)) or 0 in found.scale or any(len(row) != features for row in found.weights):
-            raise SettingError(f"{where}: mean and scale have one number per feature, weights one row and bias one number per class")
-        if not all(is_whole(number) for number in found.classes):
-            raise SettingError(f"{where}: classes are numbers of stages; got {list(found.classes)}")
-        return found
-
-    def scores(self, features: Tensor) -> Tensor:
-        """Features [B, 2] to one score per class, [B, classes], in double precision. A model of one feature reads the first."""
-        numbers = [torch.tensor(values, dtype=torch.float64) for values in (self.mean, self.scale, self.weights, self.bias)]
-        mean, scale, weights, bias = numbers
-        return (features.double()[:, : len(self.mean)] - mean) / scale @ weights.T + bias
-
-    def __call__(self, features: Tensor) -> list[int]:
-        return [self.classes[place] for place in self.scores(features).argmax(dim=1).tolist()]
-
-
-class Decisions(NamedTuple):
-    skip: Classifier
-    uncond: Classifier
-
-    @classmethod
-    def read(cls, content: Any, where: str) -> Decisions:
-        return cls(*(Classifier.read(content.get(name) if isinstance(content, Mapping) else None, where) for name in cls._fields))
-
-    def __call__(self, features: Tensor) -> list[Outcome]:
-        """What becomes of every image, from features [B, 2]."""
-        pairs = zip(self.skip(features), self.uncond(features), strict=True)
-        return [Outcome(skipped, 0 if skipped else unguided) for skipped, unguided in pairs]
-
-
-class Outcome(NamedTuple):
-    """How many of the last stages an image leaves out, and how many it runs without the unconditional branch."""
-
-    skipped: int
-    unguided: int
-
-
-@cache
-def published_decisions() -> dict[str, Decisions]:
-    content = json.loads(files(__package__).joinpath("skipvar.json").read_text())
-    return {name: Decisions.read(entry, name) for name, entry in content.items() if name != "note"}
-
-
-def decisions_named(name: str) -> Decisions:
-    """Published ones, or those of a file."""
-    if name in published_decisions():
-        return published_decisions()[name]
-    try:
-        if not name.endswith(".json"):
-            raise FileNotFoundError("its name ends with .json")
-        content = json.loads(Path(name).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SettingError(
-            f"SkipVAR: models {name!r} are none of {', '.join(published_decisions())}, and no file of `nextscale fit skipvar`: {error}"
-        ) from None
-    return Decisions.read(content, name)
 
 
 # --- features
@@ -115,7 +30,8 @@ def decisions_named(name: str) -> Decisions:
 
 def gradient(preview: Tensor) -> Tensor:
     """Magnitude [B, 1, H, W] of the Sobel gradient of the mean over the channels of previews [B, 3, H, W]."""
-    kernel = torch.tensor(SOBEL, dtype=preview.dtype, device=preview.device)
+    place = torch.arange(-1, 2, dtype=preview.dtype, device=preview.device)  # made there: a capture takes nothing from the host
+    kernel = (2 - place.abs())[:, None] * -place
     both = F.conv2d(preview.mean(dim=1, keepdim=True), torch.stack([kernel, kernel.T])[:, None], padding=1)
     return both.square().sum(dim=1, keepdim=True).sqrt()
 
@@ -148,6 +64,13 @@ def shrunk(latent: Tensor, size: tuple[int, int]) -> Tensor:
 # --- the method
 
 
+class Changes(NamedTuple):
+    """The first stage that an image leaves out, and the first that it runs without the unconditional branch."""
+
+    skipped: int
+    unguided: int
+
+
 @dataclass(frozen=True)
 class SkipVAR(Method):
     """Decides for every image, four stages before the end, to stop one to three stages earlier, or else to run as many without guidance.
@@ -173,10 +96,12 @@ class SkipVAR(Method):
     decide_after: int | None = None
     preview: int | None = None
     as_released: bool = False
+    decisions: Decisions = field(init=False, repr=False)  # read once: a file that changes is another method
 
-    splits_batches = True
+    routes_images = True
 
     def __post_init__(self) -> None:
+        require_flags(self, "as_released")
         if is_number(self.models):
             object.__setattr__(self, "models", f"{self.models}")
         if not isinstance(self.models, str):
@@ -187,14 +112,9 @@ class SkipVAR(Method):
                 raise SettingError(f"{name} is a whole number, {least} or more; got {value!r}")
         if self.as_released and (self.most, self.decide_after, self.preview) != (MOST, None, None):
             raise SettingError("as_released fixes most, decide_after and preview: leave them out, or as_released")
-
-    @property
-    def capturable(self) -> bool:
-        """Which images go on is decided by the host."""
-        return self.most == 0
+        object.__setattr__(self, "decisions", decisions_named(self.models))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        decisions_named(self.models)
         decide, preview = self.stages(schedule)
         if decide is not None and not 1 <= decide < len(schedule):
             raise SettingError(f"SkipVAR: decide_after {decide} is no stage from 1 to {len(schedule) - 1} of this schedule")
@@ -222,31 +142,41 @@ class SkipVAR(Method):
         return len(schedule) - min(stages, self.most, len(schedule) - 1 - (self.stages(schedule)[0] or 0))
 
 
-@dataclass(frozen=True)
+@dataclass
 class SkipVARRun(MethodRun):
     method: SkipVAR
     setup: RunSetup
-    old: tuple[Tensor, ...] = ()  # the canvas before the stage after which is decided
-    outcome: Outcome | None = None  # not yet decided
+    before: tuple[Tensor, ...] = ()  # the canvas before the stage after which is decided
+    changes: Changes | None = None  # not yet decided
 
-    def split(self, stage: Stage, canvas: Canvas) -> Sequence[ImageGroup] | None:
+    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         decide, preview = self.method.stages(self.setup.schedule)
-        everyone = tuple(range(canvas.latent.shape[0]))
-        if decide is None or stage.index not in (decide, decide + 1):
+        if decide is None or stage.index != decide + 1:
             return None
-        if stage.index == decide:
-            return [ImageGroup(everyone, replace(self, old=(canvas.latent,)))]
-        small = self.setup.schedule[preview]
-        features = features_of(*(preview_of(latent, small, canvas) for latent in (*self.old, canvas.latent)))
-        outcomes = decisions_named(self.method.models)(features.cpu())
-        different = sorted(set(outcomes))
-        groups = (tuple(image for image in everyone if outcomes[image] == one) for one in different)
-        return [ImageGroup(images, replace(self, old=(), outcome=one)) for images, one in zip(groups, different, strict=True)]
+        (before,), self.before = self.before, ()
+        return features_of(*(preview_of(latent, self.setup.schedule[preview], canvas) for latent in (before, canvas.latent)))
+
+    def route(self, inputs: Tensor) -> Sequence[int]:
+        known = self._changes
+        return [known.index(self._changes_of(outcome)) for outcome in self.method.decisions(inputs)]
+
+    def routes(self) -> Sequence[MethodRun]:
+        return [replace(self, changes=one) for one in self._changes]
+
+    @property
+    def _changes(self) -> list[Changes]:
+        """All that may come of a decision; different outcomes may come to the same."""
+        return list(dict.fromkeys(map(self._changes_of, self.method.decisions.outcomes)))
+
+    def _changes_of(self, outcome: Outcome) -> Changes:
+        skipped, unguided = (self.method.first_changed(self.setup.schedule, stages) for stages in outcome)
+        return Changes(skipped, unguided if self.setup.guided else len(self.setup.schedule))
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        if self.outcome is None:
+        if self.changes is None:
+            self.before = (canvas.latent,) if stage.index == self.method.stages(self.setup.schedule)[0] else ()
             return planned
-        skip, unguided = (stage.index >= self.method.first_changed(self.setup.schedule, stages) for stages in self.outcome)
-        if skip:
+        if stage.index >= self.changes.skipped:
             return replace(planned, skip=True)
-        return replace(planned, cfg_branches="cond") if unguided and planned.cfg_branches == "both" else planned
+        unguided = stage.index >= self.changes.unguided and planned.cfg_branches == "both"
+        return replace(planned, cfg_branches="cond") if unguided else planned

@@ -23,8 +23,9 @@ from ..sampling import ImageRng
 from ..tokenizers.base import Tokenizer
 from .allocator import expandable_segments
 from .capture_key import CaptureKey
-from .graphs import CapturedRequest, GraphPool
+from .graphs import CapturedRequest
 from .memory import DeviceMemory
+from .pool import GraphPool
 from .replay import Replay
 from .stage_graphs import TooManyTokens
 from .tables import ScheduleTables
@@ -290,6 +291,8 @@ def obstacle(device: torch.device, request: Request) -> str | None:
         return "compute_mask and revise need the host between stages and cannot be captured: leave them out of warmup"
     if request.rng is request.method_rng and request.method.data_dependent and request.sampling.refine is not None:
         return "one generator for image and method is used in an order that depends on the image: give whole numbers as seeds"
+    if request.seeds is None and request.method.routes_images:
+        return "one generator for all images gives groups of them other numbers than the batch: give whole numbers as seeds"
     if not request.method.capturable:
         return f"{request.method.label} reads from the device between stages and cannot be captured: calls with it run eagerly"
     if not is_hashable(request.method):

@@ -7,9 +7,7 @@ from request to request lies at fixed addresses: what the prompts give and the r
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..accel.method import MethodRun, TokenCounts
-from ..cache import DenseLayerCache
 from ..canvas import Canvas
 from ..generate import StageDone, begin, run_stage
 from ..models.base import NextScaleModel, PromptInputs
@@ -26,8 +23,11 @@ from ..report import Stopwatch
 from ..request import Request
 from ..stage import Stage
 from ..tokenizers.base import Tokenizer
-from .buffers import StaticInputs, StaticRng
-from .stage_graphs import StageGraph, StageVariants, TokenCounter, buckets
+from .buffers import StaticInputs, StaticRng, positions, rewind
+from .pool import GraphPool
+from .routes import RouteCapture, RoutedGraphs
+from .stage_graphs import HostRead, StageGraph, StageVariants, TokenCounter, buckets
+from .state import State
 
 WARM_UPS = 2  # runs before the capture
 
@@ -54,55 +54,6 @@ class Launches(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@dataclass(eq=False)
-class State:
-    """Everything that changes from stage to stage."""
-
-    canvas: Canvas
-    env: Env
-    run: MethodRun
-
-    def fork(self) -> State:
-        """The same tensors in objects of its own, so that a stage can be captured several times from here."""
-        env = replace(self.env, cond=self.env.cond.copy(), cache=[copy.copy(cache) for cache in self.env.cache])
-        env.memory = self.env.memory.copy()
-        return State(copy.copy(self.canvas), env, self.run.fork())
-
-    def state_tensors(self) -> list[Tensor]:
-        """What later stages read and what depends on how many tokens were run. Keys and values lie in memory that all forks share."""
-        lengths = [cache.lengths for cache in self.env.cache if isinstance(cache, DenseLayerCache) and cache.lengths is not None]
-        return [self.canvas.latent, *self.run.state_tensors(), *lengths]
-
-
-@dataclass(frozen=True, eq=False)
-class GraphPool:
-    """Where captures lie. They share memory where they share both, since only one is replayed at a time."""
-
-    handle: Any  # torch names no public type
-    stream: torch.cuda.Stream  # torch shares a pool's memory within a stream
-
-    @classmethod
-    def fresh(cls, device: torch.device) -> GraphPool:
-        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
-
-    @contextmanager
-    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """What is launched inside becomes the graph. Other threads may allocate meanwhile: theirs is no part of it."""
-        try:
-            with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
-                yield
-        except BaseException:
-            self._close()
-            raise
-
-    def _close(self) -> None:
-        """Torch leaves the pool of a capture that failed open, and as long as one is open it gives no cached memory back to the device."""
-        close = getattr(torch._C, "_cuda_endAllocateToPool", None)  # which has no public name
-        if close is not None:
-            with suppress(RuntimeError):  # it was closed
-                close(self.stream.device_index, self.handle)
-
-
 class CapturedRequest:
     """One request as graphs. Its outputs are overwritten by the next replay."""
 
@@ -113,22 +64,24 @@ class CapturedRequest:
         self._model, self._tokenizer, self._tables, self._pool = model, tokenizer, tables, pool
         self.batch = request.batch
         self.inputs = StaticInputs(inputs, request.batch, room)
-        self.rng, self.method_rng = StaticRng(), StaticRng()
+        self._rngs = self.rng, self.method_rng = StaticRng(), StaticRng()
         self.given = tuple(codes.clone() for codes in request.given)
         silent = SilentClock(model.device)
         self._request = replace(request, rng=self.rng, method_rng=self.method_rng, given=self.given, clock=silent, captured=True)
+        self._routes: RouteCapture | None = None
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
         self.canvas = self._new_canvas()  # what a replay shows
+        self.routed: RoutedGraphs | None = None  # the last stages, where images are routed before them
         self.stages = [stage.on(self.canvas) for stage in self._capture()]
         self.decode_graph = torch.cuda.CUDAGraph()
         with pool.capturing(self.decode_graph):
-            self.pixels = tokenizer.decode(self.stages[-1].latent)
+            self.pixels = tokenizer.decode(self.stages[-1].latent if self.routed is None else self.routed.latent)
 
     @property
     def graphs(self) -> int:
         """How many there are: those of the stages, of the condition and of the decoder."""
-        return 2 + sum(stage.count for stage in self.stages)
+        return 2 + sum(stage.count for stage in self.stages) + (0 if self.routed is None else self.routed.count)
 
     def _new_canvas(self) -> Canvas:
         return self._tokenizer.canvas(self._request.schedule, self.batch)
@@ -137,15 +90,8 @@ class CapturedRequest:
         return self._model.condition_from(self.inputs.value, self._tables)
 
     def _begin(self, cond: Conditioning) -> tuple[MethodRun, Env]:
-        self._rewind((0, 0))
+        rewind(self._rngs, (0, 0))
         return begin(self._model, cond, self._request)
-
-    def _positions(self) -> tuple[int, int]:
-        return self.rng.position, self.method_rng.position
-
-    def _rewind(self, positions: tuple[int, int]) -> None:
-        self.rng.rewind(positions[0])
-        self.method_rng.rewind(positions[1])
 
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be captured."""
@@ -158,19 +104,28 @@ class CapturedRequest:
                 run, env = self._begin(self._condition())
                 state = State(canvas, env, run)
                 for stage in request.schedule:
-                    counts, _, _ = self._run_stage(stage, state)
-                    if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
-                        run.set_counts(next(iter(self._buckets(stage, run).values())))
-                        plan = run.plan(request.plans[stage.index], stage, canvas)
-                        run_stage(self._model, canvas, request, run, plan, env, stage)
-                    if not number:
-                        self.rng.end_stage()
-                        self.method_rng.end_stage()
+                    routed = run.routing_inputs(stage, canvas) is not None
+                    if routed:
+                        self._routes = self._routes or RouteCapture(self._model, request, stage, self._rngs)
+                        self._routes.warm_up(state)
+                    else:
+                        self._try_stage(stage, state)
+                    for rng in () if number else self._rngs:
+                        rng.end_stage()
+                    if routed:  # all that follows has run
+                        break
                 if not number:
                     self.rng.share_memory()  # not the noise of a method, which it may keep
-                self._tokenizer.decode(canvas.latent)
+                self._tokenizer.decode(canvas.latent if self._routes is None else self._routes.latent)
         current.wait_stream(stream)
         torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
+
+    def _try_stage(self, stage: Stage, state: State) -> None:
+        counts, _, _ = self._run_stage(stage, state)
+        if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
+            state.run.set_counts(next(iter(self._buckets(stage, state.run).values())))
+            plan = state.run.plan(self._request.plans[stage.index], stage, state.canvas)
+            run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
 
     def _capture(self) -> list[StageVariants]:
         canvas = self._new_canvas()
@@ -193,7 +148,11 @@ class CapturedRequest:
                 if state is None:  # in the first stage's graph: methods may ask for noise before it
                     run, env = self._begin(cond.copy())  # rows that a method drops leave the copy, and no later stage takes their memory
                     state = State(canvas, env, run)
-                counts, done, finite = self._run_stage(stage, state)
+                inputs = state.run.routing_inputs(stage, state.canvas)
+                counts, done, finite = self._run_stage(stage, state) if inputs is None else (None, None, None)
+            if inputs is not None and self._routes is not None:
+                self.routed = self._routes.capture(state, HostRead(graph, inputs), self._pool, self.canvas)
+                break
             if counts is not None:
                 variants, state = self._capture_buckets(stage, state, TokenCounter(graph, counts), forks)
             else:
@@ -206,10 +165,12 @@ class CapturedRequest:
         """Whether the stage is skipped, the canvas stays as it is and the method looks at nothing: its graph would be empty."""
         if not self._request.plans[stage.index].skip:
             return False
-        positions = self._positions()
+        fork, begun = state.fork(), positions(self._rngs)
         with Launches() as launches:
-            self._run_stage(stage, state.fork())
-        self._rewind(positions)
+            routed = fork.run.routing_inputs(stage, fork.canvas) is not None
+            if not routed:
+                self._run_stage(stage, fork)
+        rewind(self._rngs, begun)
         return launches.count == 0
 
     def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageDone | None, Tensor | None]:
@@ -237,9 +198,9 @@ class CapturedRequest:
         """The stage with every bucket size, and the state that all of them leave. `forks` must live until all stages are captured."""
         variants: dict[int, StageGraph] = {}
         first, all_finite = state, None
-        positions = self._positions()
+        begun = positions(self._rngs)
         for size, counts in self._buckets(stage, state.run).items():
-            self._rewind(positions)
+            rewind(self._rngs, begun)
             fork = state.fork()
             fork.run.set_counts(counts)
             graph = torch.cuda.CUDAGraph()

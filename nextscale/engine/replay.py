@@ -13,6 +13,7 @@ from ..models.base import PromptInputs
 from ..request import Request
 from .executor import Engine, Generated
 from .graphs import CapturedRequest
+from .routes import RoutedGraphs
 
 
 class Replay:
@@ -48,7 +49,22 @@ class Replay:
             canvas.latent = stage.latent if images is None else stage.latent[:images]
             done = variant.done if counts is None else replace(variant.done, known_counts=counts)
             watch(done if images is None else first_images(done, images, captured.batch))
-        return Generated(canvas.latent, {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None})
+        finite = {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None}
+        if captured.routed is not None:
+            finite |= self._run_routed(request, captured.routed, watch)
+        return Generated(canvas.latent, finite)
+
+    def _run_routed(self, request: Request, routed: RoutedGraphs, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
+        """The stages that follow once images are routed; returns for each that ran whether all that it computed is finite."""
+        captured, found = self._captured, {}
+        captured.method_rng.refill(request.method_rng, len(captured.stages), self._images)
+        routed.read.start()
+        captured.rng.refill(request.rng, len(captured.stages), self._images)
+        for done, finite in routed.replay(request.batch, captured.canvas):
+            if finite is not None:
+                found[done.stage.index] = finite
+            watch(done)
+        return found
 
     def decode(self) -> Tensor:
         self._captured.decode_graph.replay()

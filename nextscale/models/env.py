@@ -82,6 +82,7 @@ class Env:
             memory=self.memory.copy(),
             method_rng=method_rng,
             computed=None if self.computed is None else ComputedCells(images.shape[0]),
+            seen=tuple(None if shown is None else shown[images] for shown in self.seen),
         )
         part._keep_rows(torch.cat([images, self.batch + images]) if self.cfg_branches == "both" else images)
         return part

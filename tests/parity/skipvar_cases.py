@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nextscale import SkipVAR
 from nextscale.accel import skipvar
-from nextscale.accel.skipvar import decisions_named, features_of, gradient, preview_of, published_decisions, shrunk
+from nextscale.accel.skipvar import features_of, gradient, preview_of, shrunk
+from nextscale.accel.skipvar_models import decisions_named, published_decisions
 
 from . import infinity_cases
 from .accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance

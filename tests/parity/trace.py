@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import ImageGroup, MethodRun, Plans, RunSetup, Span, TokenCounts
+from nextscale.accel.method import MethodRun, Plans, RunSetup, Span, TokenCounts
 from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
@@ -81,9 +81,14 @@ class TraceRun(MethodRun):
             taps=tuple(sorted({*plan.taps, *(layer for layer in trace.taps if layer not in grouped)})),
         )
 
-    def split(self, stage: Stage, canvas: Canvas) -> Sequence[ImageGroup] | None:
-        groups = self.run.split(stage, canvas)
-        return None if groups is None else [ImageGroup(images, type(self)(self.trace, run)) for images, run in groups]
+    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        return self.run.routing_inputs(stage, canvas)
+
+    def route(self, inputs: Tensor) -> Sequence[int]:
+        return self.run.route(inputs)
+
+    def routes(self) -> Sequence[MethodRun]:
+        return [type(self)(self.trace, run) for run in self.run.routes()]
 
     def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         return self.run.count_tokens(stage, canvas)

@@ -68,14 +68,12 @@ class Waiting:
             self._open = False
             self._changed.notify_all()
 
-    def close(self) -> list[Task]:
-        """Workers go home after what they run; returns what was waiting."""
+    def close(self) -> None:
+        """Workers go home after what they run; what waits is forgotten."""
         with self._changed:
             self._open = self._alive = False
-            left = [task for tasks in self._tasks.values() for task in tasks]
             self._tasks.clear()
             self._changed.notify_all()
-            return left
 
     def wait_empty(self, seconds: float | None) -> bool:
         """Whether nothing waits and nothing runs, within so many seconds."""

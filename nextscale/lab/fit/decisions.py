@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ...accel.method import DENSE, Method, Plans, StagePlan
 from ...accel.skip import SkipStages
-from ...accel.skipvar import MOST, Classifier, Decisions, SkipVAR, features_of, preview_of
+from ...accel.skipvar import MOST, SkipVAR, features_of, preview_of
+from ...accel.skipvar_models import Classifier, Decisions
 from ...errors import SettingError
 from ...models.base import NextScaleModel
 from ...output import Preview
