@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from numbers import Integral, Real
 
+from .errors import SettingError
+
 
 def is_number(value: object) -> bool:
     return isinstance(value, float | Real) and not isinstance(value, bool)  # a float needs no look into the tower of numbers
@@ -27,3 +29,10 @@ def is_hashable(value: object) -> bool:
     except TypeError:
         return False
     return True
+
+
+def require_flags(settings: object, *names: str) -> None:
+    """Raises SettingError unless these attributes are True or False: a word such as "no" would count as True."""
+    for name in names:
+        if not isinstance(getattr(settings, name), bool):
+            raise SettingError(f"{name} is True or False; got {getattr(settings, name)!r}")

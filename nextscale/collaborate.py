@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,13 +33,12 @@ class Refiners:
     """Pipelines of smaller models, by name; one that is asked for is opened once."""
 
     open: Callable[[str], Pipeline] | None = None  # as the pipeline's own model was
+    fitting: Sequence[str] = ()  # names of models that could be opened
     known: dict[str, Pipeline] = field(default_factory=dict)
 
     def partner(self, drafter: Pipeline, name: str | None) -> Pipeline:
         """The pipeline that refines what `drafter` drafts; SettingError if there is none or they do not fit."""
-        name = PAIRS.get(drafter.name) if name is None else name
-        if name is None:
-            raise SettingError(f"CoDe: no smaller model is known for {drafter.name}: name one, as in code:refiner=var-d16")
+        name = partner_name(drafter.name, name, self.fitting)
         if name not in self.known:
             if self.open is None:
                 raise SettingError(
@@ -47,7 +46,7 @@ class Refiners:
                 )
             self.known[name] = self.open(name)
         refiner = self.known[name]
-        require_pair(drafter, refiner)
+        require_pair(*(Half(pipe.name, pipe.model, pipe.tokenizer) for pipe in (drafter, refiner)))
         if refiner.model.device != drafter.model.device:
             refiner.to(drafter.model.device)
         refiner.tokenizer = drafter.tokenizer  # so that its weights are there once
@@ -55,7 +54,24 @@ class Refiners:
         return refiner
 
 
-def require_pair(drafter: Pipeline, refiner: Pipeline) -> None:
+def partner_name(drafter: str, chosen: str | None, fitting: Sequence[str]) -> str:
+    """The refiner that is chosen, or known for this drafter; SettingError if there is none, with one that fits where there is any."""
+    name = PAIRS.get(drafter) if chosen is None else chosen
+    if name is not None:
+        return name
+    advice = f"name one, as in code:refiner={fitting[0]}" if fitting else "none has its family, tokenizer and stages; choose another method"
+    raise SettingError(f"CoDe: no smaller model is known for {drafter}: {advice}")
+
+
+class Half(NamedTuple):
+    """One model of a pair."""
+
+    name: str
+    model: NextScaleModel
+    tokenizer: Tokenizer
+
+
+def require_pair(drafter: Half, refiner: Half) -> None:
     """SettingError unless the refiner can go on from the drafter's codes. Which files both tokenizers come from, `load` has compared."""
     first, second = drafter.model, refiner.model
     if first.family != second.family or first.logit_shape != second.logit_shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -91,6 +91,7 @@ def test_a_stage_is_skipped_by_itself(pipeline: Pipeline) -> None:
         ("nothing", "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar, tome, scalekv, skipvar, .*, sparvar, auto"),
         ("skip:first=2", "'first=2' is no setting of skip; it takes last"),
         ("skip:2", "'2' is no setting of skip"),
+        ("skip:last", "last has no value: write last=VALUE"),
         ("dense:last=1", "it takes none"),
         (3, "give a Method, a name"),
         (SkipStages(9), "cannot skip 9 of 4 stages"),
@@ -131,6 +132,16 @@ def test_names_stand_for_methods(text: str, method: Method) -> None:
     if isinstance(method, SkipStages | SparseVAR | FastVAR | StageVAR | ToMe):
         assert parse_method(text) == method
     assert type(parse_method(text)) is type(method)
+
+
+FLAGS = [(name, one.name) for name, method in METHODS.items() if is_dataclass(method) for one in fields(method) if one.type == "bool"]
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+@pytest.mark.parametrize("value", ["no", "0", "none"])
+def test_a_flag_is_true_or_false(name: str, flag: str, value: str) -> None:
+    with pytest.raises(SettingError, match=f"{flag} is True or False"):
+        parse_method(f"{name}:{flag}={value}")
 
 
 def test_values_are_read_and_never_executed() -> None:

@@ -118,6 +118,7 @@ def test_the_nearest_batch_by_ratio() -> None:
     one, eight, many = (variant(batch=batch) for batch in (1, 8, 64))
     for batch, expected in ((1, one), (2, one), (3, eight), (8, eight), (20, eight), (30, many), (1000, many)):
         assert fitting_profile(situation(one, eight, many, batch=batch)) is expected
+    assert fitting_profile(situation(variant(batch=10**400), eight)) is eight
 
 
 def test_the_own_hardware_before_a_nearer_batch() -> None:
@@ -214,7 +215,7 @@ def tuned_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pipe = tiny.shared_pipeline("infinity")
     profile_of(pipe, model="nano").save(tmp_path / "a.profile.json")
     monkeypatch.setitem(presets.MODELS, "nano", replace(tiny.SPECS["infinity"], name="nano"))
-    monkeypatch.setattr(parse, "find", lambda *_: tmp_path)
+    monkeypatch.setattr(parse, "local_weights", lambda *_: tmp_path)
     monkeypatch.setattr(options, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -247,3 +248,15 @@ def test_what_no_profile_meets_is_refused_before_weights_are_loaded(
     assert "no point with a speedup of at least 9" in result.stderr
     (tuned_nano / "a.profile.json").unlink()
     assert "`nextscale tune nano --size 8x6 --batch 1" in run(*command, "--method", "auto").stderr.replace("--batch 4", "--batch 1")
+
+
+def test_sample_chooses_for_its_own_batch(tuned_nano: Path) -> None:
+    (tuned_nano / "prompts.txt").write_text("a cat\n")
+    result = run("sample", "--prompts", "prompts.txt", "--batch", "3", "--device", "cpu", "--method", "auto:ms=1")
+    assert "`nextscale tune nano --size 8x6 --batch 3 --device cpu`" in result.stderr
+
+
+def test_where_there_are_no_weights_there_are_no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
+    assert "auto takes methods from a profile, and none fits var-d16 at 256x256" in run("plan", "-m", "var-d16", "--method", "auto").stderr
+    assert "No profile found of var-d16" in run("profiles", "-m", "var-d16").stdout

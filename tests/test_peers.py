@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,28 +31,35 @@ from nextscale import (
     ToMe,
     ZipVL,
 )
-from nextscale.accel import DENSE, resolve_method, skipvar
+from nextscale.accel import DENSE, RunSetup, resolve_method, skipvar
 from nextscale.accel.code import released_sampling
-from nextscale.accel.litevar import band, zeroed_attention
+from nextscale.accel.litevar import LiteVARCache, band
 from nextscale.accel.pitome import energies, merged_by_energy
 from nextscale.accel.scalekv import PUBLISHED, PUBLISHED_SIDES, key_scores, ruled_budgets, top_as_released, top_keys, window_places
-from nextscale.accel.skipvar import Classifier, Decisions, features_of, gradient, high_frequencies
+from nextscale.accel.skipvar import features_of, gradient, high_frequencies
+from nextscale.accel.skipvar_models import Classifier, Decisions, published_decisions
 from nextscale.accel.sparse import KeyLists, centres, key_map
-from nextscale.accel.sparsevit import window_scores
+from nextscale.accel.sparsevit import ActiveBlocks, window_scores
 from nextscale.accel.sparvar import carried, chosen_lists, resized, source_groups
 from nextscale.accel.zipvl import fewest
+from nextscale.attending import Attended
+from nextscale.cache import CacheSpec, Slot, Workspace
+from nextscale.engine import captures
+from nextscale.engine.executor import Engine
+from nextscale.engine.routes import group_sizes
 from nextscale.errors import SettingError
 from nextscale.lab.fit.decisions import fit, logistic_regression, measure, most_within
 from nextscale.lab.fit.roles import measure_roles
-from nextscale.loading.presets import build_model, model_spec
+from nextscale.loading.presets import ModelSpec, build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.planning.memory import reserved_cache
+from nextscale.sampling import ImageRng
+from nextscale.schedules import SquareBook
 from nextscale.stage import Stage
 
 from . import tiny
 from .tape import Dispatched, play_graphs_on_the_cpu
-from .test_engine import with_graphs
 from .toy_methods import KeepShare
 
 # A method that acts on the few tokens of tiny models, and the same without strength.
@@ -63,18 +72,53 @@ PEERS: dict[str, tuple[Method, Method]] = {
     "zipvl, tau": (ZipVL(tau=0.6, probes=0.5), ZipVL(stages=())),
     "litevar": (LiteVAR(first=1), LiteVAR(1.0, share_rows=False)),
     "litevar, released": (LiteVAR(first=1, as_released=True), LiteVAR(1.0, share_rows=False)),
-    "sparvar": (SparVAR(choosing=2), SparVAR(last=0)),
+    "sparvar": (SparVAR(last=2, choosing=2, windows=(1,)), SparVAR(last=0)),
 }
-FAMILIES = ("var", "flexvar", "infinity", "hart")  # without text, growing latents, text attention, text before the image
 BY_PEER = pytest.mark.parametrize("peer", PEERS)
-BY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+BY_FAMILY = pytest.mark.parametrize("family", tiny.FAMILIES)
+BY_BOTH = pytest.mark.parametrize(
+    ("peer", "family"), [(peer, family) for peer in PEERS for family in (tiny.KINDS if "," in peer else tiny.FAMILIES)]
+)
 NO_SQUARE = Schedule(((1, 1), (2, 3), (3, 5), (4, 6)))
-WIDE = Schedule((1, 2, 4, 8, 12, 14))  # enough keys that blocks of 128 leave some out
+LARGE, LARGE_NO_SQUARE = Schedule((1, 4, 10, 14)), Schedule(((1, 1), (2, 3), (8, 12), (12, 16)))  # where blocks of 128 keys leave some out
+WIDE = Schedule((1, 2, 4, 8, 12, 14))
 CPU = torch.device("cpu")
 
 
 def generated(family: str, prompt: Any, **settings: Any) -> Any:
     return tiny.shared_pipeline(family)(prompt, **settings)
+
+
+def acted(peer: str, family: str, prompt: Any, **settings: Any) -> Any:
+    """Generated at stages that are large enough for the peer to act."""
+    return pipeline_for(peer, family)(prompt, **size_for(peer, family), **settings)
+
+
+def pipeline_for(peer: str, family: str) -> Pipeline:
+    spec = spec_for(peer, family)
+    return tiny.shared_pipeline(family) if spec is tiny.SPECS[family] else large_pipeline(spec)
+
+
+def spec_for(peer: str, family: str) -> ModelSpec:
+    """The family's, but VAR knows its stages only: one that has large ones."""
+    spec, sides = tiny.SPECS[family], tuple(height for height, _ in LARGE.sizes)
+    if peer != "sparvar" or not family.startswith("var"):
+        return spec
+    model: Any = replace(spec.model, sides=sides)  # type: ignore[call-arg]
+    return replace(spec, model=model, settings=replace(spec.settings, schedules=SquareBook((sides,))))
+
+
+def size_for(peer: str, family: str, square: bool = True) -> dict[str, Any]:
+    if peer != "sparvar":
+        return {} if square else {"size": NO_SQUARE}
+    if not square:
+        return {"size": LARGE_NO_SQUARE}
+    return {} if family.startswith("var") else {"size": LARGE}
+
+
+@cache
+def large_pipeline(spec: ModelSpec) -> Pipeline:
+    return random_pipeline(spec)
 
 
 def same_image(family: str, ours: Any, theirs: Any) -> bool:
@@ -84,35 +128,26 @@ def same_image(family: str, ours: Any, theirs: Any) -> bool:
 # --- whatever the method
 
 
-@BY_FAMILY
-@BY_PEER
+@BY_BOTH
 def test_no_strength_is_dense_bit_for_bit(peer: str, family: str) -> None:
     acting, idle = PEERS[peer]
     prompt = tiny.prompts(family, 2)
-    dense = generated(family, prompt, seed=3)
-    tiny.assert_same_bits(generated(family, prompt, seed=3, method=idle), dense)
-    if peer != "sparvar" or wide(family, peer):  # a single block has all keys of stages this small
-        assert not torch.equal(generated(family, prompt, seed=3, method=acting, **wide(family, peer)).latent, dense.latent)
+    dense = acted(peer, family, prompt, seed=3)
+    tiny.assert_same_bits(acted(peer, family, prompt, seed=3, method=idle), dense)
+    assert not torch.equal(acted(peer, family, prompt, seed=3, method=acting).pixels, dense.pixels)
 
 
-def wide(family: str, peer: str) -> dict[str, Any]:
-    """Larger stages for what leaves out blocks of keys, where a model can have them."""
-    return {"size": WIDE} if peer == "sparvar" and family in ("infinity", "flexvar") else {}
-
-
-@BY_FAMILY
-@BY_PEER
+@BY_BOTH
 def test_a_batch_equals_its_images_alone_in_any_order(peer: str, family: str) -> None:
     method, order = PEERS[peer][0], [2, 0, 1]
     seeds = [5, 60, 700]
-    together = generated(family, picked(family, range(3)), seed=seeds, method=method)
-    permuted = generated(family, picked(family, order), seed=[seeds[image] for image in order], method=method)
+    together = acted(peer, family, picked(family, range(3)), seed=seeds, method=method)
+    permuted = acted(peer, family, picked(family, order), seed=[seeds[image] for image in order], method=method)
     assert tiny.close_codes(family, permuted.codes, [codes[order] for codes in together.codes])
-    for image in (0, 2):
-        alone = generated(family, tiny.one_prompt(family, image), seed=seeds[image], method=method)
-        assert tiny.close_codes(family, tiny.one_image(together, image).codes, alone.codes)
-        assert same_image(family, tiny.one_image(together, image), alone)
-    tiny.assert_same_bits(generated(family, picked(family, range(3)), seed=seeds, method=method), together)
+    alone, same = acted(peer, family, tiny.one_prompt(family, 2), seed=seeds[2], method=method), tiny.one_image(together, 2)
+    assert tiny.close_codes(family, same.codes, alone.codes)
+    assert same_image(family, same, alone)
+    tiny.assert_same_bits(acted(peer, family, picked(family, range(3)), seed=seeds, method=method), together)
 
 
 def picked(family: str, images: Sequence[int]) -> Any:
@@ -121,26 +156,42 @@ def picked(family: str, images: Sequence[int]) -> Any:
     return type(tiny.prompts(family, 1)).joined([tiny.one_prompt(family, image) for image in images])
 
 
-@pytest.mark.parametrize("family", ["flexvar", "infinity"])
+@pytest.mark.parametrize("family", ["flexvar", "infinity", "hart", "star_refined"])
 @BY_PEER
 def test_images_need_not_be_square(peer: str, family: str) -> None:
-    method = PEERS[peer][0]
-    together = generated(family, tiny.prompts(family, 2), seed=11, size=NO_SQUARE, method=method)
-    alone = generated(family, tiny.one_prompt(family, 1), seed=12, size=NO_SQUARE, method=method)
-    assert [codes.shape[1] for codes in together.codes] == [1, 6, 15, 24]
-    assert same_image(family, tiny.one_image(together, 1), alone)
+    settings = size_for(peer, family, square=False)
+    together = tiny.one_image(generated(family, tiny.prompts(family, 2), seed=11, method=PEERS[peer][0], **settings), 1)
+    alone, logits = seen(family, tiny.one_prompt(family, 1), seed=12, method=PEERS[peer][0], **settings)
+    assert [codes.shape[1] for codes in alone.codes] == [stage.cells for stage in settings["size"]]
+    assert tiny.close_codes(family, together.codes, alone.codes)
+    assert torch.allclose(together.latent, alone.latent, rtol=0, atol=tiny.ROUNDING[family].latents)
+    assert not torch.equal(logits, seen(family, tiny.one_prompt(family, 1), seed=12, **settings)[1])
+
+
+def seen(family: str, prompt: Any, **settings: Any) -> tuple[Any, Tensor]:
+    """What is generated, and the logits of the last stage, which tell more than codes whether a method has acted."""
+    logits: list[Tensor] = []
+    return generated(family, prompt, on_stage=lambda preview: logits.append(preview.done.logits), **settings), logits[-1]
+
+
+@pytest.mark.parametrize("method", [SparVAR(last=2, choosing=0, windows=(1,)), SparVAR(last=2, choosing=3)], ids=["windows", "chosen"])
+@pytest.mark.parametrize("size", [LARGE, LARGE_NO_SQUARE])
+def test_windows_and_chosen_keys_leave_some_out(method: Method, size: Schedule) -> None:
+    dense, sparse = (seen("infinity", tiny.prompts("infinity", 1), seed=1, size=size, method=one)[1] for one in (None, method))
+    assert (dense - sparse).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", ["var", "infinity"])
 @BY_PEER
 def test_replays_generate_what_eager_generation_does(peer: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
-    method, pipe = PEERS[peer][0], with_graphs(family)
-    settings = {"method": method, **wide(family, peer)}
+    eager = pipeline_for(peer, family)
+    pipe = Pipeline(eager.model, eager.tokenizer, eager.reader, eager.settings, engine="graphs")
+    settings = {"method": PEERS[peer][0], **size_for(peer, family)}
     pipe.warmup(tiny.prompts(family, 2), **settings)
     ours = pipe(tiny.prompts(family, 2), seed=[3, 4], **settings)
     with Dispatched():
-        theirs = generated(family, tiny.prompts(family, 2), seed=[3, 4], **settings)
+        theirs = eager(tiny.prompts(family, 2), seed=[3, 4], **settings)
     assert (ours.report.engine, theirs.report.engine) == ("graphs", "eager")
     torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-3)
 
@@ -149,12 +200,12 @@ def test_replays_generate_what_eager_generation_does(peer: str, family: str, mon
 def test_rows_may_leave_in_the_middle(peer: str) -> None:
     """At guidance 1 the unconditional rows change nothing, unless a method takes the map of one row for the other: there they agree."""
     guidance = [2.5, 2.5, 1.0, 1.0]
-    both = generated("infinity", tiny.prompts("infinity", 2), seed=4, guidance=guidance, method=PEERS[peer][0])
+    both = acted(peer, "infinity", tiny.prompts("infinity", 2), seed=4, guidance=guidance, method=PEERS[peer][0])
     off = StageVAR(guidance_off=2, alphas=())
     negative = tiny.prompts("infinity", 2)  # so that the rows that stay, the unconditional ones, are the same
     guided = {"seed": 4, "guidance": guidance, "negative": negative}
     dropped, kept = (
-        generated("infinity", tiny.prompts("infinity", 2), method=method, **guided) for method in ([PEERS[peer][0], off], PEERS[peer][0])
+        acted(peer, "infinity", tiny.prompts("infinity", 2), method=method, **guided) for method in ([PEERS[peer][0], off], PEERS[peer][0])
     )
     assert [stage.rows for stage in dropped.report.stages] == [4, 4, 2, 2]
     assert same_image("infinity", dropped, kept)
@@ -185,8 +236,8 @@ def test_keys_that_an_earlier_stage_left_out_are_missed(peer: str) -> None:
 
 @BY_PEER
 def test_beside_skipped_stages(peer: str) -> None:
-    skipped = generated("infinity", tiny.prompts("infinity", 2), seed=4, method=[PEERS[peer][0], SkipStages(1)])
-    whole = generated("infinity", tiny.prompts("infinity", 2), seed=4, method=PEERS[peer][0])
+    skipped = acted(peer, "infinity", tiny.prompts("infinity", 2), seed=4, method=[PEERS[peer][0], SkipStages(1)])
+    whole = acted(peer, "infinity", tiny.prompts("infinity", 2), seed=4, method=PEERS[peer][0])
     assert len(skipped.codes) == 3
     if not peer.startswith("scalekv"):  # nothing is compressed for a stage that does not come
         assert tiny.same_codes(skipped.codes, whole.codes[:3])
@@ -343,7 +394,7 @@ def test_features_by_hand() -> None:
 
 
 def test_published_sets_have_their_classes() -> None:
-    published = skipvar.published_decisions()
+    published = published_decisions()
     assert list(published) == ["0.84", "0.86", "0.88", "0.84 diff-only"]
     assert published["0.84"].uncond.classes == (1, 2, 3) and published["0.86"].uncond.classes == (0, 1, 2, 3)
     detailed, plain = torch.tensor([[0.3, 0.7]]), torch.tensor([[0.02, 0.3]])
@@ -363,24 +414,41 @@ def as_file(models: Decisions, path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("family", ["var", "flexvar", "infinity", "hart", "star"])
-def test_every_image_of_a_batch_goes_its_own_way(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+ROUTED = ([0, 1, 2], [2, 0, 1], [0, 1, 1], [2, 0, 0], [1, 1, 1], [0, 0, 0], [2, 2, 2])  # of the images of `three_routes`
+BY_FAMILY_AND_SIZE = pytest.mark.parametrize(
+    ("family", "size"),
+    [*((family, None) for family in tiny.FAMILIES), *((family, NO_SQUARE) for family in ("flexvar", "infinity", "star"))],
+)
+
+
+def three_routes(pipe: Pipeline, family: str, size: Schedule | None, folder: Path) -> SkipVAR:
+    """Of three images with the seeds 1 to 3 one stops, one goes on without guidance, and one with guidance for a stage."""
     measured: list[Tensor] = []
-    monkeypatch.setattr(skipvar, "features_of", lambda old, new: measured.append(features_of(old, new)) or measured[-1])
-    generated(family, tiny.prompts(family, 3), seed=[1, 2, 3], method=SkipVAR())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(skipvar, "features_of", lambda old, new: measured.append(features_of(old, new)) or measured[-1])
+        pipe(picked(family, range(3)), seed=[1, 2, 3], size=size, method=SkipVAR())
     low, middle, high = measured[0][:, 0].sort().values.tolist()
     models = Decisions(thresholds((2, 0), [(low + middle) / 2]), thresholds((1, 2), [(middle + high) / 2]))
-    method = SkipVAR(as_file(models, tmp_path / "models.json"))
-    seen: list[Any] = []
-    together = generated(family, tiny.prompts(family, 3), seed=[1, 2, 3], method=method, compute_mask=True, on_stage=seen.append)
-    last = len(tiny.schedule_of(family)) - 1
+    return SkipVAR(as_file(models, folder / "models.json"))
+
+
+@BY_FAMILY_AND_SIZE
+def test_every_image_of_a_batch_takes_its_own_route(family: str, size: Schedule | None, tmp_path: Path) -> None:
+    method = three_routes(tiny.shared_pipeline(family), family, size, tmp_path)
+    request: dict[str, Any] = {"seed": [1, 2, 3], "size": size, "method": method}
+    previews: list[Any] = []
+    together = generated(family, tiny.prompts(family, 3), **request, compute_mask=True, on_stage=previews.append)
+    last = len(previews) - 1
     assert [stage.rows for stage in together.report.stages[last - 2 :]] == [6, 3, 2]
-    assert all(preview.latent.shape[0] == 3 for preview in seen)
+    assert all(preview.latent.shape[0] == 3 for preview in previews)
+    tiny.assert_same_bits(generated(family, tiny.prompts(family, 3), **request), together)
+    permuted = generated(family, picked(family, [2, 0, 1]), **request | {"seed": [3, 1, 2]})
+    tiny.assert_close_pixels(family, permuted.pixels, together.pixels[[2, 0, 1]])
     masks = torch.stack([mask.flatten(1).mean(dim=1) for mask in together.compute_mask[last - 1 :]])
     assert (masks == 0).sum() == 2 and set(masks.flatten().tolist()) == {0.0, 1.0}
     shares = []
     for image in range(3):
-        alone = generated(family, tiny.one_prompt(family, image), seed=1 + image, method=method)
+        alone = generated(family, tiny.one_prompt(family, image), **request | {"seed": 1 + image})
         assert same_image(family, tiny.one_image(together, image), alone)
         shares.append(alone.report.cost_share)
     if family in tiny.CLASS_FAMILIES:  # texts are padded to the longest of a batch, and HART has work that a group of images shares
@@ -398,9 +466,89 @@ def test_conditional_stages_are_guidance_one_and_skipped_ones_are_not_run(tmp_pa
         skipping = SkipVAR(as_file(Decisions(always[number], always[3]), tmp_path / "skip.json"))
         tiny.assert_same_bits(generated("infinity", tiny.prompts("infinity", 2), seed=5, method=skipping),
                               generated("infinity", tiny.prompts("infinity", 2), seed=5, method=SkipStages(number)))  # fmt: skip
-    assert not SkipVAR().capturable and SkipVAR(most=0).capturable
-    dense = generated("var", [1, 2], seed=1)
-    tiny.assert_same_bits(generated("var", [1, 2], seed=1, method=SkipVAR(most=0)), dense)
+
+
+@BY_FAMILY_AND_SIZE
+def test_replays_route_images_as_eager_generation_does(
+    family: str, size: Schedule | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in a group of its own, two together, all together, and fewer images than were captured."""
+    eager = tiny.shared_pipeline(family)
+    settings: dict[str, Any] = {"method": three_routes(eager, family, size, tmp_path), "size": size}
+    play_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(captures, "HOST_SECONDS", 1e3)  # so that fewer images are padded
+    pipe = Pipeline(eager.model, eager.tokenizer, eager.reader, eager.settings, engine="graphs")
+    pipe.warmup(picked(family, range(3)), **settings)
+    taken = set()
+    for images in (*ROUTED, [1, 2]):
+        asked = {"prompt": picked(family, images), "seed": [1 + image for image in images], **settings}
+        ours = pipe(**asked)
+        with Dispatched():
+            theirs = eager(**asked)
+        assert (ours.report.engine, theirs.report.engine) == ("graphs", "eager")
+        rows = [stage.rows for stage in theirs.report.stages]
+        assert [stage.rows for stage in ours.report.stages] == rows
+        taken.add(tuple(rows))
+        torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-3)
+        assert all(torch.equal(one, other) for one, other in zip(ours.codes, theirs.codes, strict=True))
+        assert ours.report.cost_share == pytest.approx(theirs.report.cost_share)
+    assert len(taken) > 4 and len(pipe.captures) == 1
+
+
+@pytest.mark.parametrize("engine", ["eager", "graphs"])
+@BY_FAMILY
+def test_images_are_routed_past_codes_that_are_given(family: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    shared = tiny.shared_pipeline(family)
+    pipe = Pipeline(shared.model, shared.tokenizer, shared.reader, shared.settings, engine=engine)
+    method, seeds = three_routes(shared, family, None, tmp_path), [1, 2, 3]
+    codes = shared(tiny.prompts(family, 3), seed=seeds).codes
+    for stages in (2, 3):  # up to the decision, and beyond it
+        together = pipe(tiny.prompts(family, 3), seed=seeds, method=method, given=codes[:stages], warmup=True)
+        assert together.report.engine == engine
+        assert together.report.stages[-1].rows == 2  # one image has stopped, and two go on without guidance
+        for image in range(3):
+            given = [one[image : image + 1] for one in codes[:stages]]
+            alone = shared(tiny.one_prompt(family, image), seed=seeds[image], method=method, given=given)
+            assert same_image(family, tiny.one_image(together, image), alone)
+
+
+def test_a_decision_file_that_changes_is_another_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    shared = tiny.shared_pipeline("var")
+    pipe = Pipeline(shared.model, shared.tokenizer, shared.reader, shared.settings, engine="graphs")
+    found = []
+    for number in (0, 2):
+        always = Classifier((0.0,), (1.0,), (number,), ((0.0,),), (0.0,))
+        text = f"skipvar:models={as_file(Decisions(always, always), tmp_path / 'models.json')}"
+        made = pipe([1, 2], seed=1, method=text, warmup=True).report
+        found.append((made.engine, [stage.skipped for stage in made.stages]))
+    assert found == [("graphs", [False] * 4), ("graphs", [False, False, True, True])]
+
+
+def test_outcomes_that_come_to_the_same_are_one_route() -> None:
+    setup = RunSetup(tiny.shared_pipeline("var").model, Schedule((1, 2, 3, 4, 5)), 1, ImageRng([1], CPU), (DENSE,) * 5)
+    counts = [
+        len(SkipVAR("0.86", most=most).start(replace(setup, guided=guided)).routes())
+        for most, guided in ((3, True), (2, True), (1, True), (3, False))
+    ]
+    assert len(published_decisions()["0.86"].outcomes) == 7
+    assert counts == [7, 5, 3, 4]
+
+
+def test_routes_are_captured_for_few_sizes_and_with_seeds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [group_sizes(batch) for batch in (1, 2, 5, 32)] == [[1], [1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]]
+    play_graphs_on_the_cpu(monkeypatch)
+    eager = tiny.shared_pipeline("var")
+    pipe = Pipeline(eager.model, eager.tokenizer, eager.reader, eager.settings, engine="graphs")
+    engines = [pipe([1, 2], method=SkipVAR(), seed=seed, warmup=True).report.engine for seed in (1, torch.Generator().manual_seed(1))]
+    assert engines == ["graphs", "eager"]
+
+
+@BY_FAMILY
+def test_no_stage_may_be_skipped(family: str) -> None:
+    dense = generated(family, tiny.prompts(family, 2), seed=1)
+    tiny.assert_same_bits(generated(family, tiny.prompts(family, 2), seed=1, method=SkipVAR(most=0)), dense)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"skip": 3, "uncond": 4}', '{"skip": {"mean": [0]}}'])
@@ -481,20 +629,23 @@ def pair(family: str, engine: str | None = None) -> Pipeline:
     return made[0]
 
 
-@pytest.mark.parametrize("family", ["var", "infinity", "hart", "star"])
-def test_a_draft_is_kept_and_the_small_model_goes_on(family: str) -> None:
-    pipe, prompt = pair(family), tiny.prompts(family, 2)
-    dense, small = pipe(prompt, seed=3), pipe.refiners.known["small"]
-    code = pipe(prompt, seed=3, method=CoDe(refiner="small"))
-    assert tiny.same_codes(code.codes[:2], dense.codes[:2])
-    forced = {stage: dense.codes[stage] for stage in range(2)}
-    by_hand = small(prompt, seed=3, revise=lambda stage, codes: forced.get(stage.index, codes))
-    tiny.assert_close(family, code, by_hand)
-    tiny.assert_same_bits(pipe(prompt, seed=3, method=CoDe(draft=4, refiner="small")), dense)
+@BY_FAMILY_AND_SIZE
+def test_a_draft_is_kept_and_the_small_model_goes_on(family: str, size: Schedule | None) -> None:
+    pipe, prompt, request = pair(family), tiny.prompts(family, 3), {"seed": [3, 40, 500], "size": size}
+    dense, small = pipe(prompt, **request), pipe.refiners.known["small"]
+    stages, method = len(dense.codes), CoDe(refiner="small")
+    code = pipe(prompt, **request, method=method)
+    assert tiny.same_codes(code.codes[: stages - 2], dense.codes[: stages - 2])
+    forced = dict(enumerate(dense.codes[: stages - 2]))
+    tiny.assert_close(family, code, small(prompt, **request, revise=lambda stage, codes: forced.get(stage.index, codes)))
+    tiny.assert_same_bits(pipe(prompt, **request, method=CoDe(draft=stages, refiner="small")), dense)
+    assert not torch.equal(code.latent, dense.latent)
     assert code.report.model == f"{pipe.name} + small" and code.report.cost_share < 1.3
-    for image in range(2):
-        alone = pipe(tiny.one_prompt(family, image), seed=3 + image, method=CoDe(refiner="small"))
-        assert same_image(family, tiny.one_image(code, image), alone)
+    tiny.assert_same_bits(pipe(prompt, **request, method=method), code)
+    permuted = pipe(picked(family, [2, 0, 1]), **request | {"seed": [500, 3, 40]}, method=method)
+    tiny.assert_close_pixels(family, permuted.pixels, code.pixels[[2, 0, 1]])
+    alone = pipe(tiny.one_prompt(family, 1), **request | {"seed": 40}, method=method)
+    assert same_image(family, tiny.one_image(code, 1), alone)
 
 
 def test_a_pair_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,12 +743,17 @@ def test_energies_and_merging_by_hand() -> None:
     assert ragged.tokens.index[0, :3].tolist() == [0, 1, 3] and ragged.tokens.count.tolist() == [3]
 
 
-def test_windows_are_ranked_as_one() -> None:
-    """Two windows of 2 x 2 cells across and two down, with norms 5, 4, 2 and 6."""
-    grid = torch.tensor([[3.0, 4, 2, 2], [0, 0, 2, 2], [1, 1, 0, 0], [1, 1, 0, 6]])
-    scores = window_scores(grid.view(1, 16), Tokens(Stage(1, 4, 4, 1, False)), 2).view(4, 4)
+def test_windows_are_ranked_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two windows of 2 x 2 cells across and two down, with norms 5, 4, 2 and 6: half of the tokens are the fourth and the first."""
+    grid, tokens = torch.tensor([[3.0, 4, 2, 2], [0, 0, 2, 2], [1, 1, 0, 0], [1, 1, 0, 6]]), Tokens(Stage(1, 4, 4, 1, False))
+    scores = window_scores(grid.view(1, 16), tokens, 2).view(4, 4)
     assert scores[::2, ::2].tolist() == [[5, 4], [2, 6]]
-    assert torch.equal(window_scores(grid.view(1, 16), Tokens(Stage(1, 4, 4, 1, False)), 1), grid.view(1, 16))
+    assert torch.equal(window_scores(grid.view(1, 16), tokens, 1), grid.view(1, 16))
+    monkeypatch.setattr("nextscale.accel.sparsevit.run_in_order", lambda blocks, x, tokens, env: x + 1)
+    x, env = grid.view(1, 16, 1) * torch.tensor([1.0, -1.0]), SimpleNamespace(computed=None)
+    for ratio, ran in ((0.5, [0, 1, 4, 5, 10, 11, 14, 15]), (0.75, [10, 11, 14, 15])):
+        changed = ActiveBlocks(range(2), "sparsevit", ratio, 2)((), x, tokens, env) - x  # type: ignore[arg-type]
+        assert changed[0, :, 0].nonzero().flatten().tolist() == ran
 
 
 def test_the_fewest_tokens_that_receive_a_share_of_the_attention() -> None:
@@ -607,9 +763,13 @@ def test_the_fewest_tokens_that_receive_a_share_of_the_attention() -> None:
 
 def test_bands_by_hand() -> None:
     assert band(16, 9, 2)[8].nonzero().flatten().tolist() == [3, 4, 5, 6]
-    logits, mask = torch.tensor([2.0, 0.5, -1.0]).view(1, 1, 1, 3), torch.tensor([True, True, False]).view(1, 1, 1, 3)
-    released = zeroed_attention(torch.ones(1, 1, 1, 1), logits.mT, torch.eye(3)[None, None], mask, 1.0)
-    assert released.flatten().tolist() == pytest.approx([0.736, 0.164, 0.100], abs=1e-3)
+    schedule = Schedule(((1, 1), (1, 3)))  # the band of the last stage's first query has two of its three keys
+    keys, values = torch.tensor([-1e4, 2.0, 0.5, -1.0]).view(1, 4, 1, 1), torch.eye(4).view(1, 4, 1, 4)  # nothing goes to the start token
+    spec, slot = CacheSpec(1, 1, 1, 1, schedule, torch.float32, CPU), Slot(keys, values, 1, 4)
+    seen = Attended(lambda: pytest.fail("projected"), torch.ones(1, 3, 1, 1), slot, Tokens(schedule[1]), 1.0, False, 1)
+    for released, weights in ((False, [0, 0.818, 0.182, 0]), (True, [0, 0.736, 0.164, 0.100])):
+        cache = LiteVARCache(spec, Workspace(spec), LiteVAR(0.5, first=1, as_released=released))
+        assert cache.attend(seen)[0, 0].tolist() == pytest.approx(weights, abs=1e-3)
 
 
 def test_one_map_for_both_rows_is_the_conditional_one() -> None:

@@ -1013,10 +1013,14 @@ def in_order(tokens: Tokens, image: int) -> list[int]:
     return tokens.index[image, :count].tolist()
 
 
+FORMS: dict[str, dict[str, Any]] = {"": {}, "keep": {"keep": 0.4}, "content": {"anchors": "content"}, "uncond": {"rows": "uncond"}}
+BY_FORM = pytest.mark.parametrize("form", FORMS)
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("keep", [None, 0.4])
-def test_a_permuted_batch_permutes_the_images(family: str, keep: float | None) -> None:
-    method = replace(STRONG[family], keep=keep)
+@BY_FORM
+def test_a_permuted_batch_permutes_the_images(family: str, form: str) -> None:
+    method = replace(STRONG[family], **FORMS[form])
     order, seeds = [2, 0, 1], [5, 60, 700]
     permuted = [tiny.one_prompt(family, image) for image in order]
     prompts = permuted if family in tiny.CLASS_FAMILIES else TextFeatures.joined(permuted)
@@ -1027,9 +1031,10 @@ def test_a_permuted_batch_permutes_the_images(family: str, keep: float | None) -
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_seed_repeats_its_images_bit_for_bit(family: str) -> None:
+@BY_FORM
+def test_a_seed_repeats_its_images_bit_for_bit(family: str, form: str) -> None:
     """And one method serves several requests: its state belongs to the run."""
-    method = STRONG[family]
+    method = replace(STRONG[family], **FORMS[form])
     first = generated(family, method=method)
     generated(family, method=method, seed=99, images=1)
     assert_same_bits(generated(family, method=method), first)
@@ -1068,9 +1073,13 @@ def test_unconditional_rows_alone_are_the_class_minus_one(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ANY_SCHEDULE)
-@pytest.mark.parametrize("metric", ["mse", "logits", "image"])
-def test_non_square_images(family: str, metric: Any) -> None:
-    method = replace(STRONG[family], metric=metric, tau={"mse": 0.98, "logits": 0.9, "image": 0.8}[metric])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"metric": "logits", "tau": 0.9}, {"metric": "image", "tau": 0.8}, *list(FORMS.values())[1:]],
+    ids=["mse", "logits", "image", *list(FORMS)[1:]],
+)
+def test_non_square_images(family: str, fields: dict[str, Any]) -> None:
+    method = replace(STRONG[family], **{"tau": 0.99} | fields)
     size = NON_SQUARE[family]
     output, seen = watched(family, method, size=size)
     assert [max(stage.counts) < stage.done.stage.cells for stage in seen[-2:]] == [True, True]

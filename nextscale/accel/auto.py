@@ -111,7 +111,7 @@ def same_budget(profile: MeasuredProfile, situation: Situation) -> bool:
 
 
 def _distance(profile: MeasuredProfile, situation: Situation) -> tuple[bool, bool, float]:
-    batch = abs(math.log(profile.batch / situation.batch))
+    batch = abs(math.log(profile.batch) - math.log(situation.batch))  # a file may have any number, larger than floats too
     return profile.grids != situation.sizes, profile.hardware != hardware_name(situation.device), batch
 
 

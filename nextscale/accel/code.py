@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..checks import is_whole
+from ..checks import is_whole, require_flags
 from ..errors import SettingError
 from ..stage import Schedule
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
@@ -51,6 +51,7 @@ class CoDe(Method):
     as_released: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self, "as_released")
         if self.draft is not None and not is_whole(self.draft, 1):
             raise SettingError(f"draft is the number of stages that the large model generates, 1 or more; got {self.draft!r}")
         if self.refiner is not None and not isinstance(self.refiner, str):

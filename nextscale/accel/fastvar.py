@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from .. import kernels
-from ..checks import is_share, is_whole
+from ..checks import is_share, is_whole, require_flags
 from ..errors import SettingError
 from ..models.blocks import FusedSublayer, run_fused
 from ..models.env import Env
@@ -89,6 +89,7 @@ class FastVAR(Method):
     as_released: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self, "as_released")
         if self.as_released and (self.ratios, self.cache_stage, self.layers) != (None, None, None):
             raise SettingError("as_released fixes ratios, cache_stage and layers: leave them out, or as_released")
         if self.ratios is not None:

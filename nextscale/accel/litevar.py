@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attending import Attended, AttendingCache
 from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from ..checks import is_share, is_whole
+from ..checks import is_share, is_whole, require_flags
 from ..errors import SettingError
 from ..models.attention import attend_slot
 from ..stage import Schedule, Stage
@@ -57,9 +57,7 @@ class LiteVAR(Method):
             raise SettingError(f"width is a share of a stage's keys, above 0 and at most 1; got {self.width!r}")
         if not is_whole(self.first):
             raise SettingError(f"first is the index of a stage, 0 or more; got {self.first!r}")
-        for name in ("share_rows", "as_released"):
-            if not isinstance(getattr(self, name), bool):
-                raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
+        require_flags(self, "share_rows", "as_released")
 
     def bands(self, stage: Stage) -> bool:
         return self.width < 1 and stage.index >= self.first
@@ -148,4 +146,5 @@ def band_mask(there: KeyMap, first: int, width: float, device: torch.device) -> 
 @lru_cache(maxsize=256)  # asked for by every forecast, and a search makes thousands
 def band_share(there: KeyMap, first: int, width: float) -> float:
     """The share of all pairs of a query and a key that bands leave."""
-    return float(band_mask(there, first, width, torch.device("cpu")).double().mean())
+    mask = band_mask(there, first, width, torch.device("cpu"))
+    return mask.count_nonzero().item() / mask.numel()

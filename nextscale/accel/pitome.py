@@ -15,8 +15,9 @@ from ..errors import SettingError
 from ..models.env import Env
 from ..stage import Schedule, Tokens, repeat_tail
 from .method import DENSE, Method, Plans, StagePlan
-from .select import Merge, real_tokens, require_separate_sublayers, share_of
-from .tome import MergedBlocks, SublayerName, late_stages, stage_indices, sublayer_names
+from .select import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
+from .stages import late_stages, stage_indices
+from .tome import MergedBlocks, SublayerName, sublayer_names
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
@@ -108,11 +109,11 @@ def merged_by_energy(x: Tensor, tokens: Tokens, ratio: float, margin: float, for
 
     Cosines are rounded to float16, as ToMe's are, so that equal tokens stay equal in every batch.
     """
-    rows, number = x.shape[:2]
+    number = x.shape[1]
     unit = F.normalize(x.float(), dim=-1)
     cosines = (unit @ unit.mT).half().float()
     real = real_tokens(tokens, number)
-    count = torch.full((rows,), number, device=x.device) if tokens.count is None else tokens.count.long()
+    count = real_counts(tokens, x)
     merged = share_of(count, ratio)[:, None]  # [R, 1]
     rank = energies(cosines, margin, real).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     pool = 2 * merged if form == "plain" else count[:, None]  # tokens by rank of which every second one may go

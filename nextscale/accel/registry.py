@@ -77,12 +77,14 @@ def parse_method(text: str) -> Method:
         hint = f"; did you mean {close[0]}?" if close else "."
         raise SettingError(f"unknown method {name!r}{hint} Known methods: {', '.join(METHODS)}")
     method = METHODS[name]
-    known: list[str] = [field.name for field in fields(method)] if is_dataclass(method) else []
+    known: list[str] = [one.name for one in fields(method) if one.init] if is_dataclass(method) else []
     chosen = {}
     for setting in split_settings(settings):
         field, equals, value = setting.partition("=")
-        if not equals or field.strip() not in known:
+        if field.strip() not in known:
             raise SettingError(f"method {text!r}: {setting.strip()!r} is no setting of {name}; it takes {', '.join(known) or 'none'}")
+        if not equals:
+            raise SettingError(f"method {text!r}: {field.strip()} has no value: write {field.strip()}=VALUE")
         chosen[field.strip()] = parse_value(value.strip())
     return method(**chosen)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attending import Attended
 from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from ..checks import is_share, is_whole
+from ..checks import is_share, is_whole, require_flags
 from ..compressed import CompressedLayerCache, CompressedSpec
 from ..errors import SettingError
 from ..models.attention import attend_slot
@@ -60,6 +60,7 @@ class ScaleKV(Method):
     own_cache = True
 
     def __post_init__(self) -> None:
+        require_flags(self, "as_released")
         if not is_share(self.share, above_zero=True):
             raise SettingError(f"share is above 0 and at most 1 (nothing is dropped); got {self.share!r}")
         if not is_whole(self.window, 1) or not is_whole(self.pooling, 1) or self.pooling % 2 == 0:

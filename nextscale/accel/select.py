@@ -60,6 +60,11 @@ def real_tokens(tokens: Tokens, entries: int) -> Tensor | None:
     return None if tokens.count is None else torch.arange(entries, device=tokens.count.device) < tokens.count[:, None]
 
 
+def real_counts(tokens: Tokens, x: Tensor) -> Tensor:
+    """How many tokens of every row of x [R, N, ...] are not padding, [R]."""
+    return torch.full(x.shape[:1], x.shape[1], device=x.device) if tokens.count is None else tokens.count.long()
+
+
 # --- salient tokens
 
 

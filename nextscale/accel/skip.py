@@ -9,7 +9,7 @@ from ..checks import is_whole
 from ..errors import SettingError
 from ..stage import Schedule
 from .method import DENSE, Method, Plans, StagePlan
-from .tome import present_stages, stage_indices
+from .stages import present_stages, stage_indices
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel

@@ -28,14 +28,6 @@ class KeyMap(NamedTuple):
         return cls(spec.prefix, tuple(spec.schedule[index].size for index in ran))
 
     @property
-    def starts(self) -> list[int]:
-        """The number of the first key of each stage; the prefix belongs to the first."""
-        starts = [self.prefix]
-        for height, width in self.sizes:
-            starts.append(starts[-1] + height * width)
-        return starts[:-1]
-
-    @property
     def keys(self) -> int:
         return self.prefix + sum(height * width for height, width in self.sizes)
 

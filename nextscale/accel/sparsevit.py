@@ -15,8 +15,8 @@ from ..models.blocks import run_in_order
 from ..models.env import Env
 from ..stage import Schedule, Stage, Tokens, repeat_tail
 from .method import DENSE, Method, Plans, Span, StagePlan
-from .select import pick, put_, require_separate_sublayers, share_of, top_share
-from .tome import late_stages, stage_indices
+from .select import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
+from .stages import late_stages, stage_indices
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
@@ -89,9 +89,9 @@ def window_scores(size: Tensor, tokens: Tokens, window: int) -> Tensor:
     stage = tokens.stage
     number = tokens.gather(window_numbers(stage, window, size.device)[None, :, None].expand(size.shape[0], -1, -1))[..., 0]
     windows = -(-stage.height // window) * -(-stage.width // window)
-    squares = size.square()
-    if tokens.count is not None:
-        squares = squares * (torch.arange(size.shape[1], device=size.device) < tokens.count[:, None])
+    squares, real = size.square(), real_tokens(tokens, size.shape[1])
+    if real is not None:
+        squares = squares * real
     member = (number[:, None] == torch.arange(windows, device=size.device)[:, None]).float()  # [R, W, N]
     return (member @ squares[..., None])[..., 0].sqrt().gather(1, number)
 

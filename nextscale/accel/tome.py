@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..checks import is_share, is_whole
+from ..checks import is_share, require_flags
 from ..errors import SettingError
 from ..models.env import Env
 from ..models.macs import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
 from .method import DENSE, Method, Plans, Span, StagePlan
 from .select import Destinations, Merge, block_count, merged_count, require_separate_sublayers
+from .stages import LAST_STAGES, present_stages, stage_indices
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
 
 SublayerName = Literal["attention", "cross_attention", "feed_forward"]
-LAST_STAGES = 3
-FIRST_COMPARED = 10  # the stage from which on SparseVAR's appendix B reduces tokens: 40 x 40 on Infinity, 27 x 27 on HART
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class ToMe(Method):
     random: bool = False
 
     def __post_init__(self) -> None:
+        require_flags(self, "random")
         if not is_share(self.ratio):
             raise SettingError(f"ratio is a share of the tokens from 0 to 1; got {self.ratio!r}")
         if self.stages is not None:
@@ -67,28 +67,6 @@ class ToMe(Method):
                 require_separate_sublayers(model, "ToMe")
                 plans[stage.index] = StagePlan(spans=(span,))
         return tuple(plans)
-
-
-def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
-    """Returns checked stage indices in order, each once."""
-    if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(is_whole(stage) for stage in stages):
-        raise SettingError(f"stages is a tuple of stage indices, 0 or more; got {stages!r}")
-    return tuple(sorted({int(stage) for stage in stages}))
-
-
-def present_stages(stages: Sequence[int], schedule: Schedule, method: str) -> Sequence[int]:
-    """Returns these stage indices; raises SettingError if the schedule does not have them."""
-    absent = [stage for stage in stages if stage >= len(schedule)]
-    if absent:
-        raise SettingError(f"{method}: there is no stage {absent[0]}; this schedule has stages 0 to {len(schedule) - 1}")
-    return stages
-
-
-def late_stages(stages: Sequence[int] | None, schedule: Schedule, method: str) -> Sequence[int]:
-    """Returns checked stage indices; None is from SparseVAR's first reduced stage on, at least the last three, so that curves compare."""
-    if stages is not None:
-        return present_stages(stages, schedule, method)
-    return range(max(1, min(FIRST_COMPARED, len(schedule) - LAST_STAGES)), len(schedule))
 
 
 def sublayer_names(sublayers: Sequence[str] | str) -> tuple[str, ...]:

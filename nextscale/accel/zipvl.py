@@ -15,8 +15,8 @@ from ..errors import SettingError
 from ..models.attention import attend_slot
 from ..stage import Schedule, Tokens, repeat_tail
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from .select import pick, put_, share_of, top_share
-from .tome import late_stages, stage_indices
+from .select import pick, put_, real_counts, real_tokens, share_of, top_share
+from .stages import late_stages, stage_indices
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
@@ -107,8 +107,8 @@ class ZipVLCache(AttendingCache):
         sums = received_attention(seen, method.probes)
         if method.tau is None:
             return top_share(tokens, sums, method.ratio)
-        if tokens.count is not None:
-            sums = sums * (torch.arange(sums.shape[1], device=sums.device) < tokens.count[:, None])
+        if (real := real_tokens(tokens, sums.shape[1])) is not None:
+            sums = sums * real
         return tokens.top(sums, fewest(sums, method.tau), sums.shape[1])
 
     def _keep(self, seen: Attended, selection: Tensor, kept: Tokens) -> Slot:
@@ -146,7 +146,7 @@ def received_attention(seen: Attended, probes: float) -> Tensor:
     """Attention that the tokens of a stage receive from the probe queries, mean over heads and sum over queries: [R, N]."""
     q, slot = seen.q, seen.slot
     rows, queries = q.shape[:2]
-    count = torch.full((rows,), queries, device=q.device) if seen.tokens.count is None else seen.tokens.count.long()
+    count = real_counts(seen.tokens, q)
     probe = torch.arange(max(1, round(probes * queries)), device=q.device)
     number = (probes * count.double()).round().long().clamp(min=1)[:, None]  # of each row's own tokens
     places = (probe * count[:, None] // number).clamp(max=queries - 1)  # [R, P]

@@ -27,7 +27,7 @@ from .fetch import locate, require_parts
 from .hart_config import check_pair
 from .modules import checkpoint_spec, load_module
 from .parts import Weights, encoder_part, weight_parts
-from .presets import Embedded, ModelSpec, Source, build_model, build_tokenizer, model_spec
+from .presets import Embedded, ModelSpec, Source, build_model, build_tokenizer, model_spec, require_shared_tokenizer, smaller_models
 from .quantizing import quantize_model
 
 PathLike = str | Path
@@ -108,6 +108,7 @@ def assemble(
     profiles = own_profiles(profile_folders(spec, weights), model)
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, engine, graph_memory, profiles)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
+    pipeline.refiners.fitting = smaller_models(spec)
     pipeline.refiners.open = lambda other: load_partner(
         spec,
         other,
@@ -124,8 +125,7 @@ def assemble(
 
 def load_partner(spec: ModelSpec, name: str, **settings: Any) -> Pipeline:
     """A smaller model that shares a tokenizer with the one of `spec`, loaded in the same way."""
-    if model_spec(name).tokenizer_weights != spec.tokenizer_weights:
-        raise SettingError(f"{spec.name} and {name} were trained with different tokenizers: choose two models that share one")
+    require_shared_tokenizer(spec, model_spec(name))
     return load(name, **settings)
 
 

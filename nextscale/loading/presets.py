@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..assets import EMBEDDED
 from ..checkpoints import NoInitialValues
-from ..errors import UnknownModel
+from ..errors import SettingError, UnknownModel
 from ..guidance import ConstantGuidance, RampGuidance
 from ..models import (
     FlexVar,
@@ -279,3 +280,18 @@ def model_spec(name: str) -> ModelSpec:
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
         raise UnknownModel(f"unknown model {name!r}{hint} Known models: {', '.join(MODELS)}")
     return MODELS[name]
+
+
+def smaller_models(spec: ModelSpec) -> tuple[str, ...]:
+    """Names of models of the same family, tokenizer and schedules with fewer blocks, the smallest first."""
+
+    def alike(other: ModelSpec) -> tuple[Any, ...]:
+        return type(other.model), other.tokenizer_weights, other.settings.schedules
+
+    fitting = [other for other in MODELS.values() if alike(other) == alike(spec) and other.model.depth < spec.model.depth]
+    return tuple(other.name for other in sorted(fitting, key=lambda other: other.model.depth))
+
+
+def require_shared_tokenizer(spec: ModelSpec, other: ModelSpec) -> None:
+    if other.tokenizer_weights != spec.tokenizer_weights:
+        raise SettingError(f"{spec.name} and {other.name} were trained with different tokenizers: choose two models that share one")

@@ -14,7 +14,7 @@ from ..pipeline import Pipeline
 from ..placement import check_quantize, choose_kv_dtype
 from ..text import RandomEncoder
 from .load import prompt_reader
-from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model_spec
+from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model_spec, smaller_models
 from .quantizing import quantize_model
 
 
@@ -41,6 +41,7 @@ def random_pipeline(
         quantize_model(model, quantize, device)
     model.kv_dtype = choose_kv_dtype(kv_dtype)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
+    pipe.refiners.fitting = smaller_models(spec)
     pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
     return pipe
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
-from ...checks import is_share, is_whole
+from ...checks import is_share, is_whole, require_flags
 from ...errors import SettingError
 from ...stage import Schedule, Stage
 from ..frequency import anchor_count
@@ -49,8 +49,9 @@ class SparseVAR(Method):
     first_stage: the paper's P, the index of the first reduced stage. None is the published one, 10 for Infinity and HART, which is where
         a stage has at least 3/8 of the last one's cells (HART: 18 %); the same share is ours for other schedules and families. Later is
         safer and slower.
-    alpha: one anchor in every alpha x alpha cells, at its top left; None keeps no anchors. Small is safer and slower. HART needs them,
-        since its last stage's residual is copied along with the logits. FlexVAR has nothing to copy: there alpha has no effect.
+    alpha: one anchor in every alpha x alpha cells, at its top left; None keeps no anchors. Small is safer and slower. In HART
+        a cell takes its anchor's hidden state too, of which the diffusion makes a residual for the code that the cell itself has sampled.
+        FlexVAR has nothing to copy: there alpha has no effect.
 
     keep: a budget, which takes the place of tau: the share of the cells besides the anchors that a reduced stage computes, those with the
         largest change (metric "logits": least like their neighbours). A number holds for all stages from `first_stage` on;
@@ -127,8 +128,7 @@ class SparseVAR(Method):
             raise SettingError(f"first_stage is a stage index, {why}; got {self.first_stage!r}")
         if self.candidates != "all" and not is_whole(self.candidates, 1):
             raise SettingError(f'candidates is a whole number of anchors from 1, or "all"; got {self.candidates!r}')
-        if not isinstance(self.edges, bool):
-            raise SettingError(f"edges is True or False; got {self.edges!r}")
+        require_flags(self, "edges")
         if self.anchors == "content" and (self.alpha is None or self.edges or self.candidates != "all"):
             raise SettingError(
                 f"anchors=content takes as many anchors as a grid of spacing alpha has, and compares all of them; got alpha={self.alpha},"

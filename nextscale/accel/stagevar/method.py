@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from ...checks import is_whole
+from ...checks import is_whole, require_flags
 from ...errors import SettingError
 from ...guidance import CfgBranch, CfgBranches
 from ...models.base import NextScaleModel
@@ -77,6 +77,7 @@ class StageVAR(Method):
     kept_rows: CfgBranch = "uncond"
 
     def __post_init__(self) -> None:
+        require_flags(self, "as_released")
         if self.guidance_off is not None and not is_whole(self.guidance_off):
             raise SettingError(f"guidance_off is the first stage without guidance, a whole number from 0; got {self.guidance_off!r}")
         if self.groups is not None and not is_whole(self.groups, least=1):

@@ -59,11 +59,16 @@ def table_for(model: NextScaleModel, groups: int, as_released: bool) -> RankTabl
     known = model.rank_table or published_table(model)
     if known is not None:
         return require_groups(known, groups)
-    owners = "; ".join(table.owner for table in published_tables().values())
+    owners = "; ".join(table.owner + trained_for(PUBLISHED[family].trained_sides) for family, table in published_tables().items())
     depth, dim = len(model.blocks), model.block_config.dim
-    raise SettingError(
-        f"StageVAR has no ranks for {model.family} with {depth} blocks of {dim} channels; there are published ones for {owners}. {ADVICE}"
-    )
+    config: Any = model.config if published is not None and published.trained_sides else None
+    asked = f"{model.family} with {depth} blocks of {dim} channels{trained_for(config and config.sides)}"
+    raise SettingError(f"StageVAR has no ranks for {asked}; there are published ones for {owners}. {ADVICE}")
+
+
+def trained_for(sides: tuple[int, ...] | None) -> str:
+    """The grid of a model's last stage, in words, where models for other grids have weights of their own."""
+    return f" trained for a grid of {sides[-1]}x{sides[-1]} cells" if sides else ""
 
 
 def given_table(table: RankTable, model: NextScaleModel, groups: int) -> RankTable:
