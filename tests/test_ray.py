@@ -46,7 +46,7 @@ def tiny_pipeline() -> Pipeline:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Two cores, on which Ray starts in about ten seconds."""
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(PROJECT)}
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "PYTHONPATH": str(PROJECT)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

@@ -7,13 +7,15 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
-import time
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from nextscale.cli import app
+from nextscale.cluster import lock
 from nextscale.cluster.lock import FolderInUse, working_folder
 from nextscale.cluster.manifest import read_folder, read_manifest
 from nextscale.cluster.plan import Batch, plan_batches
@@ -168,6 +171,12 @@ def test_wrong_shards_are_refused(text: str) -> None:
         Shard.parse(text, {})
 
 
+@pytest.mark.parametrize("environment", [{"RANK": rank, "WORLD_SIZE": size} for rank, size in (("4", "4"), ("", "4"), ("0", "x"))])
+def test_launchers_that_say_nonsense_are_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(SettingError, match="--shard auto: RANK"):
+        Shard.parse("auto", environment)
+
+
 # --- folders
 
 
@@ -248,6 +257,11 @@ def test_options_that_do_not_go_together_are_refused(more: list[str], said: str,
     assert result.exit_code == 2 and said in result.output and not images(tmp_path / "out")
 
 
+def test_a_size_that_no_schedule_has_is_refused_with_its_prompt(tmp_path: Path) -> None:
+    file = written(tmp_path / "odd.jsonl", [{"prompt": "a"}, {"id": "fox", "prompt": "b", "size": "banana"}])
+    assert "odd.jsonl, prompt 'fox': " in run(file, tmp_path / "out", "-m", "nano").output
+
+
 def test_other_versions_are_said(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(prompts, out).exit_code == 0
@@ -255,7 +269,7 @@ def test_other_versions_are_said(prompts: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
     (out / "00001_1.png").unlink()
     result = run(prompts, out)
-    assert "made elsewhere (torch '1.0'" in result.output
+    assert "made otherwise (torch '1.0'" in result.output
 
 
 def test_a_folder_in_use_is_refused(prompts: Path, tmp_path: Path) -> None:
@@ -269,6 +283,22 @@ def test_a_folder_in_use_is_refused(prompts: Path, tmp_path: Path) -> None:
         assert result.exit_code == 2 and "another number of shards" in result.output
     assert contents(out) == {}
     assert run(prompts, out).exit_code == 0
+
+
+def test_a_folder_that_another_run_removes_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, removals = lock._lock, iter(range(3))
+
+    def removed_before(path: Path) -> IO[str] | None:
+        if next(removals, None) is not None:
+            shutil.rmtree(path.parent.parent)
+        return take(path)
+
+    monkeypatch.setattr(lock, "_lock", removed_before)
+    with working_folder(tmp_path, Shard()) as work:
+        assert (work / "lock").exists()
+    (tmp_path / ".sample").write_text("no folder")
+    with pytest.raises(NextscaleError, match="cannot be made and locked"), working_folder(tmp_path, Shard()):
+        pass
 
 
 def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
@@ -290,6 +320,11 @@ def test_a_disk_that_refuses_ends_the_run_with_a_message(tmp_path: Path) -> None
         (out / batches[0].pictures[1].file).mkdir()
         with pytest.raises(NextscaleError, match="cannot be written"):
             sample(lambda: random_pipeline(SPEC), {}, batches, store)
+        (out / "manifest.jsonl").unlink()
+        (out / "manifest.jsonl").mkdir()
+        entry = store.write(batches[0].pictures[0], Encoded(b"", "", (8, 8)))
+        with pytest.raises(NextscaleError, match="manifest.jsonl cannot be written"):
+            store.record(entry)
 
 
 def test_the_model_is_not_loaded_where_nothing_is_missing(tmp_path: Path) -> None:
@@ -329,12 +364,30 @@ def test_files_are_encoded_as_their_name_says() -> None:
 # --- killed
 
 
-def child(arguments: list[str]) -> None:
+def child(arguments: list[str], moment: int | None = None) -> None:
+    """The program in a process, which is killed before it changes a file for the time that `moment` says, counted from 0."""
     os.environ["NEXTSCALE_COMMIT"] = "tested"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     presets.MODELS[SPEC.name] = SPEC
+    if moment is not None:
+        sys.addaudithook(Killer(arguments[arguments.index("--out") + 1], moment))
     app(arguments)
+
+
+class Killer:
+    """Ends its own process as SIGKILL does. A number of changes below a folder does not depend on how fast or busy a machine is."""
+
+    def __init__(self, folder: str, moment: int) -> None:
+        self._folder, self._left = folder, moment
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir") or (event == "open" and str(arguments[1])[:1] in ("a", "w"))
+        if not changes or not str(arguments[0]).startswith(self._folder):
+            return
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
 
 
 @pytest.fixture(scope="module")
@@ -345,27 +398,38 @@ def processes() -> Iterator[Any]:
     yield context
 
 
+def killed_at(moment: int, processes: Any, prompts: Path, out: Path) -> int:
+    """How the program ends: killed, or with 0 where it changes fewer files."""
+    process = processes.Process(target=child, args=(arguments(prompts, out), moment))
+    process.start()
+    process.join()
+    return int(process.exitcode)
+
+
 def test_killed_at_random_moments_it_ends_as_an_undisturbed_run(processes: Any, tmp_path: Path) -> None:
     prompts = written(tmp_path / "prompts.jsonl", [{"prompt": f"prompt number {number}"} for number in range(64)])
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run(prompts, whole).exit_code == 0
-    moments, kills, there = random.Random(0), 0, 0
-    while kills < 10:
-        process = processes.Process(target=child, args=(arguments(prompts, killed),))
-        process.start()
-        # a moment is a number of new files: it does not depend on how fast this machine is
-        target = there + moments.randrange(7)
-        while process.is_alive() and len(images(killed)) < target:
-            time.sleep(0.002)
-        time.sleep(moments.random() * 0.02)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        kills += 1
-        there = len(images(killed))
-    assert there < 64, "the kills came too late to disturb anything"
+    moments = random.Random(0)
+    assert {killed_at(moments.randrange(30), processes, prompts, killed) for _ in range(10)} == {-signal.SIGKILL}
+    assert 0 < len(images(killed)) < 64
     assert run(prompts, killed).exit_code == 0
     assert contents(killed) == contents(whole)  # the manifest too; no temporary file, no lock
     assert len(read_manifest(killed / "manifest.jsonl")) == 64
+
+
+def test_killed_before_any_change_of_a_file_it_leaves_nothing_behind(processes: Any, tmp_path: Path) -> None:
+    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": f"prompt number {number}"} for number in range(2)])
+    whole = tmp_path / "whole"
+    assert run(prompts, whole).exit_code == 0
+    for moment in count():
+        out = tmp_path / str(moment)
+        ended = killed_at(moment, processes, prompts, out)
+        assert run(prompts, out).exit_code == 0
+        assert contents(out) == contents(whole), f"killed before change {moment}"
+        if ended == 0:
+            break
+    assert moment > 10
 
 
 def test_two_processes_on_one_shard_do_not_corrupt_one_another(processes: Any, prompts: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from nextscale.serve.pictures import CHUNK
 from nextscale.serve.service import Content, Service, Warmup
 from nextscale.serve.settings import ServeSettings
 
-from .serving import PATH, Live, Steered, live
+from .serving import PATH, Live, Steered, live, wait_until
 from .tiny import shared_pipeline
 
 SMALL = "128x128"
@@ -272,11 +272,11 @@ def test_budgets_and_aspects_choose_a_size(server: Live) -> None:
 def test_health_metrics_and_description(server: Live) -> None:
     assert server.generate(model="tiny", prompt="a fox").status == 200
     assert server.ask("/livez").json == {"state": "ready"} and server.ask("/readyz").status == 200
+    wait_until(lambda: b"nextscale_images_running 0.0" in server.ask("/metrics").body)  # counted down after the answer
     text = server.ask("/metrics").body.decode()
     for name in (
         'nextscale_requests_total{status="200"}',
         "nextscale_images_waiting 0.0",
-        "nextscale_images_running 0.0",
         "nextscale_requests_open",
         "nextscale_request_seconds_count",
         "nextscale_queue_seconds_count",

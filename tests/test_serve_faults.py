@@ -207,8 +207,10 @@ def process(*options: str) -> tuple[subprocess.Popen[str], int]:
     raise AssertionError(f"it ended with {started.wait()}")
 
 
-def two_wait(port: int) -> bool:
-    return b"nextscale_images_waiting 2.0" in Live(None, None, port).ask("/metrics").body  # type: ignore[arg-type]
+def waiting(port: int) -> float:
+    """Images that the server has accepted and not begun."""
+    text = Live(None, None, port).ask("/metrics").body.decode()  # type: ignore[arg-type]
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("nextscale_images_waiting "))
 
 
 def ask(port: int, **fields: Any) -> Answer:
@@ -216,26 +218,30 @@ def ask(port: int, **fields: Any) -> Answer:
 
 
 def test_sigterm_under_load() -> None:
+    """What was accepted is drawn, and what comes later is told so: nobody goes without an answer."""
     started, port = process("--max-batch", "1", "--shutdown-timeout", "60")
-    with ThreadPoolExecutor(4) as pool:
-        accepted = [pool.submit(ask, port, prompt="a red apple", size="128x128", seed=seed) for seed in range(3)]
-        wait_until(lambda: two_wait(port))
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, port, prompt="a red apple", size="128x128", seed=seed) for seed in range(6)]
+        wait_until(lambda: waiting(port) >= 2)
         started.send_signal(signal.SIGTERM)
         late = ask(port, prompt="late", size="128x128")
         while late.status == 200:  # the signal has not arrived yet
             late = ask(port, prompt="late", size="128x128")
         assert late.status == 503 and late.error["code"] == "shutting_down"
-        assert [answer.result(SECONDS).status for answer in accepted] == [200] * 3
+        answers = [answer.result(SECONDS) for answer in asked]
+        drawn = [answer for answer in answers if answer.status == 200]
+        assert len(drawn) >= 2  # at least those that were seen to wait
+        assert all(answer.error["code"] == "shutting_down" for answer in answers if answer not in drawn)
     assert started.wait(SECONDS) == 0
 
 
 def test_what_does_not_finish_in_time_is_given_up_with_an_answer() -> None:
     started, port = process("--max-batch", "1", "--shutdown-timeout", "0.01")
-    with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(ask, port, prompt="a red apple", size="256x256", seed=seed) for seed in range(3)]
-        wait_until(lambda: two_wait(port))
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, port, prompt="a red apple", size="256x256", n=4, seed=seed) for seed in range(2)]
+        wait_until(lambda: waiting(port) > 4)  # images of both requests
         started.send_signal(signal.SIGTERM)
-        assert [answer.result(SECONDS).error["code"] for answer in asked] == ["shutting_down"] * 3
+        assert [answer.result(SECONDS).error["code"] for answer in asked] == ["shutting_down"] * 2
     assert started.wait(SECONDS) == 0
 
 

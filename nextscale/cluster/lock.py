@@ -17,6 +17,7 @@ from .shard import Shard
 
 WORK = ".sample"  # inside the folder of images
 LOCK = "lock"
+TRIES = 100  # of making a folder while runs that have just ended remove theirs
 
 
 class FolderInUse(NextscaleError):
@@ -30,11 +31,7 @@ def working_folder(out: Path, shard: Shard) -> Iterator[Path]:
     The lock is released by the system when its process dies, so a killed run leaves only files that the next one of this shard removes.
     """
     folder = out / WORK / shard.name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder)
-    except OSError as error:
-        raise NextscaleError(f"{folder} cannot be made and locked ({error}): choose a folder on a file system with locks") from error
+    lock = _locked(folder)
     if lock is None:
         owner = _owner(folder)
         raise FolderInUse(
@@ -52,23 +49,34 @@ def working_folder(out: Path, shard: Shard) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> IO[str] | None:
-    """The locked file; None where another process holds it."""
-    path = folder / LOCK
+    """The locked file of a folder, which is made where there is none; None where another process holds it."""
+    tries = TRIES
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return _lock(folder / LOCK)
+        except OSError as error:
+            tries -= 1
+            if tries and isinstance(error, FileNotFoundError | FileExistsError):  # its last owner, or that of one beside it, removed it
+                continue
+            raise NextscaleError(f"{folder} cannot be made and locked ({error}): choose a folder on a file system with locks") from error
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """The locked file; None where another process holds it. FileNotFoundError where its last owner removes it meanwhile."""
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+            raise FileNotFoundError(errno.ENOENT, "removed and made again", str(path))
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
     except OSError as error:
         file.close()
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return None
         raise
-    if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:  # its last owner removed it in between
-        file.close()
-        folder.mkdir(parents=True, exist_ok=True)
-        return _locked(folder)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
     return file
 
 
@@ -81,7 +89,7 @@ def _owner(folder: Path) -> str:
 def _refuse_other_counts(out: Path, shard: Shard) -> None:
     """Runs that split the work into another number of shards would do some of it twice; what dead ones left is removed."""
     for folder in (out / WORK).iterdir():
-        if folder.name.endswith(f"-of-{shard.count}"):
+        if not folder.is_dir() or folder.name.endswith(f"-of-{shard.count}"):
             continue
         lock = _locked(folder)
         if lock is None:

@@ -13,8 +13,9 @@ from typing import Any
 from ..checks import is_whole
 from ..errors import PromptError
 from ..lab.evals.prompts import evenly_spread, read_eval_prompts
+from ..lab.shards import TEXT_FIELDS
 
-TEXT_FIELDS = ("prompt", "caption", "text", "class")
+PROMPT_FIELDS = (*TEXT_FIELDS, "class")
 SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -60,7 +61,7 @@ def _read_lines(file: Path) -> list[SamplePrompt]:
 def _read_line(line: str, source: str, default_id: str) -> SamplePrompt:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"{source} is no JSON ({error}): write one object with a prompt per line") from error
     if not isinstance(fields, dict):
         raise PromptError(f"{source} is {line[:80]!r}; expected an object with a prompt")
@@ -76,12 +77,12 @@ def _read_line(line: str, source: str, default_id: str) -> SamplePrompt:
 
 
 def _text(fields: Mapping[str, Any], source: str) -> str:
-    text = next((fields[name] for name in TEXT_FIELDS if fields.get(name) is not None), None)
+    text = next((fields[name] for name in PROMPT_FIELDS if fields.get(name) is not None), None)
     if is_whole(text, -1):
         return str(text)
     if not isinstance(text, str) or not text.strip():
         raise PromptError(
-            f"{source} has no prompt: expected text that is not empty under one of {', '.join(TEXT_FIELDS)}; got {text!r:.80}"
+            f"{source} has no prompt: expected text that is not empty under one of {', '.join(PROMPT_FIELDS)}; got {text!r:.80}"
         )
     return text
 

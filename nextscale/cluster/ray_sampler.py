@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..errors import MissingExtra, NextscaleError, SettingError
 from ..pipeline import Pipeline
 from .plan import Batch
 from .sampler import Done, Generator, OnImages, missing
-from .store import Encoded, Store
+from .store import WRITERS, Encoded, Store
 
 LOCAL = "local"
 CPUS = 0.5  # per actor: whole ones would leave none to Ray Data's own tasks on a small machine, and it would wait forever
@@ -45,12 +46,14 @@ class Worker:
         self._batches = {batch.number: batch for batch in batches}
         self._generator = Generator(load(), settings)
         self._generator.prepare(batches)
+        self._encoders = ThreadPoolExecutor(WRITERS, thread_name_prefix="encode")
 
     def __call__(self, rows: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
         for number in rows["number"]:
             batch = self._batches[int(number)]
-            images = self._generator.images(batch)
-            encoded = [Encoded.of(image, Path(picture.file).suffix) for picture, image in zip(batch.pictures, images, strict=True)]
+            images = self._generator.output(batch).images[: len(batch.pictures)]
+            suffixes = [Path(picture.file).suffix for picture in batch.pictures]
+            encoded = list(self._encoders.map(Encoded.of, images, suffixes))
             yield {
                 "number": [batch.number] * len(encoded),
                 "place": list(range(len(encoded))),
@@ -97,8 +100,9 @@ def sample_on_ray(
             on_images(1)
             if not started:  # actors have loaded their models, and begun
                 started, untimed = time.perf_counter(), written
+        seconds = time.perf_counter() - started  # before a cluster that was started here ends
     store.arrange(batches)
-    return Done(written, len(there) - written, time.perf_counter() - started, written - untimed)
+    return Done(written, len(there) - written, seconds, written - untimed)
 
 
 @contextmanager

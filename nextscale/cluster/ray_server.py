@@ -6,6 +6,7 @@ requests over replicas, replaces those that die and ends them gently. What a dyi
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from .ray_sampler import CPUS, RaySettings, connected, gpus_per_worker, workers_
 
 NAME = "nextscale"
 WAITING_SECONDS = 1.0
+PROXY_SECONDS = ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+"""Ray Serve kills a proxy that is not up after 5 seconds, which busy machines of few cores do not manage."""
 
 
 class Replica:
@@ -59,6 +62,7 @@ class RayServer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Until the block ends; then accepted requests finish."""
+        os.environ.setdefault(*PROXY_SECONDS)  # for a cluster that is started here
         with connected(self.ray):
             serve = ray_serve()
             serve.start(http_options={"host": self.settings.host, "port": self.settings.port})

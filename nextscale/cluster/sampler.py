@@ -6,13 +6,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from ..errors import SettingError
+from ..io import to_arrays
+from ..output import Output
 from ..pipeline import Pipeline
 from .manifest import Entry
 from .plan import Batch, Picture
@@ -62,16 +70,16 @@ class Generator:
             except SettingError:
                 self._captures = False  # what cannot be captured runs eagerly
 
-    def images(self, batch: Batch) -> list[Image.Image]:
+    def output(self, batch: Batch) -> Output:
+        """The images of the batch's pictures come first."""
         pictures = batch.filled
-        output = self._pipeline(
+        return self._pipeline(
             [picture.prompt for picture in pictures],
             seed=[picture.seed for picture in pictures],
             size=batch.schedule,
             warmup=self._captures,
             **self._settings,
         )
-        return output.images[: len(batch.pictures)]
 
     def _longest(self, prompts: Sequence[str | int]) -> str | int:
         candidates = sorted(set(prompts), key=lambda prompt: len(str(prompt)))[-LONGEST_TRIED:]
@@ -97,18 +105,18 @@ def sample(
     started, untimed, writing = time.perf_counter(), 0, Writing(store, on_images)
     with writing:
         for turn, batch in enumerate(todo):
-            images = generator.images(batch)
+            output = generator.output(batch)
             if turn == 0:
                 started = time.perf_counter()
-            chosen = [(picture, image) for picture, image in zip(batch.pictures, images, strict=True) if picture.file not in there]
-            writing.add(chosen)
+            chosen = [(place, picture) for place, picture in enumerate(batch.pictures) if picture.file not in there]
+            writing.add(output, chosen)
             untimed = len(chosen) if turn == 0 else untimed
     seconds = time.perf_counter() - started
     return Done(writing.written, len(there), seconds, writing.written - untimed)
 
 
 class Writing:
-    """Threads that encode and write images, and one that adds their lines to the manifest, in the order of the images."""
+    """Threads that copy images from the device, encode and write them, and one that adds their lines to the manifest, in order."""
 
     def __init__(self, store: Store, on_images: OnImages) -> None:
         self._store, self._on_images = store, on_images
@@ -117,17 +125,18 @@ class Writing:
         self._waiting: deque[Future[None]] = deque()
         self.written = 0
 
-    def add(self, images: Sequence[tuple[Picture, Image.Image]]) -> None:
-        """Returns at once, unless too many images wait already."""
-        entries = [self._writers.submit(self._write, picture, image) for picture, image in images]
+    def add(self, output: Output, pictures: Sequence[tuple[int, Picture]]) -> None:
+        """Pictures and their places among the images. Returns at once, unless too many images wait already."""
+        levels = self._writers.submit(copied, output.pixels)  # begins before those that wait for it: there may be one thread only
+        entries = [self._writers.submit(self._write, picture, levels, place) for place, picture in pictures]
         self._waiting.append(self._recorder.submit(self._record, entries))
         while len(self._waiting) > BATCHES_WAITING or self._waiting[0].done():
             self._waiting.popleft().result()
             if not self._waiting:
                 break
 
-    def _write(self, picture: Picture, image: Image.Image) -> Entry:
-        return self._store.write(picture, Encoded.of(image, Path(picture.file).suffix))
+    def _write(self, picture: Picture, levels: Future[NDArray[np.uint8]], place: int) -> Entry:
+        return self._store.write(picture, Encoded.of(Image.fromarray(levels.result()[place]), Path(picture.file).suffix))
 
     def _record(self, entries: Sequence[Future[Entry]]) -> None:
         for entry in entries:
@@ -146,3 +155,15 @@ class Writing:
         finally:
             self._writers.shutdown(wait=True, cancel_futures=True)
             self._recorder.shutdown(wait=True, cancel_futures=True)
+
+
+def copied(pixels: Tensor) -> NDArray[np.uint8]:
+    """The levels of all images on the host. The device copies them on a stream of its own: the next batch does not wait for that."""
+    with torch.cuda.stream(copying_stream(pixels.device)) if pixels.is_cuda else nullcontext():
+        return to_arrays(pixels)
+
+
+@cache
+def copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for all copies: torch has 32 streams and hands them out in turns, and graphs run on one of them."""
+    return torch.cuda.Stream(device)

@@ -47,7 +47,10 @@ class Shard:
 def _launched(environment: Mapping[str, str]) -> Shard:
     for number, count, first in LAUNCHERS:
         if number in environment and count in environment:
-            index, total = int(environment[number]) - int(environment.get(first or "", 0)), int(environment[count])
+            given = [environment[number], environment[count], environment.get(first or "", "0")]
+            if not all(value.isdecimal() for value in given):
+                raise SettingError(f"--shard {AUTO}: {number} and {count} are whole numbers; got {given[0]!r} and {given[1]!r}")
+            index, total = int(given[0]) - int(given[2]), int(given[1])
             if not 0 <= index < total:
                 raise SettingError(f"--shard {AUTO}: {number} {index} of {count} {total}; Slurm arrays count in steps of 1 here")
             return Shard(index, total)

@@ -14,13 +14,13 @@ from typing import Any
 
 from PIL import Image
 
-from ..errors import NextscaleError, SettingError
-from ..io import IMAGE_FORMATS, LOSSY_QUALITY, write_text
+from ..errors import SettingError
+from ..io import encode_image, write_errors
 from .manifest import Entry, as_text, manifest_files, read_manifest
 from .plan import Batch, Picture
 from .shard import Shard
 
-WRITERS = min(16, os.cpu_count() or 1)  # threads; PNG of 512 x 512 pixels takes one about 14 ms, in which Python runs on
+WRITERS = min(16, os.cpu_count() or 1)  # threads; PNG of 512 x 512 pixels takes one about 12 ms, in which Python runs on
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Encoded:
     @staticmethod
     def of(image: Image.Image, suffix: str) -> Encoded:
         buffer = io.BytesIO()
-        image.save(buffer, IMAGE_FORMATS[suffix], quality=LOSSY_QUALITY)  # PNG has no quality and ignores it
+        encode_image(image, buffer, suffix)
         content = buffer.getvalue()
         return Encoded(content, hashlib.sha256(content).hexdigest(), (image.height, image.width))
 
@@ -62,31 +62,36 @@ class Store:
         good = {entry.file: (file, entry) for (file, entry), matches in zip(asked, whole, strict=True) if matches}
         kept = [entry for file, entry in good.values() if file == self._manifest]
         others = [entry for entry in self._known.get(self._manifest, []) if entry.file not in planned]
-        write_text(as_text([*others, *kept]), self._manifest)
+        self._rewrite([*others, *kept])
         self._warn_of_versions(entry for _, entry in good.values())
         return {*good}
 
     def write(self, picture: Picture, image: Encoded) -> Entry:
         """Writes the file; the manifest does not have it yet. May be called from several threads."""
-        temporary = self._work / picture.file
-        try:
-            temporary.write_bytes(image.content)
-            os.replace(temporary, self.out / picture.file)
-        except OSError as error:
-            raise NextscaleError(f"{self.out / picture.file} cannot be written ({error}). Check space and permissions") from error
+        self._put(self.out / picture.file, image.content)
         settings = self._settings_of(picture)
         return Entry(picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, self._versions)
 
     def record(self, entry: Entry) -> None:
         """Adds the line of an image that is written."""
-        with self._manifest.open("a", encoding="utf-8") as lines:
+        with write_errors(self._manifest), self._manifest.open("a", encoding="utf-8") as lines:
             lines.write(entry.line)
 
     def arrange(self, batches: Sequence[Batch]) -> None:
         """Puts the lines of the shard's own manifest into the order of the plan, where images came in another."""
         order = {picture.file: number for number, picture in enumerate(picture for batch in batches for picture in batch.pictures)}
         entries = sorted(read_manifest(self._manifest), key=lambda entry: order.get(entry.file, -1))
-        write_text(as_text(entries), self._manifest)
+        self._rewrite(entries)
+
+    def _rewrite(self, entries: Iterable[Entry]) -> None:
+        self._put(self._manifest, as_text(entries).encode())
+
+    def _put(self, file: Path, content: bytes) -> None:
+        """A whole file or none. What a killed process leaves of it lies in the shard's folder, which the next one empties."""
+        temporary = self._work / file.name
+        with write_errors(file):
+            temporary.write_bytes(content)
+            os.replace(temporary, file)
 
     def _settings_of(self, picture: Picture) -> dict[str, Any]:
         return {**self._settings, "stages": picture.stages}
@@ -110,4 +115,4 @@ class Store:
         }
         if differing:
             told = ", ".join(f"{name} {theirs!r}, now {ours!r}" for name, (theirs, ours) in differing.items())
-            warnings.warn(f"images in {self.out} were made elsewhere ({told}): the rest may differ from them by rounding", stacklevel=3)
+            warnings.warn(f"images in {self.out} were made otherwise ({told}): the rest may differ from them by rounding", stacklevel=3)

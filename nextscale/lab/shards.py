@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import NextscaleError
 
 CAPTIONS = "captions.jsonl"
+TEXT_FIELDS = ("prompt", "caption", "text")  # the first that a line has is its caption
 KINDS: dict[str, tuple[type, str]] = {"keywords": (list, "a list"), "unseen": (bool, "true or false")}  # other fields are strings
 
 
@@ -37,9 +38,10 @@ class Record:
     @classmethod
     def of(cls, line: Any) -> Record:
         """A record from a line of captions.jsonl; unknown fields are ignored. Raises ValueError for other things."""
-        if not isinstance(line, dict) or not isinstance(line.get("caption"), str) or not line["caption"].strip():
-            raise ValueError(f"expected an object with a caption, a string that is not empty; got {str(line)[:80]!r}")
-        known = {field.name: line[field.name] for field in fields(cls) if line.get(field.name) is not None}
+        caption = next((line[name] for name in TEXT_FIELDS if line.get(name) is not None), None) if isinstance(line, dict) else None
+        if not isinstance(caption, str) or not caption.strip():
+            raise ValueError(f"expected an object with a caption (or prompt, text), a string that is not empty; got {str(line)[:80]!r}")
+        known = {field.name: line[field.name] for field in fields(cls) if line.get(field.name) is not None} | {"caption": caption}
         for name, value in known.items():
             kind, expected = KINDS.get(name, (str, "a string"))
             if not isinstance(value, kind):
@@ -61,7 +63,7 @@ def read_records(lines: Iterable[str], source: str) -> list[Record]:
             continue
         try:
             records.append(Record.of(json.loads(line)))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{source}, line {number} is no JSON: {error}") from error
         except ValueError as error:
             raise DataError(f"{source}, line {number}: {error}") from error
