@@ -9,6 +9,7 @@ from io import BytesIO
 
 from PIL import Image
 
+from .io import encode_image
 from .report import Report, StageReport
 
 MOST_IMAGES = 16
@@ -28,7 +29,7 @@ def output_html(images: Sequence[Image.Image], strip: Sequence[Image.Image], rep
 
 def image_tag(image: Image.Image, width: int, title: str) -> str:
     content = BytesIO()
-    image.save(content, "PNG")
+    encode_image(image, content, ".png")
     source = b64encode(content.getvalue()).decode("ascii")
     return f'<img src="data:image/png;base64,{source}" width="{min(width, image.width)}" title="{escape(title)}" style="margin:2px"/>'
 

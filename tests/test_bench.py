@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.results import RESULTS
+from benchmarks.results import RESULTS, measure, record
 from nextscale import kernels
 from nextscale.accel import Method, MethodRun, RunSetup, resolve_method
 from nextscale.cli import app
@@ -347,6 +347,19 @@ def test_engines_by_name() -> None:
 # --- tables
 
 
+def test_a_benchmark_keeps_what_it_has_measured_and_what_failed(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+
+    def measured() -> Iterator[Row]:
+        yield measure("one", {"case": "first"}, lambda: {"ms": 1.0})
+        assert [row["ms"] for row in read_rows(file)] == [1.0]  # before the next one is begun
+        yield measure("one", {"case": "second"}, lambda: {"ms": 1 / 0})
+
+    rows = record(measured(), file)
+    assert rows == read_rows(file)
+    assert rows[1]["error"] == "ZeroDivisionError: division by zero" and rows[1]["case"] == "second"
+
+
 def made(method: str = "dense", milliseconds: float = 100, **changes: Any) -> Row:
     """A row of a GPU; dense generation takes 100 ms."""
     ratio = {"median": 100 / milliseconds, "p20": 100 / milliseconds, "p80": 100 / milliseconds}
@@ -630,6 +643,8 @@ def test_the_command_adds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run(["-m", "tiny", "--step", "with tea", "--repeats", "1", "--device", "cpu", "--out", str(out)])
     assert json.loads(out.read_text().splitlines()[-1])["step"] == "with tea"
     assert "no row measured on a GPU" in run(["--table", "--out", str(out)], 2)
+    assert "cannot write into" in run(["-m", "tiny", "--device", "cpu", "--out", str(out / "below.jsonl")], 2)
+    assert "these are random: add --weights" in run(["-m", "tiny", "--method", "auto:speedup=2", "--out", str(out)], 2)
 
 
 def test_a_suite_is_run_model_by_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,6 +370,7 @@ def test_a_model_s_name_alone_is_no_prompt(published_models: None, command: str,
 def test_a_model_s_name_without_its_option_is_refused_with_the_option(published_models: None, command: str) -> None:
     assert "choose the model with -m infinity-2b (see nextscale" in fail(command, "infinity-2b")
     assert "choose the model" not in fail(command, "infinity")
+    assert "choose the model" not in fail("models", "infinity-2b")  # which takes none
 
 
 @pytest.mark.parametrize("command", ["generate", "demo", "plan", "quality", "observe", "bench", "convert"])
@@ -652,6 +653,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 3, 7, "--out", "image.png"), "single file for 2 images"),
         (("tiny-var", 3, "--out", "image.png", "--grid", "image.png"), "written twice"),
         (("tiny-var", 3, "--grid", "sheet.gif"), "--grid sheet.gif"),
+        (("tiny-var", 3, "--out", "image.gif"), "--out image.gif: give a folder, or a name that ends in .png"),
         (("tiny-var", 3, "--method", "skp"), "unknown method 'skp'; did you mean skip?"),
         (("tiny-var", 3, "--method", "skip:first=1"), "'first=1' is no setting of skip; it takes last"),
         (("tiny-var", 3, "--method", "skip:last=4"), "cannot skip 4 of 4 stages"),

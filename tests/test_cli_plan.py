@@ -231,6 +231,12 @@ def test_short_numbers() -> None:
         (("var-d16", "--size", 512), "no schedule generates 512x512"),
         (("var-d16", "--keep-ratio", 1.5), "--keep-ratio"),
         (("var-d16", "--batch", 0), "--batch"),
+        (("infinity-8b", "--method", "code:refiner=infinity-2b"), "trained with different tokenizers"),
+        (("var-d30", "--method", "code:refiner=star-256-d16"), "do not have the same codes"),
+        (("var-d36", "--method", "code:refiner=var-d16"), "learned positions"),
+        (("infinity-2b", "--method", "code"), "none has its family, tokenizer and stages"),
+        (("infinity-1b", "--method", "code"), "as in code:refiner=infinity-125m"),
+        (("star-512", "--method", "stagevar"), "1920 channels trained for a grid of 32x32 cells; there are published ones"),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str) -> None:

@@ -229,7 +229,7 @@ def test_profiles_lie_beside_the_weights(tmp_path: Path) -> None:
 def beside_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of profiles beside the weights of the one model that is known, tiny-infinity."""
     monkeypatch.setattr("nextscale.cli.profiles.MODELS", {"tiny-infinity": tiny.SPECS["infinity"]})
-    monkeypatch.setattr(parse, "find", lambda *_: tmp_path)
+    monkeypatch.setattr(parse, "local_weights", lambda *_: tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -284,6 +284,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     assert [prompt.text for prompt in read_eval_prompts(text)] == ["a bee", "a cat", "a dog"]
     assert [prompt.text for prompt in read_eval_prompts(text, limit=2)] == ["a bee", "a cat"]
     lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a bee", "id": "first"}\n')  # as `nextscale sample` takes them
+    assert [prompt.text for prompt in read_eval_prompts(lines)] == ["a bee"]
     lines.write_text('{"caption": "a bee", "style": "noto"}\n')
     assert read_eval_prompts(lines) == [EvalPrompt("a bee", "noto")]
     entries = [{"file": f"{name}.webp", "caption": f"a {name}", "label": name} for name in ("bee", "cat")]
@@ -297,6 +299,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     [
         ("empty.txt", "\n# nothing\n", "no prompt"),
         ("broken.jsonl", "{", "line 1 is no JSON"),
+        ("deep.jsonl", "[" * 100_000, "line 1 is no JSON"),
         ("nameless.jsonl", '{"label": "bee"}', "line 1: expected an object with a caption"),
         ("no.tar", "this is no tar", "cannot be read"),
         ("odd.jsonl", '{"caption": "a bee", "label": ["bee"]}', r"line 1: label is \['bee'\]; expected a string"),

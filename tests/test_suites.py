@@ -280,6 +280,7 @@ def test_hours_follow_from_measured_speeds() -> None:
         return {"model": "m", "size": [64, 64], "hardware": hardware, "method": method, "images_per_second": rate}
 
     rows = [row(DENSE, 2.0), row(DENSE, 4.0), row("FastVAR", 10.0), row(DENSE, 99.0, "other")]
+    rows.append(row("FastVAR", 50.0) | {"quantize": "fp8"})  # images of other weights
     work = Work("geneval", "m", 64, "fastvar", 100, ())
     speed = measured_speed(rows, work, "GPU")
     assert speed is not None and (speed.images_per_second, speed.exact) == (10.0, True)
@@ -322,6 +323,8 @@ def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
         (["--suite", "none"], "choose one of"),
         (["--suite", "paper-tables"], "add --dry-run"),
         (["--suite", "geneval"], "add --write-prompts"),
+        (["images", "--dense", "images", "--export", "out", "--dry-run"], "--export, --dry-run: only with --suite"),
+        (["--suite", "paper-tables", "--dry-run", "--results", "absent.jsonl"], "absent.jsonl cannot be read as results"),
         (["--suite", "geneval", "--export", "x"], "one folder of images"),
     ],
 )

@@ -13,16 +13,19 @@ from typer.testing import CliRunner, Result
 
 from nextscale.accel import resolve_method
 from nextscale.cli import app, options, parse
-from nextscale.errors import NextscaleError
+from nextscale.cli.tune import SearchOptions, proof_prompts, starting_points
+from nextscale.errors import NextscaleError, SettingError
 from nextscale.lab.evals.quality import Evaluation, evaluate
 from nextscale.lab.tune.log import TrialLog
 from nextscale.lab.tune.sensitivity import Sensitivities
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 from nextscale.profiles import Profile
+from nextscale.stage import Schedule
 
 from . import tiny
 from .counted_bench import CountedBench, difference
+from .tiny_profiles import profile_of
 
 PROFILE, TRIALS = Path("x.profile.json"), Path("x.trials.jsonl")
 
@@ -39,7 +42,7 @@ def timed_by_macs(*arguments: Any, **more: Any) -> Evaluation:
 def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tiny model under nano's name, in a folder with prompts, on a machine that has a distance of images."""
     monkeypatch.setitem(presets.MODELS, NANO.name, tiny.SPECS["infinity"])
-    monkeypatch.setattr(parse, "find", lambda *_: tmp_path / "weights" / "model.safetensors")
+    monkeypatch.setattr(parse, "profile_folders", lambda *_: [tmp_path / "weights"])
     monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
     monkeypatch.setattr("nextscale.cli.tune.metric_file", lambda *_: None)
     monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
@@ -94,6 +97,22 @@ def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(mo
     assert unmet.exit_code == 2 and "no point with a speedup of at least 99" in unmet.stderr
 
 
+def test_the_proof_takes_as_many_prompts_as_its_time_is_enough_for() -> None:
+    class Timed:
+        batch = 2
+
+        def dense_seconds_per_image(self) -> float:
+            return 0.1
+
+    def count(prompts: int = 100, **given: Any) -> int:
+        return len(proof_prompts(SearchOptions(**given), Timed(), [*range(prompts)], winners=6))  # type: ignore[arg-type]
+
+    assert count(minutes=2) == 30  # half a minute, ten methods with dense generation and skipping
+    assert count(minutes=2, prompts=20) == 20
+    assert count(minutes=0.01) == 4
+    assert count(minutes=0.01, test=Path("test.txt")) == count(start=Path("x.profile.json")) == 100
+
+
 def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     kept = Path("kept.trials.jsonl")
@@ -118,6 +137,13 @@ def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         TrialLog.read(kept)
 
 
+def test_points_of_other_stages_are_not_proved(tmp_path: Path) -> None:
+    pipe = tiny.shared_pipeline("infinity")
+    profile_of(pipe).save(tmp_path / "a.profile.json")
+    with pytest.raises(SettingError, match="has settings for the 4 stages of 8x6, and these are 2: add --size 8x6"):
+        starting_points(tmp_path / "a.profile.json", pipe, Schedule([1, 2]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +156,8 @@ def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--from", "a.profile.json", "--minutes", "3"], "--minutes would have no effect"),
         (["--from", "a.profile.json", "--prompts", "train.txt", "--images", "2"], "--prompts and --images would have no effect"),
         (["--from", "absent.profile.json"], "absent.profile.json is no profile"),
+        (["--model", "var-d16"], "two models, nano and -m var-d16"),
+        (["--prompts", "train.txt", "--trials", "train.txt/a.trials.jsonl"], "train.txt/a.trials.jsonl cannot be written"),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,13 +27,14 @@ from ..lab.bench.shown_rows import image
 from ..lab.bench.suites import ALL, SUITES, TIMED_METHODS, Case, part_of, suite, timed_methods
 from ..lab.bench.tables import speed_tables, with_tables
 from ..lab.machine import where
-from ..lab.results import read_rows
+from ..lab.results import append_rows, read_rows
 from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
 from ..loading.random_weights import random_encoder, random_pipeline
 from ..pipeline import Pipeline
 from ..placement import check_quantize
 from .console import result_console
+from .files import require_writable
 from .groups import grouped
 from .options import (
     DEFAULT_MODEL,
@@ -140,11 +140,13 @@ class RunOptions:
     def measure(self, cases: Sequence[Case], results: Path) -> None:
         if (self.weights or self.tokenizer) and len({case.model for case in cases}) != 1:
             raise SettingError("--weights and --tokenizer are the files of one model: choose that model with -m")
+        origin = "checkpoint" if self.weights or self.tokenizer else "random"
+        if origin == "random":
+            require_unchosen(cases)
         device = choose_device(self.device)
         dtype = as_torch_dtype(self.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         quantize = check_quantize(as_quantize(self.quantize), device, dtype)
         engines = chosen_engines(self.engine, device)
-        origin = "checkpoint" if self.weights or self.tokenizer else "random"
         rates, meter = Rates.measured(device, dtype, quantize), EnergyMeter.of(device)
         plan = Plan(device, engines, self.repeats, rates, self.step, origin, meter, quantize)
         measure(cases, plan, lambda model: self.load(model, device, dtype), results)
@@ -156,6 +158,13 @@ class RunOptions:
             return random_pipeline(model, device=device, dtype=dtype, quantize=quantize)
         reader: dict[str, Any] = {"text_encoder": random_encoder(model_spec(model).model, device)}
         return load(model, weights=self.weights, tokenizer=self.tokenizer, device=device, dtype=dtype, quantize=quantize, **reader)
+
+
+def require_unchosen(cases: Sequence[Case]) -> None:
+    """Refuses `auto`, whose profiles were measured on trained weights, where weights are random."""
+    for name, method in (one for case in cases for one in timed_methods(case.methods, case.ranks).items()):
+        if method.chooses:
+            raise SettingError(f"--method {name} takes from profiles of trained weights, and these are random: add --weights FILE")
 
 
 @dataclass(frozen=True)
@@ -209,6 +218,7 @@ def bench(*, asked: CaseOptions, run: RunOptions, tables: TableOptions) -> None:
 
 def measure(cases: Sequence[Case], plan: Plan, load: Callable[[str], Pipeline], results: Path) -> None:
     """Measures model by model, with the weights of one at a time in memory. Rows are written as soon as their case is done."""
+    require_writable([results], force=True)  # rows are added
     for model in dict.fromkeys(case.model for case in cases):
         pipe: Pipeline | Exception
         try:
@@ -223,12 +233,6 @@ def measure(cases: Sequence[Case], plan: Plan, load: Callable[[str], Pipeline], 
                 show_rows(rows)
         del pipe
         release(plan.device)
-
-
-def append_rows(rows: Iterable[dict[str, Any]], file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def show_rows(rows: Sequence[dict[str, Any]]) -> None:

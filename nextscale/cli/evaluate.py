@@ -127,6 +127,12 @@ class SuiteOptions:
         ),
     ] = OWN_RESULTS
 
+    def require_suite(self) -> None:
+        """Refuses options that belong to a benchmark where none is named."""
+        given = {"--prompt-set": self.prompt_set, "--write-prompts": self.write_prompts, "--export": self.export, "--seeds": self.seeds}
+        if named := [option for option, value in {**given, "--dry-run": self.dry_run or None}.items() if value is not None]:
+            raise SettingError(f"{', '.join(named)}: only with --suite; choose one of {', '.join(SUITES)}, or leave it out")
+
 
 @app.command(rich_help_panel=MEASURE)
 @grouped
@@ -141,6 +147,7 @@ def evaluate(
     if benchmark.suite is not None:
         run_suite(benchmark, judging.folders or [], choose_device(judging.device), force)
         return
+    benchmark.require_suite()
     if not judging.folders:
         raise SettingError("no folder: name one or more folders of images, or a --suite")
     judged = judging.judged()
@@ -216,7 +223,7 @@ def run_suite(asked: SuiteOptions, folders: Sequence[Path], device: torch.device
 
 
 def show_work(listed: Sequence[Work], results: Path, here: str) -> None:
-    rows = read_rows(results) if results.exists() else []
+    rows = read_rows(results) if results != OWN_RESULTS or results.exists() else []
     hardware = measured_hardware(rows, here)
     table = Table("benchmark", "model", "pixels", "method", box=None, pad_edge=False)
     for heading in ("images", "images/s", "hours"):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
+
 from ..errors import SettingError
 from ..io import IMAGE_FORMATS
 from ..stage import Stage
@@ -36,6 +38,8 @@ class Picture:
 def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Path) -> list[Picture]:
     repeated = [prompt for prompt in prompts for _ in range(images)]
     if out.suffix.lower() not in IMAGE_FORMATS:
+        if out.suffix.lower() in Image.registered_extensions():
+            raise SettingError(f"--out {out}: give a folder, or a name that ends in {', '.join(IMAGE_FORMATS)}")
         return [Picture(prompt, seed + i, out / picture_name(i, seed + i, prompt)) for i, prompt in enumerate(repeated)]
     if len(repeated) > 1:
         raise SettingError(f"--out {out} is a single file for {len(repeated)} images: give a folder, and --grid FILE for one sheet")

@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
 
+import typer
+
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Shows typer a command whose arguments that are dataclasses are replaced by their fields, and builds the dataclasses for the call.
@@ -40,3 +42,9 @@ def options(group: type) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     signature = inspect.signature(group).parameters.values()
     return [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in signature]
+
+
+def given_by_user(context: typer.Context, name: str) -> bool:
+    """Whether the command line names this option, though it may be with the default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -27,7 +27,7 @@ from ..pipeline import Pipeline
 from ..stage import Schedule
 from .console import share_bar
 from .files import require_writable
-from .groups import grouped
+from .groups import given_by_user, grouped
 from .metrics import find_lpips
 from .options import OUTPUT, Batch, Force, Metrics, ModelOptions, PromptOptions, Seed, SizeOptions, out_option
 from .parse import parse_prompt
@@ -205,11 +205,6 @@ def require_alone(context: typer.Context) -> None:
     chosen = [one for one in context.command.params if one.name and given_by_user(context, one.name)]
     if surplus := [one.opts[0] for one in chosen if one.name not in ("plot", "out", "force")]:
         raise SettingError(f"--plot only plots what was measured: leave out {', '.join(surplus)}")
-
-
-def given_by_user(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def show_verdicts(found: Observations) -> None:

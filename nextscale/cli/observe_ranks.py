@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,11 @@ from ..checks import is_share
 from ..errors import SettingError
 from ..lab.analysis.ranks import TABLE_ALPHAS, measure_table
 from ..loading.load import find
+from ..loading.presets import MODELS
 from ..models.rank_table import rank_file, write_rank_table
 from .console import share_bar
 from .files import require_writable
-from .groups import grouped
+from .groups import given_by_user, grouped
 from .options import Force, ModelOptions, PromptOptions, Seed, Sizes, out_option
 from .parse import choose_schedule, parse_prompt
 from .program import MEASURE, app
@@ -23,6 +25,7 @@ from .program import MEASURE, app
 @app.command("observe ranks", rich_help_panel=MEASURE)
 @grouped
 def observe_ranks(
+    context: typer.Context,
     *,
     model: ModelOptions,
     prompts: PromptOptions,
@@ -43,7 +46,11 @@ def observe_ranks(
     """Measure on generated images at which rank StageVAR can run late stages of a model.
 
     Writes a table that StageVAR takes by itself for this model. A few dozen prompts are enough: images differ by a tenth.
+    The model may also be named before the prompts, without --model.
     """
+    words = prompts.prompts or []
+    if words and words[0] in MODELS and not given_by_user(context, "model"):  # no prompt is the name of a model
+        model, prompts = replace(model, model=words[0]), replace(prompts, prompts=words[1:])
     if bad := [alpha for alpha in alphas or () if not is_share(alpha, above_zero=True)]:
         raise SettingError(f"--alpha {bad[0]}: give a number above 0 and up to 1")
     spec = model.spec

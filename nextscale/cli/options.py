@@ -81,7 +81,7 @@ PromptsFile = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE",
-        help="Prompts: one per line (# starts a comment), a .jsonl file with captions, or a .tar shard of images and captions.",
+        help="Prompts: one per line (# starts a comment), a .jsonl file with prompts or captions, or a .tar shard of images and captions.",
     ),
 ]
 Limit = Annotated[

@@ -14,7 +14,7 @@ from ..accel.situation import Situation
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
 from ..loading.beside import local_weights, profile_folders, rank_table_of
-from ..loading.load import choose_device, find, prompt_reader
+from ..loading.load import choose_device, prompt_reader
 from ..loading.presets import MODELS, ModelSpec, build_model, build_tokenizer
 from ..profiles import Profile, find_profiles
 from ..schedules import ScheduleBook
@@ -70,8 +70,9 @@ def settled_method(
 
 
 def named_profiles(spec: ModelSpec, weights: Path | None = None) -> dict[Path, Profile]:
-    """The profiles beside a model's weights that give its name. Loading compares the weights themselves."""
-    folders = profile_folders(spec, find(weights, spec.weights, f"weights of {spec.name}"))
+    """The profiles where a model's weights lie, or will lie, that give its name. Loading compares the weights themselves."""
+    place = weights or local_weights(spec)
+    folders = [] if place is None else profile_folders(spec, place.expanduser())
     return {path: profile for path, profile in find_profiles(folders).items() if profile.model == spec.name}
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..accel.code import PAIRS, CoDe
+from ..accel.code import CoDe
 from ..accel.method import DENSE, Method
-from ..collaborate import pair_cost, pair_memory
-from ..errors import SettingError
+from ..collaborate import Half, pair_cost, pair_memory, partner_name, require_pair
 from ..generate import check_cache
-from ..loading.presets import model_spec
+from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
 from ..loading.without_weights import without_weights
 from ..models.base import NextScaleModel
 from ..planning.cost import RequestCost, StageCost, Workload, request_cost
@@ -116,10 +115,11 @@ def forecast_of(
 def pair_forecast(name: str, model: NextScaleModel, tokenizer: Tokenizer, method: CoDe, workload: Workload) -> Forecast:
     """What a large model drafts and a small one refines. The caches of one are gone when the other runs."""
     schedule, draft = workload.schedule, method.drafted(workload.schedule)
-    partner = PAIRS.get(name) if method.refiner is None else method.refiner
-    if partner is None:
-        raise SettingError(f"CoDe: no smaller model is known for {name}: name one, as in code:refiner=var-d16")
-    refiner, _ = without_weights(model_spec(partner), model.dtype, model.quantize)
+    partner = partner_name(name, method.refiner, smaller_models(model_spec(name)))
+    require_shared_tokenizer(model_spec(name), model_spec(partner))
+    refiner, its_tokenizer = without_weights(model_spec(partner), model.dtype, model.quantize)
+    require_pair(Half(name, model, tokenizer), Half(partner, refiner, its_tokenizer))
+    refiner.check_schedule(schedule)
     rows = workload.images * (2 if workload.guided else 1)
     plans, dense = method.forecast(model, schedule, workload.guided), (DENSE,) * len(schedule)
     both = ((model, plans), (refiner, dense)) if draft < len(schedule) else ((model, plans),)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import CheckpointError, SettingError
+from ..errors import SettingError
 from ..io import write_text
 from ..lab.evals.frontier import frontier_svg
 from ..lab.results import Row
@@ -88,11 +88,7 @@ def plot_trials(files: Sequence[Path], plot: Path | None, force: bool) -> None:
 def found_profiles(model: str | None) -> Iterator[tuple[Path, Profile]]:
     """The profiles beside the weights of one model, or of all models whose weights are on this machine."""
     for spec in MODELS.values() if model is None else (model_spec(model),):
-        try:
-            yield from named_profiles(spec).items()
-        except CheckpointError:
-            if model is not None:
-                raise
+        yield from named_profiles(spec).items()
 
 
 def listing(found: Mapping[Path, Profile]) -> Table:
@@ -127,7 +123,7 @@ def point_table(profile: Profile) -> Table:
     table.add_row("1.00", "", "", f"{profile.dense_ms:.1f}", "100%", "dense")
     for point in profile.points:
         table.add_row(*point_cells(point), escape(point.method))
-    for point in profile.skipping:
+    for point in (one for one in profile.skipping if one not in profile.points):
         table.add_row(*point_cells(point), escape(f"for comparison: {point.method}"), style="dim")
     return table
 

@@ -29,7 +29,8 @@ class Program(TyperGroup):
         except USAGE_ERRORS as error:
             message = error.format_message().rstrip(".")
             see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            typer.echo(f"error: {message}{model_hint(message)}{see}", err=True)
+            takes_model = error.ctx is not None and any("--model" in option.opts for option in error.ctx.command.params)
+            typer.echo(f"error: {message}{model_hint(message) if takes_model else ''}{see}", err=True)
             status = 2
         sys.exit(status)
 

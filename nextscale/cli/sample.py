@@ -24,7 +24,7 @@ from ..cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray
 from ..cluster.sampler import Done, OnImages, sample
 from ..cluster.shard import AUTO, Shard
 from ..cluster.store import Store
-from ..errors import SettingError
+from ..errors import SettingError, SizeError
 from ..lab.evals.methods import parse_methods
 from ..lab.machine import where
 from ..loading.random_weights import random_pipeline
@@ -48,7 +48,7 @@ from .options import (
     as_torch_dtype,
     out_option,
 )
-from .parse import choose_schedule, parse_prompt, settled_method
+from .parse import choose_schedule, parse_prompt
 from .program import app, version
 
 
@@ -81,7 +81,10 @@ class SampledPrompts:
         def schedule(prompt: SamplePrompt) -> Schedule:
             if prompt.size is None and prompt.aspect is None:
                 return usual
-            return choose_schedule(spec.settings.schedules, prompt.size or size.size, prompt.aspect or size.aspect, None)
+            try:
+                return choose_schedule(spec.settings.schedules, prompt.size or size.size, prompt.aspect or size.aspect, None)
+            except SizeError as error:
+                raise SizeError(f"{self.prompts_file}, prompt {prompt.id!r}: {error}") from error
 
         prompts = read_sample_prompts(self.prompts_file, self.limit)
         return plan_batches(
@@ -136,7 +139,7 @@ def sample_command(
     batches = prompts.batches(model, size, batch, f".{run.format}")
     arguments = {}
     for schedule in {one.schedule for one in batches}:
-        settled_method(acceleration, model.spec, schedule)
+        model.settled(acceleration, schedule, batch)
         arguments = sampling.call_arguments(model.spec, schedule)
     settings = described(model, sampling, acceleration.label, run)
     if run.out.exists() and not run.out.is_dir():
@@ -222,4 +225,4 @@ def show(done: Done, out: Path) -> None:
     rate = done.images_per_second
     speed = "" if rate is None else f", {rate:.2f} images/s after the first batch, files included"
     there = f"; {done.there} were there" if done.there else ""
-    typer.echo(f"{done.written} images written to {out}{speed}{there}")
+    typer.echo(f"{done.written} {'image' if done.written == 1 else 'images'} written to {out}{speed}{there}")

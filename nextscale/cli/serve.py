@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +20,10 @@ from .groups import grouped
 from .options import (
     DEFAULT_MODEL,
     MACHINE,
+    MODEL_HELP,
     CombinedMethods,
     DtypeName,
     KvDtypeName,
-    ModelNames,
     OffloadText,
     QuantizeName,
     RayOptions,
@@ -43,7 +44,10 @@ BATCHING, NETWORK, LIMITS = "Batching", "Network and security", "Limits"  # pane
 class ServedOptions:
     """Which models, and where they run."""
 
-    model: ModelNames = None
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", metavar="NAME", show_default=DEFAULT_MODEL, help=f"{MODEL_HELP}; can be repeated."),
+    ] = None
     weights: Weights = None
     tokenizer: TokenizerFile = None
     text_encoder: TextEncoderSource = None
@@ -191,9 +195,8 @@ def serve(
     ray = on_ray.settings()
     named = " + ".join(method or ["dense"])
     chosen = parse_methods(named)
-    for name in model.names:
-        spec = model_spec(name)
-        settled_method(chosen, spec, spec.settings.schedules.choose(None, None))
+    for spec, device in product(map(model_spec, model.names), model.device or (None,)):
+        settled_method(chosen, spec, spec.settings.schedules.choose(None, None), 1, choose_device(device), model.weights)
     require_packages()
     from ..serve.run import serve as run
     from ..serve.service import Content, Warmup

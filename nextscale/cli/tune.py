@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,7 +15,7 @@ from rich.markup import escape
 from ..accel.auto import Auto
 from ..accel.registry import parse_method
 from ..errors import NextscaleError, PromptError, SettingError
-from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
+from ..lab.evals.prompts import EvalPrompt, evenly_spread, read_eval_prompts
 from ..lab.machine import version, where
 from ..lab.metrics import Lpips
 from ..lab.metrics.files import LPIPS, metric_file
@@ -23,8 +23,9 @@ from ..lab.tune import tune as search
 from ..lab.tune.log import SUFFIX as TRIALS
 from ..lab.tune.log import TrialLog
 from ..lab.tune.prompts import own_prompts
-from ..lab.tune.prove import prove
+from ..lab.tune.prove import SKIPPED, prove
 from ..lab.tune.trials import Bench
+from ..loading.beside import local_weights, profile_folders
 from ..loading.presets import ModelSpec
 from ..pipeline import Pipeline
 from ..planning.cost import Workload
@@ -32,7 +33,7 @@ from ..profiles import SUFFIX, Profile, fingerprint, profile_folder, profile_nam
 from ..stage import Schedule
 from .console import result_console, share_bar
 from .files import require_writable
-from .groups import grouped
+from .groups import given_by_user, grouped
 from .options import OUTPUT, Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
 from .profiles import show
 from .program import MEASURE, app
@@ -54,7 +55,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What the search sees, and how long it may take."""
+    """What the search sees, what judges it, and how long it may take."""
 
     prompts_file: PromptsFile = None
     test: Annotated[
@@ -70,7 +71,11 @@ class SearchOptions:
     minutes: Annotated[
         float | None,
         typer.Option(
-            "--minutes", metavar="N", min=0.01, show_default=f"{MINUTES:g}", help="Minutes that the search and a short proof may take."
+            "--minutes",
+            metavar="N",
+            min=0.01,
+            show_default=f"{MINUTES:g}",
+            help="Minutes of search and proof; all of --test is proved, however long that takes.",
         ),
     ] = None
     images: Annotated[
@@ -93,6 +98,7 @@ class SearchOptions:
             "--from", metavar="FILE", help="Prove the points of this profile here, on this machine and batch and the prompts of --test."
         ),
     ] = None
+    metrics: Metrics = None
 
     def check(self) -> None:
         """Refuses what has no effect, and names that nothing would find."""
@@ -126,6 +132,7 @@ class SearchOptions:
 @app.command(rich_help_panel=MEASURE)
 @grouped
 def tune(
+    context: typer.Context,
     *,
     name: Annotated[str | None, typer.Argument(metavar="MODEL", show_default=False, help="The same as --model.")] = None,
     model: ModelOptions,
@@ -133,20 +140,22 @@ def tune(
     size: SizeOptions,
     batch: Batch = 8,
     seed: Seed = 0,
-    metrics: Metrics = None,
-    out: Annotated[Path | None, out_option("FILE", f"The profile, *{SUFFIX}.", "beside the weights")] = None,
+    out: Annotated[Path | None, out_option("FILE", f"The profile, *{SUFFIX}.", "beside --weights, or in this folder")] = None,
     force: Force = False,
 ) -> None:
     """Find the settings that fit a model: how fast it can be, and what that costs.
 
     The search can be stopped and started again: what it has measured lies beside the profile until the profile is written.
     """
-    model = model if name is None else replace(model, model=name)
+    if name is not None:
+        if given_by_user(context, "model") and model.model != name:
+            raise SettingError(f"two models, {name} and -m {model.model}: name the one to tune")
+        model = replace(model, model=name)
     spec = model.spec
     schedule = size.schedule(spec)
     searching.check()
     wanted = None if searching.target is None else parsed_target(searching.target)
-    metric_file(LPIPS, metrics)
+    metric_file(LPIPS, searching.metrics)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
 
@@ -159,14 +168,15 @@ def tune(
             raise SettingError(f"--out {file}: give a name that ends in {SUFFIX}, by which `load` finds it")
         require_writable([file], force)
         prompts = searching.read(spec, pipeline)
-        bench = Bench(pipeline, schedule, prompts.seen, batch, seed, Lpips.load(metrics, pipeline.model.device), searching.images or IMAGES)
+        lpips = Lpips.load(searching.metrics, pipeline.model.device)
+        bench = Bench(pipeline, schedule, prompts.seen, batch, seed, lpips, searching.images or IMAGES)
         log_file = searching.trials or file.with_name(file.name.removesuffix(SUFFIX) + TRIALS)
         winners = found_points(searching, bench, log_file, on_progress)
         profile = prove(
             pipeline,
             winners,
-            [EvalPrompt(prompt) for prompt in prompts.proof],
-            bench.lpips,
+            [EvalPrompt(prompt) for prompt in proof_prompts(searching, bench, prompts.proof, len(winners))],
+            lpips,
             schedule=schedule,
             batch=batch,
             seed=seed,
@@ -179,6 +189,8 @@ def tune(
         log_file.unlink(missing_ok=True)
     console = result_console()
     show(console, file, profile)
+    if (found := profile_folders(spec, model.weights or local_weights(spec) or file)[-1]).resolve() != file.resolve().parent:
+        console.print(f"`auto` looks for it in {found}: move it there, or call pipe.add_profile({str(file)!r})", markup=False)
     if wanted is not None:
         point = wanted.point_of(profile)
         console.print(f"{wanted.label} takes {point.as_method().label}: {point.label}", markup=False)
@@ -187,12 +199,21 @@ def tune(
 def found_points(searching: SearchOptions, bench: Bench, log_file: Path, on_progress: OnProgress) -> list[str]:
     """The methods that are to be proved: those of another profile, or what the search finds."""
     if searching.start is not None:
-        return starting_points(searching.start, bench.pipeline)
+        return starting_points(searching.start, bench.pipeline, bench.schedule)
     if len(bench.prompts) < bench.batch:
         raise PromptError(f"{len(bench.prompts)} prompts for batches of {bench.batch}: give more prompts, or a smaller --batch")
     seconds = 60 * (searching.minutes or MINUTES) * (1 - PROVED)
     winners = search(bench, TrialLog.open(log_file, conditions(bench)), seconds, workload(bench), on_progress)
     return [candidate.text for candidate in winners]
+
+
+def proof_prompts(searching: SearchOptions, bench: Bench, proof: Sequence[Any], winners: int) -> list[Any]:
+    """Those of --test; without it as many as the rest of the time is enough for, evenly spread, and two batches at least."""
+    if searching.test is not None or searching.start is not None:
+        return list(proof)
+    seconds = 60 * (searching.minutes or MINUTES) * PROVED
+    longest = bench.dense_seconds_per_image() * (1 + SKIPPED + winners)  # nothing should take longer than dense generation
+    return evenly_spread(proof, max(2 * bench.batch, int(seconds / longest)))
 
 
 def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
@@ -231,8 +252,13 @@ def workload(bench: Bench) -> Workload:
     return Workload(bench.schedule, bench.batch, guided, text, pipeline.settings.sampling.refine)
 
 
-def starting_points(file: Path, pipeline: Pipeline) -> list[str]:
+def starting_points(file: Path, pipeline: Pipeline, schedule: Schedule) -> list[str]:
     profile = Profile.load(file)
+    if len(profile.grids) != len(schedule):
+        size = "x".join(map(str, profile.size))
+        raise SettingError(
+            f"--from {file} has settings for the {len(profile.grids)} stages of {size}, and these are {len(schedule)}: add --size {size}"
+        )
     if profile.fingerprint != fingerprint(pipeline.model):
         raise NextscaleError(f"--from {file} is a profile of {profile.model} with other weights: give one of {pipeline.name}")
     return [point.method for point in profile.points]

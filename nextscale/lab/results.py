@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NextscaleError
-from ..io import write_text
+from ..io import append_text, write_text
 
 BENCHMARK = "quality"
 CONDITIONS = ("model", "size", "images", "seed", "batch", "dtype", "hardware")  # what rows have in common if they can be compared
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 def read_rows(file: Path) -> list[Row]:
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NextscaleError(f"{file} cannot be read as results, one JSON object per line ({error}): give another file") from error
     if other := [row for row in rows if not isinstance(row, dict)]:
         raise NextscaleError(f"{file} holds {str(other[0])[:80]!r} among its results; expected one JSON object per line")
@@ -31,6 +31,11 @@ def read_rows(file: Path) -> list[Row]:
 
 def write_rows(rows: Iterable[Row], file: Path) -> None:
     write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), file)
+
+
+def append_rows(rows: Iterable[Row], file: Path) -> None:
+    """Adds rows to a file, which is made where there is none."""
+    append_text("".join(json.dumps(row) + "\n" for row in rows), file)
 
 
 def short_error(error: Exception) -> str:

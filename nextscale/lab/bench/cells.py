@@ -31,7 +31,7 @@ ENERGY = Column("energy per image", lambda row: f"{row['joules_per_image']:.0f} 
 MEMORY = Column("peak memory", lambda row: f"{row['peak_gb']:.1f} GB")
 
 
-def table_of(columns: Sequence[Column], rows: Iterable[Row], note: str) -> str:
+def table_of(columns: Sequence[Column], rows: Iterable[Row], note: str = "") -> str:
     """A line for every row."""
     return table(*heads_of(columns), [line(row, columns) for row in rows], note)
 
@@ -48,11 +48,12 @@ def line(row: Row, columns: Sequence[Column]) -> list[str]:
     return [*known, row["error"].replace("|", "/"), *[""] * (len(columns) - len(known) - 1)]
 
 
-def table(heads: Sequence[str], aligned: str, lines: Iterable[Sequence[str]], note: str) -> str:
-    """A Markdown table and a sentence below it. aligned: l or r for each column."""
+def table(heads: Sequence[str], aligned: str, lines: Iterable[Sequence[str]], note: str = "") -> str:
+    """A Markdown table, and below it the note where there is one. aligned: l or r for each column."""
     marks = {"l": "---|", "r": "---:|"}
     ruled = "".join(marks[one] for one in aligned)
-    return "\n".join([f"| {' | '.join(heads)} |", f"|{ruled}", *(f"| {' | '.join(cells)} |" for cells in lines), "", note])
+    below = ["", note] if note else []
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{ruled}", *(f"| {' | '.join(cells)} |" for cells in lines), *below])
 
 
 # --- cells

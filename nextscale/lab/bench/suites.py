@@ -40,6 +40,7 @@ PEERS: Mapping[str, tuple[Method | str, ...]] = {
 """The other methods of the papers' tables, at their own settings."""
 PUBLISHED = (SPARSE, "FastVAR", "StageVAR")
 SKIPPED_AND_PUBLISHED = ("skip the last two stages", *PUBLISHED)
+FROM_NINE = "sparsevar:keep=0.25,first_stage=9"  # a stage earlier than its default
 RANKS_ELSEWHERE = 0.177  # random weights have no ranks: the mean of Infinity-2B's at 40x40, for models without a published table
 
 
@@ -104,6 +105,7 @@ SUITES: Mapping[str, tuple[Case, ...]] = {
     # Every row of the tables, so that all can be measured on one commit.
     "current": (
         Case("2b-1024", "infinity-2b", (1024, 1024), methods=(ALL,), seconds=110),
+        Case("2b-1024-peers", "infinity-2b", (1024, 1024), methods=("peers", FROM_NINE), seconds=120),
         Case("2b-2:1", "infinity-2b", (1440, 720), methods=(ALL,), seconds=110),
         Case("2b-1024-batch4", "infinity-2b", (1024, 1024), batch=4, methods=PUBLISHED, seconds=70),
         Case("2b-1024-batch8", "infinity-2b", (1024, 1024), batch=8, methods=PUBLISHED, suite="throughput", seconds=90),
@@ -128,6 +130,7 @@ SUITES: Mapping[str, tuple[Case, ...]] = {
         Case("var-d36-512", "var-d36", (512, 512), seconds=25),
         Case("flexvar-d24-256", "flexvar-d24", (256, 256), batch=8, seconds=20),
         Case("flexvar-d24-512", "flexvar-d24", (512, 512), seconds=20),
+        Case("nano-512-batch32", "nano", (512, 512), batch=32, seconds=15),
     ),
 }
 APART = ("growth", "throughput")  # suites with tables of their own

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...accel import MethodLike
 from ...models.base import NextScaleModel
 from ...models.blocks import ModulatedBlock
 from ...models.feed_forward import FeedForward
 from ...pipeline import Pipeline
+from ...request import SeedLike
 from ...schedules import SizeLike
 from ...stage import Stage
 
@@ -28,7 +30,9 @@ class Seen:
     codes: tuple[Tensor, ...]  # that were put on the canvas
 
 
-def generate_seen(pipe: Pipeline, prompts: Any, size: SizeLike, given: Sequence[Tensor] = (), seed: int = 0) -> Seen:
+def generate_seen(
+    pipe: Pipeline, prompts: Any, size: SizeLike, given: Sequence[Tensor] = (), seed: SeedLike = 0, method: MethodLike = None
+) -> Seen:
     """Generates images; with `given` codes every stage reads those, whatever it samples itself."""
     logits: list[Tensor] = []
     ids: list[Tensor] = []
@@ -40,7 +44,7 @@ def generate_seen(pipe: Pipeline, prompts: Any, size: SizeLike, given: Sequence[
     def as_given(stage: Stage, codes: Tensor) -> Tensor:
         return given[stage.index] if given else codes
 
-    output = pipe(prompts, seed=seed, size=size, smooth=False, on_stage=watch, decode=False, revise=as_given)
+    output = pipe(prompts, seed=seed, size=size, method=method, smooth=False, on_stage=watch, decode=False, revise=as_given)
     return Seen(logits, ids, output.codes)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...io import from_levels
 from ...report import Report
 from ..metrics import Lpips
 from ..metrics.efficientnet import EfficientNetLite0
@@ -50,7 +51,7 @@ class Judges:
     def measure(self, images: Tensor, dense: Tensor, result: Measured) -> None:
         """Adds what images [B, 3, H, W] in 8 bits show; those that are not `dense` themselves are compared with it."""
         for ours, theirs in zip(images.split(METRIC_BATCH), dense.split(METRIC_BATCH), strict=True):
-            a, b = (levels.float() / 127.5 - 1 for levels in (ours, theirs))
+            a, b = from_levels(ours), from_levels(theirs)
             if self.features is not None:
                 result.features.append(self.features.features(a))
             if images is not dense:

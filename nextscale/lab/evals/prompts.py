@@ -41,8 +41,8 @@ class EvalPrompt:
 
 
 def read_eval_prompts(file: str | Path, limit: int | None = None) -> list[EvalPrompt]:
-    """Prompts from a text file (one per line, # starts a comment), a .jsonl file whose objects have a caption and perhaps a style and
-    a label, or a .tar shard of such captions and their images. `limit`: take this many, evenly spread over the file."""
+    """Prompts from a text file (one per line, # starts a comment), a .jsonl file whose objects have a caption (or prompt, text) and
+    perhaps a style and a label, or a .tar shard of such captions and their images. `limit`: take this many, evenly spread over the file."""
     path = Path(file)
     try:
         prompts = _read(path)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...accel.method import Method
 from ...errors import NextscaleError, SettingError
+from ...io import to_levels
 from ...pipeline import Pipeline
 from ...report import Report
 from ...schedules import SizeLike
@@ -79,7 +79,7 @@ class Requests:
         output = self.pipeline(self.captions(filled), seed=seeds, size=self.schedule, method=method)
         if not output.pixels.isfinite().all():
             raise NextscaleError("the decoded images have values that are not finite")
-        return Batch(as_stored(output.pixels[: len(numbers)]), output.report)
+        return Batch(to_levels(output.pixels[: len(numbers)]), output.report)
 
 
 def evaluate(
@@ -186,8 +186,3 @@ def mixed_batches(count: int, batch: int) -> list[list[int]]:
         raise SettingError(f"batch is the number of images generated at a time, 1 or more; got {batch}")
     batches = -(-count // batch)
     return [list(range(first, count, batches)) for first in range(batches)]
-
-
-def as_stored(pixels: Tensor) -> Tensor:
-    """Pixels [B, 3, H, W] in [-1, 1] as 8 bits, truncated as `io.to_pil` does."""
-    return ((pixels.float().clamp(-1, 1) + 1) / 2 * 255).to(torch.uint8)

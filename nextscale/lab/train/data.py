@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from ...io import from_levels
 from ..shards import DataError, Record, read_shard
 
 
@@ -42,7 +43,7 @@ class Pictures:
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Pictures in [-1, 1], float32; a generator zooms half of them, shifts all a little and mirrors some."""
-        images = self.pixels[indices].float() / 127.5 - 1
+        images = from_levels(self.pixels[indices])
         return images if generator is None else self._varied(images, self.mirrors[indices], generator)
 
     def _varied(self, images: Tensor, may_mirror: Tensor, generator: torch.Generator) -> Tensor:

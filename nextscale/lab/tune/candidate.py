@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def method(self) -> Method:
-        return resolve_method(self.text.split(" + "))
+        return resolve_method(self.text)
 
     @property
     def peer_name(self) -> str:
@@ -66,7 +66,7 @@ class Candidate:
         for stage in sorted(amounts):
             shrinking[stage] = min(amounts[stage], shrinking.get(stage - 1, 1.0))
         if not shrinking:
-            return replace(self, amounts=(), alpha=4, change="")
+            return replace(self, amounts=(), alpha=Candidate.alpha, change="")
         return replace(self, amounts=tuple(shrinking.items()))
 
     def without_stages(self, skipped: int, left_out: tuple[int, ...], stages: int) -> Candidate:

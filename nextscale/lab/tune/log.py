@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...errors import NextscaleError
+from ...io import append_text
 from ..results import write_rows
 from .trials import Trial
 
@@ -35,9 +35,8 @@ class TrialLog:
         """Reads the trials of an earlier start under the same conditions, or begins the file. A torn last line is dropped."""
         head = json.loads(json.dumps({"format": FORMAT, **conditions}))
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
             append(file, head)
-            return cls(file, conditions)
+            return cls(file, head)
         whole, torn = complete_lines(file)
         log = cls.of_lines(file, whole) if whole else cls(file, head)
         if log.conditions != head:
@@ -62,14 +61,14 @@ class TrialLog:
     def of_lines(cls, file: Path, whole: list[str]) -> TrialLog:
         log = cls(file)
         try:
-            head, *lines = [json.loads(line) for line in whole]
+            head, *lines = [json.loads(line) for line in whole] or [{}]
             log.conditions = dict(head)
             for line in lines if head.get("format") == FORMAT else ():
                 if FORESIGHT in line:
                     log.foresight = {(first, stop): float(share) for first, stop, share in line[FORESIGHT]}
                 else:
                     log._hold(Trial.from_json(line))
-        except (json.JSONDecodeError, TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise NextscaleError(f"{file} cannot be read as trials of a search ({error}): remove it, or give another --out") from error
         return log
 
@@ -97,10 +96,7 @@ class TrialLog:
 
 
 def append(file: Path, values: dict[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(values, allow_nan=False) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
+    append_text(json.dumps(values, allow_nan=False) + "\n", file)
 
 
 def complete_lines(file: Path) -> tuple[list[str], bool]:

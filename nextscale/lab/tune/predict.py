@@ -93,19 +93,20 @@ class Predictor:
         """The distances of every stage that was reduced alone, by the share of its cells."""
         found: dict[int, dict[float, float]] = {}
         for candidate, distance in self.distances.items():
-            if len(candidate.amounts) == 1 and candidate.alpha == 4:
+            if len(candidate.amounts) == 1 and candidate.alpha == Candidate.alpha:
                 stage, share = candidate.amounts[0]
                 found.setdefault(stage, {1.0: 0.0})[share] = distance
         return found
 
     def _alpha(self, alpha: int) -> float:
-        """How much more than with every fourth cell an anchor the same shares cost."""
-        return interpolated(self._alphas, float(alpha)) if alpha != 4 else 1.0
+        """How much more than with the usual anchors the same shares cost."""
+        return interpolated(self._alphas, float(alpha)) if alpha != Candidate.alpha else 1.0
 
     @cached_property
     def _alphas(self) -> dict[float, float]:
         of = {c.alpha: d for c, d in self.distances.items() if c.amounts == ((self.stages - 1, PROBED_SHARES[-1]),)}
-        return {float(alpha): distance / of[4] for alpha, distance in of.items()} if of.get(4, 0.0) > 0 else {4.0: 1.0}
+        usual = of.get(Candidate.alpha, 0.0)
+        return {float(alpha): distance / usual for alpha, distance in of.items()} if usual > 0 else {float(Candidate.alpha): 1.0}
 
     def _peer(self, peer: str) -> float:
         """Its distance alone; of a setting that was not tried, between those of the settings beside it."""
@@ -157,7 +158,7 @@ class Predictor:
 
     @cached_property
     def rates(self) -> dict[str, list[tuple[float, float]]]:
-        """Of every stage: its overhead in seconds, and seconds per MAC. SparseVAR and every peer that was timed have their own."""
+        """The overhead of every stage in seconds, and its seconds per MAC. SparseVAR and every peer that was timed have their own."""
         peers = {c.peer_name for c, trial in self.trials if c.peer and trial.timed}
         return {kind: self._rates(kind) for kind in (PLAIN, SPARSE, *sorted(peers))}
 

@@ -36,14 +36,14 @@ def prove(
     source: str,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """What the winners save and cost. Those that lose their place at the frontier to another are left out."""
+    """What the winners save and cost. Those that lose their place at the frontier to another, or to plain skipping, are left out."""
     skipping = [f"skip:last={last}" for last in range(1, min(SKIPPED, len(schedule) - 1) + 1)]
-    methods = {text: resolve_method(text.split(" + ")) for text in dict.fromkeys((DENSE, *skipping, *winners))}
+    methods = {text: resolve_method(text) for text in dict.fromkeys((DENSE, *skipping, *winners))}
     found = evaluate(pipeline, methods, prompts, Judges(lpips), size=schedule, seed=seed, batch=batch, on_progress=on_progress)
     rows = {row["method"]: row for row in found.rows}
     points = {text: point_of(text, row) for text, row in rows.items() if text != DENSE and "error" not in row}
-    chosen = [points[text] for text in winners if text in points and points[text].speedup.value > 1]
-    best = frontier(chosen, lambda point: (point.speedup.value, point.lpips.value))
+    faster = [point for point in points.values() if point.speedup.value > 1]
+    best = frontier(faster, lambda point: (point.speedup.value, point.lpips.value))
     if not best:
         raise NextscaleError(
             f"nothing that was searched is faster than dense generation here: {failures(rows) or 'all of it is as slow'}."

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ...errors import NextscaleError
 from ...planning.cost import Workload
-from .candidate import Candidate
+from .candidate import Amounts, Candidate
 from .foresight import foresight
 from .frontier import WANTED, frontier, gaps, near_frontier, spread, thinned
 from .ladders import ladders, probed
@@ -23,6 +23,7 @@ STEPPED = 12  # neighbours that are run before the frontier is drawn anew
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
 ALIKE = 1.1  # of the least LPIPS: where else change may be measured
 STEEP = 2  # along nano's frontier LPIPS grows with this power of the speed
+ALL_LATE = 0.4  # of the cells of all late stages, where choices that are no amounts are compared
 NEAR = 0.97  # of the speedup of the predicted frontier, that another method must come to with some of the other knobs
 MOST_CANDIDATES, MOST_WINNERS = 48, 20
 MOST_ROUNDS = 4  # of prompts: what is left then is told apart by the proof
@@ -103,15 +104,17 @@ class Search:
         best, *others = self.best_changes()
         self.space = replace(self.space, change=best, changes=tuple(others))
         measured += [(candidate, self.trial(candidate, what="one knob", timed=timed)) for candidate, timed in self.space.singles()]
-        known = Candidate(self.all_late(0.4), change=self.space.change)
+        known = Candidate(self.all_late, change=self.space.change)
         self.predictor = replace(self.predictor, trials=measured, together=[(known, self.trial(known, timed=False))])
         self.space = replace(self.space, rows=self.predictor.rows)
 
-    def all_late(self, share: float) -> tuple[tuple[int, float], ...]:
-        return tuple((stage, share) for stage in self.space.late(LATE))
+    @property
+    def all_late(self) -> Amounts:
+        """Every late stage reduced alike, with which choices that are no amounts are compared."""
+        return tuple((stage, ALL_LATE) for stage in self.space.late(LATE))
 
     def best_changes(self) -> list[str]:
-        """Where SparseVAR measures change, the best first, and then what is nearly as good.
+        """The places where SparseVAR measures change, the best first, and then what is nearly as good.
 
         Real runs of the blocks that foresee best, of the logits, and of the default decide. All of them cost the same.
         """
@@ -122,7 +125,7 @@ class Search:
             seen = self.log.add_foresight(foresight(self.bench.pipeline, self.bench.schedule, prompts, seeds, LATE))
         best = sorted(seen, key=lambda group: (-seen[group], group))[:CHANGES]
         settings = ["", LOGITS, *(f"blocks={list(group)}" for group in best)]
-        reduced = {change: Candidate(self.all_late(0.4), change=change) for change in settings}
+        reduced = {change: Candidate(self.all_late, change=change) for change in settings}
         trials = {change: self.trial(reduced[change], what="where change is measured", timed=False) for change in settings}
         usable = {trial.lpips: change for change, trial in reversed(trials.items()) if trial.error is None}  # of equals the first
         return self.with_anchors([usable[distance] for distance in sorted(usable) if distance <= ALIKE * min(usable)] or [""])
@@ -130,7 +133,7 @@ class Search:
     def with_anchors(self, changes: list[str]) -> list[str]:
         """The same with anchors by content, first where they pay for the time that finding them takes, else as a choice."""
         grid, content = changes[0], ",".join(filter(None, (changes[0], CONTENT)))
-        trials = [self.trial(Candidate(self.all_late(0.4), change=change), what="where anchors lie") for change in (grid, content)]
+        trials = [self.trial(Candidate(self.all_late, change=change), what="where anchors lie") for change in (grid, content)]
         if any(trial.error is not None for trial in trials):
             return changes
         on_grid, by_content = (trial.lpips * trial.seconds**STEEP for trial in trials)
@@ -156,14 +159,14 @@ class Search:
         What plans can tell is told of each candidate before it would run; what only running shows holds for all of them.
         """
         for change in dict.fromkeys((self.space.change, LOGITS)):
-            together = Candidate(self.all_late(0.4), change=change, peer=peer)
+            together = Candidate(self.all_late, change=change, peer=peer)
             failed = self.trial(together, what="with budgets", timed=False).error is not None
             if not failed or self.predictor.possible(together):
                 return not failed
         return True
 
     def nearest_peers(self, peers: Mapping[str, tuple[str, ...]]) -> dict[str, Candidate]:
-        """Of the methods that come near the predicted frontier, alone or with other knobs, the setting that comes nearest."""
+        """The setting that comes nearest to the predicted frontier, of each method that comes near it, alone or with other knobs."""
         places = self.predicted(replace(self.space, peers=peers))
         best: dict[str, tuple[float, str]] = {}
         for (candidate, (speedup, _)), gap in zip(places.items(), gaps(list(places.values())), strict=True):

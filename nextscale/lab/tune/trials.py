@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from ...accel.method import Method
 from ...accel.registry import resolve_method
 from ...errors import NextscaleError
+from ...io import from_levels, to_levels
 from ...pipeline import Pipeline
 from ...report import Report
 from ...stage import Schedule
-from ..evals.quality import as_stored
 from ..results import short_error
 from ..timing import wait
 
@@ -118,10 +118,10 @@ class Bench:
         """
         begun = time.perf_counter()
         try:
-            trial = self._run(text, resolve_method(text.split(" + ")), batches, self.times(timed))
+            trial = self._run(text, resolve_method(text), batches, self.times(timed))
         except NextscaleError as error:
             trial = Trial(text, self.images(batches), error=short_error(error))
-        return Trial(**{**asdict(trial), "took": time.perf_counter() - begun})
+        return replace(trial, took=time.perf_counter() - begun)
 
     def _run(self, text: str, method: Method, batches: int, timed: bool) -> Trial:
         reports: list[Report] = []
@@ -147,6 +147,12 @@ class Bench:
             statistics.median(self.dense_seconds[-5:]),
         )
 
+    def dense_seconds_per_image(self) -> float:
+        """Timed now where it was not yet."""
+        if not self.dense_seconds:
+            self._time_dense()
+        return statistics.median(self.dense_seconds[-5:]) / self.batch
+
     def _time_dense(self) -> None:
         """A dense batch beside every candidate where that is cheap; on a CPU only the first ones are timed."""
         if self.on_gpu or len(self.dense_seconds) < 2:
@@ -162,9 +168,9 @@ class Bench:
         prompts, seeds = self.part(number)
         wait(self.pipeline.model.device)
         output = (self.pipeline if timed else self.eager)(prompts, seed=seeds, size=self.schedule, method=method)
-        return as_stored(output.pixels), output.report
+        return to_levels(output.pixels), output.report
 
     @torch.inference_mode()
     def _distance(self, images: Tensor, dense: Tensor) -> Tensor:
         pairs = zip(images.split(METRIC_BATCH), dense.to(images.device).split(METRIC_BATCH), strict=True)
-        return torch.cat([self.lpips(ours.float() / 127.5 - 1, theirs.float() / 127.5 - 1) for ours, theirs in pairs]).cpu()
+        return torch.cat([self.lpips(from_levels(ours), from_levels(theirs)) for ours, theirs in pairs]).cpu()

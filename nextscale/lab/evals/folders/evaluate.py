@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....errors import NextscaleError, SettingError
+from ....io import from_levels
 from ...machine import where
 from ...metrics.dists import Dists
 from ...metrics.frechet import frechet_distance
@@ -22,7 +23,7 @@ from ...metrics.pixels import psnr, ssim
 from ...results import Row
 from ..bootstrap import Interval, mean_interval, set_interval
 from .cache import OnImages, features_of
-from .images import ImageFolder, by_shape, in_range
+from .images import ImageFolder, by_shape
 from .networks import INCEPTION_FEATURES, NETWORKS, Network
 
 BENCHMARK = "evaluate"
@@ -185,7 +186,7 @@ def pair_values(
         raise NextscaleError("an image and its dense partner have different sizes: generate both folders at the same size")
     found: dict[str, list[Tensor]] = {name: [] for name in measures}
     for numbers in by_shape(images).values():
-        a, b = (in_range(torch.stack([some[number] for number in numbers]).to(device)) for some in (images, others))
+        a, b = (from_levels(torch.stack([some[number] for number in numbers]).to(device)) for some in (images, others))
         for name, measure in measures.items():
             found[name].append(measure(a, b).cpu())
     return {name: torch.cat(parts) for name, parts in found.items()}

@@ -76,8 +76,3 @@ def by_shape(images: Sequence[Tensor]) -> dict[tuple[int, ...], list[int]]:
     for number, image in enumerate(images):
         found.setdefault(tuple(image.shape), []).append(number)
     return found
-
-
-def in_range(levels: Tensor) -> Tensor:
-    """8 bits to [-1, 1]."""
-    return levels.float() / 127.5 - 1

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....errors import CheckpointError, MissingExtra
+from ....io import from_levels
 from ...metrics.efficientnet import EfficientNetLite0
 from ...metrics.files import CLIP, DINOV2, EFFICIENTNET, INCEPTION, metric_file, metric_folder
-from .images import in_range
 
 SIDE = 224
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -36,7 +36,7 @@ class Network:
 def efficientnet(given: Path | None, device: torch.device) -> Network:
     file = metric_file(EFFICIENTNET, given)
     network = EfficientNetLite0.load(file, device)
-    return Network("efficientnet", fingerprint(file), lambda levels: network.features(in_range(levels)))
+    return Network("efficientnet", fingerprint(file), lambda levels: network.features(from_levels(levels)))
 
 
 def inception(given: Path | None, device: torch.device) -> Network:

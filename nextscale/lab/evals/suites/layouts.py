@@ -15,7 +15,7 @@ from PIL import Image
 
 from ....cluster.prompts import SamplePrompt
 from ....errors import NextscaleError
-from ....io import LOSSY_QUALITY, grid, write_text
+from ....io import grid, write_image, write_text
 
 LONGEST_NAME = 255  # bytes, on the usual file systems
 
@@ -54,7 +54,7 @@ def dpg(samples: Samples, out: Path) -> None:
     """ID.png, four images in a square: the scorer cuts it at the resolution that it is told. No other file may be there."""
     for prompt in samples.prompts:
         images = [opened(file) for file in samples.images[prompt.id]]
-        save(grid(images), out / f"{prompt.id}.png")
+        write_image(grid(images), out / f"{prompt.id}.png")
 
 
 def hps(samples: Samples, out: Path) -> None:
@@ -132,7 +132,7 @@ def put(file: Path, target: Path) -> None:
     """The same image under another name: a link where that is possible, rewritten where the format is another."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix.lower() != target.suffix.lower():
-        save(opened(file), target)
+        write_image(opened(file), target)
         return
     try:
         os.link(file, target)
@@ -143,8 +143,3 @@ def put(file: Path, target: Path) -> None:
 def opened(file: Path) -> Image.Image:
     with Image.open(file) as image:
         return image.convert("RGB")
-
-
-def save(image: Image.Image, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    image.save(target, quality=LOSSY_QUALITY)  # PNG has no quality and ignores it

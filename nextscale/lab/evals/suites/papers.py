@@ -105,14 +105,15 @@ def measured_speed(rows: Sequence[Row], work: Work, hardware: str) -> Speed | No
         if row.get("model") == work.model
         and row.get("size") == [work.side, work.side]
         and row.get("hardware") == hardware
+        and row.get("quantize") is None
         and "images_per_second" in row
     ]
     method = parse_methods(*([] if work.method == DENSE else [work.method]))
     named = {name for name, specs in TIMED_METHODS.items() if resolve_method(list(specs)) == method} | {work.method}
-    for names, exact in ((named, True), ({DENSE}, False)):
-        if rates := [row["images_per_second"] for row in known if row["method"] in names]:
-            return Speed(max(rates), exact or work.method == DENSE)
-    return None
+    exact = [row["images_per_second"] for row in known if row["method"] in named or row.get("settings") == method.label]
+    dense = [row["images_per_second"] for row in known if row["method"] == DENSE]
+    rates = exact or dense
+    return Speed(max(rates), bool(exact)) if rates else None
 
 
 def measured_hardware(rows: Iterable[Row], here: str) -> str | None:

@@ -108,7 +108,7 @@ def _text(path: Path) -> str:
 def _json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptError(f"the prompt set {path} is no JSON ({error}): download it again") from error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ....cluster.prompts import SamplePrompt
 from ....errors import SettingError
+from ...bench.cells import table
 from . import layouts, prompts
 from .layouts import Samples
 
@@ -178,11 +179,9 @@ def suite(name: str) -> Suite:
 
 def suite_table() -> str:
     """All benchmarks in Markdown: environment, command and what it prints."""
-    lines = [
-        "| `--suite` | prompts x images | `--prompt-set` | environment | command, with FOLDER from `--export` | prints |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ("`--suite`", "prompts x images", "`--prompt-set`", "environment", "command, with FOLDER from `--export`", "prints")
+    lines = []
     for one in ALL:
         count = f"{one.published} x {one.seeds}" if one.published else "any"
-        lines.append(f"| `{one.name}` ({one.title}) | {count} | {one.prompt_set} | {one.environment} | `{one.command}` | {one.prints} |")
-    return "\n".join(lines)
+        lines.append([f"`{one.name}` ({one.title})", count, one.prompt_set, one.environment, f"`{one.command}`", one.prints])
+    return table(heads, "l" * len(heads), lines)
