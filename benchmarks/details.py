@@ -14,7 +14,7 @@ from nextscale.cli.observe import DETAIL_SHEETS, DETAILS
 from nextscale.io import write_image
 from nextscale.lab.analysis.detail_plots import DETAIL_FIGURES, TITLES
 
-from .observations import FOLDER, PAGE, number, table
+from .observations import FOLDER, PAGE, number, stage_name, table
 from .table import with_tables
 
 CAPTIONS = {
@@ -25,11 +25,6 @@ CAPTIONS = {
     "changes": "Blocks and the places that they changed before",
     "projection": "StageVAR with other random projections",
 }
-
-
-def name(found: dict[str, Any], stage: int) -> str:
-    height, width = found["stages"][stage]
-    return f"{stage} ({height}x{width})"
 
 
 def about(found: dict[str, Any]) -> str:
@@ -49,7 +44,7 @@ def stages_table(found: dict[str, Any]) -> str:
         stable = [curve["mean"][stage] for curve in found["change_stability"] if curve["mean"][stage] is not None]
         rows.append(
             [
-                name(found, stage),
+                stage_name(found["stages"], stage),
                 *(number(found["distances"][one]["mean"][stage], 3) for one in measures),
                 number(found["stage_power"][stage][-1]),
                 number(found["attention"][stage][stage]),
@@ -69,7 +64,7 @@ def methods_table(found: dict[str, Any]) -> str:
 def sentences(found: dict[str, Any]) -> str:
     lines = []
     for measure, stage in found["boundaries"].items():
-        where = "no stage before the last" if stage is None else f"stage {name(found, stage)}"
+        where = "no stage before the last" if stage is None else f"stage {stage_name(found['stages'], stage)}"
         lines.append(f"- {TITLES[measure]}: the first stage that leaves at most a tenth of the first distance is {where}.")
     if (projection := found["projection"]) is not None:
         for measure, between in projection["between"].items():

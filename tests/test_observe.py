@@ -450,7 +450,9 @@ def test_ranks_are_measured_by_a_command_of_two_words(run: Callable[..., Result]
         ((*measure, "--force", "--alpha", 1.5), "--alpha 1.5: give a number above 0 and up to 1"),
         (("ranks", "-m", "tiny-var", 1, "--out", tmp_path / "table.txt"), "give a name that ends in .json"),
         (("ranks", "-m", "tiny-var", 1), "weights of tiny-var: nothing at"),  # beside which it would be written
-        (("ranks", "nano"), "choose the model with -m nano"),
+        (("ranks", "-m", "tiny-var", "nano"), "choose the model with -m nano"),
+        (("ranks", "nano"), "no prompt"),
+        (("ranks", "tiny-var", 1, "--out", file), "--force"),  # the model named first, as `tune` takes it
     ):
         refused = run(*arguments)
         assert refused.exit_code == 2 and message in refused.output

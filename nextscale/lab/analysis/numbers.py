@@ -110,7 +110,7 @@ def to_json(found: Observations) -> str:
 def read_observations(file: Path) -> Observations:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingError(f"{file} cannot be read as the numbers of `nextscale observe`: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise SettingError(f"{file} is not an observations.json of this version: run `nextscale observe` again")

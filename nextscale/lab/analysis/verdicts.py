@@ -137,8 +137,8 @@ def block_verdict(found: Observations) -> Verdict:
         "some blocks act where the image has detail",
         at_least(agreement[most], CLEAR_CORRELATION),
         f"{named(found, late)}: block {most} agrees best with the detail of the image (rank correlation {agreement[most]:.2f}); what"
-        f" a stage will change is predicted best by block {best} one stage earlier ({ahead[best]:.2f}), which SparseVAR calls"
-        f" block={best + 1}",
+        f" a stage will change is predicted best by block {best} one stage earlier ({ahead[best]:.2f}), which is"
+        f" SparseVAR(blocks={best})",
     )
 
 

@@ -1,0 +1,104 @@
+"""The papers' sweeps as a table and a figure of docs/observations.md: `python -m benchmarks.sweeps [ROWS]`.
+
+ROWS is a file that `nextscale quality` wrote with the lists below; its rows are added to the results. Without it those of the last one
+are drawn again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nextscale.lab.analysis.plots import BLUE, GREY, STYLE, svg_of
+from nextscale.lab.bench.cells import MACS, METHOD, Column, bounded, table_of
+from nextscale.lab.bench.shown_rows import image
+from nextscale.lab.evals.methods import DENSE, LISTS
+from nextscale.lab.results import Row, append_rows, comparable, judged, read_rows
+from nextscale.loading.presets import model_spec
+
+from .observations import FOLDER, PAGE
+from .results import RESULTS
+from .table import with_tables
+
+SWEEPS = {
+    "fastvar-scales": "FastVAR: pairs of stages",
+    "fastvar-ratios": "FastVAR: ratio at the last stage",
+    "fastvar-cache": "FastVAR: stage that is cached",
+    "stagevar-ranks": "StageVAR: rank of the last stage",
+    "stagevar-alphas": "StageVAR: energy kept at the last stage",
+    "sparsevar-anchors": "SparseVAR: one anchor in n x n cells",
+    "sparsevar-stages": "SparseVAR: first reduced stage",
+}
+SKIPPED = "skip:"
+COLUMNS, SIZE = 4, (12.5, 5.6)  # of panels; inches
+APART = 0.2, 0.012  # of MACs and of LPIPS, between points that are named
+
+
+def swept(rows: Sequence[Row]) -> tuple[Row, dict[str, list[Row]]]:
+    """Dense generation of the last run that has a row of every list, and the rows of each list; skipping is in all."""
+    known = judged(rows)
+    for dense in (row for row in reversed(known) if row["method"] == DENSE):
+        spec = model_spec(dense["model"])
+        stages = len(spec.settings.schedules.choose(tuple(dense["size"]), None))
+        found = {row["method"]: row for row in comparable(known, dense) if "error" not in row}
+        skipped = [row for name, row in found.items() if name.startswith(SKIPPED)]
+        lists = {name: [*skipped, *(found[one] for one in LISTS[name](stages, spec.model.depth) if one in found)] for name in SWEEPS}
+        if all(len(own) > len(skipped) for own in lists.values()):
+            return dense, lists
+    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}: `nextscale quality --method LIST ...` makes them")
+
+
+def sweeps_table(dense: Row, lists: Mapping[str, Sequence[Row]]) -> str:
+    columns = (
+        Column("sweep", lambda row: row["sweep"], "l", config=True),
+        METHOD,
+        MACS,
+        Column("LPIPS to dense", lambda row: bounded(row["lpips"], "{:.3f}")),
+        Column("PSNR", lambda row: f"{row['psnr']['value']:.1f} dB" if row["psnr"] else ""),
+    )
+    skipped = [row | {"sweep": ""} for row in next(iter(lists.values())) if row["method"].startswith(SKIPPED)]
+    shown = [row | {"sweep": SWEEPS[name]} for name, own in lists.items() for row in own if not row["method"].startswith(SKIPPED)]
+    note = (
+        f"`{dense['model']}`, {dense['images']} held-out prompts, {image(dense)}, the same seeds; {dense['hardware']}, {dense['dtype']};"
+        " 95 % bootstrap intervals. MACs in the place of times."
+    )
+    return table_of(columns, [*skipped, *shown], note)
+
+
+def sweeps_svg(lists: Mapping[str, Sequence[Row]]) -> str:
+    """A panel per sweep: distance to dense against MACs, plain skipping in grey."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        panels = figure.subplots(-(-len(lists) // COLUMNS), COLUMNS, sharex=True, sharey=True).flat
+        for (name, own), axes in zip(lists.items(), panels, strict=False):
+            named: list[tuple[float, float]] = []
+            for colour, chosen in ((GREY, True), (BLUE, False)):
+                drawn = [row for row in own if row["method"].startswith(SKIPPED) == chosen]
+                points = sorted((row["cost_share"], row["lpips"]["value"], row["method"]) for row in drawn)
+                axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=colour, marker="o", markersize=3, lw=0.8)
+                for x, y, label in points:
+                    if any(abs(x - left) < APART[0] and abs(y - below) < APART[1] for left, below in named):
+                        continue  # its name would cover another; the table has all
+                    named.append((x, y))
+                    axes.annotate(label, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6, color=colour)
+            axes.set(title=SWEEPS[name], xlabel="MACs", ylabel="LPIPS to dense")
+        for axes in [*panels]:  # those without a sweep
+            axes.remove()
+        return svg_of(figure)
+
+
+def main(added: Path | None) -> None:
+    if added is not None:
+        append_rows(read_rows(added), RESULTS)
+    dense, lists = swept(read_rows(RESULTS))
+    (FOLDER / "sweeps.svg").write_text(sweeps_svg(lists), encoding="utf-8")
+    block = f"{sweeps_table(dense, lists)}\n\n![Distance to dense against MACs, a panel per sweep](observations/sweeps.svg)"
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), {"sweeps": block}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
