@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nextscale.lab.evals.bootstrap import mean_interval
+from nextscale.lab.results import read_rows
 
-from .late_rows import PLACED, read_rows
+from .late_rows import PLACED
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -9,12 +9,9 @@ launch a call and the device to run it, whichever is longer.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nextscale import kernels
 from nextscale.cache import real_entries
+from nextscale.lab.results import Row
 from nextscale.models.attention import attend
 
-from .results import RESULTS, append, measure
+from .results import measure, options, record, require_gpu
 
 HEADS, HEAD_DIM = 16, 128
 SIDES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -107,18 +105,18 @@ def timed(case: Case, device: str = "cuda") -> dict[str, Any]:
     return {"kernels": found, "fastest": min(times, key=lambda name: times[name])}
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("kernels are measured on a GPU")
+def rows() -> Iterator[Row]:
     for case in cases():
         shape = {"rows": case.rows, "queries": case.queries, "keys": case.keys, "lengths": case.lengths}
-        row = measure("attention", {"case": case.name, **shape, "dtype": "bfloat16", "quality": None}, partial(timed, case))
-        append([row], args.out)
-        print(json.dumps(row), flush=True)
+        yield measure("attention", {"case": case.name, **shape, "dtype": "bfloat16", "quality": None}, partial(timed, case))
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = options(__doc__)
+    args = parser.parse_args()
+    require_gpu(parser, "kernels are measured")
+    record(rows(), args.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ nothing can be picked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -15,15 +14,12 @@ from PIL import Image, ImageDraw, ImageFont
 import nextscale
 from nextscale.cli.sheet import wrapped
 from nextscale.io import write_image
-from nextscale.lab.shards import Record, read_shard
+from nextscale.lab.evals.prompts import evenly_spread
+from nextscale.lab.shards import read_shard
 
 COLUMNS, ROWS = 8, 6
 SIDE, LETTERS, LINES = 192, 12, 3  # pixels of an image and of a letter; lines of caption
 BATCH = 8
-
-
-def evenly_spread(records: Sequence[Record], count: int) -> list[Record]:
-    return [records[position * len(records) // count] for position in range(count)]
 
 
 def sheet(captions: list[str], images: list[Image.Image]) -> Image.Image:

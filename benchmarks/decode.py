@@ -8,12 +8,10 @@ Without options: nano at 512 x 512, batch 32, and infinity-2b at 1024 x 1024, ba
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import kernels
+from nextscale.lab.results import append_rows
 from nextscale.loading.presets import build_tokenizer, model_spec
 from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import autoencoder, tiles
@@ -29,7 +28,7 @@ from nextscale.tokenizers.layers import NormAct, add_residual_, as_laid_out, ups
 from nextscale.tokenizers.tiles import decode, images_at_a_time, stride
 
 from .captured import captured_ms
-from .results import RESULTS, append, measure
+from .results import measure, options, require_gpu
 
 if TYPE_CHECKING:
     from nextscale.kernels.group_norm import Sums
@@ -135,8 +134,6 @@ def other_image(decoder: Decoder, x: Tensor, expected: Tensor) -> Iterator[Step]
         step = replace(step, run=partial(apart, norm, convolving, x), bytes=step.bytes + 3 * x.nbytes)
         require_close(step, expected)
         yield step
-
-
     for tile, warps in TILES:
         step = Step(f"{OTHER}tiles of {tile} bytes, {warps} warps", partial(tiled, decoder, x, tile, warps), 0, 2 * x.nbytes)
         require_close(step, expected)
@@ -150,9 +147,7 @@ def tiled(decoder: Decoder, x: Tensor, tile: int, warps: int) -> Tensor:
     norm, conv = decoder.norm_out, decoder.conv_out
     assert conv.bias is not None
     with set_to(norm_conv, "TILE", tile):
-        return norm_conv.group_norm_silu_conv(
-            x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias, warps=warps
-        )
+        return norm_conv.group_norm_silu_conv(x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias, warps=warps)
 
 
 def apart(norm: NormAct, conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -228,18 +223,16 @@ def set_to(owner: ModuleType | type, name: str, value: object) -> Iterator[None]
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--model", default=None)
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("kernels are measured on a GPU")
+    require_gpu(parser, "kernels are measured")
     for model, size, batch in CASES if args.model is None else ((args.model, args.size, args.batch),):
         config = {"model": model, "size": [size, size], "batch": batch, "dtype": "bfloat16"}
         row = measure("decode", config, partial(timed, model, size, batch))
-        append([row], args.out)
+        append_rows([row], args.out)
         if "error" in row:
             print(row["error"])
 

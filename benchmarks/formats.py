@@ -13,7 +13,6 @@ On a CPU e4m3 is emulated in float32: errors are those of a GPU, times are not.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from nextscale.models.quantized import FORMATS
 from nextscale.placement import choose_device, choose_dtype
 
 from .formats_table import ERRORS
-from .results import RESULTS, append, measure
+from .results import measure, options, record
 
 
 def opened(args: argparse.Namespace, outliers: float = 0.0) -> Pipeline:
@@ -80,7 +79,7 @@ def errors_of(args: argparse.Namespace, variant: Variant, outliers: float, promp
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("task", choices=("images", "errors"))
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help="such as fp8 or int8; default: both")
     parser.add_argument("-m", "--model", default="nano")
@@ -89,7 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--prompts", type=Path, help="images: held-out prompts")
     parser.add_argument("--limit", type=int, help="images: prompts to take")
     parser.add_argument("--metrics", type=Path, help="images: folder of the networks that compare images")
@@ -101,12 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     if args.task == "images" and args.prompts is None:
         parser.error("images are judged by prompts: add --prompts FILE")
     variants = [Variant.parse(name) for name in args.variants or FORMATS]
-    found = []
-    for row in (judged_rows if args.task == "images" else error_rows)(args, variants):
-        append([row], args.out)
-        print(json.dumps(row), flush=True)
-        found.append(row)
-    return found
+    return record((judged_rows if args.task == "images" else error_rows)(args, variants), args.out)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from nextscale.lab.bench.cells import BATCH, ENERGY, IMAGE, METHOD, MODEL, Column, bounded, machines, table_of
+from nextscale.lab.bench.shown_rows import case_of
 from nextscale.lab.evals.formats import NAMES, OWN, Variant
 from nextscale.lab.results import Row
 
@@ -44,14 +45,19 @@ def images_table(rows: Sequence[Row]) -> str:
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """Requests that were timed with weights of eight bits, each below the newest of the same kind in the model's own dtype."""
+    """Captured requests with weights of eight bits, each below one of the same kind in the model's own dtype.
+
+    That is the newest of the same commit, which ran side by side with it; where there is none, the newest of all.
+    """
     timed = [row for row in rows if row["benchmark"] == "bench" and "median_ms" in row and row["weights"] == "random"]
-    newest = {(row["model"], *row["size"], row["batch"], row["method"], row.get("quantize")): row for row in timed}
+    captured = [row for row in timed if row["engine"] == row["step"] == "graphs"]  # other steps lack kernels, or try something
+    own = [row for row in captured if row.get("quantize") is None]
+    newest, newest_of_commit = {kind(row): row for row in own}, {(row["commit"], *kind(row)): row for row in own}
     shown = []
-    for (*case, quantize), row in newest.items():
-        own = newest.get((*case, None))
-        if quantize is not None and own is not None:
-            shown += [own, row | {"against_own": own["median_ms"] / row["median_ms"]}]
+    for row in {(row["quantize"], *kind(row)): row for row in captured if row.get("quantize") is not None}.values():
+        before = newest_of_commit.get((row["commit"], *kind(row)), newest.get(kind(row)))
+        if before is not None:
+            shown += [before, row | {"against_own": before["median_ms"] / row["median_ms"]}]
     columns = (
         MODEL,
         IMAGE,
@@ -67,6 +73,11 @@ def speed_table(rows: Sequence[Row]) -> str:
     )
     note = f"Medians; {machines(shown)}; guided, captured graphs, random weights. Decoding runs in the model's own dtype."
     return table_of(columns, shown, note) if shown else ""
+
+
+def kind(row: Row) -> tuple[Hashable, ...]:
+    """What a timed request has in common with those that it can be compared with."""
+    return row["hardware"], *case_of(row), row["method"]
 
 
 def errors_table(rows: Sequence[Row]) -> str:

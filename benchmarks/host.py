@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +30,12 @@ from nextscale.engine.eager import Eager
 from nextscale.engine.replay import Replay
 from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.evals.methods import parse_methods
+from nextscale.lab.results import Row
 from nextscale.lab.timing import percentiles_ms, wait
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.output import Checks
 
-from .results import RESULTS, append, measure
+from .results import measure, options, record
 
 WARM = 3
 PARTS = ("before", "launching", "beside", "waiting", "after")
@@ -144,8 +143,23 @@ def profile(pipe: Pipeline, size: Any, batch: int, method: Method, repeats: int)
     pstats.Stats(profiler).sort_stats("cumulative").print_stats(SHOWN)
 
 
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def rows(pipe: Pipeline, args: argparse.Namespace, size: Any, methods: dict[str, Method]) -> Iterator[Row]:
+    """A row per method; all of them are measured together, when the first is asked for."""
+    measured: dict[str, Timed] = {}
+
+    def run(name: str) -> dict[str, Any]:
+        if not measured:
+            measured.update(times(pipe, size, args.batch, methods, args.repeats))
+        return measured[name].to_row()
+
+    common = {"model": args.model, "size": args.size, "batch": args.batch, "dtype": str(pipe.model.dtype).removeprefix("torch.")}
+    common |= {"kv_dtype": args.kv_dtype, "weights": "random" if args.random_weights else "published"}
+    for name in methods:
+        yield measure("host", common | {"method": name}, partial(run, name))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    parser = options(__doc__)
     parser.add_argument("-m", "--model", default="nano")
     parser.add_argument("--size", type=int, help="side of square images in pixels; default: the model's")
     parser.add_argument("--batch", type=int, default=1)
@@ -154,7 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--kv-dtype", choices=["int8"], help="in which keys and values are kept")
     parser.add_argument("--profile", action="store_true", help="also show which functions take the time")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -162,24 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     pipe = opened(args.model, device=device, kv_dtype=args.kv_dtype)
     methods = {name: parse_methods(name) for name in args.method or ["dense"]}
     size = None if args.size is None else (args.size, args.size)
-    measured: dict[str, Timed] = {}
-    rows = []
-    for name in methods:
-        config = {"model": args.model, "size": args.size, "batch": args.batch, "method": name, "dtype": str(dtype).removeprefix("torch.")}
-        config |= {"kv_dtype": args.kv_dtype, "weights": "random" if args.random_weights else "published"}
-
-        def run(name: str = name) -> dict[str, Any]:
-            if not measured:
-                measured.update(times(pipe, size, args.batch, methods, args.repeats))
-            return measured[name].to_row()
-
-        rows.append(measure("host", config, partial(run)))
-        append(rows[-1:], args.out)
-        print(json.dumps(rows[-1]), flush=True)
+    found = record(rows(pipe, args, size, methods), args.out)
     if args.profile:
         for method in methods.values():
             profile(pipe, size, args.batch, method, args.repeats)
-    return rows
+    return found
 
 
 if __name__ == "__main__":

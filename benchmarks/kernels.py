@@ -10,20 +10,19 @@ also runs with half and twice as many.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .results import RESULTS, append, measure
+from nextscale.lab.results import Row
+
+from .results import measure, options, record, require_gpu
 
 COPY_TB_S = 4.3  # on an H200, read and written
 DIM, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
@@ -178,22 +177,23 @@ def timed(case: Case, sweep: bool) -> dict[str, Any]:
     return row
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels, such as norm_modulate; default: all")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--sweep", action="store_true", help="also with half and twice the warps")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("kernels are measured on a GPU")
+def rows(names: Sequence[str], sweep: bool) -> Iterator[Row]:
+    """Rows of the kernels with these names; of all where none is given."""
     for case in chain(cases("cuda", torch.bfloat16), decoder_cases("cuda", torch.bfloat16)):
-        if args.names and case.kernel not in args.names:
+        if names and case.kernel not in names:
             continue
         config = {"case": case.name, "kernel": case.kernel, "shape": list(case.shape), "dtype": "bfloat16", "quality": None}
-        row = measure("kernels", config, partial(timed, case, args.sweep))
-        append([row], args.out)
-        print(json.dumps(row), flush=True)
+        yield measure("kernels", config, partial(timed, case, sweep))
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels, such as norm_modulate; default: all")
+    parser.add_argument("--sweep", action="store_true", help="also with half and twice the warps")
+    args = parser.parse_args()
+    require_gpu(parser, "kernels are measured")
+    record(rows(args.names, args.sweep), args.out)
 
 
 if __name__ == "__main__":

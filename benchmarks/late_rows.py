@@ -10,7 +10,6 @@ that OUT has already are not measured again. `benchmarks.anchors` and `benchmark
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,10 +30,12 @@ from nextscale.accel.skipvar import gradient, high_frequencies, preview_of
 from nextscale.accel.sparsevar import SparseVAR
 from nextscale.accel.sparsevar.run import SparseRun
 from nextscale.accel.sparsevar.settings import Anchors
+from nextscale.io import from_levels, to_levels
 from nextscale.lab.evals.late_stages import Late, LateStages
 from nextscale.lab.evals.prompts import EvalPrompt, read_eval_prompts
-from nextscale.lab.evals.quality import as_stored, mixed_batches
+from nextscale.lab.evals.quality import mixed_batches
 from nextscale.lab.metrics.lpips import Lpips
+from nextscale.lab.results import append_rows, read_rows
 from nextscale.stage import Schedule, Stage
 
 KEEPS = (0.15, 0.25, 0.4, 0.7)
@@ -138,11 +139,7 @@ class Measuring:
 
     def shown(self, found: Late) -> Tensor:
         """Images in [-1, 1], in steps of 8 bits."""
-        return as_stored(self.pipe.tokenizer.decode(found.latent)).float() / 127.5 - 1
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        return from_levels(to_levels(self.pipe.tokenizer.decode(found.latent)))
 
 
 def main() -> None:
@@ -178,8 +175,7 @@ def main() -> None:
             break
         begun, worked = time.perf_counter(), time.process_time()
         rows = measuring.rows([prompts[number] for number in part], [given.seed + number for number in part])
-        with given.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_rows(rows, given.out)
         print(f"{part}: {time.perf_counter() - begun:.1f} s, {time.process_time() - worked:.1f} s of CPU", flush=True)
 
 

@@ -17,9 +17,10 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,9 +32,10 @@ import nextscale
 from nextscale.cli.parse import parse_size
 from nextscale.engine.batcher import Batcher, BatchRecord, Job
 from nextscale.errors import Overloaded, ShuttingDown
+from nextscale.lab.results import Row, append_rows
 from nextscale.pipeline import Pipeline
 
-from .results import RESULTS, append, measure
+from .results import RESULTS, measure
 
 PROMPTS = (
     "a 3D icon of a red apple",
@@ -215,7 +217,8 @@ def warmed(pipeline: Pipeline, settings: dict[str, Any], max_batch: int, every_s
     return time.monotonic() - begun
 
 
-def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def run(arguments: argparse.Namespace) -> Iterator[Row]:
+    """A row per rate, as it is measured."""
     pipeline = nextscale.load(arguments.model, device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
     settings: dict[str, Any] = {"size": parse_size(arguments.size)} | ({"method": arguments.method} if arguments.method else {})
     same = arguments.same_images
@@ -266,11 +269,10 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         images = min(arguments.compared, sum(answer.image is not None for answer in answers))
         return {"seconds": round(seconds, 2), **summary(answers, seconds, opened.batches), **against_alone(answers, images)}
 
-    rows = []
     for rate in arguments.rates:
-        rows.append(measure("load", {**config, "rate": rate, "offered_per_s": round(rate * capacity, 3)}, lambda rate=rate: at(rate)))
-        print({name: value for name, value in rows[-1].items() if name not in config}, flush=True)
-    return rows
+        row = measure("load", {**config, "rate": rate, "offered_per_s": round(rate * capacity, 3)}, partial(at, rate))
+        print({name: value for name, value in row.items() if name not in config}, flush=True)
+        yield row
 
 
 def main() -> None:
@@ -291,7 +293,8 @@ def main() -> None:
     parser.add_argument("--compared", type=int, default=16, help="images that are generated again, alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    append(run(arguments), arguments.out)
+    for row in run(arguments):
+        append_rows([row], arguments.out)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from nextscale.lab.bench.cells import Column, table_of
 from nextscale.lab.results import Row
 
 # What a run was made with; of those that are alike the last counts.
 CASE = ("hardware", "door", "model", "size", "dtype", "method", "same_images")
+STATUSES = ("200", "429", "503")  # of answers
 
 
 def load_rows(rows: list[Row]) -> list[Row]:
@@ -14,28 +16,24 @@ def load_rows(rows: list[Row]) -> list[Row]:
 
 
 def load_table(rows: list[Row]) -> str:
-    lines = [
-        "| machine, door, images | capacity, images/s | gain over one at a time | offered | images/s | p50 / p95 | mean batch"
-        " | 200 / 429 / 503 | lost | equal alone |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in load_rows(rows):
-        answers = " / ".join(str(row["answers"].get(status, 0)) for status in ("200", "429", "503"))
-        cells = (
-            f"{row['hardware']}, {row['door']}, {row['model']} {row['size']} px, {row['dtype']}, {row['method']}"
-            f"{', same images' if row.get('same_images') else ''}",
-            f"{row['capacity_per_s']:.3g}",
-            f"{row['gain']:.2f}",
-            f"{row['rate']:g}x",
-            f"{row['images_per_s']:.3g}",
-            f"{seconds(row['p50_ms'])} / {seconds(row['p95_ms'])}",
-            f"{row['mean_batch']:.1f}",
-            answers,
-            str(row["lost"]),
-            f"{row['equal']} of {row['compared']}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    columns = (
+        Column("machine, door, images", case, "l"),
+        Column("capacity, images/s", lambda row: f"{row['capacity_per_s']:.3g}"),
+        Column("gain over one at a time", lambda row: f"{row['gain']:.2f}"),
+        Column("offered", lambda row: f"{row['rate']:g}x"),
+        Column("images/s", lambda row: f"{row['images_per_s']:.3g}"),
+        Column("p50 / p95", lambda row: f"{seconds(row['p50_ms'])} / {seconds(row['p95_ms'])}"),
+        Column("mean batch", lambda row: f"{row['mean_batch']:.1f}"),
+        Column(" / ".join(STATUSES), lambda row: " / ".join(str(row["answers"].get(status, 0)) for status in STATUSES)),
+        Column("lost", lambda row: str(row["lost"])),
+        Column("equal alone", lambda row: f"{row['equal']} of {row['compared']}"),
+    )
+    return table_of(columns, load_rows(rows))
+
+
+def case(row: Row) -> str:
+    filled = ", same images" if row.get("same_images") else ""
+    return f"{row['hardware']}, {row['door']}, {row['model']} {row['size']} px, {row['dtype']}, {row['method']}{filled}"
 
 
 def seconds(milliseconds: float) -> str:

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ import torch
 from nextscale import Pipeline, load
 from nextscale.lab.bench.requests import TEXT_TOKENS, request_prompts
 from nextscale.lab.evals.methods import parse_methods
+from nextscale.lab.results import Row
 from nextscale.lab.timing import wait
 from nextscale.loading.parts import encoder_bytes
 from nextscale.loading.presets import model_spec
@@ -36,7 +35,7 @@ from nextscale.loading.without_weights import without_weights
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory
 
-from .results import RESULTS, append, measure
+from .results import measure, options, record, require_gpu
 
 GIB = 2**30
 CONTEXT = 0.6 * GIB  # of a card, for CUDA itself: 0.5 GiB were measured on an H200
@@ -131,27 +130,24 @@ def peaks(recipe: Recipe, engine: str, published: bool, text_encoder: str | None
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", nargs="+", default=list(RECIPES), choices=list(RECIPES))
-    parser.add_argument("--engines", nargs="+", default=["eager", "graphs"], choices=["eager", "graphs"])
-    parser.add_argument("--weights", default="random", choices=["random", "published"])
-    parser.add_argument("--text-encoder", help="folder or hub name, with published weights")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("memory is measured on a GPU; `nextscale plan` predicts it without one")
-    rows = []
+def rows(args: argparse.Namespace) -> Iterator[Row]:
     for name in args.recipe:
         recipe = RECIPES[name]
         for engine in args.engines:
             config = {"recipe": name, "model": recipe.model, "card_gib": recipe.card, "method": recipe.method, **recipe.options}
             config |= {"batch": 1, "engine_asked": engine, "weights": args.weights}
-            run = partial(peaks, recipe, engine, args.weights == "published", args.text_encoder)
-            rows.append(measure("memory", config, run))
-            append(rows[-1:], args.out)
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+            yield measure("memory", config, partial(peaks, recipe, engine, args.weights == "published", args.text_encoder))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    parser = options(__doc__)
+    parser.add_argument("--recipe", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--engines", nargs="+", default=["eager", "graphs"], choices=["eager", "graphs"])
+    parser.add_argument("--weights", default="random", choices=["random", "published"])
+    parser.add_argument("--text-encoder", help="folder or hub name, with published weights")
+    args = parser.parse_args(arguments)
+    require_gpu(parser, "`nextscale plan` predicts memory everywhere, and it is measured")
+    return record(rows(args), args.out)
 
 
 if __name__ == "__main__":

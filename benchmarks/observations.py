@@ -17,6 +17,7 @@ from nextscale.lab.analysis import Observations, read_observations, verdicts
 from nextscale.lab.analysis.numbers import Curve
 from nextscale.lab.analysis.plots import figures
 from nextscale.lab.analysis.verdicts import distances, late_mean, late_stages, shares_of
+from nextscale.lab.bench import cells
 
 from .table import PROJECT, with_tables
 
@@ -39,12 +40,13 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", f"|{'---:|' * len(heads)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    """All columns to the right."""
+    return cells.table(heads, "r" * len(heads), rows)
 
 
-def stage_name(found: Observations, stage: int) -> str:
-    height, width = found.stages[stage]
+def stage_name(sizes: Sequence[Sequence[int]], stage: int) -> str:
+    """The number of a stage and the size of its grid."""
+    height, width = sizes[stage]
     return f"{stage} ({height}x{width})"
 
 
@@ -61,7 +63,7 @@ def frequency_table(found: Observations) -> str:
     numbers = found.frequency
     rows = [
         (
-            stage_name(found, stage),
+            stage_name(found.stages, stage),
             number(numbers.smooth.mean[stage], 1),
             number(numbers.detailed.mean[stage], 1),
             number(numbers.correlation.mean[stage]),
@@ -87,7 +89,7 @@ def prompt_table(found: Observations) -> str:
     effects = found.prompt.effects
     rows = [
         (
-            stage_name(found, stage),
+            stage_name(found.stages, stage),
             *(f"{number(distances(e)[0].mean[place], 3)} ({number(e.rms.mean[place], 1)})" for e in effects.values()),
         )
         for place, stage in enumerate(found.prompt.switches)
@@ -101,7 +103,7 @@ def rank_table(found: Observations) -> str:
     rows = []
     for stage in range(len(found.stages)):
         shares = [mean_of_blocks([shares_of(curve, numbers.full) for curve in curves], stage) for curves in numbers.ranks]
-        rows.append((stage_name(found, stage), str(numbers.full[stage]), *(f"{share:.0%}" for share in shares)))
+        rows.append((stage_name(found.stages, stage), str(numbers.full[stage]), *(f"{share:.0%}" for share in shares)))
     return table(("stage", "possible", *(f"for {alpha:.0%}" for alpha in numbers.alphas)), rows)
 
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from nextscale.lab.analysis.plots import BLUE, GREEN, GREY, ORANGE, STYLE
 from nextscale.lab.evals.bootstrap import Interval, resampled
+from nextscale.lab.results import read_rows
 
-from .late_rows import KEEPS, read_rows
+from .late_rows import KEEPS
 
 TARGETS = (0.25, 0.4)
 PLOTTED = (0.2, 0.225, 0.25, 0.3, 0.35, 0.4, 0.5)

@@ -3,18 +3,17 @@
     python -m benchmarks.products [--dim 2048] [--hidden 8192] [--tokens 16 64 288 800 1152 3200 8192] [--out FILE]
 
 Forms: "bfloat16"; "fp8", one scale per tensor, which is what models run; "fp8 rows", one scale per token and output; "int8 kernel" with
-several tiles; "int8 restored", weights made whole and multiplied by torch. Weights of several layers take turns, as in a model, so
-that they do not come from the second cache. Then what the inputs cost: the norm and the attention that write e4m3 against those that do
-not, and gelu with rounding.
+several tiles; "int8 torch", torch's own kernel, where it has one for this device; "int8 restored", weights made whole and multiplied by
+torch. Weights of several layers take turns, as in a model, so that they do not come from the second cache. Then what the inputs cost:
+the norm and the attention that write e4m3 against those that do not, and gelu with rounding.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nextscale.kernels.e4m3 import E4M3
+from nextscale.lab.results import Row
 from nextscale.models.quantized import Fp8Linear, Int8Linear, scaled_product
 
-from .results import RESULTS, append, measure
+from .results import measure, options, record, require_gpu
 
 LAYERS = 8  # whose weights take turns: 100 MB and more of bfloat16
 ROUNDS = 20
@@ -69,6 +69,9 @@ def product_times(tokens: int, channels: int, outputs: int) -> dict[str, float]:
     found["fp8 rows"] = microseconds([partial(by_rows, rounded, linear, scale_a, scale_b) for linear in fp8])
     int8 = [Int8Linear.of(weight, bias) for weight in weights]
     found["int8 restored"] = microseconds([lambda one=one: F.linear(x, one.restored_weight(x.dtype), bias) for one in int8])
+    with suppress(NotImplementedError, RuntimeError):  # not every version has it
+        scaled = [(one.codes, one.scale.to(x.dtype)) for one in int8]
+        found["int8 torch"] = microseconds([partial(torch._weight_int8pack_mm, x, codes, scale) for codes, scale in scaled])
     if tokens <= 1152:
         tiles = {
             tile_for(tokens, outputs),
@@ -104,7 +107,7 @@ def input_times(tokens: int, dim: int, hidden: int) -> dict[str, float]:
     return found
 
 
-def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows(args: argparse.Namespace) -> Iterator[Row]:
     shapes = ((args.dim, 3 * args.dim), (args.dim, args.dim), (args.dim, args.hidden), (args.hidden, args.dim))
     for tokens in args.tokens:
         for channels, outputs in shapes:
@@ -118,17 +121,13 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 288, 800, 1152, 3200, 8192])
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("products are measured on a GPU")
-    for row in rows(args):
-        append([row], args.out)
-        print(json.dumps(row), flush=True)
+    require_gpu(parser, "products are measured")
+    record(rows(args), args.out)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ longest, "budget" the static shapes of `keep`.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +25,11 @@ from nextscale.accel.select import require_own_text
 from nextscale.accel.sparsevar.run import Choice, SparseRun
 from nextscale.canvas import Canvas
 from nextscale.lab.bench.requests import request_prompts
+from nextscale.lab.results import Row
 from nextscale.lab.timing import percentiles_ms, wait
 from nextscale.stage import Stage
 
-from .results import RESULTS, append, measure
+from .results import measure, options, record
 
 LOW, HIGH = 0.2, 1.0
 MEAN = (LOW + HIGH) / 2
@@ -109,26 +108,24 @@ def timed(pipe: Pipeline, engine: str, size: int, batch: int, rounds: int, names
     return {"cases": {name: row | {"times_first": round(row["median_ms"] / first, 3)} for name, row in rows.items()}}
 
 
+def rows(args: argparse.Namespace) -> Iterator[Row]:
+    for engine in args.engines:
+        pipe = load(args.model, engine=engine)
+        config = {"model": args.model, "size": args.size, "batch": args.batch, "engine": engine, "dtype": str(pipe.model.dtype)}
+        yield measure("ragged", config, partial(timed, pipe, engine, args.size, args.batch, args.rounds, args.cases))
+
+
 @torch.inference_mode()
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    parser = options(__doc__)
     parser.add_argument("--model", default="nano")
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--engines", nargs="+", default=["eager", "graphs"], choices=["eager", "graphs"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
-    found = []
-    for engine in args.engines:
-        pipe = load(args.model, engine=engine)
-        config = {"model": args.model, "size": args.size, "batch": args.batch, "engine": engine, "dtype": str(pipe.model.dtype)}
-        row = measure("ragged", config, partial(timed, pipe, engine, args.size, args.batch, args.rounds, args.cases))
-        append([row], args.out)
-        print(json.dumps(row), flush=True)
-        found.append(row)
-    return found
+    return record(rows(args), args.out)
 
 
 if __name__ == "__main__":

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nextscale.lab.machine import where
+from nextscale.lab.results import Row, append_rows, short_error
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
-def measure(benchmark: str, config: dict[str, Any], run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def options(about: str | None) -> argparse.ArgumentParser:
+    """A parser with what all benchmarks take. about: what the benchmark says of itself, of which the help shows the first line."""
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file to which rows are added")
+    return parser
+
+
+def require_gpu(parser: argparse.ArgumentParser, what: str) -> None:
+    """Ends the program where there is no GPU."""
+    if not torch.cuda.is_available():
+        parser.error(f"{what} on a GPU")
+
+
+def measure(benchmark: str, config: dict[str, Any], run: Callable[[], dict[str, Any]]) -> Row:
     """Runs one measurement; what fails becomes a row too."""
-    row: dict[str, Any] = {"benchmark": benchmark, **config, **where(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
+    row: Row = {"benchmark": benchmark, **config, **where(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
     try:
         row |= run()
     except Exception as error:
-        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        row["error"] = short_error(error)
     return row
 
 
-def append(rows: Sequence[dict[str, Any]], path: Path = RESULTS) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+def record(rows: Iterable[Row], out: Path) -> list[Row]:
+    """Adds rows to the file one by one, as they are measured, and shows them."""
+    found = []
+    for row in rows:
+        append_rows([row], out)
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    return found

@@ -11,8 +11,6 @@ What their products take: `benchmarks.products`.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -22,11 +20,12 @@ import torch
 
 from nextscale.lab.bench.requests import request_prompts
 from nextscale.lab.bench.runner import release, with_engine
+from nextscale.lab.results import append_rows
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
 
 from .compiled_blocks import compiled_times
-from .results import RESULTS, append, measure
+from .results import measure, options, record, require_gpu
 
 PROFILED = (256, 256)  # pixels: nothing but small stages
 SHOWN = 25  # kernels
@@ -35,7 +34,7 @@ REQUESTS = 7
 
 def measure_stages(pipe: Pipeline, out: Path) -> None:
     row = measure("small_stages", {"model": pipe.name, "dtype": "bfloat16"}, partial(stage_times, pipe))
-    append([row], out)
+    append_rows([row], out)
     print(row.get("error") or f"{row['total_ms']:.2f} ms  {row['stage_median_ms']}", flush=True)
 
 
@@ -53,7 +52,7 @@ def stage_times(pipe: Pipeline) -> dict[str, Any]:
 
 def measure_profile(pipe: Pipeline, out: Path) -> None:
     row = measure("profile", {"model": pipe.name, "size": [*PROFILED], "dtype": "bfloat16"}, partial(kernel_times, pipe))
-    append([row], out)
+    append_rows([row], out)
     if "error" in row:
         print(row["error"])
         return
@@ -91,9 +90,7 @@ def kernel_times(pipe: Pipeline) -> dict[str, Any]:
 
 
 def measure_compiled(pipe: Pipeline, out: Path) -> None:
-    for row in compiled_times(pipe):
-        append([row], out)
-        print(json.dumps(row), flush=True)
+    record(compiled_times(pipe), out)
 
 
 PARTS = {"stages": measure_stages, "profile": measure_profile, "compile": measure_compiled}
@@ -101,13 +98,11 @@ PARTS = {"stages": measure_stages, "profile": measure_profile, "compile": measur
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--model", default="infinity-2b")
     parser.add_argument("--only", choices=PARTS, action="append", help="can be repeated; default: all")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("kernels are measured on a GPU")
+    require_gpu(parser, "kernels are measured")
     pipe = random_pipeline(args.model, device="cuda", dtype=torch.bfloat16)
     for part, measured in PARTS.items():
         if part in (args.only or PARTS):

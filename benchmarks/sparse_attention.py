@@ -5,11 +5,8 @@ python -m benchmarks.sparse_attention [--out FILE]
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +15,11 @@ from torch import Tensor
 from nextscale import Schedule, SparVAR, kernels
 from nextscale.accel.sparse import KeyLists, key_map
 from nextscale.accel.sparvar import GROUP
+from nextscale.lab.results import Row
 from nextscale.models.attention import attend
 
 from .attention import HEAD_DIM, HEADS, SIDES
-from .results import RESULTS, append, measure
+from .results import measure, options, record, require_gpu
 
 
 def random_lists(rows: int, queries: int, keys: int, listed: int, device: str) -> KeyLists:
@@ -55,19 +53,19 @@ def timed(stage: int, rows: int, device: str = "cuda") -> dict[str, Any]:
     return {"kernels": found}
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("kernels are measured on a GPU")
+def measured() -> Iterator[Row]:
     for stage in (10, 11, 12):
         for rows in (2, 8):
             config = {"case": f"stage {stage}", "rows": rows, "dtype": "bfloat16", "quality": None}
-            row = measure("sparse attention", config, partial(timed, stage, rows))
-            append([row], args.out)
-            print(json.dumps(row), flush=True)
+            yield measure("sparse attention", config, partial(timed, stage, rows))
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = options(__doc__)
+    args = parser.parse_args()
+    require_gpu(parser, "kernels are measured")
+    record(measured(), args.out)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from nextscale.accel import resolve_method
-from nextscale.lab.bench.cells import bounded, faster
+from nextscale.lab.bench.cells import IMAGE, MACS, METHOD, Column, bounded, faster, table, table_of
 from nextscale.lab.bench.picture import pictured_row, stages_svg
+from nextscale.lab.bench.shown_rows import image
 from nextscale.lab.bench.tables import speed_tables, summary_table, with_tables
 from nextscale.lab.evals.frontier import frontier_svg
-from nextscale.lab.evals.methods import sparsevar_decisions
+from nextscale.lab.evals.methods import DENSE, sparsevar_decisions
 from nextscale.lab.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.planning.cost import RequestCost, Workload, request_cost
@@ -43,6 +44,16 @@ DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows uncond"  # a row that only this list has
 ENOUGH = 500  # prompts
 WITHIN = (0.035, 0.065, 0.1, 0.15)  # LPIPS to dense of the README's points
+
+
+def within(head: str, name: str, form: str) -> Column:
+    """A measure with its interval; empty where there is none."""
+    return Column(head, lambda row: bounded(row.get(name), form))
+
+
+TOKENS = Column("tokens", lambda row: f"{row['kept']:.0%}")
+LPIPS = within("LPIPS to dense", "lpips", "{:.3f}")
+PSNR = Column("PSNR", lambda row: f"{row['psnr']['value']:.1f} dB" if row.get("psnr") else "")
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
@@ -78,39 +89,29 @@ def quality_table(rows: list[Row]) -> str:
     runs = judged_runs(rows)
     if not runs:
         return ""
-    lines = [
-        "| image | method | speedup | MACs | tokens | LPIPS to dense | PSNR | style correct | label in top 5 | change of the last"
-        " | Fréchet distance to real |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in (row for run in runs for row in run):
-        start = f"| {row['size'][0]}x{row['size'][1]} | {row['method']} |"
-        if "error" in row:
-            lines.append(f"{start} {row['error']} | | | | | | | | |")
-            continue
-        cells = (
-            faster(row, "speedup"),
-            f"{row['cost_share']:.0%}",
-            f"{row['kept']:.0%}",
-            bounded(row.get("lpips"), "{:.3f}"),
-            f"{row['psnr']['value']:.1f} dB" if row.get("psnr") else "",
-            bounded(row.get("style"), "{:.0%}"),
-            bounded(row.get("label_top5"), "{:.0%}"),
-            bounded(row.get("label_top5_change"), "{:+.1%}"),
-            bounded(row.get("frechet_real"), "{:.1f}"),
-        )
-        lines.append(f"{start} {' | '.join(cells)} |")
+    columns = (
+        IMAGE,
+        METHOD,
+        Column("speedup", lambda row: faster(row, "speedup")),
+        MACS,
+        TOKENS,
+        LPIPS,
+        PSNR,
+        within("style correct", "style", "{:.0%}"),
+        within("label in top 5", "label_top5", "{:.0%}"),
+        within("change of the last", "label_top5_change", "{:+.1%}"),
+        within("Fréchet distance to real", "frechet_real", "{:.1f}"),
+    )
     first = runs[0][0]
     real = real_agreement(first)
     directions = first.get("frechet_directions")
     along = f" The Fréchet distance is that of EfficientNet-lite0 features along {directions} directions; it is not FID."
-    lines.append("")
-    lines.append(
+    note = (
         f"{conditions(first)} In brackets after the speedup its 20th–80th percentile, else 95 % bootstrap intervals. Style and label are"
         f" named by probes on EfficientNet-lite0 features; accuracy of the probes on real held-out images: {real or 'not measured'}."
         f"{judged_labels(first)}{along if directions else ''}{padded(first)}"
     )
-    return "\n".join(lines)
+    return table_of(columns, (row for run in runs for row in run), note)
 
 
 def padded(row: Row) -> str:
@@ -138,17 +139,15 @@ def tuned_summary(profile: Profile) -> str:
     taken = {f"auto:lpips={within:g}": profile.fastest(lpips=within) for within in WITHIN}
     skipped = {"skip the last stage": 0, "skip the last two stages": 1, "skip the last three stages": 2}
     shown = taken | {name: profile.skipping[number] for name, number in skipped.items() if number < len(profile.skipping)}
-    lines = [f"| `{profile.model}`, {height}x{width} px | speedup | MACs | LPIPS to dense | PSNR |", "|---|---:|---:|---:|---:|"]
-    lines.append("| dense | 1.00 | 100% |  |  |")
+    lines = [["dense", "1.00", "100%", "", ""]]
     for name, point in sorted(shown.items(), key=lambda item: item[1].speedup.value):
-        cells = (f"{point.speedup.value:.2f}", f"{point.macs:.0%}", f"{point.lpips.value:.3f}", f"{point.psnr:.1f} dB")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines.append("")
-    lines.append(
+        lines.append([name, f"{point.speedup.value:.2f}", f"{point.macs:.0%}", f"{point.lpips.value:.3f}", f"{point.psnr:.1f} dB"])
+    heads = [f"`{profile.model}`, {height}x{width} px", "speedup", "MACs", "LPIPS to dense", "PSNR"]
+    note = (
         f"{profile.tested} held-out prompts, which the search has not seen, the same seeds with every method; {profile.hardware},"
         f" torch {profile.torch}, {profile.dtype}, batches of {profile.batch}, captured graphs, decoding included."
     )
-    return "\n".join(lines)
+    return table(heads, "lrrrr", lines, note)
 
 
 def judged_labels(row: Row) -> str:
@@ -162,30 +161,22 @@ def decisions_table(rows: list[Row]) -> str:
     tried = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
     last = next(row for row in reversed(tried) if row["method"] == ONLY_DECIDED)
     found = {row["method"]: row for row in comparable(tried, last)}
-    lines = [
-        "| choice | speedup | tokens | LPIPS to dense | PSNR | Fréchet distance to dense | to real |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name in ("dense", *names):
-        row = found[name]
-        cells = (
-            f"{row['speedup']['median']:.2f}",
-            f"{row['kept']:.0%}",
-            bounded(row.get("lpips"), "{:.3f}"),
-            f"{row['psnr']['value']:.1f} dB" if row.get("psnr") else "",
-            bounded(row.get("frechet_dense"), "{:.1f}"),
-            bounded(row.get("frechet_real"), "{:.1f}"),
-        )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    image = f"{last['size'][0]}x{last['size'][1]}"
-    lines.append("")
-    lines.append(
-        f"`{last['model']}`, {last['images']} held-out prompts, {image}, batch {last['batch']}, captured graphs, {last['hardware']}; in"
-        " brackets 95 % bootstrap intervals. Each choice is changed alone from the default (block 6 of 0 to 7, conditional rows, alpha 4,"
-        " beta 0.9, maps enlarged bilinearly and carried where cells were left out, all anchors compared) at a budget of 40 % of the last"
-        " three stages, so that all rows run equally many cells besides their anchors."
+    columns = (
+        Column("choice", METHOD.cell, "l", config=True),
+        Column("speedup", lambda row: f"{row['speedup']['median']:.2f}"),
+        TOKENS,
+        LPIPS,
+        PSNR,
+        within("Fréchet distance to dense", "frechet_dense", "{:.1f}"),
+        within("to real", "frechet_real", "{:.1f}"),
     )
-    return "\n".join(lines)
+    note = (
+        f"`{last['model']}`, {last['images']} held-out prompts, {image(last)}, batch {last['batch']}, captured graphs, {last['hardware']};"
+        " in brackets 95 % bootstrap intervals. Each choice is changed alone from the default (block 6 of 0 to 7, conditional rows, alpha"
+        " 4, beta 0.9, maps enlarged bilinearly and carried where cells were left out, all anchors compared) at a budget of 40 % of the"
+        " last three stages, so that all rows run equally many cells besides their anchors."
+    )
+    return table_of(columns, [found[name] for name in (DENSE, *names)], note)
 
 
 PLANNED = {
@@ -214,21 +205,20 @@ def planned_costs(name: str, method: str) -> tuple[RequestCost, RequestCost]:
 
 def plans_table() -> str:
     """Shares of dense generation's MACs at the published settings, guided, one image: all, linear layers, attention, keys."""
-    lines = [f"| | {' | '.join(PLANNED_MODELS)} |", f"|---|{'---|' * len(PLANNED_MODELS)}"]
+    lines = []
     for title, method in PLANNED.items():
         cells = []
         for name in PLANNED_MODELS:
             planned, dense = planned_costs(name, PLANNED_INSTEAD.get((name, method), method))
             shares = (planned.linear / dense.linear, planned.attention / dense.attention, planned.held / dense.held)
             cells.append(f"**{planned.share(dense):.0%}** ({', '.join(f'{share:.0%}' for share in shares)})")
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    lines.append("")
-    lines.append(
+        lines.append([title, *cells])
+    note = (
         "MACs against dense generation, guided, one image of the model's own size: total (linear layers, attention, keys kept"
         " for later stages). Attention falls faster than the rest, since both queries and keys are fewer. StageVAR on var-d30, which has no"
         " published ranks, runs 17.7 % of the rows, as on Infinity's 40x40 stage."
     )
-    return "\n".join(lines)
+    return table(["", *PLANNED_MODELS], "l" * (1 + len(PLANNED_MODELS)), lines, note)
 
 
 def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
