@@ -37,7 +37,7 @@ HEIGHT, WIDTH = 8, 6  # pixels of its images
 def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The demo runs a tiny model under nano's name, in an empty folder, on a machine without LPIPS and without profiles."""
     monkeypatch.setitem(presets.MODELS, NANO.name, SPEC)
-    monkeypatch.setattr(parse, "find", lambda *_: tmp_path / "weights" / "model.safetensors")
+    monkeypatch.setattr(parse, "profile_folders", lambda *_: [tmp_path / "weights"])
     monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "no-metrics"))
     monkeypatch.chdir(tmp_path)

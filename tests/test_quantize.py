@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import nextscale
+from benchmarks.formats_table import speed_table
 from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR, ToMe, placement
 from nextscale.cli import app
 from nextscale.errors import SettingError
@@ -290,6 +291,17 @@ def test_planted_outliers_are_survived() -> None:
     assert max(errors["fp8"]) < 0.1
     assert max(errors["int8"]) < 0.3
     assert not torch.equal(plain.model.stack[0].attention.qkv.weight, planted.model.stack[0].attention.qkv.weight)
+
+
+def test_a_quantised_row_stands_below_its_neighbour_of_the_same_commit() -> None:
+    """Not below a newer row of another commit, nor below one that was not captured or ran without kernels."""
+    beside, later = bench.made(milliseconds=90), bench.made(milliseconds=60, commit="later")
+    others = [bench.made(milliseconds=300, engine="eager", step="eager"), bench.made(milliseconds=200, step="graphs, plain torch")]
+    others.append(bench.made(milliseconds=500, hardware="NVIDIA H100"))
+    quantised = bench.made(milliseconds=45, quantize="fp8")
+    assert "**2.00**" in speed_table([quantised, beside, *others, later])
+    assert "**1.33**" in speed_table([quantised | {"commit": "alone"}, beside, *others, later])  # the newest of all
+    assert speed_table([quantised, *others]) == ""
 
 
 def test_quantised_rows_are_in_no_table_of_others() -> None:

@@ -21,6 +21,7 @@ LARGEST_INT8 = 127
 SMALLEST_SCALE = 1e-30  # only keeps weights that are all zero from dividing by zero
 FEW_TOKENS = 128  # over all rows: up to here the kernel that multiplies by bytes is faster than weights made whole and torch's product
 MANY_TOKENS = 6144  # from here on a product with scales per row is faster than one with scales per tensor; at 3200 they are equal
+KEPT_ONES = 2**18  # scales of tokens, one MB of them: 32 guided images of a stage of 64 x 64
 
 
 class QuantizedLinear(nn.Module):
@@ -129,13 +130,15 @@ def scaled_product(x: Tensor, linear: Fp8Linear) -> Tensor:
     """
     scales = (linear.scale_a, linear.scale_b)
     if x.shape[0] >= MANY_TOKENS:
-        scales = (ones(power_of_two(x.shape[0]), x.device)[: x.shape[0]], linear.scales)
+        scales = (ones(max(KEPT_ONES, power_of_two(x.shape[0])), x.device)[: x.shape[0]], linear.scales)
     return torch._scaled_mm(x, linear.codes.t(), *scales, bias=linear.bias, out_dtype=linear.dtype, use_fast_accum=True)
 
 
 @cache
 def ones(rows: int, device: torch.device) -> Tensor:
-    """[rows, 1]. Kept for good: captured graphs read it where it lies."""
+    """[rows, 1]. Kept for good: captured graphs read it where it lies, so that it is never made inside one."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"scales of {rows} rows are asked for in a capture and were not in the runs before it")
     return torch.ones(rows, 1, device=device)
 
 
