@@ -15,6 +15,7 @@ from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, Stag
 from nextscale.accel import litevar, sparvar
 from nextscale.accel.combine import Combined
 from nextscale.engine import captures
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
 
 from . import tiny
@@ -101,10 +102,25 @@ def test_replays_need_nothing_that_others_overwrite(name: str, family: str, monk
         assert_replayed(pipe, eager, tiny.prompts(family, 2), seed=seed, method=method, **settings)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_routes_need_nothing_that_others_overwrite(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    eager = tiny.shared_pipeline(family)
-    method = three_routes(eager, family, None, tmp_path)
+BESIDE_ROUTES: dict[str, Method] = {
+    "alone": Method(),
+    "skip": SkipStages(last=1),
+    "fastvar": FastVAR(),
+    "stagevar": StageVAR(ranks=0.3, guidance_off=2),
+    "tome": ToMe(random=True),
+    "scalekv": PEERS["scalekv"][0],
+    "litevar": PEERS["litevar"][0],
+    "kv int8": Method(),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "beside"),
+    [*((family, "alone") for family in tiny.FAMILIES), *((family, name) for name in BESIDE_ROUTES for family in ("infinity", "hart"))],
+)
+def test_routes_need_nothing_that_others_overwrite(family: str, beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = tiny.shared_pipeline(family) if beside != "kv int8" else random_pipeline(tiny.SPECS[family], kv_dtype="int8")
+    method = Combined((three_routes(eager, family, None, tmp_path), BESIDE_ROUTES[beside]))
     pool = play_pooled_graphs_on_the_cpu(monkeypatch)
     monkeypatch.setattr(captures, "HOST_SECONDS", 1e3)  # so that fewer images are padded
     pipe = with_graphs(eager)
@@ -116,3 +132,28 @@ def test_routes_need_nothing_that_others_overwrite(family: str, tmp_path: Path, 
         asked = {"seed": [1 + image for image in images], "method": method}
         assert_replayed(pipe, eager, picked(family, images), **asked)
         assert_replayed(pipe, eager, picked(family, range(3)), seed=7)
+
+
+FILLED = ([0, 0, 0, 0, 0, 1], [0, 1, 2, 2, 2, 2, 2], [2, 1, 2, 1, 1, 2, 1], [1, 1, 1, 1, 0, 1, 2], [0, 2, 0, 0, 0, 0])
+"""Images of `three_routes`, of which five or six take one route: of six images all are run then, of seven a group is filled up."""
+
+
+@pytest.mark.parametrize("family", tiny.KINDS)
+@pytest.mark.parametrize("batch", [6, 7])
+def test_groups_that_are_filled_up_change_no_image(batch: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = tiny.shared_pipeline(family)
+    method = three_routes(eager, family, None, tmp_path)
+    pool = play_pooled_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(captures, "HOST_SECONDS", 1e3)
+    pipe = with_graphs(eager)
+    pipe.warmup(picked(family, [0] * batch), method=method)
+    assert pool.lost() == []
+    rows = set()
+    for images in FILLED:
+        if len(images) <= batch:
+            asked: dict[str, Any] = {"seed": [1 + image for image in images], "method": method}
+            assert_replayed(pipe, eager, picked(family, images), **asked)
+            ours, theirs = (one(picked(family, images), **asked).report for one in (pipe, eager))
+            assert [stage.rows for stage in ours.stages] == [stage.rows for stage in theirs.stages]
+            rows.add(tuple(stage.rows for stage in ours.stages))
+    assert len(rows) > 1
