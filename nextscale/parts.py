@@ -35,16 +35,23 @@ class Part:
         groups, routes = grouped(self.run.route(inputs.cpu())), self.run.routes()
         if len(groups) == 1:
             return [replace(self, run=routes[route]) for route in groups]
-        return [self._group(images, routes[route]) for route, images in groups.items()]
-
-    def _group(self, images: tuple[int, ...], run: MethodRun) -> Part:
-        index = torch.tensor(images, device=self.canvas.latent.device)
-        rng, method_rng = (own_rng(rng, images) for rng in (self.request.rng, self.request.method_rng))
-        in_batch = images if self.images is None else tuple(self.images[image] for image in images)
-        return replace(self.only(index, rng, method_rng), run=run, images=in_batch)
+        method_rngs = [own_rng(self.request.method_rng, images) for images in groups.values()]
+        index = [torch.tensor(images, device=self.canvas.latent.device) for images in groups.values()]
+        envs = self.env.split(index, method_rngs)
+        return [
+            replace(
+                self._with(env, places, own_rng(self.request.rng, images), method_rng),
+                run=routes[route],
+                images=images if self.images is None else tuple(self.images[image] for image in images),
+            )
+            for (route, images), places, env, method_rng in zip(groups.items(), index, envs, method_rngs, strict=True)
+        ]
 
     def only(self, images: Tensor, rng: Rng, method_rng: Rng) -> Part:
         """The part of some images [K], which lie in memory of their own; `rng` and `method_rng` are theirs."""
+        return self._with(self.env.only(images, method_rng), images, rng, method_rng)
+
+    def _with(self, env: Env, images: Tensor, rng: Rng, method_rng: Rng) -> Part:
         canvas = copy.copy(self.canvas)
         canvas.latent = self.canvas.latent[images]
         request = replace(
@@ -55,7 +62,7 @@ class Part:
             revise=revise_only(self.request.revise, images, self.request.batch),
             given=tuple(codes[images] for codes in self.request.given),
         )
-        return replace(self, request=request, canvas=canvas, env=self.env.only(images, method_rng))
+        return replace(self, request=request, canvas=canvas, env=env)
 
 
 def grouped(routes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:

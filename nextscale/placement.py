@@ -52,9 +52,14 @@ def check_quantize(wanted: str | None, device: torch.device, dtype: torch.dtype)
             f"quantize 'fp8' needs an NVIDIA GPU of compute capability {FP8_FROM[0]}.{FP8_FROM[1]} (Ada) or 9.0 (Hopper) and newer; "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: {alternatives}"
         )
-    if dtype == torch.float32:
-        raise SettingError(f"quantize 'fp8' gives results in half precision, and dtype is {dtype}: choose bfloat16 or float16, or int8")
+    check_quantized_dtype(chosen, dtype)
     return chosen
+
+
+def check_quantized_dtype(quantize: Quantize | None, dtype: torch.dtype) -> None:
+    """SettingError where products of such weights have no results of this dtype, on whatever device."""
+    if quantize == "fp8" and dtype == torch.float32:
+        raise SettingError(f"quantize 'fp8' gives results in half precision, and dtype is {dtype}: choose bfloat16 or float16, or int8")
 
 
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: tuple[str, ...]) -> None:

@@ -102,16 +102,20 @@ def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomnes
 
 def image_seeds(seed: Any, images: int) -> tuple[int, ...]:
     """One whole number per image: those given, or counted on from one."""
-    given: Any = list(range(int(seed), int(seed) + images)) if isinstance(seed, Integral) else seed
-    if isinstance(given, str) or not isinstance(given, Sequence) or not all(map(is_seed, given)):
+    given: Any = seed if isinstance(seed, Sequence) and not isinstance(seed, str | bytes | bytearray) else [seed]
+    if not all(map(is_seed, given)):
         raise SettingError(f"seed {seed!r}: give whole numbers from 0 to 2**63 - 1, or a torch.Generator")
+    if given is not seed:
+        given = range(int(seed), int(seed) + images)
+        if given and not is_seed(given[-1]):
+            raise SettingError(f"seed {seed!r} for {images} images: each takes one more than the last, and 2**63 - 1 is the largest")
     if len(given) != images:
         raise SettingError(f"{len(given)} seeds for {images} images: give one number, or one per image")
     return tuple(int(one) for one in given)
 
 
 def is_seed(value: object) -> bool:
-    return isinstance(value, Integral) and 0 <= int(value) < 2**63
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**63
 
 
 def read_prompts(reader: PromptReader, prompt: Any, seed: SeedLike) -> Prompts:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from nextscale.planning.memory import ASSUMED_KEPT, request_memory, reserved_cac
 from nextscale.stage import Schedule, Tokens
 
 from . import tiny
+from .test_peers import three_routes
 
 IMAGES = 2
 
@@ -458,3 +461,28 @@ def test_what_is_remembered_is_what_spans_store(family: str, method: Method, mon
     plans = method.forecast(pipe.model, schedule)
     assert request_memory(pipe.model, pipe.tokenizer, Workload(schedule, IMAGES, text_tokens=16), plans).stored == max(kept)
     assert stored_bytes(pipe.model, DENSE, 5) == {}
+
+
+# --- images that go on apart
+
+
+@pytest.mark.parametrize("family", tiny.KINDS)
+def test_images_that_are_routed_apart_take_no_memory_twice(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of a layer at a time are there for the whole batch and for its groups."""
+    pipe = tiny.shared_pipeline(family)
+    method = three_routes(pipe, family, None, tmp_path)
+    alive: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+
+    def allocate(spec: CacheSpec, tokens: int) -> tuple[Tensor, ...]:
+        made = allocated(spec, tokens)
+        alive.extend(map(weakref.ref, made))
+        held.append(sum(tensor.nbytes for one in alive if (tensor := one()) is not None))
+        return made
+
+    allocated = CacheSpec.allocate
+    monkeypatch.setattr(CacheSpec, "allocate", allocate)
+    output = pipe(tiny.prompts(family, 3), seed=[1, 2, 3], method=method)
+    assert [stage.rows for stage in output.report.stages[-3:]] == [6, 3, 2]
+    spec = reserved_cache(pipe.model, tiny.schedule_of(family), method.forecast(pipe.model, tiny.schedule_of(family)), 3, 6)
+    assert spec.kept_bytes < max(held) <= max(spec.bytes, spec.kept_bytes + spec.kept_bytes // spec.layers)

@@ -768,7 +768,7 @@ def test_bands_by_hand() -> None:
     spec, slot = CacheSpec(1, 1, 1, 1, schedule, torch.float32, CPU), Slot(keys, values, 1, 4)
     seen = Attended(lambda: pytest.fail("projected"), torch.ones(1, 3, 1, 1), slot, Tokens(schedule[1]), 1.0, False, 1)
     for released, weights in ((False, [0, 0.818, 0.182, 0]), (True, [0, 0.736, 0.164, 0.100])):
-        cache = LiteVARCache(spec, Workspace(spec), LiteVAR(0.5, first=1, as_released=released))
+        cache = LiteVARCache(spec, Workspace(spec), LiteVAR(0.5, first=1, as_released=released), {})
         assert cache.attend(seen)[0, 0].tolist() == pytest.approx(weights, abs=1e-3)
 
 

@@ -155,7 +155,13 @@ def test_seeds_out_of_range_are_refused(seed: Any) -> None:
     tiny.shared_pipeline("var")(1, seed=2**63 - 1)
 
 
-@pytest.mark.parametrize("seed", [[], 1.5, "12", ["a"], [1.5]], ids=str)
+def test_the_last_image_of_a_batch_has_a_seed_too() -> None:
+    with pytest.raises(SettingError, match=r"seed 9223372036854775807 for 2 images: .* 2\*\*63 - 1 is the largest"):
+        tiny.shared_pipeline("var")([1, 2], seed=2**63 - 1)
+    assert tiny.shared_pipeline("var")([1, 2], seed=2**63 - 2).report.seeds == (2**63 - 2, 2**63 - 1)
+
+
+@pytest.mark.parametrize("seed", [[], 1.5, "12", ["a"], [1.5], True, [True], b"1", {1}], ids=str)
 def test_impossible_seeds_are_refused_in_words(seed: Any) -> None:
     with pytest.raises(NextscaleError):
         tiny.shared_pipeline("var")(1, seed=seed)

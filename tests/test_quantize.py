@@ -259,6 +259,14 @@ def test_what_cannot_be_is_refused_with_the_alternatives(monkeypatch: pytest.Mon
     assert CliRunner().invoke(app, ["generate", "a fox", "--device", "cpu", "--quantize", "fp8"]).exit_code == 2
 
 
+def test_a_plan_is_refused_where_loading_is() -> None:
+    """No device is asked: a plan is made anywhere."""
+    plan = ["plan", "-m", "nano", "--quantize", "fp8", "--json"]
+    assert CliRunner().invoke(app, plan).exit_code == 0
+    refused = CliRunner().invoke(app, [*plan, "--dtype", "float32"])
+    assert refused.exit_code == 2 and "half precision, and dtype is torch.float32" in refused.output
+
+
 # --- comparing formats
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -164,6 +164,9 @@ class CombinedRun(MethodRun):
 
     def state_tensors(self) -> list[Tensor]:
         return [tensor for run in self.runs for tensor in run.state_tensors()]
+
+    def constants(self) -> Collection[object]:
+        return [run.constants() for run in self.runs]
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         for run in self.runs:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -78,16 +79,20 @@ class LiteVAR(Method):
 @dataclass(frozen=True)
 class LiteVARRun(MethodRun):
     method: LiteVAR
+    masks: dict[KeyMap, Tensor] = field(default_factory=dict, compare=False)  # that were read
+
+    def constants(self) -> Collection[object]:
+        return self.masks.values()
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         idle = self.method.width == 1 and not self.method.share_rows
-        return DenseLayerCache(spec, workspace) if idle else LiteVARCache(spec, workspace, self.method)
+        return DenseLayerCache(spec, workspace) if idle else LiteVARCache(spec, workspace, self.method, self.masks)
 
 
 class LiteVARCache(AttendingCache):
-    def __init__(self, spec: CacheSpec, workspace: Workspace, method: LiteVAR) -> None:
+    def __init__(self, spec: CacheSpec, workspace: Workspace, method: LiteVAR, masks: dict[KeyMap, Tensor]) -> None:
         super().__init__(spec, workspace)
-        self.method = method
+        self.method, self.masks = method, masks
 
     def attend(self, seen: Attended) -> Tensor:
         method, stage = self.method, seen.tokens.stage
@@ -99,7 +104,7 @@ class LiteVARCache(AttendingCache):
         if banded:
             require_whole(seen, there, "LiteVAR")
         keys, values, mask = seen.slot.filled
-        mask = band_mask(there, method.first, method.width, seen.q.device) if banded else mask
+        mask = self._band(there, seen.q.device) if banded else mask
         q, k, v = (x.transpose(1, 2) for x in (seen.q, keys, values))  # [R, H, N or T, D]
         if paired:
             half = seen.batch
@@ -112,6 +117,11 @@ class LiteVARCache(AttendingCache):
         if paired:
             out = torch.cat(out.chunk(2, dim=-1))
         return out.transpose(1, 2).flatten(2)
+
+    def _band(self, there: KeyMap, device: torch.device) -> Tensor:
+        if there not in self.masks:
+            self.masks[there] = band_mask(there, self.method.first, self.method.width, device)
+        return self.masks[there]
 
 
 def zeroed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

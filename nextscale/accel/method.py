@@ -288,6 +288,10 @@ class MethodRun:
         """Returns the tensors that a run carries from stage to stage. Their shapes do not depend on how many tokens were computed."""
         return []
 
+    def constants(self) -> Collection[object]:
+        """Returns what it reads and no stage has made, such as masks that requests share: captured graphs hold it as long as they live."""
+        return ()
+
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """Keeps all tokens or some of them, before the first block."""
         return x, tokens

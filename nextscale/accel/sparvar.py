@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -125,16 +126,20 @@ class SparVARRun(MethodRun):
     method: SparVAR
     layers: int
     made: int = 0  # caches so far
+    windows: dict[KeyMap, KeyLists] = field(default_factory=dict)  # that were read
+
+    def constants(self) -> Collection[object]:
+        return self.windows.values()
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         chooses, self.made = self.made < self.method.choosing_layers(self.layers), self.made + 1
-        return SparVARCache(spec, workspace, self.method, chooses) if self.method.last else DenseLayerCache(spec, workspace)
+        return SparVARCache(spec, workspace, self.method, chooses, self.windows) if self.method.last else DenseLayerCache(spec, workspace)
 
 
 class SparVARCache(AttendingCache):
-    def __init__(self, spec: CacheSpec, workspace: Workspace, method: SparVAR, chooses: bool) -> None:
+    def __init__(self, spec: CacheSpec, workspace: Workspace, method: SparVAR, chooses: bool, windows: dict[KeyMap, KeyLists]) -> None:
         super().__init__(spec, workspace)
-        self.method, self.chooses = method, chooses
+        self.method, self.chooses, self.windows = method, chooses, windows
         self.first = method.first(spec.schedule)
         self.chosen: KeyLists | None = None
         self.left_out: tuple[Tensor, tuple[int, int]] | None = None  # [R, cells, C], what the choice left out, and the size of that stage
@@ -146,8 +151,9 @@ class SparVARCache(AttendingCache):
         there = KeyMap.of(self.spec, stage)
         require_whole(seen, there, "SparVAR")
         if not self.chooses:
-            lists = self.method.window_lists(there, self.spec.schedule, seen.q.device)
-            return attend_listed(seen.q, seen.slot, lists, seen.scale)
+            if there not in self.windows:
+                self.windows[there] = self.method.window_lists(there, self.spec.schedule, seen.q.device)
+            return attend_listed(seen.q, seen.slot, self.windows[there], seen.scale)
         if self.chosen is None or self.left_out is None:
             return self._choose(seen)
         assert isinstance(seen.slot.start, int)

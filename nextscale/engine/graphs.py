@@ -159,6 +159,8 @@ class CapturedRequest:
                 assert done is not None
                 variants = StageVariants({0: StageGraph(graph, done.without_logits())}, state.canvas.latent, finite)
             captured.append(variants)
+        assert state is not None
+        self._constants = state.run.constants()
         return captured
 
     def _launches_nothing(self, stage: Stage, state: State) -> bool:

@@ -175,12 +175,12 @@ class RouteCapture:
         return not any(ran)
 
     def _try_groups(self, state: State, begun: Sequence[int]) -> None:
+        """As they are captured: no kernel is loaded during a capture."""
         places = torch.zeros(2, self._request.batch, dtype=torch.int64, device=state.canvas.latent.device)
         for route, stops in zip(state.run.routes(), self._stops, strict=True):
-            for size in self._sizes(stops)[:-1]:
+            for size in self._sizes(stops):
                 rewind(self._rngs, begun)
-                for _ in self._run(self._gathered(self._part(state, route.fork()), self._group(places, size))):
-                    pass
+                self._run_group(self._part(state, route.fork()), self._group(places, size))
 
     def capture(self, state: State, read: HostRead, pool: GraphPool, canvas: Canvas) -> RoutedGraphs:
         """`canvas`: what a replay shows."""
@@ -198,12 +198,17 @@ class RouteCapture:
 
     def _capture_route(self, part: Part, group: Group, pool: GraphPool, canvas: Canvas) -> RouteGraph:
         graph = torch.cuda.CUDAGraph()
-        done: list[StageDone] = []
         with pool.capturing(graph):
-            for whole, (one, finite) in zip(self._whole, self._run(self._gathered(part, group)), strict=True):
-                whole.put(one, finite, group)
-                done.append(replace(one, canvas=canvas, logits=None, ids=None, codes=None, residual=None))
-        return RouteGraph(graph, group.images.shape[0], tuple(done))
+            done = self._run_group(part, group)
+        return RouteGraph(graph, group.images.shape[0], tuple(replace(one, canvas=canvas) for one in done))
+
+    def _run_group(self, part: Part, group: Group) -> list[StageDone]:
+        """Runs a group of images and puts what they leave where it belongs; returns the rest of every stage."""
+        done: list[StageDone] = []
+        for whole, (one, finite) in zip(self._whole, self._run(self._gathered(part, group)), strict=True):
+            whole.put(one, finite, group)
+            done.append(replace(one, canvas=part.canvas, logits=None, ids=None, codes=None, residual=None))
+        return done
 
     def _sizes(self, stops: bool) -> list[int]:
         """What runs no stage costs all images no more than some."""

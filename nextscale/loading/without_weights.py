@@ -7,7 +7,7 @@ import torch
 from ..models.base import KvDtype, NextScaleModel
 from ..models.quantization import quantize_blocks
 from ..models.quantized import Quantize
-from ..placement import place
+from ..placement import check_quantized_dtype, place
 from ..tokenizers.base import Tokenizer
 from .presets import ModelSpec, build_model, build_tokenizer
 
@@ -16,6 +16,7 @@ def without_weights(
     spec: ModelSpec, dtype: torch.dtype, quantize: Quantize | None = None, kv_dtype: KvDtype | None = None
 ) -> tuple[NextScaleModel, Tokenizer]:
     """The model and its tokenizer on the meta device, as `load` with these options would make them."""
+    check_quantized_dtype(quantize, dtype)
     meta = torch.device("meta")
     with meta:
         model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)

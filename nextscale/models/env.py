@@ -74,17 +74,40 @@ class Env:
 
     def only(self, images: Tensor, method_rng: Rng) -> Env:
         """What some of the images [K] need, in memory of its own: they go on without the others."""
+        part = self._without_caches(images, method_rng)
+        part.cache = [gathered(cache, self._rows_of(images)) for cache in self.cache]
+        return part
+
+    def split(self, groups: Sequence[Tensor], method_rngs: Sequence[Rng]) -> list[Env]:
+        """What each of several groups of images needs. Layer by layer: keys and values of one layer at a time are there twice, and none are
+        left here."""
+        caches, self.cache = list(self.cache), ()
+        parts = [self._without_caches(images, rng) for images, rng in zip(groups, method_rngs, strict=True)]
+        rows = [self._rows_of(images) for images in groups]
+        of_layers = []
+        while caches:
+            cache = caches.pop(0)
+            of_layers.append([gathered(cache, own) for own in rows])
+            del cache
+        for part, own_caches in zip(parts, zip(*of_layers, strict=True), strict=True):
+            part.cache = own_caches
+        return parts
+
+    def _rows_of(self, images: Tensor) -> Tensor:
+        return torch.cat([images, self.batch + images]) if self.cfg_branches == "both" else images
+
+    def _without_caches(self, images: Tensor, method_rng: Rng) -> Env:
         part = replace(
             self,
             batch=images.shape[0],
             cond=self.cond.copy(),
-            cache=[copy.copy(cache) for cache in self.cache],
+            cache=(),
             memory=self.memory.copy(),
             method_rng=method_rng,
             computed=None if self.computed is None else ComputedCells(images.shape[0]),
             seen=tuple(None if shown is None else shown[images] for shown in self.seen),
         )
-        part._keep_rows(torch.cat([images, self.batch + images]) if self.cfg_branches == "both" else images)
+        part._keep_rows(self._rows_of(images))
         return part
 
     def _keep_rows(self, rows: Rows) -> None:
@@ -92,3 +115,10 @@ class Env:
         for cache in self.cache:
             cache.keep_rows(rows)
         self.memory.keep_rows(rows)
+
+
+def gathered(cache: LayerCache, rows: Rows) -> LayerCache:
+    """A cache of some of the rows, in memory of its own."""
+    own = copy.copy(cache)
+    own.keep_rows(rows)
+    return own
