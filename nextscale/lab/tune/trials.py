@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...accel.method import Method
 from ...accel.registry import resolve_method
+from ...checks import is_number, is_whole
 from ...errors import NextscaleError
 from ...io import from_levels, to_levels
 from ...pipeline import Pipeline
@@ -56,7 +58,14 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Trial:
-        return cls(**{**values, "stages": tuple(values["stages"])})
+        trial = cls(**{**values, "stages": tuple(values["stages"])})
+        numbers = (trial.lpips, trial.seconds, *trial.stages, trial.cost_share, trial.dense, trial.took, trial.predicted)
+        texts = (trial.text, "" if trial.error is None else trial.error)
+        if not all(isinstance(text, str) for text in texts) or not is_whole(trial.images, 1):
+            raise ValueError(f"text, images or error of the trial {trial.text!r}")
+        if not all(is_number(number) and 0 <= number < math.inf for number in numbers):
+            raise ValueError(f"a number of the trial {trial.text!r}")
+        return trial
 
 
 @dataclass(eq=False)
