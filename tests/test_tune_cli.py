@@ -202,6 +202,20 @@ def test_trials_that_no_search_writes_are_refused(line: dict[str, Any]) -> None:
         TrialLog.read(TRIALS)
 
 
+def test_a_proof_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(*arguments: Any, **more: Any) -> Evaluation:
+        found = timed_by_macs(*arguments, **more)
+        for row in found.rows:
+            row["engine"] = "eager and graphs"
+        return found
+
+    monkeypatch.setattr("nextscale.lab.tune.prove.evaluate", mixed)
+    profile_of(tiny.shared_pipeline("infinity")).save("start.profile.json")
+    result, _ = run(monkeypatch, "--from", "start.profile.json", "--test", "test.txt")
+    assert result.exit_code == 0, result.output
+    assert Profile.load(PROFILE).engine == "eager"
+
+
 def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     kept = Path("kept.trials.jsonl")
