@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from nextscale.accel import resolve_method
 from nextscale.cli import app, options, parse
-from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, proof_prompts, starting_points
-from nextscale.errors import NextscaleError, SettingError
+from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, starting_points
+from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.lab.evals.quality import Evaluation, evaluate, mixed_batches
 from nextscale.lab.tune.log import FORMAT, TrialLog
 from nextscale.lab.tune.sensitivity import Sensitivities
@@ -93,6 +93,7 @@ def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(mo
     proved = Profile.load("y.profile.json")
     assert (proved.searched, proved.tested) == (0, 2)
     assert proved.prompts == "points of x.profile.json, proved on test.txt"
+    assert "2 prompts (points of x.profile.json, proved on test.txt), seed 0." in again.stdout
     assert {point.method for point in proved.points} <= {point.method for point in profile.points}
     unmet, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--target", "speedup=99", "--force")
     assert unmet.exit_code == 2 and "no point with a speedup of at least 99" in unmet.stderr
@@ -245,6 +246,17 @@ def test_points_of_other_stages_are_not_proved(tmp_path: Path) -> None:
     profile_of(pipe).save(tmp_path / "a.profile.json")
     with pytest.raises(SettingError, match="has settings for the 4 stages of 8x6, and these are 2: add --size 8x6"):
         starting_points(tmp_path / "a.profile.json", pipe, Schedule([1, 2]))
+    with pytest.raises(NextscaleError, match="a profile of tiny-infinity with other weights: give one of tiny-var"):
+        starting_points(tmp_path / "a.profile.json", tiny.shared_pipeline("var"), Schedule([1, 2]))
+
+
+@pytest.mark.parametrize("line", ["9999", "a cat"])
+def test_classes_of_the_proof_are_refused_before_the_search(line: str) -> None:
+    Path("classes.txt").write_text(f"1\n{line}\n")
+    with pytest.raises(PromptError, match="classes.txt: tiny-var takes class numbers, one per line"):
+        prompts_of(Path("classes.txt"), tiny.SPECS["var"])
+    Path("classes.txt").write_text("1\n2\n")
+    assert prompts_of(Path("classes.txt"), tiny.SPECS["var"]) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 from rich.markup import escape
 
@@ -26,6 +27,7 @@ from ..lab.tune.prompts import own_prompts
 from ..lab.tune.prove import SKIPPED, prove
 from ..lab.tune.trials import Bench
 from ..loading.beside import local_weights, profile_folders
+from ..loading.load import prompt_reader
 from ..loading.presets import ModelSpec
 from ..pipeline import Pipeline
 from ..planning.cost import Workload
@@ -270,9 +272,11 @@ def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
     if spec.text_encoder is not None:
         return found
     try:
-        return [int(text) for text in found]
-    except ValueError:
-        raise PromptError(f"{file}: {spec.name} takes class numbers; give one per line") from None
+        classes = [int(text) for text in found]
+        prompt_reader(spec, None, torch.device("cpu")).read(classes)  # those of the proof would only be read after the search
+    except (ValueError, PromptError) as error:
+        raise PromptError(f"{file}: {spec.name} takes class numbers, one per line ({error})") from None
+    return classes
 
 
 def conditions(bench: Bench) -> dict[str, Any]:
@@ -306,13 +310,13 @@ def workload(bench: Bench) -> Workload:
 
 def starting_points(file: Path, pipeline: Pipeline, schedule: Schedule) -> list[str]:
     profile = Profile.load(file)
+    if profile.fingerprint != fingerprint(pipeline.model):
+        raise NextscaleError(f"--from {file} is a profile of {profile.model} with other weights: give one of {pipeline.name}")
     if len(profile.grids) != len(schedule):
         size = "x".join(map(str, profile.size))
         raise SettingError(
             f"--from {file} has settings for the {len(profile.grids)} stages of {size}, and these are {len(schedule)}: add --size {size}"
         )
-    if profile.fingerprint != fingerprint(pipeline.model):
-        raise NextscaleError(f"--from {file} is a profile of {profile.model} with other weights: give one of {pipeline.name}")
     return [point.method for point in profile.points]
 
 
