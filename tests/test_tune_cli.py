@@ -192,15 +192,21 @@ def test_trials_of_another_torch_or_format_of_weights_are_refused(monkeypatch: p
         {"stages": [None]},
         {"error": 3},
         {"took": float("inf")},
+        {"took": 10**400},
+        {"seconds": 1.0, "stages": [0.5]},
     ],
 )
 def test_trials_that_no_search_writes_are_refused(line: dict[str, Any]) -> None:
-    TRIALS.write_text(json.dumps({"format": FORMAT}) + "\n" + json.dumps(Trial("dense", 2).to_json() | line) + "\n")
+    head = {"format": FORMAT, "grids": [[1, 1], [2, 2]]}
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dense", 2).to_json() | line) + "\n")
     with pytest.raises(NextscaleError, match="cannot be read as trials of a search"):
         TrialLog.read(TRIALS)
     TRIALS.write_text("[]\n")
     with pytest.raises(NextscaleError, match="its first line is no JSON object"):
         TrialLog.read(TRIALS)
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dropguidance:first_stage=9", 2).to_json()) + "\n")
+    with pytest.raises(NextscaleError, match="has trials of stages up to 9, and grids of 2"):
+        Sensitivities.of(TrialLog.read(TRIALS))
 
 
 def test_a_proof_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,10 @@ class TrialLog:
                 if FORESIGHT in line:
                     log.foresight = {(first, stop): float(share) for first, stop, share in line[FORESIGHT]}
                 else:
-                    log._hold(Trial.from_json(line))
+                    trial = Trial.from_json(line)
+                    if trial.timed and len(trial.stages) != len(head.get("grids", trial.stages)):
+                        raise ValueError(f"{len(trial.stages)} stages of the trial {trial.text!r}")
+                    log._hold(trial)
         except (TypeError, KeyError, ValueError, RecursionError) as error:
             raise NextscaleError(f"{file} cannot be read as trials of a search ({error}): remove it, or give another --trials") from error
         return log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ Distance = Callable[[Tensor, Tensor], Tensor]
 """Distances [B] of two batches of images [B, 3, H, W] in [-1, 1]: LPIPS."""
 
 METRIC_BATCH = 32  # images that are compared at a time
+LARGEST = 1e300  # a number in a file of trials
 APART = 10  # times as long as it takes, until a dense batch is timed again on a CPU: another program may have started or ended
 
 
@@ -64,7 +64,7 @@ class Trial:
         texts = (trial.text, "" if trial.error is None else trial.error)
         if not all(isinstance(text, str) for text in texts) or not is_whole(trial.images, 1):
             raise ValueError(f"text, images or error of the trial {trial.text!r}")
-        if not all(is_number(number) and 0 <= number < math.inf for number in numbers):
+        if not all(is_number(number) and 0 <= number <= LARGEST for number in numbers):
             raise ValueError(f"a number of the trial {trial.text!r}")
         return trial
 
