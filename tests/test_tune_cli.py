@@ -149,6 +149,24 @@ def test_a_search_that_goes_on_has_the_first_round_of_its_start(monkeypatch: pyt
 # --- prompts
 
 
+@pytest.mark.parametrize("file", ["train.txt", "test.txt"])
+def test_prompts_that_cannot_be_read_are_refused_before_the_search(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = tiny.shared_pipeline("infinity").reader
+    read = reader.read
+
+    def limited(prompts: Any) -> Any:
+        if any(len(prompt) > 99 for prompt in prompts):
+            raise PromptError("too many words")
+        return read(prompts)
+
+    monkeypatch.setattr(reader, "read", limited)
+    with Path(file).open("a") as lines:
+        lines.write(f"a {'very ' * 50}large ship\n")
+    result, benches = run(monkeypatch, *SEARCH, stop_after=0)
+    assert result.exit_code == 2 and "too many words" in result.stderr, result.output
+    assert not benches and not TRIALS.exists()
+
+
 def prompts_read(prompts: Sequence[str] | None = None, test: Sequence[str] | None = None, **given: Any) -> Prompts:
     for file, lines in (("a.txt", prompts), ("b.txt", test)):
         Path(file).write_text("".join(f"{line}\n" for line in lines or ()))

@@ -187,6 +187,9 @@ def tune(
         if searching.start is None:
             require_batches(prompts.seen, batch)
         require_batches(prompts.proof, batch, " of the proof")
+        everything = [*prompts.seen, *prompts.proof]
+        for first in range(0, len(everything), batch):  # what is too long to be read is refused before the search
+            pipeline.reader.read(everything[first : first + batch])
         lpips = Lpips.load(searching.metrics, pipeline.model.device)
         bench = Bench(pipeline, schedule, prompts.seen, batch, seed, lpips, searching.images or IMAGES)
         log_file = searching.trials or file.with_name(file.name.removesuffix(SUFFIX) + TRIALS)
