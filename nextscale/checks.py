@@ -20,7 +20,11 @@ def is_share(value: object, above_zero: bool = False) -> bool:
     """A number from 0 to 1; with `above_zero` not 0 itself."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
-    return (float(value) > 0 if above_zero else float(value) >= 0) and float(value) <= 1
+    try:
+        share = float(value)
+    except OverflowError:  # a whole number that is too large for floats
+        return False
+    return (share > 0 if above_zero else share >= 0) and share <= 1
 
 
 def is_hashable(value: object) -> bool:

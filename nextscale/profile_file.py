@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import stat
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from .errors import ProfileError
 
 LARGEST = 2**20  # bytes of a file, which has a few thousand
 LONGEST = 1000  # letters of a text in it
+MOST = 2**64  # pixels or cells of a side in it: areas of larger ones are too large for floats
 
 
 def written(content: dict[str, Any]) -> str:
@@ -31,9 +34,11 @@ def written(content: dict[str, Any]) -> str:
 def read_json(path: Path) -> Any:
     """Without numbers that are none, and without names that come twice."""
     try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise ProfileError(f"it has {size} bytes, a profile at most {LARGEST}")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe or a device may never end
+            raise ProfileError("it is no file")
+        if found.st_size > LARGEST:
+            raise ProfileError(f"it has {found.st_size} bytes, a profile at most {LARGEST}")
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant, object_pairs_hook=unique)
     except OSError as error:
         raise ProfileError(f"it cannot be read ({error.strerror or error})") from error
@@ -48,7 +53,7 @@ def refuse_constant(word: str) -> float:
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError(f"a name comes twice among {', '.join(name[:40] for name, _ in pairs[:30])}")
+        raise ValueError(f"a name comes twice among {named(name for name, _ in pairs[:30])}")
     return content
 
 
@@ -60,7 +65,7 @@ def known_fields(kind: type, content: Any, where: str) -> dict[str, Any]:
     if missing := sorted(names - set(content)):
         raise ProfileError(f"{where} lacks {', '.join(missing)}")
     if unknown := sorted(set(content) - names):
-        raise ProfileError(f"{where} has {', '.join(name[:40] for name in unknown[:8])}, which this version does not know")
+        raise ProfileError(f"{where} has {named(unknown[:8])}, which this version does not know")
     return dict(content)
 
 
@@ -86,6 +91,14 @@ def require_numbers(holder: object, *names: str) -> None:
         object.__setattr__(holder, name, float(value))
 
 
+def named(names: Iterable[str]) -> str:
+    """Names of a file in a message, which shows what cannot be printed as its escape."""
+    return ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in (name[:40] for name in names))
+
+
 def shortened(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "nested too deeply"
     return text if len(text) <= 80 else f"{text[:80]}..."

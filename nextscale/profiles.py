@@ -21,7 +21,7 @@ from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
 from .io import write_text
 from .models.base import NextScaleModel
-from .profile_file import as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
+from .profile_file import MOST, as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
 from .stage import Schedule
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,12 @@ class Point:
 
 @lru_cache(maxsize=1024)  # asked for at every request
 def measured_method(text: str) -> Method:
+    """Whoever wrote a profile does not choose files that are read here: methods whose settings lie in one are refused."""
+    if "/" in text or "\\" in text or ".json" in text:
+        raise ProfileError(f"the method {text!r} names a file, which a profile may not")
     try:
         method = resolve_method(text)
-    except (NextscaleError, TypeError, ValueError) as error:
+    except (NextscaleError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ProfileError(f"the method {text!r} is none of this version ({error})") from error
     if method.chooses:
         raise ProfileError(f"the method {text!r} is chosen by a profile and cannot be a point of one")
@@ -127,7 +130,7 @@ class Profile:
                 raise ProfileError(f"{name} is {shortened(getattr(self, name))}; expected one of {', '.join(known)}")
         if not isinstance(self.fingerprint, str) or not re.fullmatch("[0-9a-f]{64}", self.fingerprint):
             raise ProfileError(f"fingerprint is {shortened(self.fingerprint)}; expected 64 hexadecimal digits")
-        if len(self.size) != 2 or not all(is_whole(side, 1) for side in self.size):
+        if len(self.size) != 2 or not all(is_whole(side, 1) and side <= MOST for side in self.size):
             raise ProfileError(f"size is {shortened(self.size)}; expected (height, width) in pixels")
         require_numbers(self, "dense_ms")
         if self.dense_ms <= 0:
@@ -136,6 +139,8 @@ class Profile:
             Schedule(self.grids)
         except SizeError as error:
             raise ProfileError(f"grids: {error}") from error
+        if (largest := max(map(max, self.grids))) > MOST:
+            raise ProfileError(f"grids: a side of {shortened(largest)} cells")
         require_frontier(self.points)
 
     # --- points by what is asked for

@@ -260,3 +260,11 @@ def test_where_there_are_no_weights_there_are_no_profiles(tmp_path: Path, monkey
     monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
     assert "auto takes methods from a profile, and none fits var-d16 at 256x256" in run("plan", "-m", "var-d16", "--method", "auto").stderr
     assert "No profile found of var-d16" in run("profiles", "-m", "var-d16").stdout
+
+
+def test_the_command_that_makes_a_profile_is_one_for_the_same_weights(tuned_nano: Path) -> None:
+    folder = tuned_nano / "my own"
+    folder.mkdir()
+    for command in (("generate", "a cat"), ("demo", "--method", "dense")):
+        result = run(*command, "--method", "auto", "--weights", "my own", "--device", "cpu")
+        assert "`nextscale tune nano --weights 'my own' --size 8x6 --batch" in result.stderr

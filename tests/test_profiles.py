@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -131,6 +132,13 @@ def changed_point(**changes: Any) -> dict[str, Any]:
         (changed_point(lpips={"value": 0.1, "low": 0.2, "high": 0.3}), "the value 0.1 lies outside its interval, 0.2 to 0.3"),
         (changed_point(speedup={"value": 1, "low": 1}), "speedup lacks high"),
         (changed_point(note="good"), r"points\[1\] has note, which"),
+        (changed(**{"\ud800\x1b[2J": 1}), r"the profile has \\ud800\\x1b\[2J, which"),
+        (changed(size=[10**400, 8]), r"size is \(1000"),
+        (changed(grids=[[1, 1], [2, 2], [3, 3], [10**400, 10**400]]), "grids: a side of 1000"),
+        (changed_point(method=f"sparsevar:tau={'9' * 400}"), "is none of this version"),
+        (changed_point(method="stagevar:ranks=/etc/passwd"), "'stagevar:ranks=/etc/passwd' names a file, which a profile may not"),
+        (changed_point(method="stagevar:ranks=x.json"), "'stagevar:ranks=x.json' names a file"),
+        (changed_point(method="skip + skipvar:models=~/x.json"), "names a file"),
     ],
 )
 def test_damaged_files_are_refused_by_field(content: Any, message: str, tmp_path: Path) -> None:
@@ -159,6 +167,28 @@ def test_what_is_no_json_is_refused(text: str, message: str, tmp_path: Path) -> 
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ProfileError, match=message):
         Profile.load(file)
+
+
+def test_nesting_of_every_depth_is_refused(tmp_path: Path) -> None:
+    """At a depth that follows from the caller's, JSON can still be read and no longer be shown in a message."""
+    file = tmp_path / "x.profile.json"
+    for depth in range(700, 1000):
+        file.write_text(written().replace('"hardware": "CPU of another kind"', f'"hardware": {"[" * depth}{"]" * depth}'))
+        with pytest.raises(ProfileError, match="hardware is|it is not JSON"):
+            Profile.load(file)
+
+
+def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "zeros.profile.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.profile.json")
+    (tmp_path / "folder.profile.json").mkdir()
+    (tmp_path / "loop.profile.json").symlink_to("loop.profile.json")
+    for name, message in {"zeros": "it is no file", "pipe": "it is no file", "folder": "Is a directory", "loop": "cannot be read"}.items():
+        with pytest.raises(ProfileError, match=message):
+            Profile.load(tmp_path / f"{name}.profile.json")
+    PROFILE.save(tmp_path / "a.json")
+    (tmp_path / "good.profile.json").symlink_to("a.json")
+    assert list(find_profiles([tmp_path]).values()) == [PROFILE]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

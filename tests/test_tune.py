@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from nextscale.accel import SkipStages, resolve_method
+from nextscale.accel.method import Method
 from nextscale.errors import NextscaleError
 from nextscale.lab.evals.prompts import EvalPrompt
 from nextscale.lab.tune.candidate import Candidate
@@ -26,6 +28,7 @@ from nextscale.lab.tune.search import Search, behind
 from nextscale.lab.tune.space import SHARES, Space, adjacent
 from nextscale.lab.tune.trials import Bench
 from nextscale.profiles import Profile
+from nextscale.report import Report
 
 from . import tiny
 from .counted_bench import CountedBench, difference, workload_of
@@ -196,6 +199,32 @@ def test_what_does_not_combine_is_not_predicted() -> None:
     assert not predictor.possible(Candidate(skipped=99))
     assert not predictor.possible(Candidate(((3, 0.5),), peer="skipvar:most=1"))
     assert len(list(Space(len(bench.schedule), True).combinations())) > 100
+
+
+class LoadedBench(Bench):
+    """On a machine where a dense batch takes as many seconds as other programs leave it."""
+
+    load, clock = 1.0, 0.0
+
+    def _generate(self, method: Method, number: int, timed: bool) -> tuple[Tensor, Report]:
+        images, report = super()._generate(method, number, timed)
+        seconds = self.load * report.cost_share
+        self.clock += seconds
+        stages = tuple(replace(stage, seconds=0.0) for stage in report.stages)
+        return images, replace(report, stages=stages, condition_seconds=0.0, decode_seconds=seconds)
+
+
+def test_speedups_are_those_of_the_same_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of("infinity", kind=LoadedBench)
+    assert isinstance(bench, LoadedBench)
+    monkeypatch.setattr("nextscale.lab.tune.trials.time.perf_counter", lambda: bench.clock)
+    before = [bench.run("skip:last=1", 1) for _ in range(30)]
+    spent = bench.clock
+    bench.load = 3.0
+    after = [bench.run("skip:last=1", 1) for _ in range(90)][-10:]
+    assert all(trial.speedup == pytest.approx(1 / trial.cost_share) for trial in (*before, *after))
+    alone = sum(trial.seconds for trial in before)
+    assert spent < 1.2 * alone + 3  # the images to compare with, and two dense batches at the start
 
 
 # --- where change is measured

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from typer.testing import CliRunner, Result
 
 from nextscale.accel import resolve_method
 from nextscale.cli import app, options, parse
-from nextscale.cli.tune import SearchOptions, proof_prompts, starting_points
-from nextscale.errors import NextscaleError, SettingError
-from nextscale.lab.evals.quality import Evaluation, evaluate
-from nextscale.lab.tune.log import TrialLog
+from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, starting_points
+from nextscale.errors import NextscaleError, PromptError, SettingError
+from nextscale.lab.evals.quality import Evaluation, evaluate, mixed_batches
+from nextscale.lab.tune.log import FORMAT, TrialLog
 from nextscale.lab.tune.sensitivity import Sensitivities
+from nextscale.lab.tune.trials import Trial
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 from nextscale.profiles import Profile
@@ -79,7 +80,7 @@ def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(mo
     assert result.exit_code == 0, result.output
     assert not TRIALS.exists()
     profile = Profile.load(PROFILE)
-    assert (profile.searched, profile.tested, profile.seed) == (8, 2, 0)
+    assert (profile.searched, profile.tested, profile.seed) == (2, 2, 0)  # it came no further than the first batch
     assert profile.prompts == "train.txt for the search, test.txt for the proof"
     taken = profile.nearest(speedup=1.5)
     assert f"Auto(speedup=1.5) takes {resolve_method(taken.method).label}: {taken.label}" in result.stdout
@@ -92,6 +93,7 @@ def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(mo
     proved = Profile.load("y.profile.json")
     assert (proved.searched, proved.tested) == (0, 2)
     assert proved.prompts == "points of x.profile.json, proved on test.txt"
+    assert "2 prompts (points of x.profile.json, proved on test.txt), seed 0." in again.stdout
     assert {point.method for point in proved.points} <= {point.method for point in profile.points}
     unmet, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--target", "speedup=99", "--force")
     assert unmet.exit_code == 2 and "no point with a speedup of at least 99" in unmet.stderr
@@ -111,6 +113,132 @@ def test_the_proof_takes_as_many_prompts_as_its_time_is_enough_for() -> None:
     assert count(minutes=2, prompts=20) == 20
     assert count(minutes=0.01) == 4
     assert count(minutes=0.01, test=Path("test.txt")) == count(start=Path("x.profile.json")) == 100
+
+
+@pytest.mark.parametrize(("count", "batch", "taken"), [(17, 8, 16), (16, 8, 16), (23, 8, 23), (33, 32, 32), (570, 32, 570), (8, 8, 8)])
+def test_the_proof_runs_batches_of_the_size_that_was_asked_for(count: int, batch: int, taken: int) -> None:
+    assert filling_batches(count, batch) == taken
+    assert len(mixed_batches(taken, batch)[0]) == batch
+
+
+def test_the_first_round_is_as_long_as_the_time_allows() -> None:
+    class Timed:
+        batch = 2
+
+        def dense_seconds_per_image(self) -> float:
+            return 0.1
+
+    bench: Any = Timed()
+    assert affordable(bench, 1000) == 24
+    assert affordable(bench, 85) == 10
+    assert affordable(bench, 1) == 2
+    bench.batch = 32
+    assert affordable(bench, 1) == 24  # which is one batch
+
+
+def test_a_search_that_goes_on_has_the_first_round_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("--prompts", "train.txt", "--test", "test.txt", "--minutes", "2")
+    monkeypatch.setattr("nextscale.cli.tune.affordable", lambda *_: 4)
+    run(monkeypatch, *given, stop_after=5)
+    monkeypatch.setattr("nextscale.cli.tune.affordable", lambda *_: 8)  # the machine has become faster
+    _, (bench,) = run(monkeypatch, *given, stop_after=5)
+    assert bench.least == 4
+    assert {trial.images for trial in TrialLog.read(TRIALS).trials.values()} == {4}
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize("file", ["train.txt", "test.txt"])
+def test_prompts_that_cannot_be_read_are_refused_before_the_search(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = tiny.shared_pipeline("infinity").reader
+    read = reader.read
+
+    def limited(prompts: Any) -> Any:
+        if any(len(prompt) > 99 for prompt in prompts):
+            raise PromptError("too many words")
+        return read(prompts)
+
+    monkeypatch.setattr(reader, "read", limited)
+    with Path(file).open("a") as lines:
+        lines.write(f"a {'very ' * 50}large ship\n")
+    result, benches = run(monkeypatch, *SEARCH, stop_after=0)
+    assert result.exit_code == 2 and "too many words" in result.stderr, result.output
+    assert not benches and not TRIALS.exists()
+
+
+def prompts_read(prompts: Sequence[str] | None = None, test: Sequence[str] | None = None, **given: Any) -> Prompts:
+    for file, lines in (("a.txt", prompts), ("b.txt", test)):
+        Path(file).write_text("".join(f"{line}\n" for line in lines or ()))
+    options = SearchOptions(Path("a.txt") if prompts else None, Path("b.txt") if test else None, **given)
+    return options.read(tiny.SPECS["infinity"], tiny.shared_pipeline("infinity"))
+
+
+def test_no_prompt_of_the_proof_is_one_of_the_search() -> None:
+    again = prompts_read(["a bee", "a cat", "a cow", "a bee", "a cat", "a cow", "a dog"])
+    assert (again.seen, again.proof) == (["a bee", "a cow", "a bee", "a cow"], ["a cat", "a cat", "a dog"])
+    overlapping = prompts_read(["a bee", "a cat", "a cow"], ["a cat", "a ship"])
+    assert (overlapping.seen, overlapping.proof) == (["a bee", "a cow"], ["a cat", "a ship"])
+    own = prompts_read()
+    assert len(own.seen) == len(own.proof) == 128
+    assert len({*own.seen, *own.proof}) == 256
+
+
+def test_points_that_are_proved_later_are_proved_on_what_no_search_of_ours_saw() -> None:
+    searched, later = prompts_read(test=["a ship", "a car"]), prompts_read(start=Path("x.profile.json"))
+    assert len(searched.seen) == len(later.proof) == 128
+    assert not {*searched.seen} & {*later.proof}
+
+
+def test_trials_of_another_torch_or_format_of_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch, *SEARCH, stop_after=3)
+    kept = TRIALS.read_text()
+    for changes in ({"torch": "1.0"}, {"quantize": "int8"}, {"kv_dtype": "int8"}):
+        head, *lines = kept.splitlines()
+        TRIALS.write_text("\n".join([json.dumps(json.loads(head) | changes), *lines]) + "\n")
+        refused, _ = run(monkeypatch, *SEARCH)
+        assert refused.exit_code == 2 and re.search(f"other conditions .{next(iter(changes))}: ", refused.stderr), refused.output
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"text": 7},
+        {"images": 0},
+        {"lpips": "near"},
+        {"seconds": -1.0},
+        {"stages": [None]},
+        {"error": 3},
+        {"took": float("inf")},
+        {"took": 10**400},
+        {"seconds": 1.0, "stages": [0.5]},
+    ],
+)
+def test_trials_that_no_search_writes_are_refused(line: dict[str, Any]) -> None:
+    head = {"format": FORMAT, "grids": [[1, 1], [2, 2]]}
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dense", 2).to_json() | line) + "\n")
+    with pytest.raises(NextscaleError, match="cannot be read as trials of a search"):
+        TrialLog.read(TRIALS)
+    TRIALS.write_text("[]\n")
+    with pytest.raises(NextscaleError, match="its first line is no JSON object"):
+        TrialLog.read(TRIALS)
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dropguidance:first_stage=9", 2).to_json()) + "\n")
+    with pytest.raises(NextscaleError, match="has trials of stages up to 9, and grids of 2"):
+        Sensitivities.of(TrialLog.read(TRIALS))
+
+
+def test_a_proof_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(*arguments: Any, **more: Any) -> Evaluation:
+        found = timed_by_macs(*arguments, **more)
+        for row in found.rows:
+            row["engine"] = "eager and graphs"
+        return found
+
+    monkeypatch.setattr("nextscale.lab.tune.prove.evaluate", mixed)
+    profile_of(tiny.shared_pipeline("infinity")).save("start.profile.json")
+    result, _ = run(monkeypatch, "--from", "start.profile.json", "--test", "test.txt")
+    assert result.exit_code == 0, result.output
+    assert Profile.load(PROFILE).engine == "eager"
 
 
 def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +270,17 @@ def test_points_of_other_stages_are_not_proved(tmp_path: Path) -> None:
     profile_of(pipe).save(tmp_path / "a.profile.json")
     with pytest.raises(SettingError, match="has settings for the 4 stages of 8x6, and these are 2: add --size 8x6"):
         starting_points(tmp_path / "a.profile.json", pipe, Schedule([1, 2]))
+    with pytest.raises(NextscaleError, match="a profile of tiny-infinity with other weights: give one of tiny-var"):
+        starting_points(tmp_path / "a.profile.json", tiny.shared_pipeline("var"), Schedule([1, 2]))
+
+
+@pytest.mark.parametrize("line", ["9999", "a cat"])
+def test_classes_of_the_proof_are_refused_before_the_search(line: str) -> None:
+    Path("classes.txt").write_text(f"1\n{line}\n")
+    with pytest.raises(PromptError, match="classes.txt: tiny-var takes class numbers, one per line"):
+        prompts_of(Path("classes.txt"), tiny.SPECS["var"])
+    Path("classes.txt").write_text("1\n2\n")
+    assert prompts_of(Path("classes.txt"), tiny.SPECS["var"]) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +292,7 @@ def test_points_of_other_stages_are_not_proved(tmp_path: Path) -> None:
         (["--trials", "x.json"], "ends in .trials.jsonl"),
         (["--prompts", "test.txt", "--test", "test.txt"], "holds all prompts of the search"),
         (["--prompts", "test.txt"], "1 prompts for batches of 2"),
+        (["--prompts", "train.txt", "--test", "test.txt", "--batch", "3"], "2 prompts of the proof for batches of 3"),
         (["--from", "a.profile.json", "--minutes", "3"], "--minutes would have no effect"),
         (["--from", "a.profile.json", "--prompts", "train.txt", "--images", "2"], "--prompts and --images would have no effect"),
         (["--from", "absent.profile.json"], "absent.profile.json is no profile"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
@@ -126,4 +127,5 @@ def no_profile(situation: Situation) -> str:
 
 def advice(situation: Situation) -> str:
     size = f" --size {situation.size}" if situation.size else ""
-    return f"measure it with `nextscale tune {situation.name}{size} --batch {situation.batch} --device {situation.device.type}`"
+    weights = f" --weights {shlex.quote(str(situation.weights))}" if situation.weights else ""
+    return f"measure it with `nextscale tune {situation.name}{weights}{size} --batch {situation.batch} --device {situation.device.type}`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -54,6 +55,7 @@ class Situation:
     profiles: Sequence[MeasuredProfile]  # of this model; of two that are as good the later one counts
     schedule: Schedule | None = None  # None: whatever a later call asks for
     batch: int = 1
+    weights: Path | None = None  # where those of the model lie, if a command was told
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:

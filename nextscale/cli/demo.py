@@ -128,7 +128,7 @@ def measured_comparison(model: ModelOptions, size: SizeOptions, batch: int | Non
     largest = max((profile.size for profile in fitting), key=math.prod, default=None)
     schedule = size.schedule(spec) if size.given or largest is None else spec.settings.schedules.choose(largest, None)
     try:
-        profile = fitting_profile(situation_of(spec, model.torch_device, profiles, schedule, batch or images))
+        profile = fitting_profile(situation_of(spec, model.torch_device, profiles, schedule, batch or images, model.weights))
     except SettingError as error:
         words = f"These are published settings, which were found for other models. To see what fits this one: {error}."
         return Comparison(schedule, [("", parse_methods(row)) for row in PUBLISHED], batch or OWN_BATCH, words)

@@ -55,7 +55,7 @@ def situation_of(
         model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
     place = weights or local_weights(spec)
     model.rank_table = None if place is None else rank_table_of(model, place)
-    return Situation(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch)
+    return Situation(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
 
 
 def settled_method(

@@ -106,10 +106,11 @@ def listing(found: Mapping[Path, Profile]) -> Table:
 
 def show(console: Console, path: Path, profile: Profile) -> None:
     console.print(f"[bold]{escape(str(path))}[/bold]")
+    unseen = f" that the search over {profile.searched} did not see" if profile.searched else ""  # proved with --from: nothing was
     console.print(
         escape(
             f"{profile.described}, {profile.dtype}, {profile.engine}, torch {profile.torch}, nextscale {profile.version}.\n"
-            f"{profile.tested} prompts that the search over {profile.searched} did not see ({profile.prompts}), seed {profile.seed}."
+            f"{profile.tested} prompts{unseen} ({profile.prompts}), seed {profile.seed}."
         )
     )
     console.print(point_table(profile))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 from rich.markup import escape
 
@@ -26,6 +27,7 @@ from ..lab.tune.prompts import own_prompts
 from ..lab.tune.prove import SKIPPED, prove
 from ..lab.tune.trials import Bench
 from ..loading.beside import local_weights, profile_folders
+from ..loading.load import prompt_reader
 from ..loading.presets import ModelSpec
 from ..pipeline import Pipeline
 from ..planning.cost import Workload
@@ -41,6 +43,10 @@ from .program import MEASURE, app
 OWN_PROMPTS = 256  # of ours, where none are given
 PROVED = 0.25  # of the time, on the prompts of the proof
 MINUTES, IMAGES = 10.0, 24
+NEEDED = 85  # trials, about, that no search goes without: every knob alone, other methods alone, and the best that is predicted
+NEEDED_SHARE = 0.6  # of the search's time, that they may take
+
+BAR = 36  # columns of a narrow terminal that the bar, the share and the time have beside what is done
 
 OnProgress = Callable[[str, float], None]
 
@@ -80,7 +86,13 @@ class SearchOptions:
     ] = None
     images: Annotated[
         int | None,
-        typer.Option("--images", metavar="N", min=1, show_default=str(IMAGES), help="Images that a candidate generates first, at least."),
+        typer.Option(
+            "--images",
+            metavar="N",
+            min=1,
+            show_default=f"{IMAGES}, fewer where time is short",
+            help="Images that a candidate generates first, at least.",
+        ),
     ] = None
     trials: Annotated[
         Path | None,
@@ -116,13 +128,16 @@ class SearchOptions:
             given, source = own_prompts(pipeline, OWN_PROMPTS), "prompts of nextscale"
         else:
             given, source = prompts_of(self.prompts_file, spec), self.prompts_file.name
+        searched, spare = halved(given)
         proof = None if self.test is None else prompts_of(self.test, spec)
         if self.start is not None:
             proved_on = source if self.test is None else self.test.name
-            return Prompts([], given[1::2] if proof is None else proof, f"points of {self.start.name}, proved on {proved_on}")
+            return Prompts([], spare if proof is None else proof, f"points of {self.start.name}, proved on {proved_on}")
         if self.test is None or proof is None:
-            return Prompts(given[::2], given[1::2], f"{source}, every second one for the proof")
-        shared = set(given) & set(proof)
+            return Prompts(searched, spare, f"{source}, every second one for the proof")
+        shared = set(proof)
+        if self.prompts_file is None:
+            shared |= set(spare)  # which a later --from may prove the winners on
         seen = [prompt for prompt in given if prompt not in shared]
         if not seen:
             raise PromptError(f"--test {self.test} holds all prompts of the search: give other ones")
@@ -160,7 +175,8 @@ def tune(
         task = progress.add_task("loading", total=1.0)
 
         def on_progress(what: str, share: float) -> None:
-            progress.update(task, completed=share, description=escape(what[:100]))
+            late = "past --minutes, but needed: " if share >= 1 else ""
+            progress.update(task, completed=share, description=escape(shorten(f"{late}{what}", progress.console.width - BAR)))
 
         pipeline = model.load()
         file = out or default_file(model, pipeline, schedule, batch)
@@ -168,10 +184,16 @@ def tune(
             raise SettingError(f"--out {file}: give a name that ends in {SUFFIX}, by which `load` finds it")
         require_writable([file], force)
         prompts = searching.read(spec, pipeline)
+        if searching.start is None:
+            require_batches(prompts.seen, batch)
+        require_batches(prompts.proof, batch, " of the proof")
+        everything = [*prompts.seen, *prompts.proof]
+        for first in range(0, len(everything), batch):  # what is too long to be read is refused before the search
+            pipeline.reader.read(everything[first : first + batch])
         lpips = Lpips.load(searching.metrics, pipeline.model.device)
         bench = Bench(pipeline, schedule, prompts.seen, batch, seed, lpips, searching.images or IMAGES)
         log_file = searching.trials or file.with_name(file.name.removesuffix(SUFFIX) + TRIALS)
-        winners = found_points(searching, bench, log_file, on_progress)
+        winners, searched = found_points(searching, bench, log_file, on_progress)
         profile = prove(
             pipeline,
             winners,
@@ -180,7 +202,7 @@ def tune(
             schedule=schedule,
             batch=batch,
             seed=seed,
-            searched=len(prompts.seen),
+            searched=searched,
             source=prompts.source,
             on_progress=on_progress,
         )
@@ -196,24 +218,55 @@ def tune(
         console.print(f"{wanted.label} takes {point.as_method().label}: {point.label}", markup=False)
 
 
-def found_points(searching: SearchOptions, bench: Bench, log_file: Path, on_progress: OnProgress) -> list[str]:
-    """The methods that are to be proved: those of another profile, or what the search finds."""
+def shorten(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"{text[: max(columns, 20) - 1]}…"
+
+
+def halved(prompts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Every second prompt, and the others. One that comes again is in the same half again."""
+    number = {prompt: count for count, prompt in enumerate(dict.fromkeys(prompts))}
+    return [one for one in prompts if number[one] % 2 == 0], [one for one in prompts if number[one] % 2]
+
+
+def require_batches(prompts: Sequence[Any], batch: int, of: str = "") -> None:
+    """Times are those of whole batches."""
+    if len(prompts) < batch:
+        raise PromptError(f"{len(prompts)} prompts{of} for batches of {batch}: give more prompts, or a smaller --batch")
+
+
+def found_points(searching: SearchOptions, bench: Bench, log_file: Path, on_progress: OnProgress) -> tuple[list[str], int]:
+    """The methods that are to be proved, those of another profile or what the search finds, and the number of prompts that it saw."""
     if searching.start is not None:
-        return starting_points(searching.start, bench.pipeline, bench.schedule)
-    if len(bench.prompts) < bench.batch:
-        raise PromptError(f"{len(bench.prompts)} prompts for batches of {bench.batch}: give more prompts, or a smaller --batch")
+        return starting_points(searching.start, bench.pipeline, bench.schedule), 0
     seconds = 60 * (searching.minutes or MINUTES) * (1 - PROVED)
-    winners = search(bench, TrialLog.open(log_file, conditions(bench)), seconds, workload(bench), on_progress)
-    return [candidate.text for candidate in winners]
+    if searching.images is None:
+        bench.least = TrialLog.first_round(log_file) or affordable(bench, NEEDED_SHARE * seconds)
+    log = TrialLog.open(log_file, conditions(bench))
+    winners = search(bench, log, seconds, workload(bench), on_progress)
+    return [candidate.text for candidate in winners], max(trial.images for trial in log.trials.values())
+
+
+def affordable(bench: Bench, seconds: float) -> int:
+    """Images of a candidate's first round, so that the trials that every search needs take this time; one batch at least."""
+    if bench.batch >= IMAGES:
+        return IMAGES
+    return max(bench.batch, min(IMAGES, int(seconds / (NEEDED * bench.dense_seconds_per_image()))))
 
 
 def proof_prompts(searching: SearchOptions, bench: Bench, proof: Sequence[Any], winners: int) -> list[Any]:
     """Those of --test; without it as many as the rest of the time is enough for, evenly spread, and two batches at least."""
-    if searching.test is not None or searching.start is not None:
-        return list(proof)
-    seconds = 60 * (searching.minutes or MINUTES) * PROVED
-    longest = bench.dense_seconds_per_image() * (1 + SKIPPED + winners)  # nothing should take longer than dense generation
-    return evenly_spread(proof, max(2 * bench.batch, int(seconds / longest)))
+    count = len(proof)
+    if searching.test is None and searching.start is None:
+        seconds = 60 * (searching.minutes or MINUTES) * PROVED
+        longest = bench.dense_seconds_per_image() * (1 + SKIPPED + winners)  # nothing should take longer than dense generation
+        count = min(count, max(2 * bench.batch, int(seconds / longest)))
+    return evenly_spread(proof, filling_batches(count, bench.batch))
+
+
+def filling_batches(count: int, batch: int) -> int:
+    """So many prompts, or a few less: the proof makes batches that are alike, of 17 prompts two with 9 and 8 in place of one with 16."""
+    batches = -(-count // batch)
+    return count if -(-count // batches) == batch else count // batch * batch
 
 
 def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
@@ -222,15 +275,18 @@ def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
     if spec.text_encoder is not None:
         return found
     try:
-        return [int(text) for text in found]
-    except ValueError:
-        raise PromptError(f"{file}: {spec.name} takes class numbers; give one per line") from None
+        classes = [int(text) for text in found]
+        prompt_reader(spec, None, torch.device("cpu")).read(classes)  # those of the proof would only be read after the search
+    except (ValueError, PromptError) as error:
+        raise PromptError(f"{file}: {spec.name} takes class numbers, one per line ({error})") from None
+    return classes
 
 
 def conditions(bench: Bench) -> dict[str, Any]:
     """What trials depend on: those of another start are taken only under the same."""
     prompts = hashlib.sha256(json.dumps(list(bench.prompts)).encode()).hexdigest()[:16]
     model = bench.pipeline.model
+    machine = where(model.device)
     return {
         "model": fingerprint(model),
         "grids": [list(stage.size) for stage in bench.schedule],
@@ -239,7 +295,10 @@ def conditions(bench: Bench) -> dict[str, Any]:
         "images": bench.least,
         "prompts": prompts,
         "dtype": str(model.dtype),
-        "hardware": where(model.device)["hardware"],
+        "quantize": model.quantize,
+        "kv_dtype": model.kv_dtype,
+        "hardware": machine["hardware"],
+        "torch": machine["torch"],
         "version": version(),
     }
 
@@ -254,13 +313,13 @@ def workload(bench: Bench) -> Workload:
 
 def starting_points(file: Path, pipeline: Pipeline, schedule: Schedule) -> list[str]:
     profile = Profile.load(file)
+    if profile.fingerprint != fingerprint(pipeline.model):
+        raise NextscaleError(f"--from {file} is a profile of {profile.model} with other weights: give one of {pipeline.name}")
     if len(profile.grids) != len(schedule):
         size = "x".join(map(str, profile.size))
         raise SettingError(
             f"--from {file} has settings for the {len(profile.grids)} stages of {size}, and these are {len(schedule)}: add --size {size}"
         )
-    if profile.fingerprint != fingerprint(pipeline.model):
-        raise NextscaleError(f"--from {file} is a profile of {profile.model} with other weights: give one of {pipeline.name}")
     return [point.method for point in profile.points]
 
 

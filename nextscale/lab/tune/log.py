@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...checks import is_whole
 from ...errors import NextscaleError
 from ...io import append_text
 from ..results import write_rows
@@ -41,11 +42,19 @@ class TrialLog:
         log = cls.of_lines(file, whole) if whole else cls(file, head)
         if log.conditions != head:
             raise NextscaleError(
-                f"{file} belongs to a search under other conditions ({difference(log.conditions, head)}): remove it, or give another --out"
+                f"{file} belongs to a search under other conditions ({difference(log.conditions, head)}): remove it, or give another"
+                " --trials"
             )
         if torn or not whole:
             write_rows([head, *(json.loads(line) for line in whole[1:])], file)
         return log
+
+    @staticmethod
+    def first_round(file: Path) -> int | None:
+        """The images of a candidate's first round in an earlier start; None where there was none."""
+        lines = complete_lines(file)[0] if file.exists() else []
+        images = TrialLog.of_lines(file, lines[:1]).conditions.get("images")
+        return images if is_whole(images, 1) else None
 
     @classmethod
     def read(cls, file: Path) -> TrialLog:
@@ -62,14 +71,19 @@ class TrialLog:
         log = cls(file)
         try:
             head, *lines = [json.loads(line) for line in whole] or [{}]
-            log.conditions = dict(head)
+            if not isinstance(head, dict):
+                raise TypeError("its first line is no JSON object")
+            log.conditions = head
             for line in lines if head.get("format") == FORMAT else ():
                 if FORESIGHT in line:
                     log.foresight = {(first, stop): float(share) for first, stop, share in line[FORESIGHT]}
                 else:
-                    log._hold(Trial.from_json(line))
+                    trial = Trial.from_json(line)
+                    if trial.timed and len(trial.stages) != len(head.get("grids", trial.stages)):
+                        raise ValueError(f"{len(trial.stages)} stages of the trial {trial.text!r}")
+                    log._hold(trial)
         except (TypeError, KeyError, ValueError, RecursionError) as error:
-            raise NextscaleError(f"{file} cannot be read as trials of a search ({error}): remove it, or give another --out") from error
+            raise NextscaleError(f"{file} cannot be read as trials of a search ({error}): remove it, or give another --trials") from error
         return log
 
     def get(self, text: str, images: int, timed: bool) -> Trial | None:
@@ -104,7 +118,7 @@ def complete_lines(file: Path) -> tuple[list[str], bool]:
     try:
         whole, _, rest = file.read_text(encoding="utf-8").rpartition("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise NextscaleError(f"{file} cannot be read ({error}): remove it, or give another --out") from error
+        raise NextscaleError(f"{file} cannot be read ({error}): remove it, or give another --trials") from error
     return whole.splitlines(), bool(rest)
 
 

@@ -131,7 +131,8 @@ class Predictor:
         kinds = [*([SPARSE] if candidate.amounts else []), *([candidate.peer_name] if candidate.peer else [])] or [PLAIN]
         rates = zip(*(self.rates.get(kind, self.rates[PLAIN]) for kind in kinds), strict=True)
         stages = sum(max(overhead + slope * work for overhead, slope in each) for work, each in zip(macs, rates, strict=True) if work)
-        return dense.seconds - sum(dense.stages) + self._saving(candidate.peer) * stages
+        decoding = max(0.0, dense.seconds - sum(dense.stages))  # medians of their own, which need not add up
+        return decoding + self._saving(candidate.peer) * stages
 
     def _saving(self, peer: str) -> float:
         """MACs against those that were planned, where a peer decides for each image what to leave out; 1 for all others."""

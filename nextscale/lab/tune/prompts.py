@@ -19,11 +19,13 @@ MANNERS = ("a photograph of {}", "an oil painting of {}", "a pencil sketch of {}
 
 
 def own_prompts(pipeline: Pipeline, count: int) -> list[Any]:
-    """So many prompts, the same ones every time."""
+    """So many prompts, the same ones every time; the first 256 are all different, and so are the first 1000 classes."""
     if not isinstance(pipeline.reader, TextReader):
         return [(7 * number) % 1000 % pipeline.reader.classes for number in range(count)]  # type: ignore[attr-defined]
     made = []
     for number in range(count):
-        thing, place = THINGS[number * 5 % len(THINGS)], PLACES[number * 3 % len(PLACES)]
-        made.append(MANNERS[number // 2 % len(MANNERS)].format(f"{thing} {place}"))
+        turn, thing = divmod(number // 2, len(THINGS))
+        place = PLACES[(thing // 2 + turn) % len(PLACES)]
+        manner = MANNERS[(thing + turn + 2 * (number % 2)) % len(MANNERS)]  # of a thing and a place, every second prompt has another
+        made.append(manner.format(f"{THINGS[5 * thing % len(THINGS)]} {place}"))
     return made

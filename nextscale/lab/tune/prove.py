@@ -58,7 +58,7 @@ def prove(
         grids=tuple(stage.size for stage in schedule),
         batch=dense["batch"],
         dtype=dense["dtype"],
-        engine=dense["engine"],
+        engine="graphs" if dense["engine"] == "graphs" else "eager",  # both where graphs had to leave for lack of memory in between
         device=pipeline.model.device.type,
         hardware=dense["hardware"],
         torch=dense["torch"],

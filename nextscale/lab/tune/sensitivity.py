@@ -48,6 +48,9 @@ class Sensitivities:
                 found.predicted.append((trial.predicted, trial.lpips))
         for line in (*found.unguided.values(), *found.shares.values(), *found.peers.values(), found.left_out, found.skipped):
             line[:] = sorted(dict(line).items())
+        stages = [*found.shares, *(stage for line in (*found.unguided.values(), found.left_out, found.skipped) for stage, _ in line)]
+        if not all(0 <= stage < len(found.grids) for stage in stages):
+            raise NextscaleError(f"{log.file} has trials of stages up to {max(stages):g}, and grids of {len(found.grids)}: make it anew")
         return found
 
     def _place(self, method: Method, trial: Trial) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...accel.method import Method
 from ...accel.registry import resolve_method
+from ...checks import is_number, is_whole
 from ...errors import NextscaleError
 from ...io import from_levels, to_levels
 from ...pipeline import Pipeline
@@ -26,6 +27,8 @@ Distance = Callable[[Tensor, Tensor], Tensor]
 """Distances [B] of two batches of images [B, 3, H, W] in [-1, 1]: LPIPS."""
 
 METRIC_BATCH = 32  # images that are compared at a time
+LARGEST = 1e300  # a number in a file of trials
+APART = 10  # times as long as it takes, until a dense batch is timed again on a CPU: another program may have started or ended
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,14 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Trial:
-        return cls(**{**values, "stages": tuple(values["stages"])})
+        trial = cls(**{**values, "stages": tuple(values["stages"])})
+        numbers = (trial.lpips, trial.seconds, *trial.stages, trial.cost_share, trial.dense, trial.took, trial.predicted)
+        texts = (trial.text, "" if trial.error is None else trial.error)
+        if not all(isinstance(text, str) for text in texts) or not is_whole(trial.images, 1):
+            raise ValueError(f"text, images or error of the trial {trial.text!r}")
+        if not all(is_number(number) and 0 <= number <= LARGEST for number in numbers):
+            raise ValueError(f"a number of the trial {trial.text!r}")
+        return trial
 
 
 @dataclass(eq=False)
@@ -75,7 +85,8 @@ class Bench:
     lpips: Distance
     least: int = 24  # images of the first round
     dense_images: dict[tuple[int, bool], Tensor] = field(default_factory=dict)  # [B, 3, H, W] in 8 bits, by batch number and whether timed
-    dense_seconds: list[float] = field(default_factory=list)  # of recent dense batches
+    dense_seconds: list[float] = field(default_factory=list)  # of dense batches, the latest last
+    dense_timed: float = 0.0  # when the latest was timed
 
     @property
     def batches(self) -> int:
@@ -144,20 +155,25 @@ class Bench:
             statistics.median(report.seconds for report in reports),
             tuple(statistics.median(times) for times in zip(*([s.seconds for s in r.stages] for r in reports), strict=True)),
             cost,
-            statistics.median(self.dense_seconds[-5:]),
+            self._dense_seconds(),
         )
 
     def dense_seconds_per_image(self) -> float:
         """Timed now where it was not yet."""
         if not self.dense_seconds:
             self._time_dense()
-        return statistics.median(self.dense_seconds[-5:]) / self.batch
+        return self._dense_seconds() / self.batch
+
+    def _dense_seconds(self) -> float:
+        return statistics.median(self.dense_seconds[-5 if self.on_gpu else -3 :])
 
     def _time_dense(self) -> None:
-        """A dense batch beside every candidate where that is cheap; on a CPU only the first ones are timed."""
-        if self.on_gpu or len(self.dense_seconds) < 2:
+        """A dense batch beside every candidate where that is cheap; on a CPU now and then, so that it adds a tenth to the time."""
+        waited = time.perf_counter() - self.dense_timed
+        if self.on_gpu or len(self.dense_seconds) < 2 or waited > APART * self.dense_seconds[-1]:
             runs = 3 if self.on_gpu and not self.dense_seconds else 1  # graphs are captured in the second
             self.dense_seconds += [self._generate(Method(), 0, timed=True)[1].seconds for _ in range(runs)][-1:]
+            self.dense_timed = time.perf_counter()
 
     def part(self, number: int) -> tuple[list[Any], list[int]]:
         """The prompts and seeds of a batch."""
