@@ -35,7 +35,16 @@ from nextscale.accel import DENSE, RunSetup, resolve_method, skipvar
 from nextscale.accel.code import released_sampling
 from nextscale.accel.litevar import LiteVARCache, band
 from nextscale.accel.pitome import energies, merged_by_energy
-from nextscale.accel.scalekv import PUBLISHED, PUBLISHED_SIDES, key_scores, ruled_budgets, top_as_released, top_keys, window_places
+from nextscale.accel.scalekv import (
+    PUBLISHED,
+    PUBLISHED_SIDES,
+    key_scores,
+    released_window,
+    ruled_budgets,
+    top_as_released,
+    top_keys,
+    window_places,
+)
 from nextscale.accel.skipvar import features_of, gradient, high_frequencies
 from nextscale.accel.skipvar_models import Classifier, Decisions, published_decisions
 from nextscale.accel.sparse import KeyLists, centres, key_map
@@ -55,7 +64,7 @@ from nextscale.loading.random_weights import random_pipeline
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.planning.memory import reserved_cache
 from nextscale.sampling import ImageRng
-from nextscale.schedules import SquareBook
+from nextscale.schedules import INFINITY_SIZES, SquareBook
 from nextscale.stage import Stage
 
 from . import tiny
@@ -311,6 +320,55 @@ def square(side: int, index: int = 7) -> Stage:
 def test_the_window_lies_at_the_centres_of_sixteen_squares(side: int, coordinates: list[int]) -> None:
     places = window_places(Tokens(square(side)), (2, side * side), 16, CPU)
     assert places.tolist() == [[row * side + column for row in coordinates for column in coordinates]] * 2
+
+
+def released_places(stage: int, cached: int, window: int) -> list[int]:
+    return released_window(stage, cached, window, CPU).tolist()
+
+
+def test_the_released_window_takes_every_stage_for_a_square_one() -> None:
+    """At 2:1 stage 8 has 38 x 19 cells, and the last 576 entries are taken for 24 x 24 of them."""
+    centres = [2, 8, 14, 20]
+    assert released_places(8, 1623, 16) == [1623 - 576 + 24 * row + column for row in centres for column in centres]
+    assert released_places(8, 1623, 9) == [1623 - 576 + 24 * row + column for row in (3, 11, 19) for column in (3, 11, 19)]
+    assert released_places(8, 1623, 12) == list(range(1611, 1623))  # no square: the last ones
+    assert released_places(8, 570, 16) == list(range(554, 570))  # fewer entries than cells, and no square
+    assert released_places(8, 529, 16)[:5] == [2 * 23 + 2, 2 * 23 + 7, 2 * 23 + 12, 2 * 23 + 17, 7 * 23 + 2]  # fewer, and a square
+    assert released_places(1, 5, 9) == list(range(5))
+    square_stage = window_places(Tokens(square(24, 8)), (1, 576), 16, CPU)[0]
+    assert released_places(8, 921 + 576, 16) == (921 + square_stage).tolist()
+
+
+def test_published_budgets_of_other_schedules() -> None:
+    """They begin where more than 650 keys are left; the reference implementation has none for stages before the eighth."""
+    model: Any = SimpleNamespace(family="infinity", blocks=[None] * 32, text_prefix=0)
+    released = ScaleKV(as_released=True)
+    kept = {
+        name: [plan.kept_keys and plan.kept_keys[:2] for plan in released.forecast(model, Schedule(sizes))]
+        for name, sizes in {
+            "0.25M": PUBLISHED_SIDES[:10],
+            "0.06M": PUBLISHED_SIDES[:7],
+            "2:1": INFINITY_SIZES[2.0],
+        }.items()
+    }
+    assert kept["0.25M"] == [None] * 7 + [(920, 632), (1490, 594), None]
+    assert kept["0.06M"] == [None] * 7
+    assert kept["2:1"] == [None] * 7 + [(920, 632), (1490, 594), (2510, 526), (4100, 420), (6385, 465), None]
+    with pytest.raises(SettingError, match="stage 6 of this schedule leaves more than 650 keys"):
+        released.forecast(model, Schedule(INFINITY_SIZES[0.75]))
+    with pytest.raises(SettingError, match="Infinity's stages"):
+        released.forecast(SimpleNamespace(**vars(model) | {"family": "var"}), Schedule(PUBLISHED_SIDES))
+
+
+def test_the_released_choice_runs_on_images_that_are_not_square() -> None:
+    budgets = {2: 18, 1: 5}
+    ours, theirs = (
+        seen(
+            "infinity", tiny.prompts("infinity", 2), seed=1, size=NO_SQUARE, method=ScaleKV(budgets=budgets, window=4, as_released=released)
+        )[1]
+        for released in (False, True)
+    )
+    assert theirs.isfinite().all() and not torch.equal(ours, theirs)
 
 
 def test_published_budgets_follow_the_rule() -> None:
