@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .cache import DenseLayerCache, Slot
+from .cache import CacheSpec, DenseLayerCache, Slot, Workspace
 from .stage import Tokens
 
 
@@ -25,6 +25,10 @@ class Attended(NamedTuple):
 
 class AttendingCache(DenseLayerCache):
     """Base of caches with an attention of their own: it reads some of the keys, or changes the cache when it has read them."""
+
+    def __init__(self, spec: CacheSpec, workspace: Workspace) -> None:
+        super().__init__(spec, workspace)
+        self.tables: list[object] = []  # what it reads and no stage has computed: captured graphs, which read it again, keep it
 
     def attend(self, seen: Attended) -> Tensor:
         """What attention returns before its projection, [R, N, H * D]."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -31,7 +33,7 @@ from nextscale import (
     ToMe,
     ZipVL,
 )
-from nextscale.accel import DENSE, RunSetup, resolve_method, skipvar
+from nextscale.accel import DENSE, RunSetup, litevar, resolve_method, skipvar, sparvar
 from nextscale.accel.code import released_sampling
 from nextscale.accel.litevar import LiteVARCache, band
 from nextscale.accel.pitome import energies, merged_by_energy
@@ -68,7 +70,7 @@ from nextscale.schedules import INFINITY_SIZES, SquareBook
 from nextscale.stage import Stage
 
 from . import tiny
-from .tape import Dispatched, play_graphs_on_the_cpu
+from .tape import Dispatched, Tape, play_graphs_on_the_cpu
 from .toy_methods import KeepShare
 
 # A method that acts on the few tokens of tiny models, and the same without strength.
@@ -205,6 +207,35 @@ def test_replays_generate_what_eager_generation_does(peer: str, family: str, mon
     torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("method", "owner", "name"),
+    [(LiteVAR(first=1), litevar, "band_mask"), (SparVAR(last=2, choosing=1), sparvar, "visible_lists")],
+    ids=["litevar", "sparvar"],
+)
+def test_captured_graphs_keep_the_tables_that_they_read(method: Method, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method keeps those of the last few requests. A graph knows where a table lies, and nothing but its request keeps it there."""
+    play_graphs_on_the_cpu(monkeypatch)
+    tapes: list[Tape] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: tapes.append(Tape()) or tapes[-1])
+    made, tables = list[Any](), getattr(owner, name)
+
+    def noted(*asked: Any) -> Any:
+        found = tables(*asked)
+        made.append(weakref.ref(found[0] if isinstance(found, tuple) else found))
+        return found
+
+    monkeypatch.setattr(owner, name, noted)
+    tables.cache_clear()
+    eager = tiny.shared_pipeline("infinity")
+    pipe = Pipeline(eager.model, eager.tokenizer, eager.reader, eager.settings, engine="graphs")
+    pipe.warmup(tiny.prompts("infinity", 2), method=method, size=LARGE)
+    tables.cache_clear()
+    for tape in tapes:  # a graph of a device holds no tensors
+        vars(tape).update(ops=[], launches=[])
+    gc.collect()
+    assert len(pipe.captures) == 1 and made and all(table() is not None for table in made)
+
+
 @BY_PEER
 def test_rows_may_leave_in_the_middle(peer: str) -> None:
     """At guidance 1 the unconditional rows change nothing, unless a method takes the map of one row for the other: there they agree."""
@@ -274,6 +305,7 @@ def test_two_caches_of_their_own_are_refused(methods: tuple[Method, Method]) -> 
         (CoDe, {"refiner": 4}),
         (PiToMe, {"ratio": 0.6}),
         (PiToMe, {"form": "best"}),
+        (PiToMe, {"margin": float("nan")}),
         (SparseViT, {"ratio": 1}),
         (SparseViT, {"window": 0}),
         (ZipVL, {"tau": 1.5}),
@@ -609,7 +641,29 @@ def test_no_stage_may_be_skipped(family: str) -> None:
     tiny.assert_same_bits(generated(family, tiny.prompts(family, 2), seed=1, method=SkipVAR(most=0)), dense)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"skip": 3, "uncond": 4}', '{"skip": {"mean": [0]}}'])
+WHOLE = {"mean": [0.1], "scale": [1.0], "classes": [0, 1], "weights": [[1.0], [2.0]], "bias": [0.0, 0.0]}
+DAMAGED: list[dict[str, Any]] = [
+    {"weights": [1.0, 2.0]},
+    {"weights": [None, None]},
+    {"weights": [[1.0], [2.0, 3.0]]},
+    {"bias": [float("nan"), 0.0]},
+    {"mean": [float("inf")]},
+    {"bias": [10**400, 0.0]},
+    {"scale": [0.0]},
+    {"classes": [0, -1]},
+]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"skip": 3, "uncond": 4}',
+        '{"skip": {"mean": [0]}}',
+        *(json.dumps({"skip": WHOLE | one, "uncond": WHOLE}) for one in DAMAGED),
+    ],
+)
 def test_files_that_are_no_decisions_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "models.json").write_text(content)
     with pytest.raises(SettingError):

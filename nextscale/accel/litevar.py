@@ -96,10 +96,11 @@ class LiteVARCache(AttendingCache):
         if not paired and not banded:
             return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
         there = KeyMap.of(self.spec, stage)
+        keys, values, mask = seen.slot.filled
         if banded:
             require_whole(seen, there, "LiteVAR")
-        keys, values, mask = seen.slot.filled
-        mask = band_mask(there, method.first, method.width, seen.q.device) if banded else mask
+            mask = band_mask(there, method.first, method.width, seen.q.device)
+            self.tables.append(mask)
         q, k, v = (x.transpose(1, 2) for x in (seen.q, keys, values))  # [R, H, N or T, D]
         if paired:
             half = seen.batch

@@ -147,6 +147,7 @@ class SparVARCache(AttendingCache):
         require_whole(seen, there, "SparVAR")
         if not self.chooses:
             lists = self.method.window_lists(there, self.spec.schedule, seen.q.device)
+            self.tables.append(lists)
             return attend_listed(seen.q, seen.slot, lists, seen.scale)
         if self.chosen is None or self.left_out is None:
             return self._choose(seen)

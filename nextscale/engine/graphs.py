@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..accel.method import MethodRun, TokenCounts
+from ..attending import AttendingCache
 from ..canvas import Canvas
 from ..generate import StageDone, begin, run_stage
 from ..models.base import NextScaleModel, PromptInputs
@@ -91,7 +92,9 @@ class CapturedRequest:
 
     def _begin(self, cond: Conditioning) -> tuple[MethodRun, Env]:
         rewind(self._rngs, (0, 0))
-        return begin(self._model, cond, self._request)
+        run, env = begin(self._model, cond, self._request)
+        self._method_tables = [cache.tables for cache in env.cache if isinstance(cache, AttendingCache)]  # not from the pool, as `_empty`
+        return run, env
 
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be captured."""
