@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner, Result
 
 from nextscale import (
     CoDe,
@@ -55,12 +57,15 @@ from nextscale.accel.sparvar import carried, chosen_lists, resized, source_group
 from nextscale.accel.zipvl import fewest
 from nextscale.attending import Attended
 from nextscale.cache import CacheSpec, Slot, Workspace
+from nextscale.cli import app
+from nextscale.cli.options import ModelOptions
 from nextscale.engine import captures
 from nextscale.engine.executor import Engine
 from nextscale.engine.routes import group_sizes
-from nextscale.errors import SettingError
+from nextscale.errors import SettingError, SizeError
 from nextscale.lab.fit.decisions import fit, logistic_regression, measure, most_within
 from nextscale.lab.fit.roles import measure_roles
+from nextscale.loading import presets
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.planning.cost import Workload, request_cost
@@ -715,6 +720,40 @@ def test_drafters_are_the_layers_that_lose_most() -> None:
     assert len(roles.lost) == 3 and all(0 < lost < 1 for lost in roles.lost)
     assert roles.drafters == (max(range(3), key=lambda layer: roles.lost[layer]),)
     assert resolve_method(roles.method) == ScaleKV(drafters=roles.drafters)
+    assert measure_roles(pipe, given, WIDE, ScaleKV(share=1.0)).lost == (0.0,) * 3  # the last stage leaves nothing to drop
+
+
+@pytest.fixture
+def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs `nextscale fit` on a tiny model."""
+    monkeypatch.setitem(presets.MODELS, "tiny", replace(tiny.SPECS["flexvar"], name="tiny"))
+    monkeypatch.setattr(ModelOptions, "load", lambda self: tiny.shared_pipeline("flexvar"))
+    monkeypatch.chdir(tmp_path)
+    shared = ["-m", "tiny", "--sides", "1,2,4,8,12,14", "--batch", "2"]
+    return lambda method, *settings: CliRunner(env={"COLUMNS": "300"}).invoke(app, ["fit", method, *shared, *settings])
+
+
+def test_one_command_fits_decisions(fitted: Callable[..., Result], tmp_path: Path) -> None:
+    done = fitted("skipvar", "--similarity", "0.9", "--out", "models.json", "1", "2", "3")
+    assert done.exit_code == 0 and "--method skipvar:models=models.json" in done.output
+    content = json.loads((tmp_path / "models.json").read_text())
+    assert (content["model"], content["images"], content["similarity"]) == ("tiny", 3, 0.9)
+    generated("flexvar", [1], seed=1, size=WIDE, method="skipvar:models=models.json")
+    assert "--force" in fitted("skipvar", "--out", "models.json", "1").output
+
+
+def test_a_similarity_that_none_has_is_refused_before_anything_runs(
+    fitted: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelOptions, "load", lambda self: pytest.fail("the model was loaded"))
+    done = fitted("skipvar", "--similarity", "0", "1")
+    assert done.exit_code == 2 and "above 0" in done.output and not list(tmp_path.iterdir())
+
+
+def test_one_command_finds_drafters(fitted: Callable[..., Result]) -> None:
+    done = fitted("scalekv", "--share", "0.3", "1", "2")
+    assert done.exit_code == 0 and done.output.count("loses") == 3 and done.output.count("drafter\n") == 1
+    assert re.search(r"--method 'scalekv:drafters=\[\d\],share=0.3'", done.output)
 
 
 # --- CoDe
@@ -786,6 +825,15 @@ def test_what_is_no_pair_is_refused() -> None:
         pipe([1], seed=0, method=[CoDe(refiner="small"), ToMe()])
     with pytest.raises(SettingError, match="no compute_mask"):
         pipe([1], seed=0, method=CoDe(refiner="small"), compute_mask=True)
+
+
+def test_a_refiner_without_these_stages_is_refused_before_anything_is_drafted() -> None:
+    pipe, spec, sides = pair("var"), tiny.SPECS["var"], (1, 2, 3)
+    model: Any = replace(spec.model, sides=sides)  # type: ignore[call-arg]
+    fewer = replace(spec, model=model, settings=replace(spec.settings, schedules=SquareBook((sides,))))
+    pipe.refiners.known["small"] = random_pipeline(fewer)
+    with pytest.raises(SizeError, match="1x1 2x2 3x3"):
+        pipe([1], seed=0, method=CoDe(refiner="small"), on_stage=lambda preview: pytest.fail("a stage ran"))
 
 
 def test_the_released_script_samples_hotter_at_first() -> None:
