@@ -99,6 +99,7 @@ def collaborate(drafter: Pipeline, method: CoDe, prompt: Any, seed: SeedLike, ca
     if draft == len(schedule):
         return drafter(prompt, seed=seed, method=Method(), **call)
     refiner = drafter.refiners.partner(drafter, method.refiner)
+    refiner.model.check_schedule(schedule)  # before anything is drafted
     prompts = drafter.reader.read(prompt)
     prompt = prompts if isinstance(prompts, TextFeatures) else prompt  # encoded once
     first, second = twice(secrets.randbits(32) if seed is None else seed)

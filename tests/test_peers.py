@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner, Result
 
 from nextscale import (
     CoDe,
@@ -35,7 +37,16 @@ from nextscale.accel import DENSE, RunSetup, resolve_method, skipvar
 from nextscale.accel.code import released_sampling
 from nextscale.accel.litevar import LiteVARCache, band
 from nextscale.accel.pitome import energies, merged_by_energy
-from nextscale.accel.scalekv import PUBLISHED, PUBLISHED_SIDES, key_scores, ruled_budgets, top_as_released, top_keys, window_places
+from nextscale.accel.scalekv import (
+    PUBLISHED,
+    PUBLISHED_SIDES,
+    key_scores,
+    released_window,
+    ruled_budgets,
+    top_as_released,
+    top_keys,
+    window_places,
+)
 from nextscale.accel.skipvar import features_of, gradient, high_frequencies
 from nextscale.accel.skipvar_models import Classifier, Decisions, published_decisions
 from nextscale.accel.sparse import KeyLists, centres, key_map
@@ -44,18 +55,21 @@ from nextscale.accel.sparvar import carried, chosen_lists, resized, source_group
 from nextscale.accel.zipvl import fewest
 from nextscale.attending import Attended
 from nextscale.cache import CacheSpec, Slot, Workspace
+from nextscale.cli import app
+from nextscale.cli.options import ModelOptions
 from nextscale.engine import captures
 from nextscale.engine.executor import Engine
 from nextscale.engine.routes import group_sizes
-from nextscale.errors import SettingError
+from nextscale.errors import SettingError, SizeError
 from nextscale.lab.fit.decisions import fit, logistic_regression, measure, most_within
 from nextscale.lab.fit.roles import measure_roles
+from nextscale.loading import presets
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.planning.memory import reserved_cache
 from nextscale.sampling import ImageRng
-from nextscale.schedules import SquareBook
+from nextscale.schedules import INFINITY_SIZES, SquareBook
 from nextscale.stage import Stage
 
 from . import tiny
@@ -265,6 +279,7 @@ def test_two_caches_of_their_own_are_refused(methods: tuple[Method, Method]) -> 
         (CoDe, {"refiner": 4}),
         (PiToMe, {"ratio": 0.6}),
         (PiToMe, {"form": "best"}),
+        (PiToMe, {"margin": float("nan")}),
         (SparseViT, {"ratio": 1}),
         (SparseViT, {"window": 0}),
         (ZipVL, {"tau": 1.5}),
@@ -311,6 +326,55 @@ def square(side: int, index: int = 7) -> Stage:
 def test_the_window_lies_at_the_centres_of_sixteen_squares(side: int, coordinates: list[int]) -> None:
     places = window_places(Tokens(square(side)), (2, side * side), 16, CPU)
     assert places.tolist() == [[row * side + column for row in coordinates for column in coordinates]] * 2
+
+
+def released_places(stage: int, cached: int, window: int) -> list[int]:
+    return released_window(stage, cached, window, CPU).tolist()
+
+
+def test_the_released_window_takes_every_stage_for_a_square_one() -> None:
+    """At 2:1 stage 8 has 38 x 19 cells, and the last 576 entries are taken for 24 x 24 of them."""
+    centres = [2, 8, 14, 20]
+    assert released_places(8, 1623, 16) == [1623 - 576 + 24 * row + column for row in centres for column in centres]
+    assert released_places(8, 1623, 9) == [1623 - 576 + 24 * row + column for row in (3, 11, 19) for column in (3, 11, 19)]
+    assert released_places(8, 1623, 12) == list(range(1611, 1623))  # no square: the last ones
+    assert released_places(8, 570, 16) == list(range(554, 570))  # fewer entries than cells, and no square
+    assert released_places(8, 529, 16)[:5] == [2 * 23 + 2, 2 * 23 + 7, 2 * 23 + 12, 2 * 23 + 17, 7 * 23 + 2]  # fewer, and a square
+    assert released_places(1, 5, 9) == list(range(5))
+    square_stage = window_places(Tokens(square(24, 8)), (1, 576), 16, CPU)[0]
+    assert released_places(8, 921 + 576, 16) == (921 + square_stage).tolist()
+
+
+def test_published_budgets_of_other_schedules() -> None:
+    """They begin where more than 650 keys are left; the reference implementation has none for stages before the eighth."""
+    model: Any = SimpleNamespace(family="infinity", blocks=[None] * 32, text_prefix=0)
+    released = ScaleKV(as_released=True)
+    kept = {
+        name: [plan.kept_keys and plan.kept_keys[:2] for plan in released.forecast(model, Schedule(sizes))]
+        for name, sizes in {
+            "0.25M": PUBLISHED_SIDES[:10],
+            "0.06M": PUBLISHED_SIDES[:7],
+            "2:1": INFINITY_SIZES[2.0],
+        }.items()
+    }
+    assert kept["0.25M"] == [None] * 7 + [(920, 632), (1490, 594), None]
+    assert kept["0.06M"] == [None] * 7
+    assert kept["2:1"] == [None] * 7 + [(920, 632), (1490, 594), (2510, 526), (4100, 420), (6385, 465), None]
+    with pytest.raises(SettingError, match="stage 6 of this schedule leaves more than 650 keys"):
+        released.forecast(model, Schedule(INFINITY_SIZES[0.75]))
+    with pytest.raises(SettingError, match="Infinity's stages"):
+        released.forecast(SimpleNamespace(**vars(model) | {"family": "var"}), Schedule(PUBLISHED_SIDES))
+
+
+def test_the_released_choice_runs_on_images_that_are_not_square() -> None:
+    budgets = {2: 18, 1: 5}
+    ours, theirs = (
+        seen(
+            "infinity", tiny.prompts("infinity", 2), seed=1, size=NO_SQUARE, method=ScaleKV(budgets=budgets, window=4, as_released=released)
+        )[1]
+        for released in (False, True)
+    )
+    assert theirs.isfinite().all() and not torch.equal(ours, theirs)
 
 
 def test_published_budgets_follow_the_rule() -> None:
@@ -551,7 +615,29 @@ def test_no_stage_may_be_skipped(family: str) -> None:
     tiny.assert_same_bits(generated(family, tiny.prompts(family, 2), seed=1, method=SkipVAR(most=0)), dense)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"skip": 3, "uncond": 4}', '{"skip": {"mean": [0]}}'])
+WHOLE = {"mean": [0.1], "scale": [1.0], "classes": [0, 1], "weights": [[1.0], [2.0]], "bias": [0.0, 0.0]}
+DAMAGED: list[dict[str, Any]] = [
+    {"weights": [1.0, 2.0]},
+    {"weights": [None, None]},
+    {"weights": [[1.0], [2.0, 3.0]]},
+    {"bias": [float("nan"), 0.0]},
+    {"mean": [float("inf")]},
+    {"bias": [10**400, 0.0]},
+    {"scale": [0.0]},
+    {"classes": [0, -1]},
+]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"skip": 3, "uncond": 4}',
+        '{"skip": {"mean": [0]}}',
+        *(json.dumps({"skip": WHOLE | one, "uncond": WHOLE}) for one in DAMAGED),
+    ],
+)
 def test_files_that_are_no_decisions_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "models.json").write_text(content)
     with pytest.raises(SettingError):
@@ -603,6 +689,40 @@ def test_drafters_are_the_layers_that_lose_most() -> None:
     assert len(roles.lost) == 3 and all(0 < lost < 1 for lost in roles.lost)
     assert roles.drafters == (max(range(3), key=lambda layer: roles.lost[layer]),)
     assert resolve_method(roles.method) == ScaleKV(drafters=roles.drafters)
+    assert measure_roles(pipe, given, WIDE, ScaleKV(share=1.0)).lost == (0.0,) * 3  # the last stage leaves nothing to drop
+
+
+@pytest.fixture
+def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs `nextscale fit` on a tiny model."""
+    monkeypatch.setitem(presets.MODELS, "tiny", replace(tiny.SPECS["flexvar"], name="tiny"))
+    monkeypatch.setattr(ModelOptions, "load", lambda self: tiny.shared_pipeline("flexvar"))
+    monkeypatch.chdir(tmp_path)
+    shared = ["-m", "tiny", "--sides", "1,2,4,8,12,14", "--batch", "2"]
+    return lambda method, *settings: CliRunner(env={"COLUMNS": "300"}).invoke(app, ["fit", method, *shared, *settings])
+
+
+def test_one_command_fits_decisions(fitted: Callable[..., Result], tmp_path: Path) -> None:
+    done = fitted("skipvar", "--similarity", "0.9", "--out", "models.json", "1", "2", "3")
+    assert done.exit_code == 0 and "--method skipvar:models=models.json" in done.output
+    content = json.loads((tmp_path / "models.json").read_text())
+    assert (content["model"], content["images"], content["similarity"]) == ("tiny", 3, 0.9)
+    generated("flexvar", [1], seed=1, size=WIDE, method="skipvar:models=models.json")
+    assert "--force" in fitted("skipvar", "--out", "models.json", "1").output
+
+
+def test_a_similarity_that_none_has_is_refused_before_anything_runs(
+    fitted: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelOptions, "load", lambda self: pytest.fail("the model was loaded"))
+    done = fitted("skipvar", "--similarity", "0", "1")
+    assert done.exit_code == 2 and "above 0" in done.output and not list(tmp_path.iterdir())
+
+
+def test_one_command_finds_drafters(fitted: Callable[..., Result]) -> None:
+    done = fitted("scalekv", "--share", "0.3", "1", "2")
+    assert done.exit_code == 0 and done.output.count("loses") == 3 and done.output.count("drafter\n") == 1
+    assert re.search(r"--method 'scalekv:drafters=\[\d\],share=0.3'", done.output)
 
 
 # --- CoDe
@@ -674,6 +794,15 @@ def test_what_is_no_pair_is_refused() -> None:
         pipe([1], seed=0, method=[CoDe(refiner="small"), ToMe()])
     with pytest.raises(SettingError, match="no compute_mask"):
         pipe([1], seed=0, method=CoDe(refiner="small"), compute_mask=True)
+
+
+def test_a_refiner_without_these_stages_is_refused_before_anything_is_drafted() -> None:
+    pipe, spec, sides = pair("var"), tiny.SPECS["var"], (1, 2, 3)
+    model: Any = replace(spec.model, sides=sides)  # type: ignore[call-arg]
+    fewer = replace(spec, model=model, settings=replace(spec.settings, schedules=SquareBook((sides,))))
+    pipe.refiners.known["small"] = random_pipeline(fewer)
+    with pytest.raises(SizeError, match="1x1 2x2 3x3"):
+        pipe([1], seed=0, method=CoDe(refiner="small"), on_stage=lambda preview: pytest.fail("a stage ran"))
 
 
 def test_the_released_script_samples_hotter_at_first() -> None:

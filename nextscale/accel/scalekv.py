@@ -19,7 +19,7 @@ from ..errors import SettingError
 from ..models.attention import attend_slot
 from ..stage import Schedule, Tokens
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from .scalekv_budgets import PUBLISHED, PUBLISHED_SIDES, Budgets, checked_budgets, normalised, ruled_budgets
+from .scalekv_budgets import PUBLISHED, PUBLISHED_SIDES, Budgets, checked_budgets, normalised, published_budgets, ruled_budgets
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
@@ -46,8 +46,9 @@ class ScaleKV(Method):
     To tinker with:
     budgets: {stage index: keys that every layer keeps when the stage has run}, written out: a number, or one per layer.
     window: tokens of a stage that are kept whatever they score and whose queries score the others. pooling: width of the max-pooling.
-    as_released: does what the reference implementation does, on Infinity's 13 square stages: equal scores, of which pooling makes many,
-        are chosen among as torch.topk does. Ours takes the first ones, so that an image is the same in any batch and on any device.
+    as_released: does what the reference implementation does, on Infinity alone: equal scores, of which pooling makes many, are chosen
+        among as torch.topk does. Ours takes the first ones, so that an image is the same in any batch and on any device. It takes every
+        stage to have as many cells as the square one of its number, so that its window lies elsewhere where images are not square.
     """
 
     share: float = SHARE
@@ -83,18 +84,21 @@ class ScaleKV(Method):
         return ScaleKVRun(self)
 
     def _budgets(self, model: NextScaleModel, schedule: Schedule) -> dict[int, tuple[int, ...]]:
-        layers, published = len(model.blocks), model.family == "infinity" and schedule.sizes == tuple((s, s) for s in PUBLISHED_SIDES)
-        if self.as_released and not published:
-            raise SettingError(f"ScaleKV as_released: the reference implementation knows Infinity's 13 square stages; got {schedule}")
+        layers, square = len(model.blocks), schedule.sizes == tuple((side, side) for side in PUBLISHED_SIDES)
+        if self.as_released and (model.family != "infinity" or len(schedule) > len(PUBLISHED_SIDES)):
+            raise SettingError(
+                f"ScaleKV as_released: the reference implementation knows Infinity's stages, {len(PUBLISHED_SIDES)} at most; got"
+                f" {model.family} and {schedule}"
+            )
         if self.budgets is not None:
             return checked_budgets(self.budgets, layers, schedule, self.window)  # type: ignore[arg-type]
-        if self.as_released and (layers not in PUBLISHED or (self.share, self.drafters) != (SHARE, None)):
+        published = layers in PUBLISHED and (self.share, self.drafters) == (SHARE, None)
+        if self.as_released and not published:
             raise SettingError(
                 f"ScaleKV as_released: budgets are published for {sorted(PUBLISHED)} layers: write them out; this has {layers}"
             )
-        if published and layers in PUBLISHED and (self.share, self.drafters) == (SHARE, None):
-            table = PUBLISHED[layers].items()
-            return {stage: tuple(most if layer in few else least for layer in range(layers)) for stage, (few, most, least) in table}
+        if published and (self.as_released or (square and model.family == "infinity")):
+            return published_budgets(schedule, layers)
         drafters = tuple(range(max(1, int(layers / LAYERS_PER_DRAFTER)))) if self.drafters is None else self.drafters
         if drafters and drafters[-1] >= layers:
             raise SettingError(f"ScaleKV: there is no layer {drafters[-1]}; this model has layers 0 to {layers - 1}")
@@ -134,8 +138,12 @@ class ScaleKVCache(CompressedLayerCache):
     def scores(self, seen: Attended) -> tuple[Tensor, Tensor]:
         """Scores of all entries, [R, H, T], and the places of the window among them, [R, W]."""
         slot, heads = seen.slot, seen.q.shape[2]
-        places = window_places(seen.tokens, seen.q.shape[:2], self.method.window, seen.q.device)  # [R, W]
-        window = places + (slot.start if isinstance(slot.start, int) else slot.start[:, None])
+        if self.method.as_released and seen.tokens.index is None and slot.lengths is None:
+            window = released_window(seen.tokens.stage.index, slot.end, self.method.window, seen.q.device).expand(seen.q.shape[0], -1)
+            places = (window - (slot.end - seen.q.shape[1])).clamp(0, seen.q.shape[1] - 1)
+        else:
+            places = window_places(seen.tokens, seen.q.shape[:2], self.method.window, seen.q.device)  # [R, W]
+            window = places + (slot.start if isinstance(slot.start, int) else slot.start[:, None])
         x, weight = seen.projected()
         chosen = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         queries = F.linear(chosen, weight[: x.shape[-1]]).unflatten(-1, (heads, -1))
@@ -155,6 +163,19 @@ def window_places(tokens: Tokens, shape: Sequence[int], window: int, device: tor
         return (tokens.prefix + down[:, None] * stage.width + along).flatten().expand(rows, -1)
     count = torch.full((rows,), shape[1] - tokens.prefix, device=device) if tokens.count is None else tokens.count.long()
     return tokens.prefix + torch.arange(window, device=device) * count[:, None] // window
+
+
+def released_window(stage: int, cached: int, window: int, device: torch.device) -> Tensor:
+    """Positions [W] in the cache where the reference implementation looks: it takes the last entries for the square grid of this stage.
+
+    Where those or the window are no square, or the grid is too small for it, the last W.
+    """
+    cells = min(PUBLISHED_SIDES[stage] ** 2, cached)
+    side, across = math.isqrt(cells), math.isqrt(window)
+    if side**2 != cells or across**2 != window or side < across:
+        return torch.arange(max(0, cached - window), cached, device=device)
+    centre = torch.arange(across, device=device) * (side // across) + (side // across - 1) // 2
+    return cached - cells + (centre[:, None] * side + centre).flatten()
 
 
 def key_scores(keys: Tensor, queries: Tensor, window: Tensor, pooling: int, lengths: Tensor | None = None) -> Tensor:

@@ -32,6 +32,22 @@ PUBLISHED: Mapping[int, Mapping[int, tuple[tuple[int, ...], int, int]]] = {
 """Drafters, their keys and those of the others, by the number of layers (Infinity 2B and 8B) and by stage: a mean of 650 keys, about 10 %
 of what is cached before the last stage."""
 
+CAPACITY = 650
+"""Keys up to which nothing is dropped in the first place."""
+
+
+def published_budgets(schedule: Schedule, layers: int) -> dict[int, tuple[int, ...]]:
+    """Those of the reference implementation: from the first stage on that leaves more than the mean. SettingError if it has none there."""
+    table = PUBLISHED[layers]
+    first = next((stage.index for stage in schedule if stage.start + stage.cells > CAPACITY), len(schedule))
+    if first < min(table):
+        raise SettingError(
+            f"ScaleKV as_released: budgets are published from stage {min(table)} on, and stage {first} of this schedule leaves more than"
+            f" {CAPACITY} keys: leave out as_released, or write budgets out"
+        )
+    chosen = {stage: entry for stage, entry in table.items() if first <= stage < len(schedule) - 1}
+    return {stage: tuple(most if layer in few else least for layer in range(layers)) for stage, (few, most, least) in chosen.items()}
+
 
 def normalised(budgets: Mapping[int, int | Sequence[int]] | Iterable[Sequence[object]]) -> Budgets:
     """Returns checked pairs, ordered by stage; a number that stands for all layers is a tuple of one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -35,9 +36,12 @@ class Classifier(NamedTuple):
             raise SettingError(f"{where}: expected {', '.join(cls._fields)}, each a list; got {error!r}") from None
         features = len(found.mean)
         fits = features in (1, 2) and len(found.scale) == features and len(found.classes) == len(found.weights) == len(found.bias) > 0
+        fits = fits and all(isinstance(row, tuple) and len(row) == features for row in found.weights)
         numbers = [*found.mean, *found.scale, *found.bias, *(one for row in found.weights for one in row)] if fits else []
-        if not fits or not all(map(is_number, numbers)) or 0 in found.scale or any(len(row) != features for row in found.weights):
-            raise SettingError(f"{where}: mean and scale have one number per feature, weights one row and bias one number per class")
+        if not fits or not all(map(is_finite, numbers)) or 0 in found.scale:
+            raise SettingError(
+                f"{where}: mean and scale are one number per feature, weights one such row and bias one number per class, all finite"
+            )
         if not all(is_whole(number) for number in found.classes):
             raise SettingError(f"{where}: classes are numbers of stages; got {list(found.classes)}")
         return found
@@ -49,6 +53,11 @@ class Classifier(NamedTuple):
 
     def __call__(self, features: Tensor) -> list[int]:
         return [self.classes[place] for place in self.scores(features).argmax(dim=1).tolist()]
+
+
+def is_finite(value: object) -> bool:
+    """A number that a double can hold: JSON also has NaN, infinities and whole numbers of any length."""
+    return is_number(value) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 class Decisions(NamedTuple):

@@ -11,7 +11,7 @@ import typer
 from ..accel.scalekv import SHARE, ScaleKV
 from ..io import write_text
 from ..lab.fit.decisions import fit as fit_decisions
-from ..lab.fit.decisions import measure
+from ..lab.fit.decisions import measure, require_similarity
 from ..lab.fit.roles import measure_roles
 from .console import share_bar
 from .files import require_writable
@@ -43,6 +43,7 @@ def fit_skipvar(
     spec = model.spec
     schedule = size.schedule(spec)
     chosen = [parse_prompt(text, spec) for text in prompts.read() for _ in range(prompts.images)]
+    require_similarity(similarity)  # before anything is measured
     require_writable([out], force)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nextscale import ScaleKV, Schedule
 from nextscale.accel.method import MethodRun, RunSetup
-from nextscale.accel.scalekv import ScaleKVCache, key_scores, top_as_released
+from nextscale.accel.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
 from nextscale.attending import Attended
 from nextscale.cache import CacheSpec, LayerCache, Workspace
 from nextscale.models import Infinity
@@ -26,8 +26,9 @@ from .infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of
 from .settings import understood
 from .trace import Trace, TraceRun
 
-FIXED = {"window_size": 16, "base_capacity": 650, "kernel_size": 5, "pooling": "maxpool"}
-SAID = {"budgets", "first_compressed_stage", "budget_entry_after_stage"}
+FIXED = {"pooling": "maxpool"}
+SAID = {"budgets", "first_compressed_stage", "budget_entry_after_stage", "window_size", "base_capacity", "kernel_size"}
+WINDOW, POOLING = 16, 5
 IMAGE = Tolerance(1e-3)
 SCORE = Tolerance(1e-4, 1e-5)
 NEAR = 1e-4  # of scores, relative to their spread: two runs of the reference implementation differ by less
@@ -38,7 +39,7 @@ def replay_scalekv(folder: Path, case: dict[str, Any], expected: Expected) -> No
     pipe = infinity_cases.build(folder, case)
     schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
     budgets = budgets_of(case, len(pipe.model.blocks))
-    trace = TracedSelections(method_of(pipe.model, schedule, budgets), budgets, case, expected)
+    trace = TracedSelections(method_of(pipe.model, schedule, budgets, case["scalekv"]), budgets, case, expected)
     sampled = "s0.uniform" in expected
     settled = SettledDraws if sampled else SettledBits
     noise = case["noise_max_abs_other_attention_kernel_and_2_threads"]["logits"]
@@ -47,26 +48,34 @@ def replay_scalekv(folder: Path, case: dict[str, Any], expected: Expected) -> No
         read = infinity_cases.generation(pipe, case, expected, trace, revise=revise, **rng).read
     if trace.settled:
         warnings.warn(f"{trace.settled} selections were settled as in the stored run", stacklevel=2)
-    compare_raw_selections(expected, case["raw_selection_inputs"])
+    compare_raw_selections(expected, case.get("raw_selection_inputs", []), trace.method.pooling)
     infinity_cases.compare(expected, read | trace.read, stated_tolerance(case), {"image_float": IMAGE, "score": SCORE})
 
 
 def budgets_of(case: dict[str, Any], layers: int) -> dict[int, tuple[int, ...]]:
-    """By stage, the keys that every layer keeps when it has run; that of the last stage, which nothing reads, included."""
+    """By stage, the keys that every layer keeps when it has run; that of the last stage, which nothing reads, included.
+
+    Those of stages before the first compressed one are never asked for; a schedule that is too short for any compresses nothing.
+    """
     said, found = case["scalekv"], {}
-    for stage, entry in said["budget_entry_after_stage"].items():
-        row = said["budgets"][entry]
-        found[int(stage[1:])] = tuple(row["Max"] if row[f"Block {layer}"] else row["Min"] for layer in range(layers))
-    assert min(found) == said["first_compressed_stage"], "first_compressed_stage"
+    first, stages = said["first_compressed_stage"], len(case["config"]["scale_schedule"])
+    for name, entry in said["budget_entry_after_stage"].items():
+        row, stage = said["budgets"][entry], int(name[1:])
+        if first is not None and first <= stage < stages:
+            found[stage] = tuple(row["Max"] if row[f"Block {layer}"] else row["Min"] for layer in range(layers))
+    assert min(found, default=None) == first, "first_compressed_stage"
     return found
 
 
-def method_of(model: Infinity, schedule: Schedule, budgets: dict[int, tuple[int, ...]]) -> ScaleKV:
-    """With the published budgets if those of the case are the same."""
-    written_out = ScaleKV(budgets={stage: kept for stage, kept in budgets.items() if not schedule[stage].last}, as_released=True)
-    published = ScaleKV()
-    same = published.forecast(model, schedule) == written_out.forecast(model, schedule)
-    return ScaleKV(as_released=True) if same else written_out
+def method_of(model: Infinity, schedule: Schedule, budgets: dict[int, tuple[int, ...]], said: dict[str, Any]) -> ScaleKV:
+    """With the published settings if those of the case are the same."""
+    settings = {"window": said.get("window_size", WINDOW), "pooling": said.get("kernel_size", POOLING), "as_released": True}
+    before_last = {stage: kept for stage, kept in budgets.items() if not schedule[stage].last}
+    written_out = ScaleKV(budgets=before_last, **settings)
+    if settings["window"] != WINDOW or settings["pooling"] != POOLING or len(model.blocks) not in PUBLISHED:
+        return written_out
+    published = ScaleKV(as_released=True)
+    return published if published.forecast(model, schedule) == written_out.forecast(model, schedule) else written_out
 
 
 class TracedSelections(Trace):
@@ -81,7 +90,7 @@ class TracedSelections(Trace):
         self.settled = 0
         self.read: Read = {"cache_len_before": lambda: self.before, "cache_len_after": lambda: self.after}
         self.layers = 0
-        packed = case["kept_packed_layers"]
+        packed = case.get("kept_packed_layers", [])
         for name in [name for name in expected.tensors if name.endswith(".kept_packed")]:
             self.read[name] = partial(self.packed, int(name[1:].partition(".")[0]), packed, expected.tensors[name].shape[-1])
 
@@ -90,8 +99,16 @@ class TracedSelections(Trace):
         return SelectingRun(self, self.run)
 
     def packed(self, stage: int, layers: list[int], size: int) -> Tensor:
-        rows = [self.mask(self.selections[stage, layer], 8 * size) for layer in layers]
+        rows = [self.packed_row(stage, layer, number, 8 * size) for number, layer in enumerate(layers)]
         return torch.from_numpy(np.packbits(torch.stack(rows).numpy(), axis=-1))
+
+    def packed_row(self, stage: int, layer: int, number: int, size: int) -> Tensor:
+        """A layer that was not compressed has kept all; a case may have nothing in its place."""
+        if (stage, layer) in self.selections:
+            return self.mask(self.selections[stage, layer], size)
+        stored = self.expected.tensors[f"s{stage}.kept_packed"][number]
+        whole = torch.arange(size) < self.before[stage, layer]
+        return (whole & bool(stored.any())).expand(*stored.shape[:2], -1)
 
     @staticmethod
     def mask(selection: Tensor, cached: int) -> Tensor:
@@ -102,7 +119,7 @@ class TracedSelections(Trace):
         kept = self.expected.tensors.get(f"s{stage}.layer{layer}.kept")
         if kept is not None:
             return self.mask(kept.long(), cached)
-        packed, layers = self.expected.tensors.get(f"s{stage}.kept_packed"), self.case["kept_packed_layers"]
+        packed, layers = self.expected.tensors.get(f"s{stage}.kept_packed"), self.case.get("kept_packed_layers", [])
         if packed is None or layer not in layers:
             return None
         return torch.from_numpy(np.unpackbits(packed[layers.index(layer)].numpy(), axis=-1))[..., :cached].bool()
@@ -140,7 +157,7 @@ class TracedCache(ScaleKVCache):
         trace.before[stage.index, self.layer] = seen.slot.end
         after = self.length
         if stage.last:
-            keep = trace.budgets[stage.index][self.layer]
+            keep = trace.budgets[stage.index][self.layer] if stage.index in trace.budgets else seen.slot.end
             if keep < seen.slot.end:
                 self.selected(seen, keep)
             after = min(keep, seen.slot.end)
@@ -162,7 +179,7 @@ class TracedCache(ScaleKVCache):
         return selection.transpose(1, 2)
 
 
-def compare_raw_selections(expected: Expected, names: list[str]) -> None:
+def compare_raw_selections(expected: Expected, names: list[str], pooling: int) -> None:
     """Selections alone, from stored keys and queries of the window."""
     for name in names:
         queries, keys = (expected.tensors[f"{name}.{part}"].transpose(1, 2) for part in ("window_queries", "keys"))
@@ -170,7 +187,7 @@ def compare_raw_selections(expected: Expected, names: list[str]) -> None:
         cells, cached = expected.tensors[f"{name}.window_queries"].shape[2], keys.shape[1]
         score = expected.tensors[f"{name}.score"]
         window = score.isinf().nonzero()[:, 2].view(*score.shape[:2], cells)[:, 0]
-        found = key_scores(keys, queries, window, FIXED["kernel_size"])
+        found = key_scores(keys, queries, window, pooling)
         assert torch.equal(found.isinf(), score.isinf()) and torch.allclose(
             found.clamp(min=-1e9), score.clamp(min=-1e9), rtol=1e-5, atol=1e-4
         )

@@ -86,14 +86,19 @@ def measure(
 
 def fit(measured: Measured, similarity: float) -> Decisions:
     """The decision models that keep images at least this similar to the dense ones, as far as two features tell."""
-    if not 0 < similarity <= 1:
-        raise SettingError(f"similarity is above 0 and at most 1, such as 0.84; got {similarity!r}")
+    require_similarity(similarity)
     skip, uncond = (most_within(similar, similarity) for similar in (measured.skipped, measured.unguided))
     kept = skip == 0
     return Decisions(
         logistic_regression(measured.features, skip),
         logistic_regression(measured.features[kept], uncond[kept]) if kept.any() else constant(measured.features.shape[1], 0),
     )
+
+
+def require_similarity(similarity: float) -> None:
+    """SettingError unless images can be as similar to others as this."""
+    if not 0 < similarity <= 1:
+        raise SettingError(f"similarity is above 0 and at most 1, such as 0.84; got {similarity!r}")
 
 
 def most_within(similar: Tensor, limit: float) -> Tensor:

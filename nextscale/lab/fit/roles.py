@@ -70,7 +70,7 @@ class MeasuringCache(AttendingCache):
 
     def attend(self, seen: Attended) -> Tensor:
         out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
-        if seen.slot.end > self.method.capacity:
+        if seen.slot.end > self.method.capacity and seen.tokens.stage.index != self.spec.final:  # nothing is kept for a stage after that
             self.method.seen.append((self.layer, lost_attention(seen, self.method.capacity, self.method.window)))
         return out
 
