@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ from nextscale.cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray, wor
 from nextscale.cluster.sampler import Done, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Store
-from nextscale.errors import SettingError
+from nextscale.errors import NextscaleError, SettingError
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
 
@@ -116,7 +117,19 @@ def test_without_gpus_there_is_one_worker() -> None:
     assert workers_for(RaySettings()) == 1 and workers_for(RaySettings(workers=3)) == 3
 
 
-@pytest.mark.parametrize("gpus", [0, -1, 1.5])
+def refusing_pipeline() -> Pipeline:
+    raise SettingError("the weights are not on this machine: put them there")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_an_actor_refuses_is_one_message(tmp_path: Path) -> None:
+    with working_folder(tmp_path, Shard()) as work:
+        store = Store(tmp_path, work, Shard(), {"model": SPEC.name}, {})
+        with pytest.raises(NextscaleError, match="^a Ray actor failed: SettingError: the weights are not on this machine: put them there"):
+            sample_on_ray(refusing_pipeline, {}, BATCHES, store, RaySettings())
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 1.5, math.inf, math.nan])
 def test_wrong_shares_are_refused(gpus: float) -> None:
     with pytest.raises(SettingError, match="GPUs per worker"):
         RaySettings(gpus=gpus)

@@ -7,6 +7,8 @@ run whose driver dies goes on as any other, and needs no checkpoint of Ray's. Ma
 from __future__ import annotations
 
 import logging
+import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from typing import Any
 from ..errors import MissingExtra, NextscaleError, SettingError
 from ..pipeline import Pipeline
 from .plan import Batch
-from .sampler import Done, Generator, OnImages, missing
+from .sampler import Done, Generator, LongestPrompts, OnImages, longest_prompts, missing
 from .store import WRITERS, Encoded, Store
 
 LOCAL = "local"
@@ -35,17 +37,19 @@ class RaySettings:
     gpus: float = 1.0  # of each actor, where there are any; 0.25 puts four small models on a GPU
 
     def __post_init__(self) -> None:
-        if self.gpus <= 0 or (self.gpus > 1 and self.gpus != int(self.gpus)):
+        if not 0 < self.gpus < math.inf or (self.gpus > 1 and self.gpus != int(self.gpus)):
             raise SettingError(f"GPUs per worker {self.gpus}: give a share of one, such as 0.25, or 1")
 
 
 class Worker:
     """An actor: one pipeline, which is asked for batch after batch."""
 
-    def __init__(self, load: Callable[[], Pipeline], settings: Mapping[str, Any], batches: Sequence[Batch]) -> None:
+    def __init__(
+        self, load: Callable[[], Pipeline], settings: Mapping[str, Any], batches: Sequence[Batch], longest: LongestPrompts
+    ) -> None:
         self._batches = {batch.number: batch for batch in batches}
         self._generator = Generator(load(), settings)
-        self._generator.prepare(batches)
+        self._generator.prepare(batches, longest)
         self._encoders = ThreadPoolExecutor(WRITERS, thread_name_prefix="encode")
 
     def __call__(self, rows: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
@@ -71,6 +75,7 @@ def sample_on_ray(
     store: Store,
     ray_settings: RaySettings,
     on_images: OnImages = lambda _: None,
+    longest: LongestPrompts | None = None,
 ) -> Done:
     """Generates what is not there, on the actors of a cluster. They are sent `load` and `settings`: weights lie under the same paths."""
     there = store.verified(batches)
@@ -85,12 +90,12 @@ def sample_on_ray(
         results = dataset.map_batches(
             Worker,
             batch_size=1,
-            fn_constructor_args=(load, settings, batches),
+            fn_constructor_args=(load, settings, batches, longest or longest_prompts(batches)),
             concurrency=workers_for(ray_settings),
             num_cpus=CPUS,
             num_gpus=gpus_per_worker(ray_settings),
         )
-        for row in results.iter_rows():
+        for row in arriving(results):
             picture = pictures[row["number"], row["place"]]
             if picture.file in there:
                 continue
@@ -103,6 +108,22 @@ def sample_on_ray(
         seconds = time.perf_counter() - started  # before a cluster that was started here ends
     store.arrange(batches)
     return Done(written, len(there) - written, seconds, written - untimed)
+
+
+def arriving(results: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows of a data set; what an actor refuses or dies of is said as it would be without Ray."""
+    from ray.exceptions import RayError
+
+    try:
+        yield from results.iter_rows()
+    except RayError as error:
+        raise NextscaleError(f"a Ray actor failed: {reason(str(error))}. What is written is kept: start it again to go on") from error
+
+
+def reason(text: str) -> str:
+    """The error of which Ray shows the whole way: the last line that begins with the name of one."""
+    named = re.findall(r"^[\w.]*?(\w+: .+)$", text, re.MULTILINE)
+    return str(named[-1] if named else text.partition("\n")[0]).rstrip(".")
 
 
 @contextmanager

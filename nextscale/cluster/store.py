@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -74,8 +75,14 @@ class Store:
 
     def record(self, entry: Entry) -> None:
         """Adds the line of an image that is written."""
-        with write_errors(self._manifest), self._manifest.open("a", encoding="utf-8") as lines:
-            lines.write(entry.line)
+        with write_errors(self._manifest), self._manifest.open("ab", buffering=0) as lines:
+            line, end = entry.line.encode(), lines.tell()
+            try:
+                if lines.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                lines.truncate(end)  # half a line before those that are still to come would make the manifest unreadable
+                raise
 
     def arrange(self, batches: Sequence[Batch]) -> None:
         """Puts the lines of the shard's own manifest into the order of the plan, where images came in another."""
@@ -84,13 +91,21 @@ class Store:
         self._rewrite(entries)
 
     def _rewrite(self, entries: Iterable[Entry]) -> None:
-        self._put(self._manifest, as_text(entries).encode())
+        self._put(self._manifest, as_text(entries).encode(), lasting=True)
 
-    def _put(self, file: Path, content: bytes) -> None:
-        """A whole file or none. What a killed process leaves of it lies in the shard's folder, which the next one empties."""
+    def _put(self, file: Path, content: bytes, lasting: bool = False) -> None:
+        """A whole file or none. What a killed process leaves of it lies in the shard's folder, which the next one empties.
+
+        lasting: it takes the other's place when it is on the disk. An image that a power failure empties is made again; an empty manifest
+        would mean all of them.
+        """
         temporary = self._work / file.name
         with write_errors(file):
-            temporary.write_bytes(content)
+            with temporary.open("wb") as target:
+                target.write(content)
+                if lasting:
+                    target.flush()
+                    os.fsync(target.fileno())
             os.replace(temporary, file)
 
     def _settings_of(self, picture: Picture) -> dict[str, Any]:
