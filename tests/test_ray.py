@@ -21,7 +21,7 @@ import torch
 
 from nextscale.cluster.lock import working_folder
 from nextscale.cluster.manifest import read_manifest
-from nextscale.cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray, workers_for
+from nextscale.cluster.ray_sampler import LOCAL, RaySettings, connected, sample_on_ray, workers_for
 from nextscale.cluster.sampler import Done, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Store
@@ -127,6 +127,15 @@ def test_what_an_actor_refuses_is_one_message(tmp_path: Path) -> None:
         store = Store(tmp_path, work, Shard(), {"model": SPEC.name}, {})
         with pytest.raises(NextscaleError, match="^a Ray actor failed: SettingError: the weights are not on this machine: put them there"):
             sample_on_ray(refusing_pipeline, {}, BATCHES, store, RaySettings())
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_at_which_nothing_listens_is_refused_at_once(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("asked Ray, which tries for minutes"))
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(NextscaleError, match=f"no Ray cluster at '{address}'"), connected(RaySettings(address)):
+        pass
 
 
 @pytest.mark.parametrize("gpus", [0, -1, 1.5, math.inf, math.nan])

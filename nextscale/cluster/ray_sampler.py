@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from .store import WRITERS, Encoded, Store
 LOCAL = "local"
 CPUS = 0.5  # per actor: whole ones would leave none to Ray Data's own tasks on a small machine, and it would wait forever
 MOST_TASKS = 10_000
+LISTENER_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,10 @@ def connected(settings: RaySettings) -> Iterator[Any]:
     mine = not ray.is_initialized()
     if mine:
         try:
+            require_listener(settings.address)
             dashboard = False if settings.address == LOCAL else None
             ray.init(address=settings.address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise NextscaleError(
                 f"no Ray cluster at {settings.address!r} ({str(error).splitlines()[0]}): start one with `ray start --head`, or give {LOCAL}"
             ) from error
@@ -164,6 +167,12 @@ def connected(settings: RaySettings) -> Iterator[Any]:
     finally:
         if mine:
             ray.shutdown()
+
+
+def require_listener(address: str) -> None:
+    """OSError where nothing listens at HOST:PORT: Ray would try for minutes."""
+    if match := re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address):
+        socket.create_connection((match[1], int(match[2])), timeout=LISTENER_SECONDS).close()
 
 
 def gpus_per_worker(settings: RaySettings) -> float:
