@@ -24,6 +24,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from nextscale.cli import app
+from nextscale.cli.options import ModelOptions
 from nextscale.cluster import lock
 from nextscale.cluster.lock import FolderInUse, working_folder
 from nextscale.cluster.manifest import read_folder, read_manifest
@@ -33,8 +34,10 @@ from nextscale.cluster.sampler import Generator, longest_prompts, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Encoded, Store
 from nextscale.errors import NextscaleError, PromptError, SettingError
+from nextscale.lab.evals.methods import parse_methods
 from nextscale.loading import presets
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.output import Output
 
 from . import tiny
 
@@ -246,6 +249,22 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
         result = run(prompts, out, *more)
         assert result.exit_code == 2 and "choose another folder" in result.output
     assert contents(out) == before
+
+
+def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine, or a new profile, may choose another method: its images do not belong among these."""
+    prompts, out = written(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
+    monkeypatch.setattr(Generator, "output", lambda self, batch: Output(torch.zeros(batch.images, 3, 8, 8), *[None] * 3))  # type: ignore[arg-type]
+    more = ("-m", "nano", "--size", "256", "--batch", "1", "--method", "auto:speedup=1.5")
+    assert run(prompts, out, *more).exit_code == 0
+    entry = read_manifest(out / "manifest.jsonl")[0]
+    assert entry.settings["method"] == "Auto(speedup=1.5)" and entry.settings["chosen"]
+    assert "2 were there" in run(prompts, out, *more).output
+    monkeypatch.setattr(ModelOptions, "settled", lambda *_: parse_methods("skip:last=1"))
+    result = run(prompts, out, *more)
+    assert result.exit_code == 2 and "says that 00000_0.png has chosen" in result.output
+    refused = run(prompts, out, *more, "--ray", "auto", "--dtype", "float32")
+    assert refused.exit_code == 2 and "name the method" in refused.output
 
 
 def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: Path) -> None:

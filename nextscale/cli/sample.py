@@ -138,11 +138,17 @@ def sample_command(
         require_known_actors(model, ray)
     model = on_own_gpu(model) if run.shard == AUTO and ray is None else model
     acceleration = parse_methods(*method or ())
+    if ray is not None and ray.address != LOCAL and acceleration.chooses:
+        raise SettingError(
+            f"{acceleration.label} is looked up for the machine that runs it, and a cluster may have several: name the method"
+        )
     batches = prompts.batches(model, size, batch, f".{run.format}")
-    arguments = {}
-    for schedule in {one.schedule for one in batches}:
-        model.settled(acceleration, schedule, batch)
-        arguments = sampling.call_arguments(model.spec, schedule)
+    arguments, chosen = {}, {}
+    for one in {one.schedule: one for one in batches}.values():
+        settled = model.settled(acceleration, one.schedule, one.images)
+        if acceleration.chooses:
+            chosen[one.pictures[0].stages] = settled.label
+        arguments = sampling.call_arguments(model.spec, one.schedule)
     settings = described(model, sampling, acceleration.label, run)
     if run.out.exists() and not run.out.is_dir():
         raise SettingError(f"--out {run.out} is a file: give a folder")
@@ -154,7 +160,7 @@ def sample_command(
         progress_of(total) as on_images,
         warnings_as_notes(),
     ):
-        store = Store(run.out, work, shard, settings, versions(None if ray else model.torch_device, batch))
+        store = Store(run.out, work, shard, settings, versions(None if ray else model.torch_device, batch), chosen)
         load = partial(random, model) if run.random_weights else partial(model.load, as_released=sampling.as_released)
         call = {**arguments, "method": acceleration}
         longest = longest_prompts(batches)

@@ -43,12 +43,21 @@ class Encoded:
 class Store:
     """The folder `out`, for one shard, which has locked its folder `work` for temporary files.
 
-    settings: what all images depend on; images of other settings are not touched. versions: of programs and machine.
+    settings: what all images depend on; images of other settings are not touched. versions: of programs and machine. chosen: where the
+    method is looked up for every size, the one that it is, by `Picture.stages`.
     """
 
-    def __init__(self, out: Path, work: Path, shard: Shard, settings: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        work: Path,
+        shard: Shard,
+        settings: Mapping[str, Any],
+        versions: Mapping[str, Any],
+        chosen: Mapping[str, str] | None = None,
+    ) -> None:
         self.out, self._work = out, work
-        self._settings, self._versions = settings, versions
+        self._settings, self._versions, self._chosen = settings, versions, chosen or {}
         self._manifest = out / ("manifest.jsonl" if shard.count == 1 else f"manifest-{shard.name}.jsonl")
         self._known = {file: read_manifest(file) for file in manifest_files(out)}
 
@@ -109,7 +118,8 @@ class Store:
             os.replace(temporary, file)
 
     def _settings_of(self, picture: Picture) -> dict[str, Any]:
-        return {**self._settings, "stages": picture.stages}
+        chosen = {"chosen": self._chosen[picture.stages]} if picture.stages in self._chosen else {}
+        return {**self._settings, **chosen, "stages": picture.stages}
 
     def _require_same(self, picture: Picture, entry: Entry, file: Path) -> None:
         ours = {"prompt": picture.prompt, "seed": picture.seed, **self._settings_of(picture)}
