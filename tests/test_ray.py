@@ -8,11 +8,13 @@ import math
 import os
 import signal
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,58 @@ def test_every_request_is_answered_when_a_replica_dies() -> None:
             os.kill(replicas[0], signal.SIGKILL)
             assert [answer.result() for answer in answers] == [before[seed % 4] for seed in range(24)]
     assert not actor_processes("ServeReplica")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_more_replicas_than_a_machine_has_room_for_are_refused() -> None:
+    pytest.importorskip("fastapi")
+    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.service import Content
+    from nextscale.serve.settings import ServeSettings
+
+    server = RayServer(Content((SPEC.name,), (None,), load_tiny, {}), ServeSettings(), RaySettings(LOCAL, workers=5))
+    with pytest.raises(SettingError, match="this machine has room for 4"), server.running():
+        pass
+
+
+def test_sigterm_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray takes it when it starts, and then ends a program by an abort."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with connected(RaySettings()):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_ends_by_signals_and_can_be_stopped_while_it_starts(number: signal.Signals) -> None:
+    pytest.importorskip("fastapi")
+    from nextscale.cluster.ray_server import serve_on_ray
+
+    class Running:
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+            yield
+
+    class Starting:
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+            pytest.fail("it went on")
+            yield
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        serve_on_ray(Running())  # type: ignore[arg-type]
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            serve_on_ray(Starting())  # type: ignore[arg-type]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_devices_are_rays_to_give() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 from ..errors import MissingExtra, NextscaleError, SettingError
@@ -157,7 +159,8 @@ def connected(settings: RaySettings) -> Iterator[Any]:
         try:
             require_listener(settings.address)
             dashboard = False if settings.address == LOCAL else None
-            ray.init(address=settings.address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
+            with own_sigterm():
+                ray.init(address=settings.address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
         except (OSError, ValueError, RuntimeError) as error:
             raise NextscaleError(
                 f"no Ray cluster at {settings.address!r} ({str(error).splitlines()[0]}): start one with `ray start --head`, or give {LOCAL}"
@@ -167,6 +170,17 @@ def connected(settings: RaySettings) -> Iterator[Any]:
     finally:
         if mine:
             ray.shutdown()
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Leaves SIGTERM to this program: Ray takes it for itself, shows where its threads are and aborts."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if current_thread() is main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def require_listener(address: str) -> None:
