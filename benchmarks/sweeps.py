@@ -86,6 +86,7 @@ def sweeps_svg(lists: Mapping[str, Sequence[Row]]) -> str:
                     named.append((x, y))
                     axes.annotate(label, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6, color=colour)
             axes.set(title=SWEEPS[name], xlabel="MACs", ylabel="LPIPS to dense")
+            axes.tick_params(labelbottom=True)  # below some there is none that has them
         for axes in [*panels]:  # those without a sweep
             axes.remove()
         return svg_of(figure)

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from nextscale.lab.analysis.blocks import BlockWatcher, block_relations
 from nextscale.lab.analysis.detail import extreme_quarters, local_detail, rank_correlation, ranks
 from nextscale.lab.analysis.frequency import EDGES, band_power, stage_changes
 from nextscale.lab.analysis.numbers import Curve, Effect
-from nextscale.lab.analysis.plots import FIGURES, figures
+from nextscale.lab.analysis.plots import FIGURES, SIZE, STYLE, figures
 from nextscale.lab.analysis.probe import FeatureProbe
 from nextscale.lab.analysis.prompt import (
     Baseline,
@@ -394,6 +395,24 @@ def test_the_page_shows_the_numbers_beside_it() -> None:
     numbers = read_observations(NUMBERS) if NUMBERS.exists() else None
     page = PAGE.read_text()
     assert page == with_tables(page, blocks_of_page(numbers)), "run python -m benchmarks.observations"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_names_of_stages_do_not_overlap(name: str) -> None:
+    """Those of the page, which has 13 stages."""
+    matplotlib = pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        FIGURES[name](figure, read_observations(NUMBERS))
+        FigureCanvasAgg(figure).draw()
+    panels = [axes for axes in figure.axes if "tokens a side" in axes.get_xlabel()]
+    assert panels
+    for axes in panels:
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
 # --- the command

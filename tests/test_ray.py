@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import signal
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,11 @@ import torch
 
 from nextscale.cluster.lock import working_folder
 from nextscale.cluster.manifest import read_manifest
-from nextscale.cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray, workers_for
+from nextscale.cluster.ray_sampler import LOCAL, RaySettings, connected, sample_on_ray, workers_for
 from nextscale.cluster.sampler import Done, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Store
-from nextscale.errors import SettingError
+from nextscale.errors import NextscaleError, SettingError
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
 
@@ -116,7 +119,28 @@ def test_without_gpus_there_is_one_worker() -> None:
     assert workers_for(RaySettings()) == 1 and workers_for(RaySettings(workers=3)) == 3
 
 
-@pytest.mark.parametrize("gpus", [0, -1, 1.5])
+def refusing_pipeline() -> Pipeline:
+    raise SettingError("the weights are not on this machine: put them there")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_an_actor_refuses_is_one_message(tmp_path: Path) -> None:
+    with working_folder(tmp_path, Shard()) as work:
+        store = Store(tmp_path, work, Shard(), {"model": SPEC.name}, {})
+        with pytest.raises(NextscaleError, match="^a Ray actor failed: SettingError: the weights are not on this machine: put them there"):
+            sample_on_ray(refusing_pipeline, {}, BATCHES, store, RaySettings())
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_at_which_nothing_listens_is_refused_at_once(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("asked Ray, which tries for minutes"))
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(NextscaleError, match=f"no Ray cluster at '{address}'"), connected(RaySettings(address)):
+        pass
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 1.5, math.inf, math.nan])
 def test_wrong_shares_are_refused(gpus: float) -> None:
     with pytest.raises(SettingError, match="GPUs per worker"):
         RaySettings(gpus=gpus)
@@ -173,6 +197,58 @@ def test_every_request_is_answered_when_a_replica_dies() -> None:
             os.kill(replicas[0], signal.SIGKILL)
             assert [answer.result() for answer in answers] == [before[seed % 4] for seed in range(24)]
     assert not actor_processes("ServeReplica")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_more_replicas_than_a_machine_has_room_for_are_refused() -> None:
+    pytest.importorskip("fastapi")
+    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.service import Content
+    from nextscale.serve.settings import ServeSettings
+
+    server = RayServer(Content((SPEC.name,), (None,), load_tiny, {}), ServeSettings(), RaySettings(LOCAL, workers=5))
+    with pytest.raises(SettingError, match="this machine has room for 4"), server.running():
+        pass
+
+
+def test_sigterm_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray takes it when it starts, and then ends a program by an abort."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with connected(RaySettings()):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_ends_by_signals_and_can_be_stopped_while_it_starts(number: signal.Signals) -> None:
+    pytest.importorskip("fastapi")
+    from nextscale.cluster.ray_server import serve_on_ray
+
+    class Running:
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+            yield
+
+    class Starting:
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+            pytest.fail("it went on")
+            yield
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        serve_on_ray(Running())  # type: ignore[arg-type]
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            serve_on_ray(Starting())  # type: ignore[arg-type]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def test_devices_are_rays_to_give() -> None:

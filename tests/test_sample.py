@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -23,17 +24,20 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from nextscale.cli import app
+from nextscale.cli.options import ModelOptions
 from nextscale.cluster import lock
 from nextscale.cluster.lock import FolderInUse, working_folder
 from nextscale.cluster.manifest import read_folder, read_manifest
 from nextscale.cluster.plan import Batch, plan_batches
 from nextscale.cluster.prompts import SamplePrompt, read_sample_prompts
-from nextscale.cluster.sampler import Generator, sample
+from nextscale.cluster.sampler import Generator, longest_prompts, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Encoded, Store
 from nextscale.errors import NextscaleError, PromptError, SettingError
+from nextscale.lab.evals.methods import parse_methods
 from nextscale.loading import presets
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.output import Output
 
 from . import tiny
 
@@ -108,6 +112,9 @@ def test_prompts_have_ids_seeds_and_sizes(tmp_path: Path) -> None:
         ('{"prompt": "a", "size": 1.5}', "as on the command line"),
         ('{"prompt": "a", "id": "b"}\n{"prompt": "c", "id": "b"}', "several prompts"),
         ("", "holds no prompt"),
+        ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 has no prompt"),
+        ('{"prompt": "\\ud800"}', "half of a character"),
+        ('{"prompt": ' + "[" * 100_000, "is no JSON"),
     ],
 )
 def test_wrong_prompt_files_are_refused(line: str, said: str, tmp_path: Path) -> None:
@@ -115,6 +122,17 @@ def test_wrong_prompt_files_are_refused(line: str, said: str, tmp_path: Path) ->
     file.write_text(line + "\n")
     with pytest.raises(PromptError, match=said):
         read_sample_prompts(file)
+
+
+def test_what_only_some_take_for_the_end_of_a_line_is_part_of_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "c\x85d"}\r\n'.encode())
+    assert [(prompt.id, prompt.text) for prompt in read_sample_prompts(file)] == [("00000", "a\u2028b"), ("00001", "c\x85d")]
+
+
+def test_more_images_than_a_plan_can_hold_are_refused() -> None:
+    with pytest.raises(SettingError, match="1,000,000,000 images"):
+        planned(1, 4, seeds=10**9)
 
 
 def planned(count: int, batch: int, seeds: int = 1) -> list[Batch]:
@@ -233,6 +251,22 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
     assert contents(out) == before
 
 
+def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine, or a new profile, may choose another method: its images do not belong among these."""
+    prompts, out = written(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
+    monkeypatch.setattr(Generator, "output", lambda self, batch: Output(torch.zeros(batch.images, 3, 8, 8), *[None] * 3))  # type: ignore[arg-type]
+    more = ("-m", "nano", "--size", "256", "--batch", "1", "--method", "auto:speedup=1.5")
+    assert run(prompts, out, *more).exit_code == 0
+    entry = read_manifest(out / "manifest.jsonl")[0]
+    assert entry.settings["method"] == "Auto(speedup=1.5)" and entry.settings["chosen"]
+    assert "2 were there" in run(prompts, out, *more).output
+    monkeypatch.setattr(ModelOptions, "settled", lambda *_: parse_methods("skip:last=1"))
+    result = run(prompts, out, *more)
+    assert result.exit_code == 2 and "says that 00000_0.png has chosen" in result.output
+    refused = run(prompts, out, *more, "--ray", "auto", "--dtype", "float32")
+    assert refused.exit_code == 2 and "name the method" in refused.output
+
+
 def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -240,6 +274,34 @@ def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: 
     result = run(prompts, out)
     assert result.exit_code == 2 and "no line of a manifest" in result.output
     assert (out / "manifest.jsonl").read_text() == '{"mine": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"settings": None}, "settings is None; expected an object"),
+        ({"versions": "1.0"}, "versions is '1.0'; expected an object"),
+        ({"size": 8}, "not iterable"),
+        ({"id": "\ud800", "file": "other.png"}, "surrogates not allowed"),
+        ({"file": "../x.png"}, "without folders"),
+    ],
+)
+def test_edited_lines_of_a_manifest_are_refused(change: dict[str, Any], said: str, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    file = out / "manifest.jsonl"
+    first, *others = file.read_text().splitlines(keepends=True)
+    file.write_text(json.dumps(json.loads(first) | change) + "\n" + "".join(others))
+    before = contents(out)
+    result = run(prompts, out)
+    assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output and said in result.output
+    assert contents(out) == before
+
+
+def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "manifest.jsonl").write_text("[" * 1_000_000 + "\n")
+    result = run(prompts, tmp_path)
+    assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output
 
 
 @pytest.mark.parametrize(
@@ -312,6 +374,36 @@ def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
     assert contents(tmp_path) == {}
 
 
+def test_only_folders_of_shards_are_removed(tmp_path: Path) -> None:
+    for name in ("photos", "0-of-1/inside", "1-of-2/inside"):
+        (tmp_path / ".sample" / name).mkdir(parents=True)
+        (tmp_path / ".sample" / name / "file").write_text("content")
+    with working_folder(tmp_path, Shard()) as work:
+        assert {file.name for file in work.iterdir()} == {"lock"}
+    assert {*contents(tmp_path)} == {".sample/photos/file"}
+
+
+def test_half_a_line_of_a_full_disk_is_taken_back(tmp_path: Path) -> None:
+    """The lines of images that were written before the error was seen come after it."""
+    pictures = planned(4, 4)[0].pictures
+    with working_folder(tmp_path, Shard()) as work:
+        store = Store(tmp_path, work, Shard(), {}, {})
+        entries = [store.write(picture, Encoded.of(Image.new("RGB", (8, 8)), ".png")) for picture in pictures]
+        store.record(entries[0])
+        room = (tmp_path / "manifest.jsonl").stat().st_size + 40
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            with pytest.raises(NextscaleError, match="manifest.jsonl cannot be written"):
+                store.record(entries[1])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        store.record(entries[2])
+    assert read_manifest(tmp_path / "manifest.jsonl") == [entries[0], entries[2]]
+
+
 def test_a_disk_that_refuses_ends_the_run_with_a_message(tmp_path: Path) -> None:
     batches = planned(4, 2)
     out = tmp_path / "out"
@@ -350,8 +442,17 @@ def test_graphs_are_captured_for_the_longest_prompt() -> None:
 
     prompts = [SamplePrompt(str(number), "word " * number) for number in range(1, 6)]
     batches = plan_batches(prompts, batch=2, read=str, schedule=lambda _: SCHEDULE)
-    Generator(Noted(), {}).prepare(batches)  # type: ignore[arg-type]
+    Generator(Noted(), {}).prepare(batches, longest_prompts(batches))  # type: ignore[arg-type]
     assert asked == [(["word " * 5] * 2, SCHEDULE)]
+
+
+def test_every_shard_captures_for_the_longest_prompt_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(Generator, "prepare", lambda self, batches, longest: asked.append(longest[SCHEDULE][-1]))
+    prompts = written(tmp_path / "p.jsonl", [{"prompt": "word " * number} for number in range(1, 10)])
+    for index in range(3):
+        assert run(prompts, tmp_path / "out", "--shard", f"{index}/3").exit_code == 0
+    assert asked == ["word " * 9] * 3
 
 
 def test_files_are_encoded_as_their_name_says() -> None:
@@ -430,6 +531,28 @@ def test_killed_before_any_change_of_a_file_it_leaves_nothing_behind(processes: 
         if ended == 0:
             break
     assert moment > 10
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_it_says_how_it_goes_on(number: signal.Signals, code: int, prompts: Path, tmp_path: Path) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run(prompts, whole).exit_code == 0
+    generate = Generator.output
+
+    def stop(self: Generator, batch: Batch) -> Any:
+        if batch.number == 1:
+            os.kill(os.getpid(), number)
+        return generate(self, batch)
+
+    before = signal.getsignal(number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generator, "output", stop)
+        result = run(prompts, out)
+    assert result.exit_code == code and "stopped" in result.output
+    assert signal.getsignal(number) is before
+    assert not (out / ".sample").exists() and len(images(out)) == len(read_manifest(out / "manifest.jsonl"))
+    assert run(prompts, out).exit_code == 0
+    assert contents(out) == contents(whole)
 
 
 def test_two_processes_on_one_shard_do_not_corrupt_one_another(processes: Any, prompts: Path, tmp_path: Path) -> None:

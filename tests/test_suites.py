@@ -18,7 +18,7 @@ from nextscale.cluster.manifest import Entry
 from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.lab.evals.methods import DENSE, parse_methods
-from nextscale.lab.evals.suites import SUITES, export, suite
+from nextscale.lab.evals.suites import SUITES, export, layouts, suite
 from nextscale.lab.evals.suites.papers import PAPER_RUNS, Work, measured_hardware, measured_speed, paper_work
 from nextscale.lab.evals.suites.prompts import as_lines
 from nextscale.lab.evals.suites.suite import suite_table
@@ -194,6 +194,37 @@ def test_imagenet(tmp_path: Path) -> None:
     assert images[3, 0, 0].tolist() == [3, 0, 0] and images[999, 7, 7].tolist() == [999 % 256, 0, 0]
 
 
+def test_imagenet_spreads_every_class_over_all_parts(tmp_path: Path) -> None:
+    """OpenAI's evaluator takes the Inception Score of 5,000 images after another: each part needs all classes."""
+    prompts = [SamplePrompt(str(number), str(number)) for number in range(3)]
+    folder = sampled(tmp_path, prompts, 2)
+    images = {prompt.id: [folder / f"{prompt.id}_{100 + k}.png" for k in range(2)] for prompt in prompts}
+    layouts.imagenet(layouts.Samples(prompts, images), tmp_path / "out")
+    with np.load(tmp_path / "out" / "samples.npz") as arrays:
+        assert arrays["arr_0"][:, 0, 0, :2].tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+
+
+def test_imagenet_leaves_nothing_where_sizes_differ(tmp_path: Path) -> None:
+    prompts = [SamplePrompt("0", "0"), SamplePrompt("1", "1")]
+    folder = sampled(tmp_path, prompts, 1)
+    Image.new("RGB", (SIDE, 2 * SIDE)).save(folder / "1_100.png")
+    images = {prompt.id: [folder / f"{prompt.id}_100.png"] for prompt in prompts}
+    with pytest.raises(NextscaleError, match="images of one size"):
+        layouts.imagenet(layouts.Samples(prompts, images), tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(("seeds", "size"), [(5, (SIDE, SIDE)), (4, (SIDE, 2 * SIDE))])
+def test_dpg_refuses_what_its_scorer_would_cut_wrongly(seeds: int, size: tuple[int, int], tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    prompt_set = dpg_set(tmp_path / "set")
+    folder = sampled(tmp_path, suite("dpg").prompts(prompt_set), seeds)
+    for file in folder.glob("256_*.png"):
+        Image.new("RGB", size).save(file)
+    with pytest.raises(NextscaleError, match="square images of one size"):
+        export(suite("dpg"), folder, tmp_path / "out", prompt_set, seeds)
+
+
 def test_compbench(tmp_path: Path) -> None:
     """SET/samples/PROMPT_NUMBER.png; the prompt ends at the first _, and numbers are never repeated."""
     _, files = laid_out("t2i-compbench", tmp_path)
@@ -234,8 +265,37 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
         export(suite("geneval"), folder, tmp_path / "out", prompt_set, seeds=3)
     with pytest.raises(SettingError, match="pass --prompt-set with the path of evaluation_metadata.jsonl"):
         suite("geneval").prompts(None)
+    instances = tmp_path / "instances_val2014.json"
+    instances.write_text(json.dumps({"annotations": [{"image_id": 1, "id": 2, "bbox": [0, 0, 1, 1]}]}))
+    with pytest.raises(PromptError, match="not instances_val"):
+        suite("coco").prompts(instances)
     with pytest.raises(PromptError, match="another benchmark"):
         suite("imagereward").prompts(hps_set(tmp_path) / "photo.json")
+
+
+def test_images_of_other_prompts_are_not_scored(tmp_path: Path) -> None:
+    """Many prompt sets have the ids 00000, 00001, ..."""
+    prompt_set = geneval_set(tmp_path)
+    prompts = suite("geneval").prompts(prompt_set)
+    folder = sampled(tmp_path, [SamplePrompt(prompt.id, f"not {prompt.text}") for prompt in prompts], 4)
+    with pytest.raises(NextscaleError, match="shows 'not a photo of a bench', and 00000 of GenEval is 'a photo of a bench'"):
+        export(suite("geneval"), folder, tmp_path / "out", prompt_set)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["hpsv2", "dpg"])
+def test_images_that_are_gone_or_damaged_are_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    prompt_set = SETS[name](tmp_path / "set")
+    prompts = suite(name).prompts(prompt_set)
+    folder = sampled(tmp_path, prompts, suite(name).seeds)
+    file = folder / f"{prompts[1].id}_100.png"
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(NextscaleError, match=f"{file.name} cannot be read as an image"):
+        export(suite(name), folder, tmp_path / "damaged", prompt_set)
+    file.unlink()
+    with pytest.raises(NextscaleError, match="lacks images of 1 of the"):
+        export(suite(name), folder, tmp_path / "gone", prompt_set)
 
 
 def test_the_page_has_the_table() -> None:

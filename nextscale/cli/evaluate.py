@@ -217,7 +217,7 @@ def run_suite(asked: SuiteOptions, folders: Sequence[Path], device: torch.device
             raise SettingError(f"--export lays out one folder of images; got {len(folders)}: name the folder that `nextscale sample` wrote")
         count = export(chosen, folders[0], asked.export, asked.prompt_set, asked.seeds)
         typer.echo(f"{count} images in {asked.export}. Environment: {chosen.environment}")
-        typer.echo(chosen.command.replace("FOLDER", str(asked.export)))
+        typer.echo(chosen.command.replace("FOLDER", str(asked.export.resolve())))
     elif asked.write_prompts is None and not asked.dry_run:
         raise SettingError(f"--suite {chosen.name}: add --write-prompts FILE, --export FOLDER or --dry-run")
 

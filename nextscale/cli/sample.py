@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Annotated, Any
 
 import torch
@@ -21,7 +23,7 @@ from ..cluster.plan import Batch as PlannedBatch
 from ..cluster.plan import plan_batches
 from ..cluster.prompts import SamplePrompt, read_sample_prompts
 from ..cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray
-from ..cluster.sampler import Done, OnImages, sample
+from ..cluster.sampler import Done, OnImages, longest_prompts, sample
 from ..cluster.shard import AUTO, Shard
 from ..cluster.store import Store
 from ..errors import SettingError, SizeError
@@ -136,21 +138,36 @@ def sample_command(
         require_known_actors(model, ray)
     model = on_own_gpu(model) if run.shard == AUTO and ray is None else model
     acceleration = parse_methods(*method or ())
+    if ray is not None and ray.address != LOCAL and acceleration.chooses:
+        raise SettingError(
+            f"{acceleration.label} is looked up for the machine that runs it, and a cluster may have several: name the method"
+        )
     batches = prompts.batches(model, size, batch, f".{run.format}")
-    arguments = {}
-    for schedule in {one.schedule for one in batches}:
-        model.settled(acceleration, schedule, batch)
-        arguments = sampling.call_arguments(model.spec, schedule)
+    arguments, chosen = {}, {}
+    for one in {one.schedule: one for one in batches}.values():
+        settled = model.settled(acceleration, one.schedule, one.images)
+        if acceleration.chooses:
+            chosen[one.pictures[0].stages] = settled.label
+        arguments = sampling.call_arguments(model.spec, one.schedule)
     settings = described(model, sampling, acceleration.label, run)
     if run.out.exists() and not run.out.is_dir():
         raise SettingError(f"--out {run.out} is a file: give a folder")
     mine = shard.part(batches)
     total = sum(len(one.pictures) for one in mine)
-    with working_folder(run.out, shard) as work, progress_of(total) as on_images, warnings_as_notes():
-        store = Store(run.out, work, shard, settings, versions(None if ray else model.torch_device, batch))
+    with (
+        stopping(run.out),
+        working_folder(run.out, shard) as work,
+        progress_of(total) as on_images,
+        warnings_as_notes(),
+    ):
+        store = Store(run.out, work, shard, settings, versions(None if ray else model.torch_device, batch), chosen)
         load = partial(random, model) if run.random_weights else partial(model.load, as_released=sampling.as_released)
         call = {**arguments, "method": acceleration}
-        done = sample(load, call, mine, store, on_images) if ray is None else sample_on_ray(load, call, mine, store, ray, on_images)
+        longest = longest_prompts(batches)
+        if ray is None:
+            done = sample(load, call, mine, store, on_images, longest)
+        else:
+            done = sample_on_ray(load, call, mine, store, ray, on_images, longest)
     show(done, run.out)
 
 
@@ -204,6 +221,25 @@ def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
     found = where(device or torch.device("cpu"))
     hardware = "Ray cluster" if device is None else found["hardware"]
     return {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "device": hardware, "batch": batch}
+
+
+@contextmanager
+def stopping(out: Path) -> Iterator[None]:
+    """Says how it goes on where Ctrl-C, or SIGTERM as Slurm sends it, ends the run. Files that are being written are finished first."""
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    handled = current_thread() is main_thread()  # others may not set handlers
+    before = signal.signal(signal.SIGTERM, stop) if handled else None
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        typer.echo(f"stopped: the images in {out} are whole, and the same command makes the others", err=True)
+        raise
+    finally:
+        if handled:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from .shard import Shard
 
 WORK = ".sample"  # inside the folder of images
 LOCK = "lock"
+SHARD_FOLDER = re.compile(r"\d+-of-\d+")  # others are not ours to remove
 TRIES = 100  # of making a folder while runs that have just ended remove theirs
 
 
@@ -89,7 +91,7 @@ def _owner(folder: Path) -> str:
 def _refuse_other_counts(out: Path, shard: Shard) -> None:
     """Runs that split the work into another number of shards would do some of it twice; what dead ones left is removed."""
     for folder in (out / WORK).iterdir():
-        if not folder.is_dir() or folder.name.endswith(f"-of-{shard.count}"):
+        if not folder.is_dir() or not SHARD_FOLDER.fullmatch(folder.name) or folder.name.endswith(f"-of-{shard.count}"):
             continue
         lock = _locked(folder)
         if lock is None:
@@ -102,5 +104,9 @@ def _refuse_other_counts(out: Path, shard: Shard) -> None:
 
 def _empty(folder: Path) -> None:
     for file in folder.iterdir():
-        if file.name != LOCK:
+        if file.name == LOCK:
+            continue
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file, ignore_errors=True)
+        else:
             file.unlink(missing_ok=True)

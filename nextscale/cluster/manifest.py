@@ -39,7 +39,11 @@ class Entry:
             raise ValueError(f"expected an object with {', '.join(field.name for field in fields(Entry))}")
         if not isinstance(found["file"], str) or Path(found["file"]).name != found["file"]:
             raise ValueError(f"file is {found['file']!r:.80}; expected a name without folders")
-        return Entry(**found | {"size": tuple(found["size"])})
+        if other := [name for name in ("settings", "versions") if not isinstance(found[name], dict)]:
+            raise ValueError(f"{other[0]} is {found[other[0]]!r:.80}; expected an object")
+        entry = Entry(**found | {"size": tuple(found["size"])})
+        entry.line.encode()  # which halves of characters do not allow
+        return entry
 
     def matches(self, folder: Path) -> bool:
         """Whether the file is there, with the content that it was written with."""
@@ -87,7 +91,7 @@ def _entries(file: Path) -> Iterator[Entry]:
     for number, line in enumerate(lines[:-1], start=1):  # what comes after the last end of a line was not finished
         try:
             yield Entry.of(line.decode())
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise NextscaleError(
                 f"{file}, line {number} is no line of a manifest ({error}): move it away, or choose another folder"
             ) from error

@@ -11,6 +11,8 @@ from ..request import is_seed
 from ..stage import Schedule
 from .prompts import SamplePrompt
 
+MOST_IMAGES = 10_000_000  # of a plan, which then takes about 6 GB
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -62,6 +64,8 @@ def plan_batches(
     """
     if suffix not in IMAGE_FORMATS:
         raise SettingError(f"format {suffix!r}: choose one of {', '.join(IMAGE_FORMATS)}")
+    if seeds * len(prompts) > MOST_IMAGES:
+        raise SettingError(f"{seeds * len(prompts):,} images in one folder: a run plans up to {MOST_IMAGES:,}; give parts of the prompts")
     by_size: dict[Schedule, list[Picture]] = {}
     for number, prompt in enumerate(prompts):
         first = seed + number * seeds if prompt.seed is None else prompt.seed

@@ -40,6 +40,11 @@ def read_sample_prompts(file: Path, limit: int | None = None) -> list[SampleProm
         prompts = [SamplePrompt(numbered(number, len(texts)), text) for number, text in enumerate(texts)]
     if twice := [name for name, times in Counter(prompt.id for prompt in prompts).items() if times > 1]:
         raise PromptError(f"{file}: the id {twice[0]!r} stands for several prompts; ids name files: give each prompt its own")
+    if broken := [prompt for prompt in prompts if not is_unicode(prompt.text)]:
+        raise PromptError(
+            f"{file}: the prompt {broken[0].text!r:.80} of {broken[0].id} holds half of a character (\\ud800 to \\udfff), which no file can"
+            f" hold: write it whole"
+        )
     return evenly_spread(prompts, limit)
 
 
@@ -50,12 +55,13 @@ def numbered(number: int, count: int) -> str:
 
 def _read_lines(file: Path) -> list[SamplePrompt]:
     try:
-        lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold what `splitlines` takes for the end of a line
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"prompts {file} cannot be read ({error}): give a .jsonl file, one object with a prompt per line") from error
-    if not lines:
+    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
         raise PromptError(f"{file} holds no prompt: write one JSON object per line, such as " + '{"id": "fox", "prompt": "a red fox"}')
-    return [_read_line(line, f"{file.name}, line {number + 1}", numbered(number, len(lines))) for number, line in enumerate(lines)]
+    return [_read_line(line, f"{file.name}, line {number}", numbered(place, len(found))) for place, (number, line) in enumerate(found)]
 
 
 def _read_line(line: str, source: str, default_id: str) -> SamplePrompt:
@@ -85,6 +91,11 @@ def _text(fields: Mapping[str, Any], source: str) -> str:
             f"{source} has no prompt: expected text that is not empty under one of {', '.join(PROMPT_FIELDS)}; got {text!r:.80}"
         )
     return text
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written: JSON may name halves of characters."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _id(given: Any, source: str, default: str) -> str:

@@ -7,23 +7,29 @@ run whose driver dies goes on as any other, and needs no checkpoint of Ray's. Ma
 from __future__ import annotations
 
 import logging
+import math
+import re
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 from ..errors import MissingExtra, NextscaleError, SettingError
 from ..pipeline import Pipeline
 from .plan import Batch
-from .sampler import Done, Generator, OnImages, missing
+from .sampler import Done, Generator, LongestPrompts, OnImages, longest_prompts, missing
 from .store import WRITERS, Encoded, Store
 
 LOCAL = "local"
 CPUS = 0.5  # per actor: whole ones would leave none to Ray Data's own tasks on a small machine, and it would wait forever
 MOST_TASKS = 10_000
+LISTENER_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,19 @@ class RaySettings:
     gpus: float = 1.0  # of each actor, where there are any; 0.25 puts four small models on a GPU
 
     def __post_init__(self) -> None:
-        if self.gpus <= 0 or (self.gpus > 1 and self.gpus != int(self.gpus)):
+        if not 0 < self.gpus < math.inf or (self.gpus > 1 and self.gpus != int(self.gpus)):
             raise SettingError(f"GPUs per worker {self.gpus}: give a share of one, such as 0.25, or 1")
 
 
 class Worker:
     """An actor: one pipeline, which is asked for batch after batch."""
 
-    def __init__(self, load: Callable[[], Pipeline], settings: Mapping[str, Any], batches: Sequence[Batch]) -> None:
+    def __init__(
+        self, load: Callable[[], Pipeline], settings: Mapping[str, Any], batches: Sequence[Batch], longest: LongestPrompts
+    ) -> None:
         self._batches = {batch.number: batch for batch in batches}
         self._generator = Generator(load(), settings)
-        self._generator.prepare(batches)
+        self._generator.prepare(batches, longest)
         self._encoders = ThreadPoolExecutor(WRITERS, thread_name_prefix="encode")
 
     def __call__(self, rows: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
@@ -71,6 +79,7 @@ def sample_on_ray(
     store: Store,
     ray_settings: RaySettings,
     on_images: OnImages = lambda _: None,
+    longest: LongestPrompts | None = None,
 ) -> Done:
     """Generates what is not there, on the actors of a cluster. They are sent `load` and `settings`: weights lie under the same paths."""
     there = store.verified(batches)
@@ -85,12 +94,12 @@ def sample_on_ray(
         results = dataset.map_batches(
             Worker,
             batch_size=1,
-            fn_constructor_args=(load, settings, batches),
+            fn_constructor_args=(load, settings, batches, longest or longest_prompts(batches)),
             concurrency=workers_for(ray_settings),
             num_cpus=CPUS,
             num_gpus=gpus_per_worker(ray_settings),
         )
-        for row in results.iter_rows():
+        for row in arriving(results):
             picture = pictures[row["number"], row["place"]]
             if picture.file in there:
                 continue
@@ -103,6 +112,22 @@ def sample_on_ray(
         seconds = time.perf_counter() - started  # before a cluster that was started here ends
     store.arrange(batches)
     return Done(written, len(there) - written, seconds, written - untimed)
+
+
+def arriving(results: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows of a data set; what an actor refuses or dies of is said as it would be without Ray."""
+    from ray.exceptions import RayError
+
+    try:
+        yield from results.iter_rows()
+    except RayError as error:
+        raise NextscaleError(f"a Ray actor failed: {reason(str(error))}. What is written is kept: start it again to go on") from error
+
+
+def reason(text: str) -> str:
+    """The error of which Ray shows the whole way: the last line that begins with the name of one."""
+    named = re.findall(r"^[\w.]*?(\w+: .+)$", text, re.MULTILINE)
+    return str(named[-1] if named else text.partition("\n")[0]).rstrip(".")
 
 
 @contextmanager
@@ -132,9 +157,11 @@ def connected(settings: RaySettings) -> Iterator[Any]:
     mine = not ray.is_initialized()
     if mine:
         try:
+            require_listener(settings.address)
             dashboard = False if settings.address == LOCAL else None
-            ray.init(address=settings.address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+            with own_sigterm():
+                ray.init(address=settings.address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
+        except (OSError, ValueError, RuntimeError) as error:
             raise NextscaleError(
                 f"no Ray cluster at {settings.address!r} ({str(error).splitlines()[0]}): start one with `ray start --head`, or give {LOCAL}"
             ) from error
@@ -143,6 +170,23 @@ def connected(settings: RaySettings) -> Iterator[Any]:
     finally:
         if mine:
             ray.shutdown()
+
+
+@contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Leaves SIGTERM to this program: Ray takes it for itself, shows where its threads are and aborts."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if current_thread() is main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def require_listener(address: str) -> None:
+    """OSError where nothing listens at HOST:PORT: Ray would try for minutes."""
+    if match := re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address):
+        socket.create_connection((match[1], int(match[2])), timeout=LISTENER_SECONDS).close()
 
 
 def gpus_per_worker(settings: RaySettings) -> float:

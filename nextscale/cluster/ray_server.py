@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -18,7 +18,7 @@ from ..errors import MissingExtra, SettingError
 from ..serve.app import create_app
 from ..serve.service import Content, Service
 from ..serve.settings import ServeSettings
-from .ray_sampler import CPUS, RaySettings, connected, gpus_per_worker, workers_for
+from .ray_sampler import CPUS, LOCAL, RaySettings, connected, gpus_per_worker, workers_for
 
 NAME = "nextscale"
 WAITING_SECONDS = 1.0
@@ -63,15 +63,25 @@ class RayServer:
     def running(self) -> Iterator[None]:
         """Until the block ends; then accepted requests finish."""
         os.environ.setdefault(*PROXY_SECONDS)  # for a cluster that is started here
-        with connected(self.ray):
+        with connected(self.ray) as ray:
             serve = ray_serve()
+            if self.ray.address == LOCAL:  # which does not grow: Ray would wait without end
+                self.require_room(ray.cluster_resources())
             serve.start(http_options={"host": self.settings.host, "port": self.settings.port})
-            serve.run(self.application(serve), name=NAME, route_prefix="/")
             try:
+                serve.run(self.application(serve), name=NAME, route_prefix="/")
                 yield
             finally:
                 serve.delete(NAME)
                 serve.shutdown()
+
+    def require_room(self, resources: Mapping[str, float]) -> None:
+        share, workers = gpus_per_worker(self.ray), workers_for(self.ray)
+        room = min(int(resources.get("CPU", 0) / CPUS), int(resources["GPU"] / share) if share else workers)
+        if workers > room:
+            raise SettingError(
+                f"--workers {workers}: this machine has room for {room}; give fewer, or a smaller share of a GPU with --gpus"
+            )
 
     def application(self, serve: Any) -> Any:
         deployment = serve.deployment(
@@ -95,10 +105,11 @@ def ray_serve() -> Any:
 
 
 def serve_on_ray(server: RayServer) -> None:
-    """Returns after SIGINT or SIGTERM."""
+    """Returns after SIGINT or SIGTERM. While replicas start, which may wait for machines without end, these end it at once."""
     ended = Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server.running():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: ended.set())
         while not ended.wait(WAITING_SECONDS):
             pass

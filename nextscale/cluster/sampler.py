@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from ..errors import SettingError
 from ..io import to_arrays
 from ..output import Output
 from ..pipeline import Pipeline
+from ..stage import Schedule
 from .manifest import Entry
 from .plan import Batch, Picture
 from .store import WRITERS, Encoded, Store
@@ -31,6 +32,8 @@ LONGEST_TRIED = 8  # prompts, by letters, among which the one with most tokens i
 
 OnImages = Callable[[int], None]
 """Called with the number of images that were written since."""
+LongestPrompts = Mapping[Schedule, Sequence[str | int]]
+"""The prompts with most letters among those of a size."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,14 @@ class Generator:
         self._pipeline, self._settings = pipeline, dict(settings)
         self._captures = pipeline.engine == "graphs"
 
-    def prepare(self, batches: Sequence[Batch]) -> None:
+    def prepare(self, batches: Sequence[Batch], longest_prompts: LongestPrompts) -> None:
         """Reads the longest prompts, so that what the encoder refuses is mostly refused now, and captures the requests of these batches
         with the longest of all, whose graphs serve shorter ones as well.
 
         A request is then the same program whether it comes first or after a restart, and so are its images.
         """
         for batch in {(batch.schedule, batch.images): batch for batch in batches}.values():
-            longest = self._longest([picture.prompt for other in batches if other.schedule == batch.schedule for picture in other.pictures])
+            longest = max(longest_prompts[batch.schedule], key=lambda prompt: self._pipeline.reader.read(prompt).longest)
             if not self._captures:
                 continue
             try:
@@ -81,9 +84,13 @@ class Generator:
             **self._settings,
         )
 
-    def _longest(self, prompts: Sequence[str | int]) -> str | int:
-        candidates = sorted(set(prompts), key=lambda prompt: len(str(prompt)))[-LONGEST_TRIED:]
-        return max(candidates, key=lambda prompt: self._pipeline.reader.read(prompt).longest)
+
+def longest_prompts(batches: Iterable[Batch]) -> LongestPrompts:
+    """Of every size. Give all batches of a run and not those of a shard: each shard then captures the same program."""
+    prompts: dict[Schedule, set[str | int]] = {}
+    for batch in batches:
+        prompts.setdefault(batch.schedule, set()).update(picture.prompt for picture in batch.pictures)
+    return {size: sorted(found, key=lambda prompt: (len(str(prompt)), str(prompt)))[-LONGEST_TRIED:] for size, found in prompts.items()}
 
 
 def missing(batches: Sequence[Batch], there: set[str]) -> list[Batch]:
@@ -92,16 +99,21 @@ def missing(batches: Sequence[Batch], there: set[str]) -> list[Batch]:
 
 
 def sample(
-    load: Callable[[], Pipeline], settings: Mapping[str, Any], batches: Sequence[Batch], store: Store, on_images: OnImages = lambda _: None
+    load: Callable[[], Pipeline],
+    settings: Mapping[str, Any],
+    batches: Sequence[Batch],
+    store: Store,
+    on_images: OnImages = lambda _: None,
+    longest: LongestPrompts | None = None,
 ) -> Done:
-    """Generates what is not there; the model is not loaded if that is nothing."""
+    """Generates what is not there; the model is not loaded if that is nothing. longest: those of the whole run, if this is a part."""
     there = store.verified(batches)
     on_images(len(there))
     todo = missing(batches, there)
     if not todo:
         return Done(0, len(there), 0.0, 0)
     generator = Generator(load(), settings)
-    generator.prepare(batches)
+    generator.prepare(batches, longest or longest_prompts(batches))
     started, untimed, writing = time.perf_counter(), 0, Writing(store, on_images)
     with writing:
         for turn, batch in enumerate(todo):
@@ -158,7 +170,11 @@ class Writing:
 
 
 def copied(pixels: Tensor) -> NDArray[np.uint8]:
-    """The levels of all images on the host. The device copies them on a stream of its own: the next batch does not wait for that."""
+    """The levels of all images on the host. The device copies them on a stream of its own: the next batch does not wait for that.
+
+    The pixels are finished when they come here, since `execute` waits for the device after they were copied from the executor's memory;
+    and they are held here until `.cpu()` has waited for this stream, so nothing else is put in their place before they are read.
+    """
     with torch.cuda.stream(copying_stream(pixels.device)) if pixels.is_cuda else nullcontext():
         return to_arrays(pixels)
 

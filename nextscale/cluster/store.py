@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -42,12 +43,21 @@ class Encoded:
 class Store:
     """The folder `out`, for one shard, which has locked its folder `work` for temporary files.
 
-    settings: what all images depend on; images of other settings are not touched. versions: of programs and machine.
+    settings: what all images depend on; images of other settings are not touched. versions: of programs and machine. chosen: where the
+    method is looked up for every size, the one that it is, by `Picture.stages`.
     """
 
-    def __init__(self, out: Path, work: Path, shard: Shard, settings: Mapping[str, Any], versions: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        work: Path,
+        shard: Shard,
+        settings: Mapping[str, Any],
+        versions: Mapping[str, Any],
+        chosen: Mapping[str, str] | None = None,
+    ) -> None:
         self.out, self._work = out, work
-        self._settings, self._versions = settings, versions
+        self._settings, self._versions, self._chosen = settings, versions, chosen or {}
         self._manifest = out / ("manifest.jsonl" if shard.count == 1 else f"manifest-{shard.name}.jsonl")
         self._known = {file: read_manifest(file) for file in manifest_files(out)}
 
@@ -74,8 +84,14 @@ class Store:
 
     def record(self, entry: Entry) -> None:
         """Adds the line of an image that is written."""
-        with write_errors(self._manifest), self._manifest.open("a", encoding="utf-8") as lines:
-            lines.write(entry.line)
+        with write_errors(self._manifest), self._manifest.open("ab", buffering=0) as lines:
+            line, end = entry.line.encode(), lines.tell()
+            try:
+                if lines.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                lines.truncate(end)  # half a line before those that are still to come would make the manifest unreadable
+                raise
 
     def arrange(self, batches: Sequence[Batch]) -> None:
         """Puts the lines of the shard's own manifest into the order of the plan, where images came in another."""
@@ -84,17 +100,26 @@ class Store:
         self._rewrite(entries)
 
     def _rewrite(self, entries: Iterable[Entry]) -> None:
-        self._put(self._manifest, as_text(entries).encode())
+        self._put(self._manifest, as_text(entries).encode(), lasting=True)
 
-    def _put(self, file: Path, content: bytes) -> None:
-        """A whole file or none. What a killed process leaves of it lies in the shard's folder, which the next one empties."""
+    def _put(self, file: Path, content: bytes, lasting: bool = False) -> None:
+        """A whole file or none. What a killed process leaves of it lies in the shard's folder, which the next one empties.
+
+        lasting: it takes the other's place when it is on the disk. An image that a power failure empties is made again; an empty manifest
+        would mean all of them.
+        """
         temporary = self._work / file.name
         with write_errors(file):
-            temporary.write_bytes(content)
+            with temporary.open("wb") as target:
+                target.write(content)
+                if lasting:
+                    target.flush()
+                    os.fsync(target.fileno())
             os.replace(temporary, file)
 
     def _settings_of(self, picture: Picture) -> dict[str, Any]:
-        return {**self._settings, "stages": picture.stages}
+        chosen = {"chosen": self._chosen[picture.stages]} if picture.stages in self._chosen else {}
+        return {**self._settings, **chosen, "stages": picture.stages}
 
     def _require_same(self, picture: Picture, entry: Entry, file: Path) -> None:
         ours = {"prompt": picture.prompt, "seed": picture.seed, **self._settings_of(picture)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,10 @@ class Record:
         return self.group not in ("Symbols", "Flags") and not any(word in self.label.lower() for word in sided)
 
 
-def read_records(lines: Iterable[str], source: str) -> list[Record]:
-    """The records of these lines; empty ones are skipped. `source` is named in errors."""
+def read_records(text: str, source: str) -> list[Record]:
+    """The records of the lines of a text; empty ones are skipped. `source` is named in errors."""
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold what `splitlines` takes for the end of a line
         if not line.strip():
             continue
         try:
@@ -77,7 +76,7 @@ def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
             members = {member.name.removeprefix("./"): member for member in tar if member.isfile()}
             if CAPTIONS not in members:
                 raise DataError(f"{shard} holds no {CAPTIONS}: expected a tar file with that and the images it names")
-            records = read_records(_content(tar, members[CAPTIONS]).decode().splitlines(), f"{CAPTIONS} of {shard}")
+            records = read_records(_content(tar, members[CAPTIONS]).decode(), f"{CAPTIONS} of {shard}")
             if absent := [record.file for record in records if record.file not in members]:
                 raise DataError(f"{shard} lacks {len(absent)} images that its {CAPTIONS} names, such as {absent[0]!r}")
             return records, [_content(tar, members[record.file]) for record in records]

@@ -33,6 +33,7 @@ STYLE: dict[Any, Any] = {
 }
 SIZE = (11.0, 3.2)  # inches
 LINE_HEIGHT = 0.075  # share of the axes' height
+MOST_UPRIGHT = 30  # names of stages of two digits that fit side by side into a figure with names of lines
 EFFECTS = {
     "seed": ("another seed", GREY),
     "other": ("another prompt", ORANGE),
@@ -100,7 +101,9 @@ def name_stages(axes: Axes, found: Observations, stages: Sequence[int] | None = 
     shown = range(len(found.stages)) if stages is None else stages
     sizes = [found.stages[stage] for stage in shown]
     names = [str(height) if height == width else f"{height}x{width}" for height, width in sizes]
-    axes.set_xticks(list(shown), names, rotation=0 if all(len(name) < 3 for name in names) else 60)
+    room = axes.get_subplotspec().get_geometry()[1] * len(names) <= MOST_UPRIGHT  # type: ignore[union-attr]
+    short = all(len(name) < 3 for name in names)
+    axes.set_xticks(list(shown), names, rotation=60 if not short else 0 if room else 90)
     axes.set_xlabel("tokens a side at the stage")
 
 

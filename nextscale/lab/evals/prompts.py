@@ -67,8 +67,10 @@ def evenly_spread(prompts: Sequence[T], limit: int | None) -> list[T]:
 def _read(path: Path) -> list[EvalPrompt]:
     if path.suffix == ".tar":
         return [EvalPrompt.of(record, encoded) for record, encoded in zip(*read_shard(path), strict=True)]
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    return [EvalPrompt.of(record) for record in read_records(lines, path.name)] if path.suffix == ".jsonl" else _plain(lines)
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".jsonl":
+        return [EvalPrompt.of(record) for record in read_records(text, path.name)]
+    return _plain(text.splitlines())
 
 
 def _plain(lines: Iterable[str]) -> list[EvalPrompt]:

@@ -88,7 +88,7 @@ def evaluate_folder(folder: ImageFolder, judged: Judged) -> Row:
         network = judged.network(name)
         ours = features_of(folder, network, judged.device, batch=judged.batch, cache=judged.cache, on_images=judged.on_images)
         row |= by_text(ours, network, folder) if network.text is not None else by_set(ours, network, judged)
-    if judged.dense is not None:
+    if judged.dense is not None and judged.pairs:
         row |= by_pairs(folder, judged.dense, judged)
     return row
 

@@ -50,7 +50,7 @@ def inception(given: Path | None, device: torch.device) -> Network:
     except Exception as error:  # besides a missing package, a torchvision that does not fit the torch that is installed
         raise MissingExtra(
             f"FID's network is torch-fidelity's, which cannot be imported ({error}): pip install 'nextscale[eval]', with the torchvision"
-            f" that belongs to torch {torch.__version__}; or choose --network efficientnet"
+            f" that belongs to torch {torch.__version__}; or choose --metric fd-efficientnet"
         ) from error
     network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(file))
     network = network.to(device)

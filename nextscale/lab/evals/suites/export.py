@@ -15,8 +15,15 @@ def export(suite: Suite, folder: Path, out: Path, prompt_set: Path | None = None
     prompts = suite.prompts(prompt_set)
     wanted = suite.seeds if seeds is None else seeds
     found: dict[str, list[tuple[int, Path]]] = {}
+    texts = {prompt.id: prompt.text for prompt in prompts}
     for entry in read_folder(folder).values():
-        found.setdefault(entry.id, []).append((entry.seed, folder / entry.file))
+        if str(entry.prompt) != texts.get(entry.id, str(entry.prompt)):
+            raise NextscaleError(
+                f"{folder / entry.file} shows {entry.prompt!r:.80}, and {entry.id} of {suite.title} is {texts[entry.id]!r:.80}: give the"
+                f" folder that was generated from the prompts of `nextscale evaluate --suite {suite.name} --write-prompts FILE`"
+            )
+        if (folder / entry.file).is_file():
+            found.setdefault(entry.id, []).append((entry.seed, folder / entry.file))
     if lacking := [prompt.id for prompt in prompts if len(found.get(prompt.id, ())) < wanted]:
         raise NextscaleError(
             f"{folder} lacks images of {len(lacking)} of the {len(prompts)} prompts, such as {lacking[0]!r}: run `nextscale"

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from ....cluster.prompts import SamplePrompt
 from ....errors import NextscaleError
-from ....io import grid, write_image, write_text
+from ....io import grid, replacing, write_errors, write_image, write_text
+from .prompts import lines_of
 
 LONGEST_NAME = 255  # bytes, on the usual file systems
 
@@ -33,8 +34,7 @@ class Samples:
 def geneval(samples: Samples, out: Path) -> None:
     """NUMBER/samples/0000.png and NUMBER/metadata.jsonl, which is that line of the prompt set."""
     assert samples.source is not None
-    lines = [line for line in samples.source.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    for prompt, line in zip(samples.prompts, lines, strict=True):
+    for prompt, line in zip(samples.prompts, lines_of(samples.source), strict=True):
         write_text(line + "\n", out / prompt.id / "metadata.jsonl")
         for number, file in enumerate(samples.images[prompt.id]):
             put(file, out / prompt.id / "samples" / f"{number:04d}.png")
@@ -54,6 +54,11 @@ def dpg(samples: Samples, out: Path) -> None:
     """ID.png, four images in a square: the scorer cuts it at the resolution that it is told. No other file may be there."""
     for prompt in samples.prompts:
         images = [opened(file) for file in samples.images[prompt.id]]
+        if len(images) > 4 or len({side for image in images for side in image.size}) > 1:
+            raise NextscaleError(
+                f"DPG-Bench cuts up to four square images of one size out of a picture; {prompt.id} has"
+                f" {', '.join(f'{image.height}x{image.width}' for image in images)}: generate them so, and give --seeds 1 to 4"
+            )
         write_image(grid(images), out / f"{prompt.id}.png")
 
 
@@ -85,13 +90,17 @@ def flat(samples: Samples, out: Path) -> None:
 
 
 def imagenet(samples: Samples, out: Path) -> None:
-    """samples.npz with all images as arr_0 [N, H, W, 3], 8 bits, as OpenAI's evaluator takes them. One image at a time is in memory."""
-    files = [file for prompt in samples.prompts for file in samples.images[prompt.id]]
+    """samples.npz with all images as arr_0 [N, H, W, 3], 8 bits, as OpenAI's evaluator takes them. One image at a time is in memory.
+
+    The first images of all classes come first, then the second ones: the evaluator takes the Inception Score of 5,000 images after
+    another, and would find 100 classes in each part if those of a class lay together.
+    """
+    files = [file for one_of_each in zip(*(samples.images[prompt.id] for prompt in samples.prompts), strict=True) for file in one_of_each]
     first = np.asarray(opened(files[0]))
-    out.mkdir(parents=True, exist_ok=True)
     header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), *first.shape)}
     with (
-        zipfile.ZipFile(out / "samples.npz", "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
+        replacing(out / "samples.npz") as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
         archive.open("arr_0.npy", "w", force_zip64=True) as array,
     ):
         np.lib.format.write_array_header_1_0(array, header)  # type: ignore[arg-type]
@@ -130,16 +139,20 @@ def evalscope(samples: Samples, out: Path) -> None:
 
 def put(file: Path, target: Path) -> None:
     """The same image under another name: a link where that is possible, rewritten where the format is another."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix.lower() != target.suffix.lower():
         write_image(opened(file), target)
         return
-    try:
-        os.link(file, target)
-    except OSError:  # another file system
-        shutil.copyfile(file, target)
+    with write_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(file, target)
+        except OSError:  # another file system
+            shutil.copyfile(file, target)
 
 
 def opened(file: Path) -> Image.Image:
-    with Image.open(file) as image:
-        return image.convert("RGB")
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
+        raise NextscaleError(f"{file} cannot be read as an image ({error}): run `nextscale sample` again, which replaces it") from error

@@ -18,7 +18,7 @@ COCO_IMAGES = 30_000
 
 def from_lines(path: Path) -> list[SamplePrompt]:
     """A .jsonl file whose objects have a prompt (GenEval's evaluation_metadata.jsonl, GenEval 2's geneval2_data.jsonl)."""
-    lines = [line for line in _text(path).splitlines() if line.strip()]
+    lines = lines_of(path)
     return _numbered((_field(_json(line, path), "prompt", path) for line in lines), len(lines))
 
 
@@ -61,8 +61,13 @@ def from_coco(path: Path) -> list[SamplePrompt]:
     if not isinstance(annotations, list):
         raise PromptError(f"{path} has no annotations: give COCO's captions_val2014.json or captions_val2017.json")
     first: dict[int, str] = {}
-    for one in sorted(annotations, key=lambda one: (one["image_id"], one["id"])):
-        first.setdefault(one["image_id"], one["caption"].strip())
+    try:
+        for one in sorted(annotations, key=lambda one: (one["image_id"], one["id"])):
+            first.setdefault(int(one["image_id"]), one["caption"].strip())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PromptError(
+            f"{path} has an annotation without image_id, id or caption ({error!r}): give COCO's captions_val*.json, not instances_val*.json"
+        ) from error
     return evenly_spread([SamplePrompt(f"{number:012d}", caption) for number, caption in first.items()], COCO_IMAGES)
 
 
@@ -79,6 +84,11 @@ def from_compbench(path: Path) -> list[SamplePrompt]:
 def imagenet_classes(path: Path | None = None) -> list[SamplePrompt]:
     """The numbers of ImageNet's classes, for which no file is needed."""
     return [SamplePrompt(f"class-{number:04d}", str(number)) for number in range(IMAGENET_CLASSES)]
+
+
+def lines_of(path: Path) -> list[str]:
+    """Those of a .jsonl file that are not empty. JSON may hold what `splitlines` takes for the end of a line."""
+    return [line for line in _text(path).split("\n") if line.strip()]
 
 
 def as_lines(prompts: Iterable[SamplePrompt]) -> str:
