@@ -316,6 +316,15 @@ def test_groups_and_their_ratios_follow_the_case(groups: int, tmp_path: Path) ->
             replace(method, as_released=False).forecast(infinity_model(case["config"]), schedule)
 
 
+@pytest.mark.parametrize("sides", [[(1, 1), (24, 24), (40, 40), (48, 48)], [(1, 1), (25, 20), (50, 40), (60, 48)]], ids=["square", "tall"])
+def test_guidance_may_be_all_that_a_case_of_stagevar_drops(sides: list[tuple[int, int]], tmp_path: Path) -> None:
+    case = json.loads((copy_of(STAGEVAR, tmp_path) / "case.json").read_text())
+    case |= {"alpha": None, "guidance_off_stages": [2, 3], "stages_run": [0, 1, 2, 3], "cfg_list": [3.0, 3.0, 0, 0]}
+    plans = stagevar_method(case, Schedule(sides)).forecast(infinity_model(case["config"]), Schedule(sides))
+    assert [plan.cfg_branches for plan in plans] == ["both", "both", "uncond", "uncond"]
+    assert not any(plan.skip or plan.spans for plan in plans)
+
+
 def test_more_groups_than_the_published_table_fail(tmp_path: Path) -> None:
     path = copy_of(STAGEVAR, tmp_path) / "case.json"
     case = json.loads(path.read_text())
