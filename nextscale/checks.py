@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from numbers import Integral, Real
+from typing import Any
 
 from .errors import SettingError
 
@@ -20,7 +22,13 @@ def is_share(value: object, above_zero: bool = False) -> bool:
     """A number from 0 to 1; with `above_zero` not 0 itself."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
-    return (float(value) > 0 if above_zero else float(value) >= 0) and float(value) <= 1
+    number: Any = value  # not as a float: there is none for 10**400
+    return bool((number > 0 if above_zero else number >= 0) and number <= 1)
+
+
+def is_one_of(value: object, choices: Collection[str]) -> bool:
+    """One of these words."""
+    return isinstance(value, str) and value in choices
 
 
 def is_hashable(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -209,6 +210,15 @@ def test_anchors_are_the_top_left_cells_of_windows() -> None:
     assert anchor_cells((4, 5), 3, cpu).tolist() == [0, 3, 15, 18]
     assert anchor_cells((2, 3), 4, cpu).tolist() == [0]
     assert anchor_cells((2, 2), 1, cpu).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("settings", [{"alpha": 10**30}, {"candidates": 10**30}, {"tau": Fraction(9, 10)}, {"keep": Fraction(1, 2)}])
+def test_numbers_of_any_size_and_kind(settings: dict[str, Any]) -> None:
+    """A spacing beyond the grid leaves one anchor, and more candidates than anchors are all of them."""
+    usual = {"alpha": 99, "tau": 0.9, "keep": 0.5}
+    pipeline, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
+    given, same = ({"tau": 0.9, "first_stage": 2} | one for one in (settings, {key: usual.get(key, "all") for key in settings}))
+    tiny.assert_same_bits(*(pipeline(prompts, seed=3, method=SparseVAR(**one)) for one in (given, same)))
 
 
 def test_anchors_of_the_last_row_and_column() -> None:

@@ -104,7 +104,7 @@ def anchor_cells(size: Size, alpha: int, device: torch.device, edges: bool = Fal
 
 def anchor_places(side: int, alpha: int, device: torch.device, edges: bool) -> Tensor:
     """Rows or columns that have anchors, ascending. They are made on the device, so that a graph can be captured."""
-    places = torch.arange(0, side, alpha, device=device)
+    places = torch.arange(0, side, min(alpha, side), device=device)
     return torch.cat([places, torch.full_like(places[:1], side - 1)]) if edges and (side - 1) % alpha else places
 
 

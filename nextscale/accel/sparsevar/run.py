@@ -174,7 +174,7 @@ class SparseRun(MethodRun):
 
     def _low(self, detail: Tensor, stage: Stage, left_out: Tensor | None) -> Tensor:
         """Which cells have little detail, [B, cells]."""
-        tau = self.settings.tau
+        tau = float(self.settings.tau)
         if self.settings.metric == "logits":
             return high_similarity(-detail, tau, left_out)
         if self.settings.select == "threshold":
@@ -187,7 +187,7 @@ class SparseRun(MethodRun):
         change = self.change.values[..., 0]
         if self.settings.left_out == "carried" and self.excluded is not None:
             change = change.masked_fill(self.excluded.values[..., 0] > 0.5, 0)
-        return share_above(change, self.settings.tau, largest(change, None))
+        return share_above(change, float(self.settings.tau), largest(change, None))
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.choice is None:
