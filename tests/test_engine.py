@@ -175,6 +175,7 @@ CAPTURED_METHODS = (
     Combined((SparseVAR(tau=0.95, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, first_stage=2), DropGuidance(2, fade=1))),
     Combined((SparseVAR(tau=0.95, first_stage=2), SkipStages(last=1))),
+    Combined((SparseVAR(tau=0.95, first_stage=2, metric="image"), SkipStages(stages=(1,)))),  # anchors have nothing to compare at stage 2
     DropGuidance(3, fade=2),
     StageVAR(guidance_off=2, ranks=0.3, kept_rows="cond"),
     Combined((Combined((SparseVAR(tau=0.95, first_stage=2),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it

@@ -242,7 +242,10 @@ class SparseRun(MethodRun):
             return out, tokens
         if tokens.index is None:
             self.logits = GridMap(out.flatten(2), stage.size)
-        elif self.logits is not None:
+        elif self.logits is None:  # where the stage before was skipped, with metric "image": all cells are kept, in a bucket's tokens
+            known = out.flatten(2)
+            self.logits = GridMap(put_(known.new_zeros(len(known), stage.cells, known.shape[2]), tokens.index, known), stage.size)
+        else:
             expected = self.logits.at(stage.size, self.settings.resize)
             if self.alpha is not None:
                 self.anchor_map = self._anchor_map(expected, self.alpha, stage)
