@@ -69,6 +69,15 @@ def largest(values: Tensor, left_out: Tensor | None) -> Tensor:
     return (values if left_out is None else values.masked_fill(left_out, -torch.inf)).amax(dim=1, keepdim=True)
 
 
+def in_steps(values: Tensor) -> Tensor:
+    """Values [B, cells] in whole steps of `ROUNDING` times the largest of their image: those that differ by rounding alone are equal.
+
+    Where a map is enlarged many cells have the same value, and a sum rounds differently in every batch.
+    """
+    most = values.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+    return (values / most / ROUNDING).round()
+
+
 def low_change(change: Tensor, tau: float, left_out: Tensor | None = None) -> Tensor:
     """Which cells [B, cells] change by less than `tau` times the largest change of their image (SparseVAR, eq. 2)."""
     return change < tau * largest(change, left_out)

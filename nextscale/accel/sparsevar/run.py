@@ -19,6 +19,7 @@ from ..frequency import (
     feature_change,
     high_similarity,
     image_change,
+    in_steps,
     largest,
     largest_cells,
     low_change,
@@ -120,7 +121,7 @@ class SparseRun(MethodRun):
         detail, num_tokens = self._detail(stage, canvas), self.budgets.get(stage.index)
         if detail is None or num_tokens is None:
             return None
-        before = self._left_out(stage)
+        detail, before = in_steps(detail), self._left_out(stage)
         before = torch.zeros_like(detail, dtype=torch.bool) if before is None else before
         anchors = torch.zeros_like(before)
         spare = num_tokens
