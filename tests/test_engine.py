@@ -209,6 +209,32 @@ def test_replays_generate_what_eager_generation_does(family: str, method: Method
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if family == "hart" else 1e-3)
 
 
+ZERO_STRENGTH = (
+    SparseVAR(tau=0.0),
+    SparseVAR(keep=1.0),
+    SparseVAR(keep={2: 1.0}, metric="logits", alpha=None),
+    SparseVAR(tau=0.0, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
+    SparseVAR(tau=0.0, alpha=3, anchors="content"),
+    DropGuidance(99),
+    StageVAR(guidance_off=99, alphas=(), kept_rows="cond"),
+    FastVAR({3: 0.0}),
+    ToMe(ratio=0),
+)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_replays_of_zero_strength_are_dense_bit_for_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, prompt = with_graphs(family), prompts(family, 2)
+    for method in (Method(), *ZERO_STRENGTH):
+        pipe.warmup(prompt, method=method)
+    dense = pipe(prompt, seed=[3, 4])
+    for method in ZERO_STRENGTH:
+        ours = pipe(prompt, seed=[3, 4], method=method)
+        assert ours.report.engine == "graphs"
+        assert torch.equal(ours.pixels, dense.pixels), method.label
+
+
 def test_a_budget_is_captured_once_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """As dense generation is; a threshold has a graph per bucket."""
     play_graphs_on_the_cpu(monkeypatch)

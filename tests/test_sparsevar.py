@@ -928,8 +928,11 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
         SparseVAR(tau=0.95, alpha=1),
         SparseVAR(keep=1),
         SparseVAR(keep=1, metric="logits", alpha=None),
+        SparseVAR(tau=0.0, anchors="content"),
+        SparseVAR(keep=1, anchors="content", rows="uncond"),
+        SparseVAR(**{**PROGRAM, "tau": 0.0}),
     ],
-    ids=["mse", "image", "logits", "all anchors", "keep", "keep by logits"],
+    ids=["mse", "image", "logits", "all anchors", "keep", "keep by logits", "content", "keep by content", "program"],
 )
 def test_zero_strength_is_dense_bit_for_bit(family: str, method: SparseVAR) -> None:
     if method.alpha == 1 and family == "flexvar":
