@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from numbers import Integral, Real
+from typing import Any
 
 from .errors import SettingError
 
 
 def is_number(value: object) -> bool:
     return isinstance(value, float | Real) and not isinstance(value, bool)  # a float needs no look into the tower of numbers
+
+
+def is_finite(value: object) -> bool:
+    """A number that a float can hold: whole numbers may be of any length, and JSON has NaN and infinities."""
+    number: Any = value
+    return is_number(value) and bool(abs(number) <= sys.float_info.max)
 
 
 def is_whole(value: object, least: int = 0) -> bool:
@@ -20,11 +29,13 @@ def is_share(value: object, above_zero: bool = False) -> bool:
     """A number from 0 to 1; with `above_zero` not 0 itself."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
-    try:
-        share = float(value)
-    except OverflowError:  # a whole number that is too large for floats
-        return False
-    return (share > 0 if above_zero else share >= 0) and share <= 1
+    number: Any = value  # not as a float: there is none for 10**400
+    return bool((number > 0 if above_zero else number >= 0) and number <= 1)
+
+
+def is_one_of(value: object, choices: Collection[str]) -> bool:
+    """One of these words."""
+    return isinstance(value, str) and value in choices
 
 
 def is_hashable(value: object) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Literal
 
 from torch import Tensor
 
-from .checks import is_number
+from .checks import is_finite
 from .errors import SettingError
 from .stage import Schedule, Stage
 
@@ -106,7 +105,7 @@ def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
     if isinstance(value, Guidance):
         return value
     numbers = value if isinstance(value, Sequence) else [value]
-    if isinstance(value, str) or not all(is_number(number) and isfinite(number) for number in numbers):
+    if isinstance(value, str) or not all(is_finite(number) for number in numbers):
         raise SettingError(f"guidance {value!r}: give a number, a list of one number per stage, or a Guidance")
     if not isinstance(value, Sequence):
         return default.with_strength(float(value))
@@ -129,7 +128,7 @@ class GuidedRows:
             if not isinstance(layer, int) or not -depth < layer < depth:
                 raise SettingError(f"guidance after block {layer}: this model has blocks 0 to {depth - 1} (negative counts from the end)")
         self.scales = tuple(guidance.scales(schedule))
-        if not all(is_number(scale) and isfinite(scale) for scale in self.scales):
+        if not all(is_finite(scale) for scale in self.scales):
             raise SettingError(f"guidance scales are finite numbers; got {self.scales!r}")
         self.above_one = tuple(guidance.above_one(schedule))
         self.needs_both = any(scale != 1 for scale in self.scales)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.accel import METHODS, Combined, resolve_method
 from nextscale.accel.combine import CombinedRun
 from nextscale.accel.method import MethodRun, Plans, Span, StagePlan, TokenCounts
@@ -101,6 +102,16 @@ def test_a_stage_is_skipped_by_itself(pipeline: Pipeline) -> None:
         ("sparsevar:tau=-1", "tau"),
         ("sparsevar:blocks=8", "this model has 3 blocks"),
         ([FAST, LOW_RANK], "cannot be combined"),
+        ("skip:last=-1", "last is how many of the last stages are skipped"),
+        ("skip:last={}", "last is how many of the last stages are skipped"),
+        ("sparsevar:tau=0.5,tau=0.6", "tau is given twice"),
+        ("sparsevar:keep={2: 0.5, 2: 0.6}", "something is named twice"),
+        ("sparsevar:keep={[]: 0.5}", "keep is a share from 0 to 1"),
+        ("sparsevar:keep=" + "[" * 2000 + "]" * 2000, "nested too deeply"),
+        ("fastvar:cache_stage=" + "-" * 100_000 + "1", "nested too deeply"),
+        (f"sparsevar:tau={10**400}", "tau is a share"),
+        (f"tome:ratio={10**400}", "ratio is a share"),
+        ("sparsevar:beta=true", "beta is a cosine similarity"),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(pipeline: Pipeline, method: Any, message: str) -> None:
@@ -142,6 +153,22 @@ FLAGS = [(name, one.name) for name, method in METHODS.items() if is_dataclass(me
 def test_a_flag_is_true_or_false(name: str, flag: str, value: str) -> None:
     with pytest.raises(SettingError, match=f"{flag} is True or False"):
         parse_method(f"{name}:{flag}={value}")
+
+
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [
+        *((SparseVAR, field) for field in ("metric", "rows", "select", "resize", "left_out", "anchors", "candidates")),
+        *((StageVAR, field) for field in ("variant", "kept_rows", "ranks")),
+        (DropGuidance, "kept_rows"),
+    ],
+)
+@pytest.mark.parametrize("value", [np.array([0.5, 0.5]), torch.tensor([1, 2]), [], {}, None, 0.0])
+def test_a_setting_that_is_a_word_takes_nothing_else(method: type[Method], field: str, value: Any) -> None:
+    if field == "ranks" and value is None:
+        return
+    with pytest.raises(SettingError, match=field):
+        method(**{field: value})
 
 
 def test_values_are_read_and_never_executed() -> None:

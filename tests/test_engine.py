@@ -175,6 +175,7 @@ CAPTURED_METHODS = (
     Combined((SparseVAR(tau=0.95, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, first_stage=2), DropGuidance(2, fade=1))),
     Combined((SparseVAR(tau=0.95, first_stage=2), SkipStages(last=1))),
+    Combined((SparseVAR(tau=0.95, first_stage=2, metric="image"), SkipStages(stages=(1,)))),  # anchors have nothing to compare at stage 2
     DropGuidance(3, fade=2),
     StageVAR(guidance_off=2, ranks=0.3, kept_rows="cond"),
     Combined((Combined((SparseVAR(tau=0.95, first_stage=2),)), StageVAR(alphas=(), guidance_off=99))),  # as lists inside lists make it
@@ -206,6 +207,32 @@ def test_replays_generate_what_eager_generation_does(family: str, method: Method
             if mine.shape == other.shape:  # buckets pad tokens to other numbers
                 torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if family == "hart" else 1e-3)
+
+
+ZERO_STRENGTH = (
+    SparseVAR(tau=0.0),
+    SparseVAR(keep=1.0),
+    SparseVAR(keep={2: 1.0}, metric="logits", alpha=None),
+    SparseVAR(tau=0.0, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
+    SparseVAR(tau=0.0, alpha=3, anchors="content"),
+    DropGuidance(99),
+    StageVAR(guidance_off=99, alphas=(), kept_rows="cond"),
+    FastVAR({3: 0.0}),
+    ToMe(ratio=0),
+)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_replays_of_zero_strength_are_dense_bit_for_bit(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    pipe, prompt = with_graphs(family), prompts(family, 2)
+    for method in (Method(), *ZERO_STRENGTH):
+        pipe.warmup(prompt, method=method)
+    dense = pipe(prompt, seed=[3, 4])
+    for method in ZERO_STRENGTH:
+        ours = pipe(prompt, seed=[3, 4], method=method)
+        assert ours.report.engine == "graphs"
+        assert torch.equal(ours.pixels, dense.pixels), method.label
 
 
 def test_a_budget_is_captured_once_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_lists_are_scales_per_stage() -> None:
     assert resolve_guidance(3.0, resolved) == ConstantGuidance(logits=False, layers=(-2,), strength=3.0)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), [1.0, float("nan"), 1.0], "123"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), [1.0, float("nan"), 1.0], "123", 10**400])
 def test_impossible_guidance_is_refused(bad: float | list[float] | str) -> None:
     with pytest.raises(SettingError):
         rows(resolve_guidance(bad, ConstantGuidance()))

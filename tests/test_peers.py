@@ -280,6 +280,7 @@ def test_two_caches_of_their_own_are_refused(methods: tuple[Method, Method]) -> 
         (PiToMe, {"ratio": 0.6}),
         (PiToMe, {"form": "best"}),
         (PiToMe, {"margin": float("nan")}),
+        (PiToMe, {"margin": 10**400}),
         (SparseViT, {"ratio": 1}),
         (SparseViT, {"window": 0}),
         (ZipVL, {"tau": 1.5}),

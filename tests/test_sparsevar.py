@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -25,6 +26,7 @@ from nextscale.accel.frequency import (
     feature_change,
     high_similarity,
     image_change,
+    in_steps,
     largest_cells,
     low_change,
     neighbour_similarity,
@@ -203,12 +205,28 @@ def test_images_change_where_their_pixels_do() -> None:
     assert torch.allclose(image_change(torch.ones(1, 3, 2, 2), torch.ones(1, 3, 4, 4), (2, 2)), torch.zeros(1, 4))
 
 
+def test_values_that_differ_by_rounding_are_equal_in_steps() -> None:
+    values = torch.tensor([[1.0, 1.0 - 1e-7, 0.5, 0.5 + 1e-7, 0.4999], [-2.0, -2.0 + 2e-7, -1.0, 0.0, -1.0]])
+    assert in_steps(values).tolist() == [[100_000, 100_000, 50_000, 50_000, 49_990], [-100_000, -100_000, -50_000, 0, -50_000]]
+    assert in_steps(1e30 * values).tolist() == in_steps(values).tolist()
+    assert in_steps(torch.zeros(1, 3)).tolist() == [[0, 0, 0]]
+
+
 def test_anchors_are_the_top_left_cells_of_windows() -> None:
     cpu = torch.device("cpu")
     assert anchor_cells((4, 4), 2, cpu).tolist() == [0, 2, 8, 10]
     assert anchor_cells((4, 5), 3, cpu).tolist() == [0, 3, 15, 18]
     assert anchor_cells((2, 3), 4, cpu).tolist() == [0]
     assert anchor_cells((2, 2), 1, cpu).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("settings", [{"alpha": 10**30}, {"candidates": 10**30}, {"tau": Fraction(9, 10)}, {"keep": Fraction(1, 2)}])
+def test_numbers_of_any_size_and_kind(settings: dict[str, Any]) -> None:
+    """A spacing beyond the grid leaves one anchor, and more candidates than anchors are all of them."""
+    usual = {"alpha": 99, "tau": 0.9, "keep": 0.5}
+    pipeline, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
+    given, same = ({"tau": 0.9, "first_stage": 2} | one for one in (settings, {key: usual.get(key, "all") for key in settings}))
+    tiny.assert_same_bits(*(pipeline(prompts, seed=3, method=SparseVAR(**one)) for one in (given, same)))
 
 
 def test_anchors_of_the_last_row_and_column() -> None:
@@ -910,8 +928,11 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
         SparseVAR(tau=0.95, alpha=1),
         SparseVAR(keep=1),
         SparseVAR(keep=1, metric="logits", alpha=None),
+        SparseVAR(tau=0.0, anchors="content"),
+        SparseVAR(keep=1, anchors="content", rows="uncond"),
+        SparseVAR(**{**PROGRAM, "tau": 0.0}),
     ],
-    ids=["mse", "image", "logits", "all anchors", "keep", "keep by logits"],
+    ids=["mse", "image", "logits", "all anchors", "keep", "keep by logits", "content", "keep by content", "program"],
 )
 def test_zero_strength_is_dense_bit_for_bit(family: str, method: SparseVAR) -> None:
     if method.alpha == 1 and family == "flexvar":
@@ -994,6 +1015,18 @@ def test_a_batch_equals_its_images_alone(family: str, fields: dict[str, Any]) ->
             assert torch.equal(ours[image, : len(cells)], theirs[0, : len(cells)])
         assert torch.allclose(together.latent[image], alone.latent[0], rtol=0, atol=LATENT_TOLERANCE[family])
         assert torch.allclose(together.pixels[image], alone.pixels[0], rtol=0, atol=PIXEL_TOLERANCE)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("metric", ["mse", "logits"])
+@pytest.mark.parametrize("anchors", ["grid", "content"])
+def test_budgets_choose_the_same_among_equal_cells_in_every_batch(family: str, metric: Any, anchors: Any) -> None:
+    """A map of one cell makes four equal ones, and copies of one anchor's logits are equally like their neighbours, but for rounding."""
+    method = SparseVAR(keep=0.3, first_stage=1, metric=metric, anchors=anchors)
+    together = tiny.shared_pipeline(family)(tiny.prompts(family, 3), seed=[3, 4, 5], method=method, compute_mask=True)
+    for image in range(3):
+        alone = tiny.shared_pipeline(family)(tiny.one_prompt(family, image), seed=3 + image, method=method, compute_mask=True)
+        assert all(torch.equal(a[image], b[0]) for a, b in zip(together.compute_mask, alone.compute_mask, strict=True))
 
 
 def test_a_refined_image_that_keeps_everything_equals_itself_beside_one_that_does_not() -> None:

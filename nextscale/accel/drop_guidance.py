@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from ..checks import is_whole
+from ..checks import is_one_of, is_whole
 from ..errors import SettingError
 from ..guidance import CfgBranch
 from ..stage import Schedule
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_kept_rows(value: object) -> None:
-    if value not in get_args(CfgBranch):
+    if not is_one_of(value, get_args(CfgBranch)):
         raise SettingError(f"kept_rows is one of {', '.join(get_args(CfgBranch))}; got {value!r}")
 
 

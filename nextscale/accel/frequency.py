@@ -69,6 +69,15 @@ def largest(values: Tensor, left_out: Tensor | None) -> Tensor:
     return (values if left_out is None else values.masked_fill(left_out, -torch.inf)).amax(dim=1, keepdim=True)
 
 
+def in_steps(values: Tensor) -> Tensor:
+    """Values [B, cells] in whole steps of `ROUNDING` times the largest of their image: those that differ by rounding alone are equal.
+
+    Where a map is enlarged many cells have the same value, and a sum rounds differently in every batch.
+    """
+    most = values.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+    return (values / most / ROUNDING).round()
+
+
 def low_change(change: Tensor, tau: float, left_out: Tensor | None = None) -> Tensor:
     """Which cells [B, cells] change by less than `tau` times the largest change of their image (SparseVAR, eq. 2)."""
     return change < tau * largest(change, left_out)
@@ -104,7 +113,7 @@ def anchor_cells(size: Size, alpha: int, device: torch.device, edges: bool = Fal
 
 def anchor_places(side: int, alpha: int, device: torch.device, edges: bool) -> Tensor:
     """Rows or columns that have anchors, ascending. They are made on the device, so that a graph can be captured."""
-    places = torch.arange(0, side, alpha, device=device)
+    places = torch.arange(0, side, min(alpha, side), device=device)
     return torch.cat([places, torch.full_like(places[:1], side - 1)]) if edges and (side - 1) % alpha else places
 
 

@@ -85,7 +85,12 @@ def parse_method(text: str) -> Method:
             raise SettingError(f"method {text!r}: {setting.strip()!r} is no setting of {name}; it takes {', '.join(known) or 'none'}")
         if not equals:
             raise SettingError(f"method {text!r}: {field.strip()} has no value: write {field.strip()}=VALUE")
-        chosen[field.strip()] = parse_value(value.strip())
+        if field.strip() in chosen:
+            raise SettingError(f"method {text!r}: {field.strip()} is given twice; leave out one of the two")
+        try:
+            chosen[field.strip()] = parse_value(value.strip())
+        except (RecursionError, MemoryError):
+            raise SettingError(f"method {name}: the value of {field.strip()} is nested too deeply: give numbers, words or lists") from None
     return method(**chosen)
 
 
@@ -107,9 +112,12 @@ def parse_value(text: str) -> object:
     if text.lower() in words:
         return words[text.lower()]
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        tree = ast.parse(text, mode="eval")
+        value = ast.literal_eval(tree)
+    except (ValueError, SyntaxError, TypeError):  # TypeError: {[]: 1}
         if text.startswith(("[", "(")) and text.endswith(("]", ")")):
             return tuple(parse_value(part.strip()) for part in split_settings(text[1:-1]))
         return text
+    if isinstance(tree.body, ast.Dict) and len(value) < len(tree.body.keys):
+        raise SettingError(f"{text}: something is named twice; name it once")
     return tuple(value) if isinstance(value, list) else value

@@ -27,12 +27,14 @@ class SkipStages(Method):
     stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not is_whole(self.last):
+            raise SettingError(f"last is how many of the last stages are skipped, a whole number from 0; got {self.last!r}")
         object.__setattr__(self, "stages", stage_indices(self.stages))
         if 0 in self.stages:
             raise SettingError(f"stages {list(self.stages)}: stage 0 is a single token that everything starts from; skip others")
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        if not is_whole(self.last) or self.last >= len(schedule):
+        if self.last >= len(schedule):
             raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
         skipped = {*present_stages(self.stages, schedule, "SkipStages"), *range(len(schedule) - self.last, len(schedule))}
         return tuple(StagePlan(skip=True) if stage.index in skipped else DENSE for stage in schedule)

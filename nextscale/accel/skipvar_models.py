@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import is_number, is_whole
+from ..checks import is_finite, is_whole
 from ..errors import SettingError
 
 
@@ -53,11 +52,6 @@ class Classifier(NamedTuple):
 
     def __call__(self, features: Tensor) -> list[int]:
         return [self.classes[place] for place in self.scores(features).argmax(dim=1).tolist()]
-
-
-def is_finite(value: object) -> bool:
-    """A number that a double can hold: JSON also has NaN, infinities and whole numbers of any length."""
-    return is_number(value) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 class Decisions(NamedTuple):

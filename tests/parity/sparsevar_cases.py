@@ -218,23 +218,39 @@ class StoredFilling(Trace):
         return frequency.share_above(change, self.rules.tau, change.amax().view(1, 1)).amax(dim=0, keepdim=True)
 
     def program_kept(self, stage: Stage) -> Tensor:
-        """Cells that enter the network, [B, cells]: of one image as the method says, in batches put together from its parts."""
-        if self.batch == 1:
-            return self.method_kept[stage.index]
+        """Cells that enter the network, [B, cells], put together from the method's parts. Of one image the method must say the same."""
         before = self.stage_before(stage)
         change = GridMap(self.change(before)[..., None], before.size).at(stage.size, "nearest")[..., 0]
         count = (self.share(before) * stage.cells).long().expand(self.batch)
-        kept = frequency.largest_cells(change, count).index_fill(1, self.anchors(stage), True)
+        count = torch.where(count == 0, stage.cells, count)  # a defect: where nothing is to be kept, everything is
+        kept = frequency.largest_cells(change, count)
+        if self.batch == 1:
+            # With the method what is left out stays out. Here it comes back where the share asks for more cells than are left.
+            there = GridMap(self.method_kept.get(before.index, torch.ones(1, before.cells))[..., None].float(), before.size)
+            own = kept & there.at(stage.size, "nearest")[..., 0].bool()
+            assert int(count) == stage.cells or torch.equal(self.method_kept[stage.index], own), f"kept: stage {stage.index}"
+            return kept
+        kept = kept.index_fill(1, self.anchors(stage), True)
         smallest = kept.sum(dim=1).amin()
         return kept & (kept.cumsum(dim=1) <= smallest)  # a defect: larger sets lose their last cells
 
     def anchors(self, stage: Stage) -> Tensor:
-        return anchor_cells(stage.size, self.rules.spacing, torch.device("cpu"), edges=True)
+        """In the order of the reference implementation, whose last row and column are in its list twice if they are on the grid too."""
+        rows, columns = (
+            torch.cat([anchor_cells((1, side), self.rules.spacing, torch.device("cpu")), torch.tensor([side - 1])]) for side in stage.size
+        )
+        return (rows[:, None] * stage.width + columns).flatten()
+
+    def similarities(self, stage: Stage) -> Tensor:
+        """Of every cell to the anchors that are compared, [B, cells, 4]."""
+        vectors = self.compared_vectors(stage)
+        each = [best_anchor(vectors, anchor, stage.size)[0] for anchor in self.anchors(stage)[:COMPARED_ANCHORS, None]]
+        return torch.stack(each, dim=-1)
 
     def matching(self, stage: Stage) -> Matching:
-        similarity, anchor = best_anchor(self.compared_vectors(stage), self.anchors(stage)[:COMPARED_ANCHORS], stage.size)
+        similarity, place = self.similarities(stage).max(dim=-1)  # of equals the first, where the method takes the nearest
         excluded = ~self.program_kept(stage)
-        return Matching(excluded, similarity, anchor, excluded & (similarity > self.rules.beta))
+        return Matching(excluded, similarity, self.anchors(stage)[place], excluded & (similarity > self.rules.beta))
 
     def compared_vectors(self, stage: Stage) -> Tensor:
         """[B, cells, V]. A defect: tokens and channels of the logits are reshaped into one another, not transposed."""
@@ -260,13 +276,11 @@ class StoredFilling(Trace):
         stored = {part: self.expected.tensors[f"{name}.{part}"] for part in ("kept", "best_anchor", "recoverable")}
         self.expected.tensors[f"{name}.kept"] = stored["kept"].sort(dim=1).values  # compared as sets
         recoverable = matching.recoverable.gather(1, excluded)
-        vectors = self.compared_vectors(stage)
-        similarities = [best_anchor(vectors, anchor, stage.size)[0] for anchor in self.anchors(stage)[:COMPARED_ANCHORS, None]]
         return read | {
             f"{name}.kept": lambda: cells_of(~matching.excluded),
             f"{name}.excluded": lambda: excluded,
             f"{name}.anchors": lambda: self.anchors(stage),
-            f"{name}.similarity": lambda: torch.stack(similarities, dim=-1),
+            f"{name}.similarity": partial(self.similarities, stage),
             f"{name}.best_similarity": lambda: matching.similarity.gather(1, excluded),
             f"{name}.best_anchor": lambda: torch.where(recoverable, matching.anchor.gather(1, excluded), stored["best_anchor"]),
             f"{name}.recoverable": lambda: recoverable,
@@ -293,8 +307,8 @@ class FillingRun(TraceRun):
         trace.tokens = tokens
         if kept is None:
             return x, tokens
-        assert own.index is not None, f"nothing is left out at stage {stage.index}"
-        trace.method_kept[stage.index] = mask_of(own.index[: trace.batch], stage.cells)
+        every = torch.arange(stage.cells).expand(trace.batch, -1)
+        trace.method_kept[stage.index] = mask_of(every if own.index is None else own.index[: trace.batch], stage.cells)
         trace.tokens = Tokens(stage, kept.sort(dim=1).values).repeat(x.shape[0] // trace.batch)
         return trace.tokens.gather(x), trace.tokens
 
@@ -314,4 +328,4 @@ class FillingRun(TraceRun):
 
 def cells_of(mask: Tensor) -> Tensor:
     """Cell numbers [B, n] of a mask [B, cells] that marks as many in every row."""
-    return mask.nonzero()[:, 1].view(mask.shape[0], -1)
+    return mask.nonzero()[:, 1].view(mask.shape[0], int(mask[0].sum()))

@@ -54,13 +54,15 @@ def method_of(case: dict[str, Any], schedule: Schedule) -> StageVAR:
     guided = [stage.index for stage in schedule if stage.index not in case["guidance_off_stages"]]
     assert guided == list(range(len(guided))), "guidance never comes back"
     assert all(case["cfg_list"][stage] == 0 for stage in case["guidance_off_stages"]), "cfg_list"
-    skipped = {stage.index: 0.0 for stage in schedule if stage.width in case["skipped_widths"]}
-    low = [stage.index for stage in schedule if stage.width in case["low_rank_widths"] and stage.index not in skipped]
+    run = case["stages_run"]  # where guidance is off and nothing else is done, no width is skipped
+    skipped = {stage.index: 0.0 for stage in schedule if stage.width in case["skipped_widths"] and stage.index not in run}
+    low_rank = () if case["alpha"] is None else case["low_rank_widths"]
+    low = [stage.index for stage in schedule if stage.width in low_rank and stage.index not in skipped]
     return StageVAR(
         guidance_off=len(guided),
         alphas={**skipped, **{stage: float(case["alpha"]) for stage in low}},
         groups=depth // groups,
-        as_released=True,
+        as_released=all(stage.height == stage.width for stage in schedule),  # elsewhere it only drops guidance
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextscale import Schedule
+from nextscale.accel.frequency import best_anchor
 from nextscale.errors import SettingError
 
 from .accelerated import SettledBits
@@ -23,11 +24,13 @@ from .fastvar_cases import settle
 from .infinity_cases import infinity_model, schedule_of, tokenizer_of
 from .make_compact import TARGET as COMPACT
 from .recipe import drawn_tensors, drawn_weights
+from .sparsevar_cases import Rules, StoredFilling
 from .stagevar_cases import method_of as stagevar_method
 
 INFINITY, HART, STAR, SAMPLER = "infinity/dense", "hart/a_base", "star/base", "star/sampler"
 FASTVAR, FASTVAR_HART, STAGEVAR = "fastvar_infinity/shallow_025M_same_weights", "fastvar_hart/a", "stagevar_infinity/as_released_1M"
-ROUGH = {FASTVAR, STAGEVAR}  # their tolerances grow with the values
+SPARSEVAR = "sparsevar_infinity/trilinear_060M_tau03"
+ROUGH = {FASTVAR, STAGEVAR, SPARSEVAR}  # their tolerances grow with the values
 PARTLY_READ = {"lvl_embed.weight", "cfg_uncond", "lvl_embed_2.weight"}  # Infinity reads their first rows, the refiner the last
 
 
@@ -60,7 +63,7 @@ def change_drawn_weight(description: Path, key: str, by: float) -> None:
     description.write_text(json.dumps(case))
 
 
-@pytest.mark.parametrize("case", [INFINITY, HART, STAR, SAMPLER, FASTVAR, FASTVAR_HART, STAGEVAR])
+@pytest.mark.parametrize("case", [INFINITY, HART, STAR, SAMPLER, FASTVAR, FASTVAR_HART, STAGEVAR, SPARSEVAR])
 def test_the_undamaged_copy_passes(case: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     assert replay(copy_of(case, tmp_path) / "case.json") > 36
     assert not [warning for warning in recwarn if "settled" in str(warning.message)], "nothing here is as close as rounding"
@@ -166,6 +169,10 @@ EXPECTATIONS = {
     FASTVAR_HART: (
         *("keep.s48.block0.ffn", "keep.s64.block1.attn", "cache36.block1.ffn", "x_out.6", "idx.5"),
         *("unit.a.keep", "unit.b.merged", "unit.c.unmerged", "logits.6", "diff.cond"),
+    ),
+    SPARSEVAR: (
+        *("s8.share", "s9.change", "s9.anchors", "s9.best_similarity", "s10.similarity.sub19", "s10.hidden_before_copy.sub19"),
+        *("s9.hidden.sub19", "s11.logits.sub19", "s10.codes.sub19", "cache_len", "final_codes.sub3"),
     ),
     STAGEVAR: tuple(f"s10.{key}" for key in ("g7.probability", "g4.projected", "g3.out", "g0.restored.sub8", "logits", "bits")),
 }
@@ -309,6 +316,15 @@ def test_groups_and_their_ratios_follow_the_case(groups: int, tmp_path: Path) ->
             replace(method, as_released=False).forecast(infinity_model(case["config"]), schedule)
 
 
+@pytest.mark.parametrize("sides", [[(1, 1), (24, 24), (40, 40), (48, 48)], [(1, 1), (25, 20), (50, 40), (60, 48)]], ids=["square", "tall"])
+def test_guidance_may_be_all_that_a_case_of_stagevar_drops(sides: list[tuple[int, int]], tmp_path: Path) -> None:
+    case = json.loads((copy_of(STAGEVAR, tmp_path) / "case.json").read_text())
+    case |= {"alpha": None, "guidance_off_stages": [2, 3], "stages_run": [0, 1, 2, 3], "cfg_list": [3.0, 3.0, 0, 0]}
+    plans = stagevar_method(case, Schedule(sides)).forecast(infinity_model(case["config"]), Schedule(sides))
+    assert [plan.cfg_branches for plan in plans] == ["both", "both", "uncond", "uncond"]
+    assert not any(plan.skip or plan.spans for plan in plans)
+
+
 def test_more_groups_than_the_published_table_fail(tmp_path: Path) -> None:
     path = copy_of(STAGEVAR, tmp_path) / "case.json"
     case = json.loads(path.read_text())
@@ -328,6 +344,8 @@ def test_more_groups_than_the_published_table_fail(tmp_path: Path) -> None:
         (STAGEVAR, "kv_len_per_layer", [2532] * 32),
         (STAGEVAR, "alpha", "0.95"),
         (STAGEVAR, "guidance_off_stages", [9, 10, 11, 12]),
+        (SPARSEVAR, "tapped_blocks", [3, 4]),
+        (SPARSEVAR, "next_input", "area"),
     ],
 )
 def test_what_a_case_says_in_words_must_be_true(case: str, said: str, other: object, tmp_path: Path) -> None:
@@ -335,6 +353,69 @@ def test_what_a_case_says_in_words_must_be_true(case: str, said: str, other: obj
     path.write_text(json.dumps(json.loads(path.read_text()) | {said: other}))
     with pytest.raises(AssertionError):
         replay(path)
+
+
+@pytest.mark.parametrize("name", ["s10.kept", "s9.bits.packed"])
+def test_another_choice_of_sparsevar_fails(name: str, tmp_path: Path) -> None:
+    """The reader goes on with it, and what comes after does not fit."""
+    folder = copy_of(SPARSEVAR, tmp_path)
+    tensors = load_file(folder / "case.safetensors")
+    if name.endswith("kept"):
+        kept, excluded = tensors[name], tensors["s10.excluded"]
+        kept[0, 7], excluded[0, 7] = int(excluded[0, 7]), int(kept[0, 7])
+        excluded.copy_(excluded.sort(dim=1).values)
+    else:
+        tensors[name][0, 16, 16, 0] ^= 1
+    save_file(tensors, folder / "case.safetensors")
+    with pytest.raises(AssertionError):
+        replay(folder / "case.json")
+
+
+SIDES = Schedule([(side, side) for side in (1, 2, 4)])
+
+
+def filling(spacing: int, share: float) -> StoredFilling:
+    """What fills stage 2 of `SIDES`, where the method has kept two cells of stage 1."""
+    found = StoredFilling(Rules(2, share, range(1), spacing, 0.8), Expected({}), 1, 1)
+    found.schedule = SIDES
+    found.method_change[1] = torch.tensor([[1.0, 0.0, 0.0, 0.5]])
+    found.method_kept[1] = torch.tensor([[True, False, False, True]])
+    return found
+
+
+def test_anchors_at_an_edge_that_is_on_the_grid_are_listed_twice() -> None:
+    """As the reference implementation lists them; which of two equal ones is compared changes nothing."""
+    assert filling(3, 0.5).anchors(SIDES[2]).view(3, 3).tolist() == [[0, 3, 3], [12, 15, 15], [12, 15, 15]]
+    assert filling(2, 0.5).anchors(SIDES[2]).view(3, 3).tolist() == [[0, 2, 3], [8, 10, 11], [12, 14, 15]]
+
+
+def test_where_nothing_exceeds_the_threshold_the_reference_implementation_keeps_all_cells() -> None:
+    found = filling(2, 1.0)
+    found.method_kept[2] = torch.zeros(1, 16, dtype=torch.bool)
+    assert bool(found.program_kept(SIDES[2]).all())
+
+
+def test_what_was_left_out_comes_back_in_the_reference_implementation_alone() -> None:
+    """A share of 3/4 in the stage before asks for 12 cells, and 8 lie where something changed: of equals the last are taken."""
+    found = filling(2, 0.25)
+    found.method_change[1] = torch.tensor([[1.0, 0.0, 0.4, 0.5]])
+    corner = torch.tensor([[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2).view(1, 16).bool()
+    found.method_kept[2] = corner
+    assert found.program_kept(SIDES[2]).view(4, 4).int().tolist() == [[1, 1, 0, 0]] * 2 + [[1, 1, 1, 1]] * 2
+    found.method_kept[2] = corner.roll(1, dims=1)
+    with pytest.raises(AssertionError, match="kept: stage 2"):
+        found.program_kept(SIDES[2])
+
+
+def test_the_most_similar_anchor_counts_however_near_another_is() -> None:
+    """The reference implementation has no rule for near-ties; the method takes the nearest of anchors that are equal but for rounding."""
+    found = filling(2, 0.4)
+    found.method_kept[2] = torch.tensor([[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2).view(1, 16).bool()
+    vectors = torch.tensor([[0.0, 1.0]]).repeat(16, 1)
+    vectors[0], vectors[2], vectors[4] = torch.tensor([1.0, 1e-3]), torch.tensor([1.0, 3e-3]), torch.tensor([1.0, 3e-3])
+    found.compared_vectors = lambda stage: vectors[None]  # type: ignore[method-assign]
+    assert found.matching(SIDES[2]).anchor[0, 4] == 2
+    assert best_anchor(vectors[None], found.anchors(SIDES[2]), (4, 4))[1][0, 4] == 0  # 2e-6 less similar, and nearer
 
 
 def test_only_near_ties_are_settled() -> None:

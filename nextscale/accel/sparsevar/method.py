@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
-from ...checks import is_share, is_whole, require_flags
+from ...checks import is_number, is_one_of, is_share, is_whole, require_flags
 from ...errors import SettingError
 from ...stage import Schedule, Stage
 from ..frequency import anchor_count
@@ -116,17 +115,17 @@ class SparseVAR(Method):
     def __post_init__(self) -> None:
         if not is_share(self.tau):
             raise SettingError(f"tau is a share of the largest change, from 0 to 1; got {self.tau!r}")
-        if not isinstance(self.beta, Real) or not -1 <= self.beta <= 1:
+        if not is_number(self.beta) or not -1 <= self.beta <= 1:
             raise SettingError(f"beta is a cosine similarity, from -1 (always copy from an anchor) to 1; got {self.beta!r}")
         if self.alpha is not None and not is_whole(self.alpha, 1):
             raise SettingError(f"alpha is a whole number of cells from 1, or None for no anchors; got {self.alpha!r}")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
+            if not is_one_of(getattr(self, name), choices):
                 raise SettingError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.first_stage is not None and not is_whole(self.first_stage, self._earliest):
             why = f"with metric {self.metric} from {self._earliest}, since the stages before it are compared"
             raise SettingError(f"first_stage is a stage index, {why}; got {self.first_stage!r}")
-        if self.candidates != "all" and not is_whole(self.candidates, 1):
+        if not is_one_of(self.candidates, ["all"]) and not is_whole(self.candidates, 1):
             raise SettingError(f'candidates is a whole number of anchors from 1, or "all"; got {self.candidates!r}')
         require_flags(self, "edges")
         if self.anchors == "content" and (self.alpha is None or self.edges or self.candidates != "all"):

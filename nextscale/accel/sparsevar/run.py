@@ -19,6 +19,7 @@ from ..frequency import (
     feature_change,
     high_similarity,
     image_change,
+    in_steps,
     largest,
     largest_cells,
     low_change,
@@ -120,7 +121,7 @@ class SparseRun(MethodRun):
         detail, num_tokens = self._detail(stage, canvas), self.budgets.get(stage.index)
         if detail is None or num_tokens is None:
             return None
-        before = self._left_out(stage)
+        detail, before = in_steps(detail), self._left_out(stage)
         before = torch.zeros_like(detail, dtype=torch.bool) if before is None else before
         anchors = torch.zeros_like(before)
         spare = num_tokens
@@ -174,7 +175,7 @@ class SparseRun(MethodRun):
 
     def _low(self, detail: Tensor, stage: Stage, left_out: Tensor | None) -> Tensor:
         """Which cells have little detail, [B, cells]."""
-        tau = self.settings.tau
+        tau = float(self.settings.tau)
         if self.settings.metric == "logits":
             return high_similarity(-detail, tau, left_out)
         if self.settings.select == "threshold":
@@ -187,7 +188,7 @@ class SparseRun(MethodRun):
         change = self.change.values[..., 0]
         if self.settings.left_out == "carried" and self.excluded is not None:
             change = change.masked_fill(self.excluded.values[..., 0] > 0.5, 0)
-        return share_above(change, self.settings.tau, largest(change, None))
+        return share_above(change, float(self.settings.tau), largest(change, None))
 
     def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
         if self.choice is None:
@@ -242,7 +243,10 @@ class SparseRun(MethodRun):
             return out, tokens
         if tokens.index is None:
             self.logits = GridMap(out.flatten(2), stage.size)
-        elif self.logits is not None:
+        elif self.logits is None:  # where the stage before was skipped, with metric "image": all cells are kept, in a bucket's tokens
+            known = out.flatten(2)
+            self.logits = GridMap(put_(known.new_zeros(len(known), stage.cells, known.shape[2]), tokens.index, known), stage.size)
+        else:
             expected = self.logits.at(stage.size, self.settings.resize)
             if self.alpha is not None:
                 self.anchor_map = self._anchor_map(expected, self.alpha, stage)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from ...checks import is_whole, require_flags
+from ...checks import is_one_of, is_whole, require_flags
 from ...errors import SettingError
 from ...guidance import CfgBranch, CfgBranches
 from ...models.base import NextScaleModel
@@ -82,7 +82,7 @@ class StageVAR(Method):
             raise SettingError(f"guidance_off is the first stage without guidance, a whole number from 0; got {self.guidance_off!r}")
         if self.groups is not None and not is_whole(self.groups, least=1):
             raise SettingError(f"groups is a number of blocks per group, 1 or more; got {self.groups!r}")
-        if self.variant not in get_args(Variant):
+        if not is_one_of(self.variant, get_args(Variant)):
             raise SettingError(f"variant {self.variant!r}: choose one of {', '.join(get_args(Variant))}")
         if self.alphas is not None:
             object.__setattr__(self, "alphas", checked_alphas(self.alphas))

@@ -84,7 +84,7 @@ def checked_alphas(given: object) -> Alphas:
 def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios | RankTable:
     if is_share(given, above_zero=True):
         return float(given)
-    if isinstance(given, RankTable) or given == "measured":
+    if isinstance(given, RankTable) or (isinstance(given, str) and given == "measured"):
         return given
     if isinstance(given, str | Path) and str(given).endswith(".json"):
         return read_rank_table(Path(given).expanduser())
