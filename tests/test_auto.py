@@ -251,7 +251,7 @@ def test_what_no_profile_meets_is_refused_before_weights_are_loaded(
 
 
 def test_sample_chooses_for_its_own_batch(tuned_nano: Path) -> None:
-    (tuned_nano / "prompts.txt").write_text("a cat\n")
+    (tuned_nano / "prompts.txt").write_text("a cat\na dog\na fox\na hen\n")  # a run of one image would be a batch of one
     result = run("sample", "--prompts", "prompts.txt", "--batch", "3", "--device", "cpu", "--method", "auto:ms=1")
     assert "`nextscale tune nano --size 8x6 --batch 3 --device cpu`" in result.stderr
 
