@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import is_finite, is_share
+from ..checks import is_finite, is_one_of, is_share
 from ..errors import SettingError
 from ..models.env import Env
 from ..stage import Schedule, Tokens, repeat_tail
@@ -53,7 +53,7 @@ class PiToMe(Method):
     def __post_init__(self) -> None:
         if not is_share(self.ratio) or self.ratio > 0.5:
             raise SettingError(f"ratio is a share of the tokens from 0 to 0.5, since pairs are merged; got {self.ratio!r}")
-        if not is_finite(self.margin) or self.form not in get_args(Form):
+        if not is_finite(self.margin) or not is_one_of(self.form, get_args(Form)):
             raise SettingError(f"margin is a number and form one of {', '.join(get_args(Form))}; got {self.margin!r} and {self.form!r}")
         if self.stages is not None:
             object.__setattr__(self, "stages", stage_indices(self.stages))
