@@ -27,6 +27,7 @@ from .formats_table import format_tables
 from .load_table import load_table
 from .memory_table import memory_table
 from .results import RESULTS
+from .sample_table import sample_table
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
@@ -35,6 +36,7 @@ SPEED_PAGE = PROJECT / "docs" / "benchmarks.md"
 QUALITY_PAGE = PROJECT / "docs" / "quality.md"
 METHODS_PAGE = PROJECT / "docs" / "methods.md"
 SERVING_PAGE = PROJECT / "docs" / "serving.md"
+SAMPLING_PAGE = PROJECT / "docs" / "sampling.md"
 MEMORY_PAGE = PROJECT / "docs" / "memory.md"
 FORMATS_PAGE = PROJECT / "docs" / "quantisation.md"
 PICTURE = PROJECT / "docs" / "stages.svg"
@@ -229,6 +231,7 @@ def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
         QUALITY_PAGE: {"quality": quality_table(rows)},
         METHODS_PAGE: {"plans": plans_table(), "decisions": decisions_table(rows)},
         SERVING_PAGE: {"load": load_table(rows)},
+        SAMPLING_PAGE: {"sample": sample_table(rows)},
         MEMORY_PAGE: {"memory": memory_table(rows)},
         FORMATS_PAGE: format_tables(rows),
     }

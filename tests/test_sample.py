@@ -23,12 +23,14 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from benchmarks import sample as benchmark
+from benchmarks.sample_table import sample_table
 from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
 from nextscale.cluster import lock
 from nextscale.cluster.lock import FolderInUse, working_folder
-from nextscale.cluster.manifest import read_folder, read_manifest
-from nextscale.cluster.plan import Batch, plan_batches
+from nextscale.cluster.manifest import Entry, read_folder, read_manifest
+from nextscale.cluster.plan import Batch, Picture, plan_batches
 from nextscale.cluster.prompts import SamplePrompt, read_sample_prompts
 from nextscale.cluster.sampler import Generator, longest_prompts, sample
 from nextscale.cluster.shard import Shard
@@ -565,3 +567,26 @@ def test_two_processes_on_one_shard_do_not_corrupt_one_another(processes: Any, p
         process.join()
     assert 0 in {process.exitcode for process in both} and {process.exitcode for process in both} <= {0, 2}
     assert contents(out) == contents(whole)
+
+
+# --- what files cost
+
+
+def test_files_are_measured_against_the_same_batches_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, calls = Store.write, list[Picture]()
+
+    def counted(store: Store, picture: Picture, image: Encoded) -> Entry:
+        calls.append(picture)
+        return write(store, picture, image)
+
+    monkeypatch.setattr(Store, "write", counted)
+    given = ["-m", SPEC.name, "--random-weights", "--batch", "2", "--batches", "3", "--repeats", "1", "--out", str(tmp_path / "rows.jsonl")]
+    (row,) = benchmark.main(given)
+    assert "error" not in row and (row["images"], len(calls)) == (6, 6)
+    assert row["share"]["median"] == pytest.approx(row["written_per_s"]["median"] / row["generated_per_s"]["median"], rel=1e-2)
+    on_gpu = row | {"hardware": "NVIDIA H200", "written_per_s": {"median": 141.2}, "generated_per_s": {"median": 150.1}}
+    shown = sample_table([row | {"hardware": "CPU x86_64"}, row | {"hardware": "CPU x86_64", "error": "died"}, on_gpu])
+    assert "| 141 | 150 |" in shown and shown.count("CPU x86_64") == 1 and "|  |  |" in shown
+    assert sample_table([]) == ""
+    with pytest.raises(SystemExit):
+        benchmark.main([*given, "--batches", "1"])
