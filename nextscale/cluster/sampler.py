@@ -86,7 +86,7 @@ class Generator:
 
 
 def longest_prompts(batches: Iterable[Batch]) -> LongestPrompts:
-    """Of every size. Give all batches of a run and not those of a shard: each shard then captures the same program."""
+    """The longest prompts of every size. Give all batches of a run and not those of a shard: each shard then captures the same program."""
     prompts: dict[Schedule, set[str | int]] = {}
     for batch in batches:
         prompts.setdefault(batch.schedule, set()).update(picture.prompt for picture in batch.pictures)

@@ -39,10 +39,10 @@ def ladders(stages: int) -> dict[str, tuple[str, ...]]:
             settings = settings.replace(word, stage)
         return settings
 
-    return {name: tuple(f"{name}:{placed(settings)}" for settings in rungs) for name, rungs in LADDERS.items()}
+    return {name: tuple(f"{name}:{placed(settings)}" for settings in steps) for name, steps in LADDERS.items()}
 
 
-def probed(rungs: Sequence[str]) -> list[str]:
+def probed(steps: Sequence[str]) -> list[str]:
     """Those that are tried alone: the mildest, the boldest, and what lies in the middle."""
-    numbers = {round(step * (len(rungs) - 1) / (PROBED - 1)) for step in range(PROBED)}
-    return [rungs[number] for number in sorted(numbers)]
+    numbers = {round(step * (len(steps) - 1) / (PROBED - 1)) for step in range(PROBED)}
+    return [steps[number] for number in sorted(numbers)]

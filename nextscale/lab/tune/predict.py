@@ -112,10 +112,10 @@ class Predictor:
         """Its distance alone; of a setting that was not tried, between those of the settings beside it."""
         if not peer:
             return 0.0
-        rungs = list(self.ladders.get(Candidate(peer=peer).peer_name, (peer,)))
-        alone = {float(number): self.distances.get(Candidate(peer=rung)) for number, rung in enumerate(rungs)}
+        steps = list(self.ladders.get(Candidate(peer=peer).peer_name, (peer,)))
+        alone = {float(number): self.distances.get(Candidate(peer=step)) for number, step in enumerate(steps)}
         known = {number: distance for number, distance in alone.items() if distance is not None}
-        return interpolated(known, float(rungs.index(peer))) if known else math.inf
+        return interpolated(known, float(steps.index(peer))) if known else math.inf
 
     # --- time
 

@@ -142,11 +142,11 @@ class Search:
     def measure_peers(self) -> None:
         """Other methods alone, untimed. Those that could come near the frontier, were they as fast as their MACs say, are timed once."""
         known = self.predictor.ladders
-        alone = [Candidate(peer=peer) for rungs in known.values() for peer in probed(rungs)]
+        alone = [Candidate(peer=peer) for steps in known.values() for peer in probed(steps)]
         found = [(candidate, self.trial(candidate, what="another method", timed=False)) for candidate in alone]
         self.predictor = replace(self.predictor, trials=[*self.predictor.trials, *found])
-        usable = {name: tuple(peer for peer in rungs if self.predictor.possible(Candidate(peer=peer))) for name, rungs in known.items()}
-        best = self.nearest_peers({name: rungs for name, rungs in usable.items() if rungs})
+        usable = {name: tuple(peer for peer in steps if self.predictor.possible(Candidate(peer=peer))) for name, steps in known.items()}
+        best = self.nearest_peers({name: steps for name, steps in usable.items() if steps})
         timed = [(candidate, self.trial(candidate, what="another method, timed")) for candidate in best.values()]
         self.predictor = replace(self.predictor, trials=[*self.predictor.trials, *timed])
         left = self.nearest_peers({name: usable[name] for name in best})

@@ -70,7 +70,7 @@ class Space:
             for left_out in (some for count in range(len(between)) for some in itertools.combinations(between, count + 1)):
                 yield replace(plain, left_out=left_out)
                 yield from self._reduced(replace(plain, left_out=left_out))
-            yield from (replace(plain, peer=peer) for rungs in self.peers.values() for peer in rungs)
+            yield from (replace(plain, peer=peer) for steps in self.peers.values() for peer in steps)
 
     def _reduced(self, plain: Candidate) -> Iterator[Candidate]:
         """With shares that never grow."""
@@ -120,11 +120,11 @@ class Space:
     def _other_peers(self, origin: Candidate) -> Iterator[Candidate]:
         """A step up or down the ladder; the logits need no block that a peer might run its own way."""
         if origin.peer:
-            rungs = self.peers.get(origin.peer_name, (origin.peer,))
-            place = rungs.index(origin.peer)
-            nearby: list[str] = ["", *rungs][place : place + 1] + list(rungs[place + 1 : place + 2])
+            steps = self.peers.get(origin.peer_name, (origin.peer,))
+            place = steps.index(origin.peer)
+            nearby: list[str] = ["", *steps][place : place + 1] + list(steps[place + 1 : place + 2])
         else:
-            nearby = [rungs[0] for name, rungs in self.peers.items() if not origin.amounts or name not in self.apart]
+            nearby = [steps[0] for name, steps in self.peers.items() if not origin.amounts or name not in self.apart]
         for peer in nearby:
             yield replace(origin, peer=peer)
             if origin.amounts and peer:
