@@ -78,7 +78,7 @@ ALL = (
         prompts.from_text_folder,
         layouts.dpg,
         "requirements.txt of TencentQQGYLab/ELLA; modelscope with mPLUG",
-        "PIC_NUM=4 bash dpg_bench/dist_eval.sh FOLDER 1024 (images of a prompt, and the side of one in pixels)",
+        "PIC_NUM=4 bash dpg_bench/dist_eval.sh FOLDER 1024  # images of a prompt, and the side of one in pixels",
         "scores of the categories and the mean, from 0 to 100",
     ),
     Suite(
@@ -138,7 +138,7 @@ ALL = (
         prompts.imagenet_classes,
         layouts.imagenet,
         "tensorflow and requirements.txt of openai/guided-diffusion/evaluations",
-        "python evaluator.py VIRTUAL_imagenet256_labeled.npz FOLDER/samples.npz (512 px: VIRTUAL_imagenet512.npz)",
+        "python evaluator.py VIRTUAL_imagenet256_labeled.npz FOLDER/samples.npz  # 512 px: VIRTUAL_imagenet512.npz",
         "Inception Score, FID, sFID, Precision, Recall",
         needs_file=False,
     ),
