@@ -174,7 +174,7 @@ class Profile:
 
     @property
     def described(self) -> str:
-        """Where it was measured, in words."""
+        """The model, size, batch and machine that were measured, in words."""
         return f"{self.model} at {self.size[0]}x{self.size[1]}, batch {self.batch}, on {self.hardware}"
 
     @property
@@ -245,7 +245,7 @@ def profile_name(model: str, size: tuple[int, int], device: str, batch: int) -> 
 
 
 def profile_folder(weights: Path) -> Path:
-    """Where the profiles of these weights, a file or a folder, lie: beside them."""
+    """The folder in which the profiles of these weights, a file or a folder, lie."""
     return weights if weights.is_dir() else weights.parent
 
 

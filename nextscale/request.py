@@ -70,7 +70,7 @@ class Request:
         return max(self.prompts.longest, 0 if self.negative is None else self.negative.longest)
 
     def positions(self) -> list[tuple[Rewindable, Sequence[Tensor]]]:
-        """Where its streams of random numbers are now, those that can be rewound."""
+        """The present states of its streams of random numbers, those that can be rewound."""
         return [(rng, rng.get_state()) for rng in (self.rng, self.method_rng) if isinstance(rng, Rewindable)]
 
 

@@ -73,7 +73,7 @@ class Space:
             yield from (replace(plain, peer=peer) for steps in self.peers.values() for peer in steps)
 
     def _reduced(self, plain: Candidate) -> Iterator[Candidate]:
-        """With shares that never grow."""
+        """The candidate with all shares of its late stages that never grow."""
         left = [stage for stage in self.late(LATE) if stage < self.stages - plain.skipped and stage not in plain.left_out]
         for shares in itertools.combinations_with_replacement(COARSE, len(left)):
             amounts = tuple((stage, share) for stage, share in zip(left, shares, strict=True) if share < 1)
