@@ -17,6 +17,7 @@ from nextscale.loading.plain_values import from_plain, to_plain
 from nextscale.loading.presets import MODELS, NANO
 from nextscale.loading.pretrained import ENCODERS, INDEX
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.output import Preview
 from nextscale.pipeline import Pipeline
 from nextscale.schedules import InfinityBook
@@ -119,6 +120,14 @@ def test_profiles_travel_along(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "nano-256.profile.json").read_text() == "{}"
     again.save_pretrained(tmp_path / "a")
     assert (tmp_path / "a" / "profile-h200.json").read_text() == '{"points": []}'
+
+
+def test_ranks_for_stagevar_are_saved(tmp_path: Path) -> None:
+    pipe = reading_from("infinity")
+    for table in (RankTable(*identity(pipe.model), (RankRow(0.96, 4, (0.2, 0.3)),)), None):
+        pipe.model.rank_table = table
+        pipe.save_pretrained(tmp_path)
+        assert nextscale.Pipeline.from_pretrained(tmp_path, device="cpu").model.rank_table == table
 
 
 def test_from_pretrained_takes_names_as_load_does() -> None:

@@ -1,4 +1,4 @@
-"""A pipeline as one folder: settings, safetensors, tokenizer, tuning profiles; read back bit for bit."""
+"""A pipeline as one folder: settings, safetensors, tokenizer, tuning profiles, StageVAR ranks; read back bit for bit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..errors import CheckpointError, SettingError
 from ..io import write_text
 from ..models.base import KvDtype
 from ..models.quantized import Quantize
+from ..models.rank_table import rank_file, write_rank_table
 from ..pipeline import Pipeline, Settings
 from ..placement import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder
@@ -82,6 +83,11 @@ def save(pipeline: Pipeline, folder: Path) -> Path:
     for profile in profiles:
         if profile.resolve().parent != folder.resolve():
             shutil.copyfile(profile, folder / profile.name)
+    ranks = rank_file(folder / MODEL)
+    if pipeline.model.rank_table is None:
+        ranks.unlink(missing_ok=True)  # of a model that was saved here before
+    else:
+        write_rank_table(pipeline.model.rank_table, ranks)
     write_text(json.dumps(index, indent=2) + "\n", folder / INDEX)
     return folder
 
