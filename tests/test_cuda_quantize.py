@@ -11,7 +11,7 @@ from torch import nn
 from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR
 from nextscale.errors import SettingError
 from nextscale.kernels.e4m3 import E4M3, to_e4m3
-from nextscale.lab.evals.format_errors import generate_seen, stage_errors
+from nextscale.lab.evals.format_errors import Seen, generate_seen, stage_errors
 from nextscale.loading.quantizing import quantize_model
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.feed_forward import FeedForward, GatedFeedForward
@@ -22,6 +22,7 @@ from .test_cuda_graphs import eager
 from .test_peers import picked
 from .test_quantize import WITHOUT_STRENGTH
 from .tiny import FAMILIES, KINDS, SPECS, assert_same_bits, one_prompt, prompts
+from .toy_methods import HeldRepresentatives
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_FROM
@@ -126,21 +127,30 @@ def test_methods_without_strength_are_dense_bit_for_bit(format: Quantize) -> Non
 
 @formats
 @pytest.mark.parametrize("family", KINDS)
-def test_a_batch_with_a_method_is_its_images_in_any_order(family: str, format: Quantize) -> None:
-    """Logits for the same codes."""
+def test_a_batch_with_a_method_is_its_images_in_any_order(family: str, format: Quantize, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits for the same codes and the same representatives.
+
+    A GPU multiplies one image and two in different tiles. What this rounds differently may swap two tokens of nearly equal chances among
+    the representatives of StageVAR, and one swap moves the last logits of the tiny FlexVAR by 26 to 29 % (on a CPU:
+    test_rounding_moves_logits_only_through_the_order_of_the_representatives).
+    """
     method = {"int8": ScaleKV(share=0.5, window=4), "fp8": StageVAR(ranks=0.177)}[format]
+    held = HeldRepresentatives(monkeypatch, batch=2) if format == "fp8" else None
     pipe = made(family, format)
     both = generate_seen(pipe, prompts(family, 2), None, seed=[3, 4], method=method)
     dense = generate_seen(pipe, prompts(family, 2), None, both.codes, seed=[3, 4])
     assert not torch.equal(both.logits[-1], dense.logits[-1])
-    turned = generate_seen(pipe, picked(family, [1, 0]), None, [codes.flip(0) for codes in both.codes], [4, 3], method)
-    for image in range(2):
-        codes = [codes[image : image + 1] for codes in both.codes]
-        alone = generate_seen(pipe, one_prompt(family, image), None, codes, 3 + image, method)
-        for theirs, ours, other in zip(both.logits, alone.logits, turned.logits, strict=True):
-            limit = 0.1 * theirs[image].norm()
-            assert (ours[0] - theirs[image]).norm() < limit
-            assert (other[1 - image] - theirs[image]).norm() < limit
+
+    def again(images: list[int]) -> Seen:
+        if held is not None:
+            held.repeat_for(images)
+        codes = [codes[images] for codes in both.codes]
+        return generate_seen(pipe, picked(family, images), None, codes, [3 + image for image in images], method)
+
+    for images in ([1, 0], [0], [1]):
+        for found, expected in zip(again(images).logits, both.logits, strict=True):
+            for position, image in enumerate(images):
+                assert (found[position] - expected[image]).norm() < 0.1 * expected[image].norm()
 
 
 @needs_fp8

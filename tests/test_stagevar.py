@@ -43,9 +43,11 @@ from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
 from nextscale.lab.analysis import measure_ranks
 from nextscale.lab.analysis.ranks import measure_table
+from nextscale.lab.evals.format_errors import generate_seen
 from nextscale.loading.beside import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
+from nextscale.models.blocks import Block
 from nextscale.models.env import Env
 from nextscale.models.rank_table import RankRow, RankTable, rank_file, read_rank_table, write_rank_table
 from nextscale.pipeline import Output
@@ -56,7 +58,7 @@ from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 
 from . import tiny
 from .tiny import infinity_schedule
-from .toy_methods import STAGES, Planned, RunBlocks, SkipUnannounced, counts_of, top_tokens
+from .toy_methods import STAGES, HeldRepresentatives, Planned, RunBlocks, SkipUnannounced, counts_of, top_tokens
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 OFF = StageVAR(guidance_off=99, alphas=())
@@ -1209,3 +1211,27 @@ def test_the_table_beside_the_weights_is_found(tmp_path: Path) -> None:
         write_rank_table(replace(OWN, dim=65), tmp_path / name)
         with pytest.raises(SettingError, match=f"{name} lies beside these weights, and has ranks of var with 3 blocks of 65"):
             rank_table_of(model, path)
+
+
+@pytest.mark.parametrize("family", tiny.KINDS)
+def test_rounding_moves_logits_only_through_the_order_of_the_representatives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU twin of the batch test of test_cuda_quantize: noise of the size of bfloat16's on all hidden states of an image alone."""
+    method, held = StageVAR(ranks=0.177), HeldRepresentatives(monkeypatch, batch=2)
+    pipe = tiny.shared_pipeline(family)
+    both = generate_seen(pipe, tiny.prompts(family, 2), None, seed=[3, 4], method=method)
+    rounding = torch.Generator().manual_seed(0)
+
+    def rounded(block: Block, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        return out * (1 + 2**-9 * torch.randn(out.shape, generator=rounding))
+
+    for image in range(2):
+        held.repeat_for([image])
+        hooks = [block.register_forward_hook(rounded) for block in pipe.model.stack]
+        try:
+            codes = [codes[image : image + 1] for codes in both.codes]
+            alone = generate_seen(pipe, tiny.one_prompt(family, image), None, codes, 3 + image, method)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for found, expected in zip(alone.logits, both.logits, strict=True):
+            assert 0 < (found[0] - expected[image]).norm() < 0.05 * expected[image].norm()

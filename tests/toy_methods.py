@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from nextscale.accel.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from nextscale.accel.stagevar.lowrank import representatives
 from nextscale.canvas import Canvas
 from nextscale.guidance import CfgBranches
 from nextscale.models import NextScaleModel
@@ -138,3 +140,28 @@ class SkipUnannouncedRun(MethodRun):
 
     def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         return replace(planned, skip=True) if stage.index == self.stage else planned
+
+
+# --- choices that rounding may turn
+
+
+class HeldRepresentatives:
+    """Records which tokens StageVAR's rows stand for in one call, and repeats the choice for some of its images in other calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+        self.batch = batch
+        self.recorded: list[Tensor] = []  # per group of blocks: [branches * batch, rank]
+        self.waiting: list[Tensor] | None = None  # None while it records
+        monkeypatch.setattr("nextscale.accel.stagevar.variants.representatives", self.choose)
+
+    def choose(self, weight: Tensor, noise: Tensor, rank: int, count: Tensor | None = None) -> Tensor:
+        if self.waiting is None:
+            self.recorded.append(representatives(weight, noise, rank, count))
+            return self.recorded[-1]
+        return self.waiting.pop(0)
+
+    def repeat_for(self, images: list[int]) -> None:
+        """The next call generates these images of the recorded batch."""
+        assert self.recorded and not self.waiting
+        by_branch = [chosen.unflatten(0, (-1, self.batch)) for chosen in self.recorded]
+        self.waiting = [chosen[:, images].flatten(0, 1) for chosen in by_branch]
