@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nextscale import Schedule, sampling
 from nextscale.accel.skipvar_models import Outcome
@@ -69,6 +71,25 @@ def test_skipvar_takes_a_decision_that_was_forced(outcome: Outcome) -> None:
     assert decisions(torch.tensor([[0.0, 0.0], [0.3, 0.6]])) == [outcome] * 2 and decisions.outcomes == [outcome]
     unforced = skipvar_cases.method_of(said | {"decision_forced": False}).decisions
     assert len(unforced.outcomes) == 6
+
+
+@pytest.mark.parametrize("changed", [None, "table.0.84.margin", "table.0.88.uncond"])
+def test_skipvar_compares_the_decision_tables_of_a_generation(changed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation, which has other tests, is left out."""
+    stored = load_file(COMPACT / "skipvar_infinity/features_and_decisions/case.safetensors")
+    tables = {name: tensor for name, tensor in stored.items() if name.startswith("table.")}
+    if changed is not None:
+        tables[changed][7] += 1
+    infinity = skipvar_cases.infinity_cases
+    monkeypatch.setattr(infinity, "build", lambda *_: SimpleNamespace(tokenizer=None))
+    monkeypatch.setattr(infinity, "generation", lambda *_, **__: infinity.Generation({}, None, None))
+    config = {"scale_schedule": [[1, 1, 1], [1, 2, 2]], "h_div_w_template": 1.0, "depth": 1}
+    case = {"config": config, "cfg_list": [1.0], "skipvar": {**skipvar_cases.FIXED, "decision_set_used": "0.84"}}
+    case |= {"noise_max_abs_other_attention_kernel_and_2_threads": {"logits": 0}, "suggested_tolerance": {"float": "atol 1 + rtol 1"}}
+    expected = Expected(tables)
+    with nullcontext() if changed is None else pytest.raises(AssertionError, match=changed):
+        skipvar_cases.replay_skipvar(COMPACT, case, expected)
+        assert expected.finish() == 12
 
 
 @pytest.mark.parametrize(("stored", "settled"), [([1, 2], [1, 2]), ([0, 2], [0, 2]), ([2, 0], [1, 2])], ids=["same", "near", "far"])
