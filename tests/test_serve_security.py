@@ -6,9 +6,11 @@ import base64
 import io
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
+from starlette.datastructures import URL
 
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.serve.security import Keys, host_of
@@ -38,6 +40,18 @@ def test_only_keys_of_the_file_are_let_in(tmp_path: Path) -> None:
         for path in ("/livez", "/readyz", "/", "/studio/files/main.js"):
             assert server.ask(path).status == 200, path
     assert all(key not in repr(ServeSettings(api_keys=KEYS)) for key in KEYS)
+
+
+def test_the_host_header_opens_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host_in_front(url: URL, text: str = "", scope: Any = None, **parts: Any) -> None:
+        """Builds the URL as Starlette before 1.0.1 does: the Host header may hold a path."""
+        host = "" if scope is None else dict(scope["headers"])[b"host"].decode("latin-1")
+        url._url = text if scope is None else f"http://{host}{scope['path']}"
+
+    monkeypatch.setattr(URL, "__init__", host_in_front)
+    with live({"tiny": shared_pipeline("infinity")}, host="0.0.0.0", api_keys=KEYS) as server:
+        for path in ("/v1/models", "/metrics", "/studio/options"):
+            assert server.ask(path, headers={"host": "x/livez?"}).status == 401
 
 
 def test_keys_without_content() -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from starlette.requests import Request
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, as_api_error
@@ -76,7 +76,7 @@ class Gate:
 
         self._watcher.request_began(scope["path"])
         try:
-            self._check(Request(scope))
+            self._check(scope["method"], scope["path"], Headers(scope=scope))
             await self._app(scope, self._limited(scope, receive), answer)
         except Exception as error:
             if not isinstance(error, ApiError):
@@ -89,12 +89,12 @@ class Gate:
             log.info("%s %s %s %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
             self._watcher.request_ended(scope["path"], status, seconds)
 
-    def _check(self, request: Request) -> None:
-        headers, path = request.headers, request.url.path
+    def _check(self, method: str, path: str, headers: Headers) -> None:
+        """Raises ApiError for a refused request. `path` is that of the scope: request.url may be built from the Host header."""
         names = self._settings.host_names
         if names is not None and host_of(headers.get("host", "")) not in names:
             raise ApiError(421, "this server does not go by that name: use localhost, or start it with --allow-host", code="wrong_host")
-        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or request.method == "OPTIONS"
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or method == "OPTIONS"
         if not is_open and not self._keys.allow(headers.get("authorization")):
             message = "this server needs an API key: send the header Authorization: Bearer KEY with one that it knows"
             raise ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
