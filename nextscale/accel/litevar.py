@@ -16,7 +16,7 @@ from ..attending import Attended, AttendingCache
 from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
 from ..checks import is_share, is_whole, require_flags
 from ..errors import SettingError
-from ..models.attention import attend_slot
+from ..models.attention import attend_slot, chosen_kernels
 from ..stage import Schedule, Stage
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from .sparse import KeyMap, key_map, require_whole
@@ -113,7 +113,8 @@ class LiteVARCache(AttendingCache):
         if banded and method.as_released and mask is not None:
             out = zeroed_attention(q, k, v, mask, seen.scale)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=seen.scale)
+            with chosen_kernels(q.device):
+                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=seen.scale)
         if paired:
             out = torch.cat(out.chunk(2, dim=-1))
         return out.transpose(1, 2).flatten(2)

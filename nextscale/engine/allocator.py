@@ -16,28 +16,34 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import RLock
 
 import torch
 
 log = logging.getLogger(__name__)
 
 OPTION = "expandable_segments"
+_SETTINGS_LOCK = RLock()
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # newer versions of torch read both, the first one first
 
 
 @contextmanager
 def expandable_segments() -> Iterator[None]:
-    """What is allocated inside lies in segments that grow. Those who have chosen for themselves keep what they have chosen."""
-    choose, before = allocator_setter(), allocator_settings()
-    if choose is None or OPTION in before or "cudaMallocAsync" in before:
-        yield
-        return
-    choose(",".join(filter(None, (before, f"{OPTION}:True"))))
-    try:
-        yield
-    finally:
-        choose(f"{OPTION}:False")
-        choose(before)  # older versions of torch forget what is not named again
+    """Allocates what is made inside in segments that grow. Settings of the user stay.
+
+    The settings belong to the whole process, so that threads with other GPUs wait.
+    """
+    with _SETTINGS_LOCK:
+        choose, before = allocator_setter(), allocator_settings()
+        if choose is None or OPTION in before or "cudaMallocAsync" in before:
+            yield
+            return
+        choose(",".join(filter(None, (before, f"{OPTION}:True"))))
+        try:
+            yield
+        finally:
+            choose(f"{OPTION}:False")
+            choose(before)  # older versions of torch forget what is not named again
 
 
 def allocator_settings() -> str:

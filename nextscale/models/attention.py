@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
 from ..attending import Attended, AttendingCache
@@ -25,6 +26,8 @@ from .rope import PairRope
 
 LARGEST_LOG_TEMPERATURE = math.log(100)
 FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them; ours costs the host more, which a captured graph does not pay
+_FLAGS_LOCK = Lock()
+_CHOSEN: ContextVar[Mapping[str, bool] | None] = ContextVar("flags of torch's attention kernels", default=None)
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -46,7 +49,8 @@ def temperature(log: Tensor) -> Tensor:
     return log.float().clamp(max=LARGEST_LOG_TEMPERATURE).exp()[..., None]
 
 
-def attention_backend(queries: int, device: torch.device, captured: bool) -> AbstractContextManager[None]:
+@contextmanager
+def attention_backend(queries: int, device: torch.device, captured: bool) -> Iterator[None]:
     """Chooses among torch's attention kernels for a stage with this number of query tokens over all rows.
 
     On an H200 cuDNN's kernel, torch's own choice, is the fastest, 1.5 to 1.9 times as fast as flash (4096 queries, 10521 keys: 1.13 ms,
@@ -54,15 +58,43 @@ def attention_backend(queries: int, device: torch.device, captured: bool) -> Abs
     with cuDNN's and 18 ms with flash, and a call of the memory-efficient kernel costs the host half of a call of flash.
     """
     if device.type != "cuda" or captured or queries > 2048:
-        return nullcontext()
-    if queries > 512:
-        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        flags = None
+    else:
+        flags = {"cudnn": False, "flash": queries > 512, "mem_efficient": True, "math": True}
+    token = _CHOSEN.set(flags)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+@contextmanager
+def chosen_kernels(device: torch.device) -> Iterator[None]:
+    """Sets torch's flags as `attention_backend` has chosen in this thread.
+
+    The flags belong to the whole process. A lock keeps threads that use other GPUs from changing them during a call.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with _FLAGS_LOCK:
+        before = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _CHOSEN.get() or ()}
+        try:
+            set_flags(_CHOSEN.get() or {})
+            yield
+        finally:
+            set_flags(before)
+
+
+def set_flags(flags: Mapping[str, bool]) -> None:
+    for name, enabled in flags.items():
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """q [R, N, H, D] over k, v [R, T, H, D] to [R, N, H * D]."""
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    with chosen_kernels(q.device):
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     return out.transpose(1, 2).flatten(2)
 
 
