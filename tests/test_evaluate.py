@@ -22,9 +22,9 @@ from nextscale.cli import app
 from nextscale.errors import CheckpointError, NextscaleError, SettingError, SizeError
 from nextscale.lab.evals.folders import ImageFolder, Judged, evaluate_folder
 from nextscale.lab.evals.folders.cache import CACHE, features_of
-from nextscale.lab.evals.folders.evaluate import spread
+from nextscale.lab.evals.folders.evaluate import frechet_interval, spread
 from nextscale.lab.evals.folders.networks import Network, central, clip, dinov2
-from nextscale.lab.metrics import Lpips
+from nextscale.lab.metrics import Lpips, frechet
 from nextscale.lab.metrics.dists import Dists
 from nextscale.lab.metrics.files import DINOV2, INCEPTION, metric_folder
 from nextscale.lab.metrics.frechet import frechet_distance
@@ -146,6 +146,16 @@ def test_dists_is_nothing_for_equal_images_and_refuses_others() -> None:
     assert network(image, image).tolist() == pytest.approx([0, 0], abs=1e-5)
     with pytest.raises(SizeError, match="equal shape"):
         network(image, image[:, :, :16])
+
+
+def test_an_interval_takes_the_moments_of_the_real_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    moments = frechet._moments
+    monkeypatch.setattr(frechet, "_moments", lambda x: counted.append(len(x)) or moments(x))
+    ours, real = torch.randn(20, 4, generator=seeded(1)), torch.randn(30, 4, generator=seeded(2))
+    found = frechet_interval(ours, real, 10)
+    assert counted.count(30) == 1 and counted.count(20) == 11
+    assert found["value"] == round(float(frechet_distance(ours, real)), 5) and found["low"] < found["value"] < found["high"]
 
 
 def test_a_single_part_has_no_interval() -> None:

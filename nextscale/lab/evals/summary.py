@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...report import Report
-from ..metrics.frechet import Directions, frechet_distance
+from ..metrics.frechet import Directions, Moments, frechet_distance
 from ..results import Row
 from ..timing import percentiles
 from .agreement import Agreement
@@ -78,7 +78,7 @@ class Summary:
         ours, theirs = (along(torch.cat(features).cpu()) for features in (result.features, self.dense.features))
         row: Row = {"frechet_directions": ours.shape[1]}
         if self.references is not None:
-            fixed = along(self.references.cpu())
+            fixed = Moments.of(along(self.references.cpu()))
             row["frechet_real"] = self._distance(lambda part: frechet_distance(ours[part], fixed))
         if result is not self.dense:
             row["frechet_dense"] = self._distance(lambda part: frechet_distance(ours[part], theirs[part]))

@@ -12,6 +12,7 @@ resamples of a set at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +40,37 @@ class Directions:
         return (features.to(self.mean) - self.mean) @ self.basis
 
 
-def frechet_distance(a: Tensor, b: Tensor) -> Tensor:
+class Moments(NamedTuple):
+    """The mean and the covariance of a set of features, the latter as its trace and as R of C = R R^T."""
+
+    mean: Tensor  # [..., D], float64
+    variance: Tensor  # [...]
+    root: Tensor  # [..., D, D]
+
+    @staticmethod
+    def of(features: Tensor) -> Moments:
+        mean, covariance = _moments(_checked(features))
+        values, vectors = torch.linalg.eigh(covariance)  # in ascending order
+        rounding = values[..., -1:] * values.shape[-1] * torch.finfo(values.dtype).eps
+        return Moments(mean, _trace(covariance), vectors * values.where(values > rounding, 0).sqrt().unsqueeze(-2))
+
+
+def frechet_distance(a: Tensor, b: Tensor | Moments) -> Tensor:
     """Squared Fréchet distance of the normal distributions with the means and covariances of a [..., N, D] and b [..., M, D]: [...].
 
-    |mean_a - mean_b|^2 + trace(C_a) + trace(C_b) - 2 trace((C_a^1/2 C_b C_a^1/2)^1/2), in float64. All roots are taken of eigenvalues of
-    symmetric matrices; those that rounding made negative count as zero, so singular covariances do no harm.
+    |mean_a - mean_b|^2 + trace(C_a) + trace(C_b) - 2 trace((R^T C_a R)^1/2) with C_b = R R^T, in float64. All roots are taken of eigenvalues
+    of symmetric matrices; those that are rounding errors count as zero, so singular covariances do no harm. Pass the moments of b to
+    compare many sets with it.
     """
-    (mean_a, cov_a), (mean_b, cov_b) = _moments(_checked(a)), _moments(_checked(b))
-    values, vectors = torch.linalg.eigh(cov_a)
-    root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2) @ vectors.mT
-    inner = root @ cov_b @ root
+    b = b if isinstance(b, Moments) else Moments.of(b)
+    mean, covariance = _moments(_checked(a))
+    inner = b.root.mT @ covariance @ b.root
     shared = torch.linalg.eigvalsh((inner + inner.mT) / 2).clamp(min=0).sqrt().sum(dim=-1)
-    spread = cov_a.diagonal(dim1=-2, dim2=-1).sum(dim=-1) + cov_b.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-    return ((mean_a - mean_b).square().sum(dim=-1) + spread - 2 * shared).clamp(min=0)
+    return ((mean - b.mean).square().sum(dim=-1) + _trace(covariance) + b.variance - 2 * shared).clamp(min=0)
+
+
+def _trace(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
 
 
 def _checked(features: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ....errors import NextscaleError, SettingError
 from ....io import from_levels
 from ...machine import where
 from ...metrics.dists import Dists
-from ...metrics.frechet import frechet_distance
+from ...metrics.frechet import Moments, frechet_distance
 from ...metrics.library import inception_score, kernel_distance
 from ...metrics.lpips import Lpips
 from ...metrics.neighbours import precision_recall
@@ -135,11 +135,13 @@ def set_measures(ours: Tensor, real: Tensor, resamples: int) -> list[dict[str, f
 
 
 def frechet_interval(ours: Tensor, real: Tensor, resamples: int) -> dict[str, float]:
+    moments = Moments.of(real)
+
     def distance(numbers: Tensor) -> Tensor:
-        return torch.stack([frechet_distance(ours[part.to(ours.device)], real) for part in numbers])
+        return torch.stack([frechet_distance(ours[part.to(ours.device)], moments) for part in numbers])
 
     if resamples < 1:
-        return {"value": round(float(frechet_distance(ours, real)), 5)}
+        return {"value": round(float(frechet_distance(ours, moments)), 5)}
     return set_interval(distance, len(ours), resamples).rounded()
 
 
