@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from nextscale.cli import app
-from nextscale.errors import CheckpointError, NextscaleError, SettingError, SizeError
+from nextscale.errors import CheckpointError, MissingExtra, NextscaleError, SettingError, SizeError
 from nextscale.lab.evals.folders import ImageFolder, Judged, evaluate_folder
 from nextscale.lab.evals.folders.cache import CACHE, features_of
 from nextscale.lab.evals.folders.evaluate import frechet_interval, spread
-from nextscale.lab.evals.folders.networks import Network, central, clip, dinov2
+from nextscale.lab.evals.folders.networks import NETWORKS, Network, central, clip, dinov2
 from nextscale.lab.metrics import Lpips, frechet
 from nextscale.lab.metrics.dists import Dists
 from nextscale.lab.metrics.files import DINOV2, INCEPTION, metric_folder
@@ -243,6 +244,17 @@ def test_an_inception_file_with_another_content_is_not_opened(tmp_path: Path) ->
     (tmp_path / INCEPTION).write_bytes(b"something that would be unpickled")
     with pytest.raises(CheckpointError, match="sha256"):
         Judged(CPU, tmp_path, ["inception"]).load()
+
+
+@pytest.mark.parametrize(("name", "module"), [("efficientnet", "kid"), ("inception", "inception")])
+def test_missing_torchmetrics_is_noticed_with_the_networks(name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NETWORKS, name, lambda *_: counting([]))
+    monkeypatch.setitem(sys.modules, f"torchmetrics.image.{module}", None)
+    real = ImageFolder(tmp_path) if module == "kid" else None
+    with pytest.raises(MissingExtra, match="torchmetrics"):
+        Judged(CPU, networks=[name], real=real).load()
+    monkeypatch.setitem(NETWORKS, "clip", lambda *_: replace(counting([]), text=lambda prompts: torch.zeros(len(prompts), 3)))
+    Judged(CPU, networks=["clip"], real=real).load()
 
 
 # --- features

@@ -16,7 +16,7 @@ from ....io import from_levels
 from ...machine import where
 from ...metrics.dists import Dists
 from ...metrics.frechet import Moments, frechet_distance
-from ...metrics.library import inception_score, kernel_distance
+from ...metrics.library import inception_score, kernel_distance, torchmetrics_image
 from ...metrics.lpips import Lpips
 from ...metrics.neighbours import precision_recall
 from ...metrics.pixels import psnr, ssim
@@ -73,9 +73,12 @@ class Judged:
         return replace(self, on_images=on_images)
 
     def load(self) -> None:
-        """Loads every network, so that what is missing is said before hours of work."""
+        """Loads every network and what measures its features, so that what is missing is said before hours of work."""
         for name in self.networks:
-            self.network(name)
+            if self.network(name).text is None and self.real is not None:
+                torchmetrics_image("kid")
+            if name == "inception":
+                torchmetrics_image("inception")
         for name in self.pairs:
             self.pair_metric(name)
 
@@ -128,10 +131,10 @@ def by_set(ours: Tensor, network: Network, judged: Judged) -> Row:
 
 
 def set_measures(ours: Tensor, real: Tensor, resamples: int) -> list[dict[str, float]]:
-    """Fréchet distance, kernel distance, precision and recall of features."""
-    frechet = frechet_interval(ours, real, resamples)
+    """Fréchet distance, kernel distance, precision and recall of features. The first takes longest, and the others may be refused."""
+    kernel = spread(*kernel_distance(ours.cpu(), real.cpu()))
     precise, recalled = (mean_interval(flags.double()).rounded() for flags in precision_recall(ours, real))
-    return [frechet, spread(*kernel_distance(ours.cpu(), real.cpu())), precise, recalled]
+    return [frechet_interval(ours, real, resamples), kernel, precise, recalled]
 
 
 def frechet_interval(ours: Tensor, real: Tensor, resamples: int) -> dict[str, float]:
