@@ -12,6 +12,7 @@ from ...errors import SettingError
 
 LEVEL = 0.95
 RESAMPLES = 2000
+MOST_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Interval:
 
 def resampled(images: int, resamples: int, seed: int = 0) -> Tensor:
     """Indices of images, sampled with replacement, [resamples, images]: the same for every measurement of the same images."""
-    if images < 1 or resamples < 1:
-        raise SettingError(f"an interval needs one or more images and resamples; got {images} and {resamples}")
+    if images < 1 or not 1 <= resamples <= MOST_RESAMPLES:
+        raise SettingError(f"an interval needs 1 or more images and 1 to {MOST_RESAMPLES} resamples; got {images} and {resamples}")
     return torch.randint(images, (resamples, images), generator=torch.Generator().manual_seed(seed))
 
 
