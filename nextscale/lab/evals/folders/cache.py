@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ....io import replacing
+from ....errors import NextscaleError
+from ....io import home, replacing
 from .images import ImageFolder, by_shape
 from .networks import Network
 
@@ -32,13 +33,15 @@ def features_of(
     cache: Path | None = None,
     on_images: OnImages | None = None,
 ) -> Tensor:
-    """Features [N, D] of all images, in the order of their names. `cache`: where they are kept, by default inside the folder."""
-    where = (folder.path / CACHE if cache is None else cache / folder_key(folder)) / f"{network.name}-{network.fingerprint[:12]}"
+    """Features [N, D] of all images, in the order of their names. `cache`: where they are kept, by default inside the folder, or in the
+    home folder where the images are read-only."""
+    inside, outside = folder.path / CACHE, (cache or home() / "features") / folder_key(folder)
+    places = [place / f"{network.name}-{network.fingerprint[:12]}" for place in ([outside] if cache else [inside, outside])]
     found = []
     for first in range(0, len(folder.files), PART):
         files = folder.files[first : first + PART]
-        stored, state = where / f"{first // PART:06d}.safetensors", states(folder, files)
-        part = read_part(stored, state)
+        stored, state = [place / f"{first // PART:06d}.safetensors" for place in places], states(folder, files)
+        part = next((part for part in (read_part(file, state) for file in stored) if part is not None), None)
         if part is None:
             part = torch.cat([one for images in folder.batches(files, batch) for one in [_computed(network, images, device)]])
             write_part(stored, part, state)
@@ -79,6 +82,13 @@ def read_part(file: Path, state: str) -> Tensor | None:
         return None
 
 
-def write_part(file: Path, features: Tensor, state: str) -> None:
-    with replacing(file) as temporary:
-        temporary.write_bytes(save({"features": features.contiguous()}, metadata={"files": state}))
+def write_part(files: Sequence[Path], features: Tensor, state: str) -> None:
+    """Writes the first of the files that can be written."""
+    content = save({"features": features.contiguous()}, metadata={"files": state})
+    try:
+        with replacing(files[0]) as temporary:
+            temporary.write_bytes(content)
+    except NextscaleError as error:
+        if len(files) == 1:
+            raise NextscaleError(f"{error}, or choose another folder for features with --cache") from error
+        write_part(files[1:], features, state)
