@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -301,6 +302,36 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     assert sum(calls) == 2
 
 
+def test_features_are_kept_in_the_home_folder_where_the_images_are_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path / "home"))
+    folder, calls = picture_folder(tmp_path / "images", 3), list[int]()
+    (folder.path / CACHE).touch()  # no folder can be made there, not even by root
+    first = features_of(folder, counting(calls), CPU)
+    assert torch.equal(features_of(folder, counting(calls), CPU), first) and sum(calls) == 3
+    (tmp_path / "home").rename(tmp_path / "away")
+    (tmp_path / "home").touch()
+    with pytest.raises(NextscaleError, match="--cache"):
+        features_of(folder, counting(calls), CPU)
+    assert torch.equal(features_of(folder, counting(calls), CPU, cache=tmp_path / "cache"), first)
+
+
+def test_only_regular_files_are_images(tmp_path: Path) -> None:
+    folder = picture_folder(tmp_path / "images", 2)
+    (folder.path / "x.png").mkdir()
+    os.mkfifo(folder.path / "y.png")
+    (folder.path / "z.png").symlink_to(folder.path / "000.png")
+    assert ImageFolder(folder.path).files == [Path("000.png"), Path("001.png"), Path("z.png")]
+
+
+@pytest.mark.parametrize("twice", ["ours", "theirs"])
+def test_a_stem_that_occurs_twice_is_not_paired(twice: str, tmp_path: Path) -> None:
+    ours, theirs = picture_folder(tmp_path / "ours", 2), picture_folder(tmp_path / "theirs", 2)
+    assert ours.partners(theirs) == theirs.files
+    Image.new("RGB", (80, 80)).save(tmp_path / twice / "000.jpg")
+    result = run(ours.path, "--dense", theirs.path, "--metric", "psnr", "--device", "cpu")
+    assert result.exit_code == 2 and "000.jpg" in result.output and str(tmp_path / twice) in result.output
+
+
 # --- the command
 
 
@@ -355,6 +386,31 @@ def test_wrong_questions_are_refused(arguments: Callable[[Path], list[object]], 
     picture_folder(tmp_path / "other", 2)
     result = run(*arguments(picture_folder(tmp_path / "images", 3).path))
     assert result.exit_code == 2 and said in result.output
+
+
+@pytest.mark.parametrize("absent", ["real", "dense", "manifest"])
+def test_folders_that_do_not_fit_are_refused_before_features_are_computed(
+    absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setitem(NETWORKS, "efficientnet", lambda *_: counting(calls))
+    monkeypatch.setitem(NETWORKS, "clip", lambda *_: replace(counting(calls), text=lambda prompts: torch.zeros(len(prompts), 3)))
+    folder = picture_folder(tmp_path / "images", 3).path
+    options = {
+        "real": ["--against", tmp_path / "absent"],
+        "dense": ["--against", folder, "--metric", "psnr", "--dense", picture_folder(tmp_path / "dense", 2).path],
+        "manifest": ["--against", folder, "--metric", "clip-score"],
+    }
+    result = run(folder, "--metric", "fd-efficientnet", *options[absent], "--device", "cpu")
+    assert result.exit_code == 2 and not calls
+
+
+def test_too_many_resamples_are_refused(tmp_path: Path) -> None:
+    folder = picture_folder(tmp_path / "images", 3).path
+    result = run(folder, "--against", folder, "--resamples", 99999999999)
+    assert result.exit_code == 2 and "--resamples" in result.output
+    with pytest.raises(SettingError, match="resamples"):
+        frechet_interval(torch.randn(5, 2), torch.randn(5, 2), 99999999999)
 
 
 def test_images_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..errors import SettingError
 from ..io import write_text
+from ..lab.evals.bootstrap import MOST_RESAMPLES
 from ..lab.evals.folders import NETWORKS, PAIR_METRICS, ImageFolder, Judged, evaluate_folder
 from ..lab.evals.suites import SUITES, export, suite
 from ..lab.evals.suites.papers import PAPER_TABLES, Work, measured_hardware, measured_speed, paper_work
@@ -59,13 +60,24 @@ class JudgeOptions:
         ),
     ] = None
     resamples: Annotated[
-        int, typer.Option("--resamples", metavar="N", min=0, help="Resampled sets behind the interval of a Fréchet distance; 0 gives none.")
+        int,
+        typer.Option(
+            "--resamples",
+            metavar="N",
+            min=0,
+            max=MOST_RESAMPLES,
+            help="Resampled sets behind the interval of a Fréchet distance; 0 gives none.",
+        ),
     ] = 100
     metrics: Metrics = None
     cache: Annotated[
         Path | None,
         typer.Option(
-            "--cache", metavar="FOLDER", rich_help_panel=MACHINE, show_default="inside each folder", help="Where features are kept."
+            "--cache",
+            metavar="FOLDER",
+            rich_help_panel=MACHINE,
+            show_default="inside each folder, or in the home folder",
+            help="Where features are kept.",
         ),
     ] = None
     batch: Batch = 64
@@ -154,7 +166,7 @@ def evaluate(
     folders = [ImageFolder(folder) for folder in judging.folders]
     total = sum(len(folder.files) for folder in folders) * (len(judged.networks) + bool(judged.pairs))
     earlier = earlier_rows(out)
-    judged.load()
+    judged.load(folders)
     rows: list[Row] = []
     with image_bar() as progress:
         task = progress.add_task("judging", total=total)

@@ -58,9 +58,9 @@ class Moments(NamedTuple):
 def frechet_distance(a: Tensor, b: Tensor | Moments) -> Tensor:
     """Squared Fréchet distance of the normal distributions with the means and covariances of a [..., N, D] and b [..., M, D]: [...].
 
-    |mean_a - mean_b|^2 + trace(C_a) + trace(C_b) - 2 trace((R^T C_a R)^1/2) with C_b = R R^T, in float64. All roots are taken of eigenvalues
-    of symmetric matrices; those that are rounding errors count as zero, so singular covariances do no harm. Pass the moments of b to
-    compare many sets with it.
+    |mean_a - mean_b|^2 + trace(C_a) + trace(C_b) - 2 trace((R^T C_a R)^1/2) with C_b = R R^T, in float64. All roots are taken of
+    eigenvalues of symmetric matrices; rounding errors count as zero, so singular covariances do no harm. To compare many sets with b,
+    pass its moments.
     """
     b = b if isinstance(b, Moments) else Moments.of(b)
     mean, covariance = _moments(_checked(a))

@@ -72,10 +72,19 @@ class Judged:
         """The same, with what is loaded; `on_images` is told how many images were seen."""
         return replace(self, on_images=on_images)
 
-    def load(self) -> None:
-        """Loads every network and what measures its features, so that what is missing is said before hours of work."""
+    def load(self, folders: Sequence[ImageFolder] = ()) -> None:
+        """Loads every network and what measures its features, and checks that `folders` can be judged by it: what is missing is said
+        before hours of work."""
+        if self.real is not None:
+            _ = self.real.files
+        if self.dense is not None:
+            for folder in folders:
+                folder.partners(self.dense)
         for name in self.networks:
-            if self.network(name).text is None and self.real is not None:
+            if self.network(name).text is not None:
+                for folder in folders:
+                    folder.prompts()
+            elif self.real is not None:
                 torchmetrics_image("kid")
             if name == "inception":
                 torchmetrics_image("inception")
@@ -157,11 +166,7 @@ def spread(mean: float, deviation: float) -> dict[str, float]:
 @torch.inference_mode()
 def by_text(ours: Tensor, network: Network, folder: ImageFolder) -> Row:
     """CLIP score: 100 times the cosine of image and prompt, 0 where it is negative."""
-    prompts = folder.prompts
-    if prompts is None:
-        raise NextscaleError(
-            f"{folder.path} has no manifest with a prompt for every image: CLIP score needs the folder of `nextscale sample`"
-        )
+    prompts = folder.prompts()
     assert network.text is not None
     told = torch.cat([network.text(prompts[first : first + 64]).cpu() for first in range(0, len(prompts), 64)])
     scores = 100 * torch.cosine_similarity(ours, told.float(), dim=1).clamp(min=0)
@@ -171,12 +176,10 @@ def by_text(ours: Tensor, network: Network, folder: ImageFolder) -> Row:
 @torch.inference_mode()
 def by_pairs(folder: ImageFolder, dense: ImageFolder, judged: Judged) -> Row:
     """Means of the distances of every image to the dense one of the same name."""
-    files = folder.paired(dense)
-    theirs = {file.with_suffix(""): file for file in dense.files}
     measures = {name: judged.pair_metric(name) for name in judged.pairs}
     values: dict[str, list[Tensor]] = {name: [] for name in measures}
-    partners = [theirs[file.with_suffix("")] for file in files]
-    for images, others in zip(folder.batches(files, judged.batch), dense.batches(partners, judged.batch), strict=True):
+    partners = folder.partners(dense)
+    for images, others in zip(folder.batches(folder.files, judged.batch), dense.batches(partners, judged.batch), strict=True):
         for name, found in pair_values(images, others, measures, judged.device).items():
             values[name].append(found)
         if judged.on_images is not None:

@@ -29,7 +29,7 @@ class ImageFolder:
         """Relative to the folder, in order of their names."""
         if not self.path.is_dir():
             raise NextscaleError(f"{self.path} is no folder: give a folder of images")
-        inside = (file.relative_to(self.path) for file in self.path.rglob("*") if file.suffix.lower() in IMAGE_FORMATS)
+        inside = (file.relative_to(self.path) for file in self.path.rglob("*") if file.suffix.lower() in IMAGE_FORMATS and file.is_file())
         found = sorted(file for file in inside if not any(part.startswith(".") for part in file.parts))
         if not found:
             raise NextscaleError(f"{self.path} holds no images: expected files that end in {', '.join(IMAGE_FORMATS)}")
@@ -40,11 +40,13 @@ class ImageFolder:
         """What `nextscale sample` wrote about the images, by file name; empty for other folders."""
         return read_folder(self.path) if manifest_files(self.path) else {}
 
-    @property
-    def prompts(self) -> list[str] | None:
-        """One per file; None where they are not known."""
-        found = [self.entries.get(str(file)) for file in self.files]
-        return [str(entry.prompt) for entry in found if entry is not None] if all(found) else None
+    def prompts(self) -> list[str]:
+        """Returns one per file."""
+        if not all(str(file) in self.entries for file in self.files):
+            raise NextscaleError(
+                f"{self.path} has no manifest with a prompt for every image: CLIP score needs the folder of `nextscale sample`"
+            )
+        return [str(self.entries[str(file)].prompt) for file in self.files]
 
     def load(self, file: Path) -> Tensor:
         """Pixels [3, H, W] in 8 bits."""
@@ -54,15 +56,23 @@ class ImageFolder:
         except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
             raise NextscaleError(f"{self.path / file} cannot be read as an image ({error}): remove it, or write it again") from error
 
-    def paired(self, other: ImageFolder) -> list[Path]:
-        """The files that both have under the same stem, as they are called here. All of ours must be there."""
-        theirs = {file.with_suffix("") for file in other.files}
-        if absent := [file for file in self.files if file.with_suffix("") not in theirs]:
+    def by_stem(self) -> dict[Path, Path]:
+        """Returns the files by their paths without endings."""
+        found: dict[Path, Path] = {}
+        for file in self.files:
+            if (first := found.setdefault(file.with_suffix(""), file)) != file:
+                raise NextscaleError(f"{self.path} holds {first} and {file}, and pairs are images of one name: remove one of the two")
+        return found
+
+    def partners(self, other: ImageFolder) -> list[Path]:
+        """Returns the file of `other` that has the same stem, for each of ours."""
+        ours, theirs = self.by_stem(), other.by_stem()
+        if absent := [file for stem, file in ours.items() if stem not in theirs]:
             raise NextscaleError(
                 f"{other.path} lacks {len(absent)} of the {len(self.files)} images of {self.path}, such as {absent[0]}: pairs are images of"
                 f" one prompt and seed under one name; generate both folders from the same prompts"
             )
-        return self.files
+        return [theirs[stem] for stem in ours]
 
     def batches(self, files: Sequence[Path], batch: int) -> Iterator[list[Tensor]]:
         with ThreadPoolExecutor() as threads:
