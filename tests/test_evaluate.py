@@ -251,7 +251,7 @@ def test_an_inception_file_with_another_content_is_not_opened(tmp_path: Path) ->
 def test_missing_torchmetrics_is_noticed_with_the_networks(name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NETWORKS, name, lambda *_: counting([]))
     monkeypatch.setitem(sys.modules, f"torchmetrics.image.{module}", None)
-    real = ImageFolder(tmp_path) if module == "kid" else None
+    real = picture_folder(tmp_path / "real", 1) if module == "kid" else None
     with pytest.raises(MissingExtra, match="torchmetrics"):
         Judged(CPU, networks=[name], real=real).load()
     monkeypatch.setitem(NETWORKS, "clip", lambda *_: replace(counting([]), text=lambda prompts: torch.zeros(len(prompts), 3)))

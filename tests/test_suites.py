@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from nextscale.cli import app
-from nextscale.cluster.manifest import Entry
+from nextscale.cluster.manifest import Entry, sha256_of
 from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.lab.evals.methods import DENSE, parse_methods
@@ -111,9 +112,18 @@ def sampled(folder: Path, prompts: list[SamplePrompt], seeds: int) -> Path:
         for k in reversed(range(seeds)):  # the manifest's order does not matter
             name = f"{prompt.id}_{100 + k}.png"
             Image.new("RGB", (SIDE, SIDE), (number % 256, k, 0)).save(out / name)
-            entries.append(Entry(name, prompt.id, prompt.text, 100 + k, (SIDE, SIDE), {}, "", {}))
+            entries.append(Entry(name, prompt.id, prompt.text, 100 + k, (SIDE, SIDE), {}, sha256_of(out / name), {}))
     (out / "manifest.jsonl").write_text("".join(entry.line for entry in entries))
     return out
+
+
+def replaced(file: Path, content: bytes) -> None:
+    """Writes another content, and its hash into the manifest."""
+    manifest, known = file.parent / "manifest.jsonl", sha256_of(file)
+    file.write_bytes(content)
+    text = manifest.read_text()
+    assert known in text
+    manifest.write_text(text.replace(known, sha256_of(file)))
 
 
 def laid_out(name: str, tmp_path: Path, seeds: int | None = None) -> tuple[Path, set[str]]:
@@ -125,6 +135,11 @@ def laid_out(name: str, tmp_path: Path, seeds: int | None = None) -> tuple[Path,
     folder, out = sampled(tmp_path, prompts, wanted), tmp_path / "out"
     assert export(suite(name), folder, out, prompt_set, seeds) == wanted * len(prompts)
     return out, {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+
+
+def png(size: tuple[int, int], level: int) -> bytes:
+    Image.new("RGB", size, (level, level, level)).save(buffer := io.BytesIO(), "PNG")
+    return buffer.getvalue()
 
 
 def colour(file: Path) -> tuple[int, ...]:
@@ -219,8 +234,8 @@ def test_dpg_refuses_what_its_scorer_would_cut_wrongly(seeds: int, size: tuple[i
     (tmp_path / "set").mkdir()
     prompt_set = dpg_set(tmp_path / "set")
     folder = sampled(tmp_path, suite("dpg").prompts(prompt_set), seeds)
-    for file in folder.glob("256_*.png"):
-        Image.new("RGB", size).save(file)
+    for number, file in enumerate(sorted(folder.glob("256_*.png"))):
+        replaced(file, png(size, number))
     with pytest.raises(NextscaleError, match="square images of one size"):
         export(suite("dpg"), folder, tmp_path / "out", prompt_set, seeds)
 
@@ -233,6 +248,14 @@ def test_compbench(tmp_path: Path) -> None:
     assert names[0] == "a green bench and a blue bowl_000000.png"
     assert [name.split("_")[0] for name in names] == ["a green bench and a blue bowl"] * 10 + ["a red black car"] * 10
     assert [int(name.split("_")[1][:6]) for name in names] == list(range(20))
+
+
+@pytest.mark.parametrize("text", ["long " * 60, "a\0b"])
+def test_compbench_refuses_prompts_that_cannot_name_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "color_val.txt").write_text(text)
+    prompts = suite("t2i-compbench").prompts(tmp_path)
+    with pytest.raises(NextscaleError, match="prompt"):
+        export(suite("t2i-compbench"), sampled(tmp_path, prompts, 1), tmp_path / "out", tmp_path, 1)
 
 
 def test_evalscope(tmp_path: Path) -> None:
@@ -263,6 +286,8 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
     (tmp_path / "out" / "other").touch()
     with pytest.raises(NextscaleError, match="not empty"):
         export(suite("geneval"), folder, tmp_path / "out", prompt_set, seeds=3)
+    with pytest.raises(NextscaleError, match="other"):
+        export(suite("geneval"), folder, tmp_path / "out" / "other", prompt_set, seeds=3)
     with pytest.raises(SettingError, match="pass --prompt-set with the path of evaluation_metadata.jsonl"):
         suite("geneval").prompts(None)
     instances = tmp_path / "instances_val2014.json"
@@ -290,12 +315,56 @@ def test_images_that_are_gone_or_damaged_are_named(name: str, tmp_path: Path) ->
     prompts = suite(name).prompts(prompt_set)
     folder = sampled(tmp_path, prompts, suite(name).seeds)
     file = folder / f"{prompts[1].id}_100.png"
-    file.write_bytes(file.read_bytes()[:40])
+    replaced(file, file.read_bytes()[:40])
     with pytest.raises(NextscaleError, match=f"{file.name} cannot be read as an image"):
         export(suite(name), folder, tmp_path / "damaged", prompt_set)
     file.unlink()
     with pytest.raises(NextscaleError, match="lacks images of 1 of the"):
         export(suite(name), folder, tmp_path / "gone", prompt_set)
+
+
+def test_images_that_are_not_those_of_the_manifest_are_not_exported(tmp_path: Path) -> None:
+    prompt_set = reward_set(tmp_path)
+    folder = sampled(tmp_path, suite("imagereward").prompts(prompt_set), 10)
+    (folder / "005784-0093_104.png").write_bytes(b"another content")
+    with pytest.raises(NextscaleError, match="005784-0093"):
+        export(suite("imagereward"), folder, tmp_path / "out", prompt_set)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../../../escaped", "..", ".hidden", "a/b", "/etc/x", "a\nb", "x" * 121])
+def test_ids_that_cannot_name_files_are_refused(name: str, tmp_path: Path) -> None:
+    records, images = tmp_path / "benchmark-prompts.json", tmp_path / "meta_data.json"
+    records.write_text(json.dumps([{"id": name, "prompt": "a"}]))
+    images.write_text(json.dumps({"x": {"category": name, "prompt": "a"}}))
+    for kind, file in (("imagereward", records), ("mjhq", images)):
+        with pytest.raises(PromptError):
+            suite(kind).prompts(file)
+
+
+def test_ids_that_occur_twice_are_refused(tmp_path: Path) -> None:
+    records, images = tmp_path / "benchmark-prompts.json", tmp_path / "meta_data.json"
+    records.write_text(json.dumps([{"id": "a", "prompt": "one"}, {"id": "a", "prompt": "two"}]))
+    images.write_text(json.dumps({"b.c": {"category": "a", "prompt": "one"}, "c": {"category": "a.b", "prompt": "two"}}))
+    for kind, file in (("imagereward", records), ("mjhq", images)):
+        with pytest.raises(PromptError):
+            suite(kind).prompts(file)
+
+
+def test_a_text_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "set.json"
+    file.write_text(json.dumps([{"id": "a", "prompt": "apple \ud800"}]))
+    result = run("--suite", "imagereward", "--prompt-set", file, "--write-prompts", tmp_path / "prompts.jsonl")
+    assert result.exit_code == 2 and not (tmp_path / "prompts.jsonl").exists()
+
+
+def test_images_of_a_folder_above_stay_inside_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt_set = reward_set(tmp_path)
+    folder = sampled(tmp_path, suite("imagereward").prompts(prompt_set), 1)
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+    export(suite("imagereward"), Path(".."), tmp_path / "out", prompt_set, seeds=1)
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["infinity-2b"]
 
 
 def test_the_page_has_the_table() -> None:

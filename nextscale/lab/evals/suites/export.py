@@ -12,6 +12,10 @@ from .suite import Suite
 
 def export(suite: Suite, folder: Path, out: Path, prompt_set: Path | None = None, seeds: int | None = None) -> int:
     """Lays the images of `folder` out for the suite's scorer; returns their number. `seeds`: images per prompt, if not the published."""
+    if out.exists() and not out.is_dir():
+        raise NextscaleError(f"{out} is a file: give a new folder")
+    if out.is_dir() and any(out.iterdir()):
+        raise NextscaleError(f"{out} is not empty, and some scorers count files: give a new folder")
     prompts = suite.prompts(prompt_set)
     wanted = suite.seeds if seeds is None else seeds
     found: dict[str, list[tuple[int, Path]]] = {}
@@ -22,15 +26,14 @@ def export(suite: Suite, folder: Path, out: Path, prompt_set: Path | None = None
                 f"{folder / entry.file} shows {entry.prompt!r:.80}, and {entry.id} of {suite.title} is {texts[entry.id]!r:.80}: give the"
                 f" folder that was generated from the prompts of `nextscale evaluate --suite {suite.name} --write-prompts FILE`"
             )
-        if (folder / entry.file).is_file():
+        if (folder / entry.file).is_file() and entry.matches(folder):
             found.setdefault(entry.id, []).append((entry.seed, folder / entry.file))
     if lacking := [prompt.id for prompt in prompts if len(found.get(prompt.id, ())) < wanted]:
         raise NextscaleError(
-            f"{folder} lacks images of {len(lacking)} of the {len(prompts)} prompts, such as {lacking[0]!r}: run `nextscale"
-            f" sample --seeds {wanted}` with the prompts of `nextscale evaluate --suite {suite.name} --write-prompts FILE`"
+            f"{folder} lacks images of {len(lacking)} of the {len(prompts)} prompts, such as {lacking[0]!r}, or they are not those of its"
+            f" manifest: run `nextscale sample --seeds {wanted}` with the prompts of `nextscale evaluate --suite {suite.name}"
+            f" --write-prompts FILE`"
         )
-    if out.exists() and any(out.iterdir()):
-        raise NextscaleError(f"{out} is not empty, and some scorers count files: give a new folder")
     images = {prompt.id: [file for _, file in sorted(found[prompt.id])[:wanted]] for prompt in prompts}
-    suite.lay_out(Samples(prompts, images, prompt_set, folder.name), out)
+    suite.lay_out(Samples(prompts, images, prompt_set, folder.resolve().name), out)
     return wanted * len(prompts)

@@ -119,9 +119,9 @@ def compbench(samples: Samples, out: Path) -> None:
         for file in samples.images[prompt.id]:
             number = counts.get(group, 0)
             name = f"{prompt.text.replace('/', ' ').replace('_', ' ')}_{number:06d}.png"
-            if len(name.encode()) > LONGEST_NAME:
+            if len(name.encode()) > LONGEST_NAME or "\0" in name:
                 raise NextscaleError(
-                    f"the prompt {prompt.text[:60]!r}... is too long for a file name, which T2I-CompBench needs: leave it out"
+                    f"the prompt {prompt.text[:60]!r}... cannot be in a file name, which T2I-CompBench needs: leave it out"
                 )
             put(file, out / group / "samples" / name)
             counts[group] = number + 1
@@ -147,7 +147,8 @@ def put(file: Path, target: Path) -> None:
         try:
             os.link(file, target)
         except OSError:  # another file system
-            shutil.copyfile(file, target)
+            with replacing(target) as temporary:
+                shutil.copyfile(file, temporary)
 
 
 def opened(file: Path) -> Image.Image:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....cluster.prompts import SamplePrompt
-from ....errors import SettingError
+from ....cluster.prompts import SAFE_ID, SamplePrompt, is_unicode
+from ....errors import PromptError, SettingError
 from ...bench.cells import table
 from . import layouts, prompts
 from .layouts import Samples
@@ -39,6 +40,12 @@ class Suite:
         found = self.read(path or Path())
         if not found:
             raise SettingError(f"{path} holds no prompt of {self.title}: expected {self.prompt_set}")
+        times = Counter(prompt.id for prompt in found)
+        if unfit := [prompt for prompt in found if times[prompt.id] > 1 or not SAFE_ID.fullmatch(prompt.id) or not is_unicode(prompt.text)]:
+            raise PromptError(
+                f"{path}: the ids must differ and consist of up to 120 letters, digits, dots, underscores and dashes, and the prompts must"
+                f" be Unicode; got {unfit[0].id!r:.80} with {unfit[0].text!r:.80}. Download {self.prompt_set} again"
+            )
         return found
 
 
