@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import resource
 import subprocess
 import sys
 from collections import defaultdict
@@ -250,6 +252,16 @@ def test_a_prompt_file_is_a_list_of_captions_too_and_can_be_limited() -> None:
     succeed("generate", "-m", "tiny-var", 0, 4, "--seed", 0, "--out", "written-out")
     assert contents() == contents("written-out")
     assert "--limit takes prompts from a file: add --prompts" in fail("generate", "-m", "tiny-var", 3, "--limit", 2)
+
+
+def test_grid_opens_one_image_at_a_time() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = sorted(set(range(200)) - set(map(int, os.listdir("/proc/self/fd"))))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))
+    try:
+        succeed("generate", "-m", "tiny-var", 3, "--images", 40, "--batch", 40, "--grid", "sheet.png", "--seed", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_grid_holds_all_images() -> None:

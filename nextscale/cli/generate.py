@@ -203,7 +203,7 @@ def generate(
     settings |= {"warmup": True} if warmup else {}
     calls = generate_pictures(partial(model.load, as_released=sampling.as_released), pictures, batch, settings, output.previews)
     if output.grid:
-        write_image(side_by_side([Image.open(picture.file) for picture in pictures]), output.grid)
+        write_image(side_by_side([read_picture(picture) for picture in pictures]), output.grid)
     if output.report:
         write_text(report_json(context.params, calls), output.report)
     show_results(calls)
@@ -232,6 +232,11 @@ def generate_pictures(
             write_pictures(together, output)
             calls.append(Call(together, output.report))
     return calls
+
+
+def read_picture(picture: Picture) -> Image.Image:
+    with Image.open(picture.file) as image:
+        return image.copy()
 
 
 def write_pictures(pictures: Sequence[Picture], output: Output) -> None:
