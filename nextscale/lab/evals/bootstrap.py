@@ -31,7 +31,7 @@ class Interval:
 def resampled(images: int, resamples: int, seed: int = 0) -> Tensor:
     """Indices of images, sampled with replacement, [resamples, images]: the same for every measurement of the same images."""
     if images < 1 or not 1 <= resamples <= MOST_RESAMPLES:
-        raise SettingError(f"an interval needs 1 or more images and 1 to {MOST_RESAMPLES} resamples; got {images} and {resamples}")
+        raise SettingError(f"an interval needs one or more images and 1 to {MOST_RESAMPLES} resamples; got {images} and {resamples}")
     return torch.randint(images, (resamples, images), generator=torch.Generator().manual_seed(seed))
 
 
