@@ -50,10 +50,6 @@ PROBES = {
         f"import nextscale\nfrom nextscale.cluster.ray_sampler import import_ray\ntry:\n    print(import_ray().data.__name__){SHOW_ERROR}",
         "ray.data",
     ),
-    "train": Probe(
-        f"import nextscale\nfrom nextscale.lab.train.words import SentenceModel\ntry:\n    SentenceModel('no/such-encoder'){SHOW_ERROR}",
-        "is not on this machine",
-    ),
 }
 
 

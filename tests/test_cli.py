@@ -894,10 +894,8 @@ def test_commands_name_the_same_thing_alike() -> None:
                 metavars[name].add(option.metavar)
             assert ("-m" in option.opts) == ("--model" in option.opts), path
     names_of_results = {"--out": {"FILE", "FOLDER", "PATH"}}
-    files_or_folders = {"--weights": {"FILE", "PATH"}, "--tokenizer": {"FILE", "PATH"}}
-    sizes = {"--size": {"SIZE", "SIDE"}}  # tokenizers are trained on squares
     warmups = {"--warmup": {None, "WxH:B,B"}}  # generate knows what it is going to generate, a server has to be told
-    expected = names_of_results | files_or_folders | sizes | warmups
+    expected = names_of_results | warmups
     assert {name: kinds for name, kinds in metavars.items() if len(kinds) > 1} == expected
     assert {"--prompts", "--method", "--limit", "--seed", "--batch", "--force", "--compute-mask", "--warmup"} < set(metavars)
     assert not {"--methods", "--masks", "--kept", "--lpips"} & set(metavars)

@@ -71,7 +71,7 @@ def test_commands_and_their_options_are_there(page: Path) -> None:
 
 
 def test_wrong_commands_would_be_found(tmp_path: Path) -> None:
-    for line in ("nextscale draw", "nextscale plan --images 4", "nextscale train words --depth 3", "nextscale models one"):
+    for line in ("nextscale draw", "nextscale plan --images 4", "nextscale observe ranks --depth 3", "nextscale models one"):
         page = tmp_path / "page.md"
         page.write_text(f"Try `{line}`.\n")
         with pytest.raises(AssertionError):

@@ -20,8 +20,6 @@ from nextscale.checkpoints import published_slots
 from nextscale.cli import app
 from nextscale.cli.demo import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
-from nextscale.lab.train import export
-from nextscale.lab.train.export import MOST_BYTES, write_bundle
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO, Embedded, build_model, build_tokenizer
 from nextscale.loading.random_weights import fill_random
@@ -29,6 +27,8 @@ from nextscale.models import Infinity
 from nextscale.text import RandomEncoder
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
+from training import export
+from training.export import MOST_BYTES, write_bundle
 
 FILES = ("model.safetensors", "tokenizer.safetensors", "words.safetensors")
 SMALLEST = 128  # pixels
@@ -70,7 +70,7 @@ def random_nano(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def embedded() -> Path:
     folder = EMBEDDED / "nano"
     missing = [file for file in (*FILES, "MODEL_CARD.md") if not (folder / file).is_file()]
-    assert not missing, f"{folder} lacks {', '.join(missing)}: train the model and write it with nextscale.lab.train.export.write_bundle"
+    assert not missing, f"{folder} lacks {', '.join(missing)}: train the model and write it with training.export.write_bundle"
     return folder
 
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import nextscale.lab.train.words as training
+import training.words as training
 from nextscale.errors import CheckpointError, PromptError, SettingError, TextEncoderUnavailable
 from nextscale.lab.shards import Record
-from nextscale.lab.train.words import SentenceModel, build_vocabulary, common_parts, distil_vectors, make_word_encoder
 from nextscale.loading.random_weights import fill_random
 from nextscale.models import InfinityConfig
 from nextscale.models.infinity import Infinity
 from nextscale.text import Encoder, WordTextEncoder
 from nextscale.text.words import FILE_NAME, SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, plain_words, stems
 from tests.tiny import INFINITY_SCHEDULE
+from training.words import SentenceModel, build_vocabulary, common_parts, distil_vectors, make_word_encoder
 
 WORDS = ("a", "red", "cat", "on", "snow", "mobile", "3d", "smile", "run", "puppy", "shirt")
 ENTRIES = (*WORDS, "##ish", "##ing", *SINGLE_PARTS)

@@ -16,7 +16,6 @@ from . import (  # noqa: F401 - each registers its command
     quality,
     sample,
     serve,
-    train,
     tune,
 )
 from .program import app

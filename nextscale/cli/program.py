@@ -13,7 +13,7 @@ from ..errors import NextscaleError
 from ..lab.machine import version
 from ..loading.presets import MODELS
 
-MEASURE, TRAIN = "Measurements", "Training"  # panels of the help
+MEASURE = "Measurements"  # panel of the help
 USAGE_ERRORS: Any = typer.BadParameter.__bases__  # the parent of all usage errors has no public name that every version of typer knows
 
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from ...io import from_levels
-from ..shards import DataError, Record, read_shard
+from nextscale.io import from_levels
+from nextscale.lab.shards import DataError, Record, read_shard
 
 
 class Pictures:

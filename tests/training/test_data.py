@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from nextscale.lab.shards import CAPTIONS, DataError, Record, read_shard
-from nextscale.lab.train.data import Pictures, fingerprint, read_pictures
+from training.data import Pictures, fingerprint, read_pictures
 
 
 def picture(size: tuple[int, int] = (16, 16), mode: str = "RGB", color: Any = "red", kind: str = "PNG") -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from ...errors import SettingError
+from nextscale.errors import SettingError
 
 S = TypeVar("S")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", dict: "an object", str: "a string"}

@@ -10,18 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...checkpoints import write_weights
-from ...loading.load import load_module
-from ...loading.presets import NANO
-from ...models import Infinity
-from ...models.env import Conditioning
-from ...models.text_context import Padding
-from ...pipeline import Pipeline
-from ...schedules import InfinityBook
-from ...stage import Schedule
-from ...text.prompts import TextReader
-from ...text.words import WordEncoder, WordTextEncoder
-from ...tokenizers import InfinityTokenizer
+from nextscale.checkpoints import write_weights
+from nextscale.loading.load import load_module
+from nextscale.loading.presets import NANO
+from nextscale.models import Infinity
+from nextscale.models.env import Conditioning
+from nextscale.models.text_context import Padding
+from nextscale.pipeline import Pipeline
+from nextscale.schedules import InfinityBook
+from nextscale.stage import Schedule
+from nextscale.text.prompts import TextReader
+from nextscale.text.words import WordEncoder, WordTextEncoder
+from nextscale.tokenizers import InfinityTokenizer
+
 from .encoded import Captions, Features
 from .export import MODEL as WEIGHTS
 from .export import WORDS

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, NextscaleError, OutOfMemory, SettingError
-from ...io import replacing, write_text
+from nextscale.errors import CheckpointError, NextscaleError, OutOfMemory, SettingError
+from nextscale.io import replacing, write_text
 
 STATE, CURVE, METRICS = "state.pt", "curve.jsonl", "metrics.json"
 Value = Tensor | float

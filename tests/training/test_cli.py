@@ -1,4 +1,4 @@
-"""`nextscale train` from shards to a model that draws, by the commands that docs/training.md shows."""
+"""`python -m training` from shards to a model that draws, by the commands that docs/training.md shows."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 import nextscale
+import training.__main__ as commands
 from nextscale.checkpoints import write_weights
-from nextscale.cli import app
-from nextscale.cli import train as commands
 from nextscale.lab.shards import CAPTIONS, Record
-from nextscale.lab.train.model_settings import ModelTraining
-from nextscale.lab.train.model_trainer import initialise
-from nextscale.lab.train.settings import changed
-from nextscale.lab.train.tokenizer_settings import TokenizerTraining
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.models import Infinity
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
+from training.__main__ import app
+from training.model_settings import ModelTraining
+from training.model_trainer import initialise
+from training.settings import changed
+from training.tokenizer_settings import TokenizerTraining
 
-from .test_train_data import lines, picture, shard
+from .test_data import lines, picture, shard
 
-PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text()
-COMMANDS = [shlex.split(line)[1:] for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+COMMANDS = [shlex.split(line)[3:] for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 TRIALS = [command for command in COMMANDS if "--steps" in command]
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def run(*arguments: object) -> Result:
     words = [str(argument) for argument in arguments]
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False, prog_name="nextscale")
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False, prog_name="python -m training")
 
 
 def succeed(*arguments: object) -> Result:
@@ -84,9 +84,9 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trial(part: str, *more: object, without: tuple[str, ...] = ()) -> list[object]:
     """The page's command for a part, for another folder, with more options and without some."""
-    command = next(command for command in TRIALS if command[1] == part)
-    kept = [*command[:2]]
-    for option, value in zip(command[2::2], command[3::2], strict=True):
+    command = next(command for command in TRIALS if command[0] == part)
+    kept = [command[0]]
+    for option, value in zip(command[1::2], command[2::2], strict=True):
         kept += [] if option in without or option == "--out" else [option, value]
     return [*kept, "--out", "runs/refused", *more]
 
@@ -96,17 +96,17 @@ def trial(part: str, *more: object, without: tuple[str, ...] = ()) -> list[objec
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:2]))
 def test_the_page_shows_commands_that_are_there(command: list[str]) -> None:
-    group = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
-    values = group.commands[command[1]].make_context(command[1], command[2:]).params
+    group = typer.main.get_command(app)  # type: ignore[attr-defined]
+    values = group.commands[command[0]].make_context(command[0], command[1:]).params
     defaults = {"model": ModelTraining(), "tokenizer": TokenizerTraining()}
-    if command[1] in defaults:
-        changed(defaults[command[1]], values["change"] or [])
+    if command[0] in defaults:
+        changed(defaults[command[0]], values["change"] or [])
         changed(NANO_TOKENIZER, values.get("tokenizer_change") or [])
         assert (values["minutes"] is None) != (values["steps"] is None)
 
 
 def test_the_page_names_all_commands_and_fields() -> None:
-    assert {command[1] for command in COMMANDS} == set(typer.main.get_command(app).commands["train"].commands)  # type: ignore[attr-defined]
+    assert {command[0] for command in COMMANDS} == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     rows = " ".join(re.findall(r"^\| (`.*?) \| (?:required|optional)", PAGE, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", rows)) == set(Record.__dataclass_fields__)
 
@@ -145,10 +145,10 @@ def test_a_run_goes_on_and_another_begins_with_its_weights(folder: Path) -> None
 
 def test_curves_of_both_runs(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    succeed("train", "curve", "runs/small", "runs/small-model", "--out", "curve.svg")
+    succeed("curve", "runs/small", "runs/small-model", "--out", "curve.svg")
     assert "<svg" in (folder / "curve.svg").read_text()[:500]
-    assert "--force" in refused("train", "curve", "runs/small", "--out", "curve.svg")
-    assert "holds no curve.jsonl" in refused("train", "curve", "nowhere", "--force")
+    assert "--force" in refused("curve", "runs/small", "--out", "curve.svg")
+    assert "holds no curve.jsonl" in refused("curve", "nowhere", "--force")
 
 
 # --- refusals, before pictures are read
@@ -189,7 +189,7 @@ def test_missing_and_damaged_shards_are_named(folder: Path) -> None:
     (folder / "bad.tar").write_bytes(b"no tar file")
     for name in ("nowhere.tar", "bad.tar"):
         assert f"{name} cannot be read as a tar file" in refused(*trial("tokenizer", "--held-out", name, "--device", "cpu"))
-    words = ("train", "words", "--data", "train.tar", "--sentence-model", "x", "--out", "no/words.safetensors")
+    words = ("words", "--data", "train.tar", "--sentence-model", "x", "--out", "no/words.safetensors")
     assert "in a folder that exists" in refused(*words)
     assert "not overwriting words.safetensors" in refused(*words[:-1], "words.safetensors")
     assert not (folder / "runs/refused").exists()
@@ -199,7 +199,7 @@ def test_missing_and_damaged_shards_are_named(folder: Path) -> None:
 
 
 def bundle(model: str, tokenizer: str, words: str) -> list[object]:
-    return ["train", "bundle", "--weights", model, "--tokenizer", tokenizer, "--words", words, "--out", "refused"]
+    return ["bundle", "--weights", model, "--tokenizer", tokenizer, "--words", words, "--out", "refused"]
 
 
 def test_a_bundle_of_another_layout_is_refused(folder: Path) -> None:
@@ -219,8 +219,8 @@ def test_a_bundle_of_nanos_layout_is_written(folder: Path) -> None:
     assert "word encoder has 128 channels, the model reads 192" in refused(*bundle(*parts, "narrow.safetensors"))
     assert not (folder / "refused").exists()
     tiny_words().save(folder / "runs/model/words.safetensors")
-    assert "MB: nano" in succeed(*next(command for command in COMMANDS if command[1] == "bundle")).stdout
-    assert "--force" in refused(*next(command for command in COMMANDS if command[1] == "bundle"))
+    assert "MB: nano" in succeed(*next(command for command in COMMANDS if command[0] == "bundle")).stdout
+    assert "--force" in refused(*next(command for command in COMMANDS if command[0] == "bundle"))
     assert sorted(file.name for file in (folder / "nano").iterdir()) == ["model.safetensors", "tokenizer.safetensors", "words.safetensors"]
     scope: dict[str, object] = {"nextscale": nextscale}
     exec(CODE[0], scope)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from nextscale.errors import CheckpointError, MissingExtra, OutOfMemory, SettingError
-from nextscale.lab.train.curves import plot_curves, read_curve
-from nextscale.lab.train.optim import Optimizers
-from nextscale.lab.train.precision import MasterWeights
-from nextscale.lab.train.run import (
+from training.curves import plot_curves, read_curve
+from training.optim import Optimizers
+from training.precision import MasterWeights
+from training.run import (
     CURVE,
     METRICS,
     STATE,
@@ -31,7 +31,7 @@ from nextscale.lab.train.run import (
     memory_errors,
     set_learning_rate,
 )
-from nextscale.lab.train.settings import changed, lasting
+from training.settings import changed, lasting
 
 # --- budget and rate
 

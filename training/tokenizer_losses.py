@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...stage import Schedule, Tokens
-from ...tokenizers import InfinityTokenizer
+from nextscale.stage import Schedule, Tokens
+from nextscale.tokenizers import InfinityTokenizer
 
 LEAST_PROBABILITY = 1e-6  # of a bit in a batch, for the logarithm
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...errors import SettingError
-from ...loading.presets import NANO_TOKENIZER
-from ...schedules import INFINITY_SIZES, infinity_stages
-from ...stage import Schedule
-from ...tokenizers import InfinityTokenizer, InfinityTokenizerConfig
+from nextscale.errors import SettingError
+from nextscale.loading.presets import NANO_TOKENIZER
+from nextscale.schedules import INFINITY_SIZES, infinity_stages
+from nextscale.stage import Schedule
+from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,16 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ...canvas import Canvas
-from ...errors import SettingError
-from ...io import to_pil
-from ...stage import Schedule, Tokens
-from ...tokenizers import InfinityTokenizer
-from ...tokenizers.autoencoder import ResidualBlock
-from ...tokenizers.layers import GroupNorm
-from ..metrics import Lpips
-from ..metrics.pixels import psnr
+from nextscale.canvas import Canvas
+from nextscale.errors import SettingError
+from nextscale.io import to_pil
+from nextscale.lab.metrics import Lpips
+from nextscale.lab.metrics.pixels import psnr
+from nextscale.stage import Schedule, Tokens
+from nextscale.tokenizers import InfinityTokenizer
+from nextscale.tokenizers.autoencoder import ResidualBlock
+from nextscale.tokenizers.layers import GroupNorm
+
 from .data import Pictures
 from .discriminator import PatchDiscriminator, discriminator_loss, generator_loss
 from .optim import BETAS

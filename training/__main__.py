@@ -1,4 +1,4 @@
-"""`nextscale train`: words, then a tokenizer, then a model."""
+"""Command line of `python -m training`: word encoder, tokenizer, model."""
 
 from __future__ import annotations
 
@@ -9,37 +9,43 @@ from typing import Annotated
 import torch
 import typer
 
-from ..errors import SettingError
-from ..lab.metrics import Lpips
-from ..lab.shards import read_shard
-from ..lab.train.curves import plot_curves
-from ..lab.train.data import Pictures, read_pictures
-from ..lab.train.export import MODEL, TOKENIZER, write_bundle
-from ..lab.train.model import train_model
-from ..lab.train.model_settings import ModelTraining, check_parts, check_training
-from ..lab.train.run import Budget
-from ..lab.train.settings import changed
-from ..lab.train.tokenizer import train_tokenizer
-from ..lab.train.tokenizer_settings import TokenizerTraining, check_sides
-from ..lab.train.words import make_word_encoder
-from ..loading.load import choose_device, load_module
-from ..loading.presets import NANO_MODEL, NANO_TOKENIZER
-from ..models import Infinity
-from ..text.words import FILE_NAME, WordTextEncoder
-from ..tokenizers import InfinityTokenizer
-from .files import require_writable
-from .groups import grouped
-from .options import MACHINE, Device, Force, Metrics, out_option
-from .program import TRAIN, app
+from nextscale.cli.files import require_writable
+from nextscale.cli.groups import grouped
+from nextscale.cli.options import MACHINE, Device, Force, Metrics, out_option
+from nextscale.cli.program import Program
+from nextscale.errors import SettingError
+from nextscale.lab.metrics import Lpips
+from nextscale.lab.shards import read_shard
+from nextscale.loading.load import choose_device, load_module
+from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
+from nextscale.models import Infinity
+from nextscale.text.words import FILE_NAME, WordTextEncoder
+from nextscale.tokenizers import InfinityTokenizer
 
-train = typer.Typer(no_args_is_help=True)
-app.add_typer(train, name="train", rich_help_panel=TRAIN, help="Train a model like Infinity: its words, its tokenizer, the model itself.")
+from .curves import plot_curves
+from .data import Pictures, read_pictures
+from .export import MODEL, TOKENIZER, write_bundle
+from .model import train_model
+from .model_settings import ModelTraining, check_parts, check_training
+from .run import Budget
+from .settings import changed
+from .tokenizer import train_tokenizer
+from .tokenizer_settings import TokenizerTraining, check_sides
+from .words import make_word_encoder
+
+app = typer.Typer(
+    cls=Program,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train a model like Infinity: its word encoder, its tokenizer, the model itself.",
+)
 
 SIDES = (256, 512)  # pixels
 BUNDLE = (MODEL, TOKENIZER, FILE_NAME)
-TrainedTokenizer = Annotated[Path, typer.Option("--tokenizer", metavar="FILE", help="What `nextscale train tokenizer` wrote.")]
+TrainedTokenizer = Annotated[Path, typer.Option("--tokenizer", metavar="FILE", help="What `python -m training tokenizer` wrote.")]
 TrainedWords = Annotated[
-    Path, typer.Option("--words", metavar="FILE", help="What `nextscale train words` wrote, or a trained model's own words.safetensors.")
+    Path, typer.Option("--words", metavar="FILE", help="What `python -m training words` wrote, or a trained model's own words.safetensors.")
 ]
 Data = Annotated[
     list[Path], typer.Option("--data", metavar="SHARD", help="A .tar shard of captions.jsonl and pictures to train on; can be repeated.")
@@ -79,7 +85,7 @@ class RunOptions:
         return {side: read.to(device) for side, read in training}, {side: read.to(device) for side, read in held_out}
 
 
-@train.command()
+@app.command()
 def words(
     data: Data,
     sentence_model: Annotated[
@@ -98,7 +104,7 @@ def words(
     typer.echo(f"{len(encoder.vocabulary)} words and parts of words: {out}")
 
 
-@train.command()
+@app.command()
 @grouped
 def tokenizer(
     *,
@@ -119,7 +125,7 @@ def tokenizer(
     train_tokenizer(settings, *run.pictures(sides, device), run.out, budget, device, lpips)
 
 
-@train.command()
+@app.command()
 @grouped
 def model(
     *,
@@ -148,9 +154,9 @@ def model(
     train_model(settings, reader, coder, *run.pictures(settings.sides, torch.device("cpu")), run.out, budget, device, start)
 
 
-@train.command()
+@app.command()
 def bundle(
-    weights: Annotated[Path, typer.Option("--weights", metavar="FILE", help="What `nextscale train model` wrote.")],
+    weights: Annotated[Path, typer.Option("--weights", metavar="FILE", help="What `python -m training model` wrote.")],
     tokenizer: TrainedTokenizer,
     words: TrainedWords,
     out: Annotated[Path, out_option("FOLDER", "Folder for the three files.")],
@@ -169,7 +175,7 @@ def bundle(
     typer.echo(f"{size / 1e6:.2f} MB: {out}")
 
 
-@train.command()
+@app.command()
 def curve(
     folder: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of runs.", show_default=False)],
     out: Annotated[Path, out_option("FILE", "The picture, such as an .svg file.")] = Path("curve.svg"),
@@ -185,3 +191,7 @@ def require_file_name(file: Path) -> None:
     """Raises SettingError now rather than after the work."""
     if file.is_dir() or not file.parent.is_dir():
         raise SettingError(f"--out {file}: expected the name of a file in a folder that exists")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m training")

@@ -14,14 +14,6 @@ from torch import Tensor
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.guidance import ConstantGuidance
 from nextscale.lab.shards import Record
-from nextscale.lab.train.captions import caption_variants, style_templates
-from nextscale.lab.train.data import Pictures
-from nextscale.lab.train.encoded import Captions, Features
-from nextscale.lab.train.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
-from nextscale.lab.train.model import train_model
-from nextscale.lab.train.model_settings import Batch, ModelTraining, Phase
-from nextscale.lab.train.model_trainer import ModelTrainer, initialise
-from nextscale.lab.train.run import CURVE, STATE, Budget, Run
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.rope import PairRope
@@ -33,6 +25,14 @@ from nextscale.stage import Schedule, Stage
 from nextscale.text.prompts import TextReader
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
+from training.captions import caption_variants, style_templates
+from training.data import Pictures
+from training.encoded import Captions, Features
+from training.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
+from training.model import train_model
+from training.model_settings import Batch, ModelTraining, Phase
+from training.model_trainer import ModelTrainer, initialise
+from training.run import CURVE, STATE, Budget, Run
 
 CPU = torch.device("cpu")
 BITS = 4
@@ -79,7 +79,7 @@ def randomised(model: Infinity) -> Infinity:
 @pytest.mark.parametrize("joined", [600, 5, 0])
 def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.MonkeyPatch, joined: int) -> None:
     """Whatever part of the stages is attended to under one mask: 5 splits them, 0 gives each a call of its own."""
-    monkeypatch.setattr("nextscale.lab.train.forcing.JOINED_TOKENS", joined)
+    monkeypatch.setattr("training.forcing.JOINED_TOKENS", joined)
     tokenizer, model, words = tiny_tokenizer(), randomised(Infinity(TINY)), tiny_words()
     schedule = Schedule([1, 2, (3, 4), 6], extent=(8, 8))
     prompts = words(["a red square", "blue circle a a"])
@@ -268,7 +268,7 @@ def test_bad_settings_are_refused(change: dict[str, object], message: str) -> No
 def test_parts_that_do_not_fit_are_refused_before_anything_is_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("nextscale.lab.train.encoded._encoded", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("training.encoded._encoded", lambda *_: pytest.fail("encoded"))
     data = {SIDE: pictures()}
     with pytest.raises(SettingError, match=message):
         train_model(replace(SETTINGS, **change), tiny_words(), tiny_tokenizer(), data, data, tmp_path / "run", Budget(steps=1), CPU)

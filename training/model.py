@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 from torch import nn
 
-from ...errors import SettingError
-from ...io import to_pil, write_image
-from ...pipeline import Pipeline
-from ...text.words import WordTextEncoder
-from ...tokenizers import InfinityTokenizer
+from nextscale.errors import SettingError
+from nextscale.io import to_pil, write_image
+from nextscale.pipeline import Pipeline
+from nextscale.text.words import WordTextEncoder
+from nextscale.tokenizers import InfinityTokenizer
+
 from .data import Pictures, fingerprint
 from .encoded import Captions, Features
 from .model_settings import ModelTraining, check_pictures, check_training

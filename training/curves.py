@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import MissingExtra, SettingError
-from ...io import replacing
+from nextscale.errors import MissingExtra, SettingError
+from nextscale.io import replacing
+
 from .run import CURVE, CurveError, read_lines
 
 LEFT_OUT = ("step", "seconds", "gradient", "learning_rate", "discriminator", "generator", "entropy")  # other size or sign than losses

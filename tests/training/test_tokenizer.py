@@ -16,16 +16,16 @@ from nextscale.errors import SettingError
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.pixels import psnr
 from nextscale.lab.shards import Record
-from nextscale.lab.train.data import Pictures
-from nextscale.lab.train.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
-from nextscale.lab.train.run import Budget, Run
-from nextscale.lab.train.tokenizer import train_tokenizer
-from nextscale.lab.train.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
-from nextscale.lab.train.tokenizer_settings import TokenizerTraining, square_schedule
-from nextscale.lab.train.tokenizer_trainer import TokenizerTrainer
 from nextscale.loading.load import load_module
 from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
+from training.data import Pictures
+from training.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
+from training.run import Budget, Run
+from training.tokenizer import train_tokenizer
+from training.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
+from training.tokenizer_settings import TokenizerTraining, square_schedule
+from training.tokenizer_trainer import TokenizerTrainer
 
 CPU = torch.device("cpu")
 TINY = InfinityTokenizerConfig(bits=4, channels=32, multipliers=(1, 1), blocks_per_level=1)

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from ...errors import SettingError
-from ...loading.presets import NANO_MODEL
-from ...models import InfinityConfig
-from ...text.words import WordTextEncoder
-from ...tokenizers import InfinityTokenizer
+from nextscale.errors import SettingError
+from nextscale.loading.presets import NANO_MODEL
+from nextscale.models import InfinityConfig
+from nextscale.text.words import WordTextEncoder
+from nextscale.tokenizers import InfinityTokenizer
+
 from .data import Pictures
 from .tokenizer_settings import square_schedule
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ...errors import MissingExtra
+from nextscale.errors import MissingExtra
+
 from .run import set_learning_rate
 
 BETAS = (0.9, 0.95)

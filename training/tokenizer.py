@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...checkpoints import write_weights
-from ...errors import SettingError
-from ...io import write_image
-from ..metrics import Lpips
+from nextscale.checkpoints import write_weights
+from nextscale.errors import SettingError
+from nextscale.io import write_image
+from nextscale.lab.metrics import Lpips
+
 from .data import Pictures, fingerprint
 from .export import TOKENIZER as WEIGHTS
 from .run import Budget, Run, memory_errors

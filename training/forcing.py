@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.attention import attend
-from ...models.blocks import ModulatedBlock
-from ...models.env import Conditioning
-from ...models.infinity import Infinity
-from ...models.modulation import Modulation
-from ...stage import Schedule, Stage, Tokens
-from ...tokenizers import InfinityTokenizer
+from nextscale.models.attention import attend
+from nextscale.models.blocks import ModulatedBlock
+from nextscale.models.env import Conditioning
+from nextscale.models.infinity import Infinity
+from nextscale.models.modulation import Modulation
+from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.tokenizers import InfinityTokenizer
 
 JOINED_TOKENS = 130  # the small stages up to here are attended to in one call under a mask, which fast attention kernels do not take
 MASK_MULTIPLE = 8

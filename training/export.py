@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from ...checkpoints import write_weights
-from ...errors import CheckpointError
-from ...models import Infinity
-from ...text.words import FILE_NAME as WORDS
-from ...text.words import WordTextEncoder
-from ...tokenizers import InfinityTokenizer
+from nextscale.checkpoints import write_weights
+from nextscale.errors import CheckpointError
+from nextscale.models import Infinity
+from nextscale.text.words import FILE_NAME as WORDS
+from nextscale.text.words import WordTextEncoder
+from nextscale.tokenizers import InfinityTokenizer
 
 MODEL, TOKENIZER = "model.safetensors", "tokenizer.safetensors"
 MOST_BYTES = 40_000_000  # all files together: everyone who installs the package downloads them

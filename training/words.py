@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...errors import SettingError
-from ...text.encoder import TextEncoder
-from ...text.features import TextFeatures
-from ...text.files import EncoderFiles
-from ...text.words import PART_MARK, SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder, plain_words, stems
-from ..shards import Record
+from nextscale.errors import SettingError
+from nextscale.lab.shards import Record
+from nextscale.text.encoder import TextEncoder
+from nextscale.text.features import TextFeatures
+from nextscale.text.files import EncoderFiles
+from nextscale.text.words import PART_MARK, SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder, plain_words, stems
 
 # Of the 3 nearest of 517 emoji names, in the same Unicode subgroup with 128 channels: 42.0 % for the word alone, 45.7 % in the sentence,
 # 44.3 % averaged. Averaged, because colours hardly look alike in the sentence: cosine of "red" and "blue" 0.75, 0.04 and 0.46.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...text.words import WordTextEncoder
-from ...tokenizers import InfinityTokenizer
+from nextscale.text.words import WordTextEncoder
+from nextscale.tokenizers import InfinityTokenizer
+
 from .captions import caption_variants
 from .data import Pictures
 from .tokenizer_settings import square_schedule

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..shards import Record
+from nextscale.lab.shards import Record
 
 PLACE = "{}"
 
