@@ -97,6 +97,55 @@ def test_stages_arrive_and_can_be_scrubbed(page: Any, server: Live) -> None:
     assert page.inner_text("#used-seed") == "7"
 
 
+def test_each_image_is_shown_finished_whatever_was_looked_at_before(page: Any) -> None:
+    generated(page)
+    page.locator('input[aria-label="stage"]').fill("1")
+    assert page.get_attribute(".canvas", "data-stage") == "1"
+    page.fill("#seed", "8")
+    page.click("button.primary")
+    page.wait_for_function("() => document.querySelector('#used-seed')?.innerText === '8'")
+    assert page.get_attribute(".canvas", "data-stage") == str(STAGES - 1)
+
+
+def test_a_full_server_is_asked_again_when_it_says_and_a_stop_ends_the_wait(page: Any) -> None:
+    found = page.evaluate("""async () => {
+        const { compare, generate } = await import("/studio/files/api.js");
+        const answers = [[429, { "retry-after-ms": "1500", "retry-after": "60" }], [429, { "retry-after": "1" }], [200, {}]];
+        const asked = [], begun = performance.now();
+        window.fetch = async () => {
+            asked.push(performance.now() - begun);
+            const [status, headers] = answers.shift();
+            return new Response("{}", { status, headers });
+        };
+        await generate({});
+        answers.push([429, { "retry-after": "600" }], [429, { "retry-after": "600" }]);
+        const stopped = [];
+        for (const work of [(signal) => generate({}, signal), (signal) => compare("a", "b", signal)]) {
+            const controller = new AbortController();
+            setTimeout(() => controller.abort(), 100);
+            stopped.push(await work(controller.signal).catch((error) => error.name));
+        }
+        return { asked, stopped };
+    }""")
+    first, second, third = found["asked"][:3]
+    assert second - first >= 1499 and third - second >= 999
+    assert found["stopped"] == ["AbortError"] * 2 and len(found["asked"]) == 5
+
+
+def test_names_of_methods_are_shown_in_full(page: Any) -> None:
+    for width in (1280, 920, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        natural, shown = page.locator("#method >> xpath=../select").evaluate("""select => {
+            const copy = select.cloneNode(true);
+            copy.style = "position: absolute; width: auto";
+            select.parentNode.append(copy);
+            const natural = copy.offsetWidth;
+            copy.remove();
+            return [natural, select.offsetWidth];
+        }""")
+        assert natural <= shown, f"{width} pixels: the names need {natural}, and {shown} are shown"
+
+
 def test_a_stopped_image_stops_the_server(page: Any, server: Live, pipe: Steered) -> None:
     pipe.open()
     pipe.hold_after(2)
@@ -191,6 +240,20 @@ def test_settings_come_back_from_history_and_from_a_dropped_png(page: Any) -> No
     )
     page.wait_for_function("() => document.querySelector('#prompt').value.includes('rocket')")
     assert settings() == asked
+
+
+def test_an_image_of_the_history_is_decoded_once(page: Any) -> None:
+    generated(page)
+    page.evaluate("() => { const decode = atob; window.decoded = 0; window.atob = (text) => (window.decoded++, decode(text)); }")
+    page.click("#tab-history")
+    page.wait_for_selector(".history img")
+    assert page.evaluate("decoded") == 1
+    page.fill("#seed", "8")  # draws the page again
+    page.click("button.primary")
+    page.wait_for_selector("#used-seed")
+    page.click("#tab-history")
+    page.wait_for_selector(".history img >> nth=1")
+    assert page.evaluate("decoded") == 2
 
 
 def test_errors_of_the_server_are_shown(page: Any) -> None:

@@ -8,10 +8,11 @@ export const apiKey = {
 };
 
 export class ApiError extends Error {
-  constructor(status, error) {
+  constructor({ status, headers }, error) {
     super(error?.message || `the server answered ${status}`);
     this.status = status;
     this.param = error?.param;
+    this.retryAfter = Number(headers.get("retry-after-ms")) / 1000 || Number(headers.get("retry-after")) || 0; // seconds
   }
 }
 
@@ -19,26 +20,33 @@ async function ask(path, body, signal) {
   const headers = body ? { "content-type": "application/json" } : {};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
   const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
-  if (!response.ok) throw new ApiError(response.status, (await response.json().catch(() => ({}))).error);
+  if (!response.ok) throw new ApiError(response, (await response.json().catch(() => ({}))).error);
   return response;
 }
 
-const pause = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
+/** Ends with the AbortError of the signal as soon as it is aborted. */
+function pause(seconds, signal) {
+  signal?.throwIfAborted();
+  return new Promise((done, failed) => {
+    const timer = setTimeout(done, 1000 * seconds);
+    signal?.addEventListener("abort", () => (clearTimeout(timer), failed(signal.reason)), { once: true });
+  });
+}
 
-/** A full queue is asked again: it empties by itself. */
+/** A full queue is asked again, when the server says so or later: it empties by itself. */
 async function patiently(path, body, signal) {
   for (let attempt = 0; ; attempt++) {
     try {
       return await ask(path, body, signal);
     } catch (error) {
       if (error.status !== 429 || attempt >= 20) throw error;
-      await pause(0.5 + attempt / 4);
+      await pause(Math.max(error.retryAfter, 0.5 + attempt / 4), signal);
     }
   }
 }
 
 export const options = async () => (await ask("/studio/options")).json();
-export const compare = async (a, b) => (await ask("/studio/compare", { a, b })).json();
+export const compare = async (a, b, signal) => (await patiently("/studio/compare", { a, b }, signal)).json();
 export const generate = async (body, signal) => (await patiently("/v1/images/generations", body, signal)).json();
 
 /** Calls `onEvent` with every event of a stream; fails where the stream says so. */
@@ -56,7 +64,7 @@ export async function stream(body, onEvent, signal) {
       const data = event.split("\n").find((line) => line.startsWith("data: "));
       if (!data) continue;
       const content = JSON.parse(data.slice(6));
-      if (content.error) throw new ApiError(response.status, content.error);
+      if (content.error) throw new ApiError(response, content.error);
       onEvent(content);
     }
   }

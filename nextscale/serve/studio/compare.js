@@ -20,7 +20,7 @@ export function useComparison(run, remember) {
       const [dense, other] = await sideBySide(settings, ["dense", settings.method], signal);
       [dense, other].forEach((image) => remember(image.b64_json, image.report));
       setPair({ dense, other, distance: null });
-      const distance = await compare(dense.b64_json, other.b64_json);
+      const distance = await compare(dense.b64_json, other.b64_json, signal);
       setPair({ dense, other, distance });
     });
   return { pair, start };

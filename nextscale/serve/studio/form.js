@@ -44,7 +44,7 @@ export function Form({ options, settings, change, submit, busy, stop, label = "G
 export function MethodInput({ methods, id, value, onInput }) {
   const name = Object.keys(methods).find((one) => methods[one] === value);
   return html`
-    <span class="joined">
+    <span class="stacked">
       <select aria-label="named methods" value=${name || ""} onChange=${(event) => onInput({ target: { value: methods[event.target.value] } })}>
         ${!name && html`<option value="">written out</option>`}
         ${Object.keys(methods).map((one) => html`<option value=${one}>${one}</option>`)}

@@ -7,7 +7,7 @@ import { bytesOf, download } from "./png.js";
 import { MOST_PARTIALS, requestOf } from "./settings.js";
 import { Viewer } from "./viewer.js";
 
-const empty = { frames: [], final: null, stages: 0 };
+const empty = { frames: [], final: null, stages: 0, place: null };
 
 export function useGeneration(run, remember) {
   const [shown, setShown] = useState(empty);
@@ -21,20 +21,22 @@ export function useGeneration(run, remember) {
           const last = event.type === "image_generation.completed";
           const stages = last ? event.report.stages.length : event.stages;
           const stage = last ? stages - 1 : event.stage;
-          setShown((before) => ({ frames: [...before.frames, { stage, b64: event.b64_json }], stages, final: last ? event : null }));
+          setShown((before) => ({ ...before, frames: [...before.frames, { stage, b64: event.b64_json }], stages, final: last ? event : null }));
           if (last) remember(event.b64_json, event.report);
         },
         signal,
       );
     });
-  return { shown, setShown, generate };
+  const restore = (b64) => setShown({ ...empty, frames: [{ stage: 0, b64 }], stages: 1 });
+  const setPlace = (place) => setShown((before) => ({ ...before, place }));
+  return { shown, restore, setPlace, generate };
 }
 
-export function GenerateView({ shown, busy, masks, setMasks, dense }) {
-  const { frames, final, stages } = shown;
+export function GenerateView({ generation, busy, masks, setMasks, dense }) {
+  const { frames, final, stages, place } = generation.shown;
   return html`
     <section class="view" aria-label="generated image">
-      <div class="picture"><${Viewer} frames=${frames} final=${final} stages=${stages} busy=${busy} /></div>
+      <div class="picture"><${Viewer} frames=${frames} final=${final} stages=${stages} place=${place} setPlace=${generation.setPlace} busy=${busy} /></div>
       <div class="side">
         <label><input type="checkbox" checked=${masks} onChange=${(event) => setMasks(event.target.checked)} /> compute mask with the next image (runs without captured graphs)</label>
         ${final?.report && html`

@@ -2,7 +2,8 @@
 import { html } from "./html.js";
 import { bytesOf, download, settingsOf, source } from "./png.js";
 
-const [DATABASE, STORE, KEPT] = ["nextscale", "images", 60];
+const [DATABASE, STORE] = ["nextscale", "images"];
+export const KEPT = 60;
 
 function opened() {
   return new Promise((done, failed) => {
@@ -23,15 +24,28 @@ async function transaction(mode, work) {
   });
 }
 
-/** All images, the latest first. Older ones than the last few dozen are forgotten. */
-export async function readHistory() {
-  return (await transaction("readonly", (store) => store.getAll())).reverse();
+/** An image with the settings inside it, which are read when they are first asked for. */
+function entryOf(b64) {
+  let settings;
+  return {
+    b64,
+    get settings() {
+      return (settings ??= settingsOf(bytesOf(b64)) || {});
+    },
+  };
 }
 
+/** All images, the latest first. Older ones than the last few dozen are forgotten. */
+export async function readHistory() {
+  return (await transaction("readonly", (store) => store.getAll())).reverse().map(entryOf);
+}
+
+/** The entry of a new image. */
 export async function addToHistory(b64) {
   await transaction("readwrite", (store) => store.add(b64));
   const keys = await transaction("readonly", (store) => store.getAllKeys());
   for (const key of keys.slice(0, Math.max(keys.length - KEPT, 0))) await transaction("readwrite", (store) => store.delete(key));
+  return entryOf(b64);
 }
 
 export const clearHistory = () => transaction("readwrite", (store) => store.clear());
@@ -41,8 +55,7 @@ export function HistoryView({ images, restore, clear }) {
     <section class="view column" aria-label="history">
       <p class="facts">A click restores the settings of an image; so does a PNG of this server that is dropped anywhere on the page.</p>
       <div class="history">
-        ${images.map((b64) => {
-          const settings = settingsOf(bytesOf(b64)) || {};
+        ${images.map(({ b64, settings }) => {
           const about = `${settings.prompt}, seed ${settings.seed}, ${settings.method}`;
           return html`
             <figure>

@@ -7,7 +7,7 @@ import { CompareView, useComparison } from "./compare.js";
 import { Form } from "./form.js";
 import { GenerateView, useGeneration } from "./generate.js";
 import { GridView, useGrid } from "./grid.js";
-import { addToHistory, clearHistory, HistoryView, readHistory } from "./history.js";
+import { addToHistory, clearHistory, HistoryView, KEPT, readHistory } from "./history.js";
 import { html } from "./html.js";
 import { settingsOf } from "./png.js";
 import { defaults, methodsOf, restored } from "./settings.js";
@@ -50,8 +50,8 @@ function Studio({ options }) {
 
   const remember = async (b64, report) => {
     if (report.method === "dense") setDenseReports((before) => ({ ...before, [kind]: report }));
-    await addToHistory(b64);
-    setHistory(await readHistory());
+    const entry = await addToHistory(b64);
+    setHistory((before) => [entry, ...before].slice(0, KEPT));
   };
   const generation = useGeneration(work.run, remember);
   const comparison = useComparison(work.run, remember);
@@ -61,7 +61,7 @@ function Studio({ options }) {
   const change = (changes) => setSettings((before) => ({ ...before, ...changes }));
   const restore = (found, b64) => {
     setSettings((before) => restored(found, before, options));
-    generation.setShown({ frames: [{ stage: 0, b64 }], final: null, stages: 1 });
+    generation.restore(b64);
     setView("generate");
   };
   const submit = {
@@ -88,7 +88,7 @@ function Studio({ options }) {
     <div class="columns">
       <aside><${Form} options=${options} settings=${settings} change=${change} busy=${work.busy} stop=${work.stop}
         submit=${submit[view] || (() => { setView("generate"); submit.generate(); })} label=${LABELS[view]} /></aside>
-      ${view === "generate" && html`<${GenerateView} shown=${generation.shown} busy=${work.busy} masks=${masks} setMasks=${setMasks} dense=${denseReports[kind]} />`}
+      ${view === "generate" && html`<${GenerateView} generation=${generation} busy=${work.busy} masks=${masks} setMasks=${setMasks} dense=${denseReports[kind]} />`}
       ${view === "compare" && html`<${CompareView} pair=${comparison.pair} busy=${work.busy} />`}
       ${view === "grid" && html`<${GridView} rows=${grid.rows} methods=${methods} chosen=${chosen} setChosen=${setChosen} seeds=${seeds} setSeeds=${setSeeds} most=${options.most_images} busy=${work.busy} />`}
       ${view === "blind" && html`<${BlindView} blind=${blind} settings=${settings} methods=${methods} busy=${work.busy} />`}
@@ -128,7 +128,7 @@ function Door() {
   const enter = () =>
     readOptions().then(setOptions, (failure) => {
       setError(failure);
-      if (failure.status === 503) setTimeout(enter, 1000);
+      if (failure.status === 503) setTimeout(enter, 1000 * Math.max(failure.retryAfter, 1));
     });
   useEffect(() => void enter(), []);
   if (options) return html`<${Studio} options=${options} />`;

@@ -3,9 +3,8 @@ import { html } from "./html.js";
 import { useState } from "preact/hooks";
 import { source } from "./png.js";
 
-/** `frames`: [{stage, b64}], the last one is the finished image once `final` is there. */
-export function Viewer({ frames, final, stages, busy }) {
-  const [place, setPlace] = useState(null); // null: the latest
+/** `frames`: [{stage, b64}], the last one is the finished image once `final` is there. `place`: of the frame to show; null: the latest. */
+export function Viewer({ frames, final, stages, place, setPlace, busy }) {
   const [opacity, setOpacity] = useState(0.6);
   const [masked, setMasked] = useState(false);
   if (!frames.length) return html`<div class="canvas empty">${busy ? "waiting for the first stage" : "nothing generated yet"}</div>`;
