@@ -33,6 +33,9 @@ class Hub:
     token: str | None = None  # that a client has to send
     cuts: list[int] = field(default_factory=list)  # bytes of a large file after which the connection breaks, one for each request
     served_instead: dict[str, bytes] = field(default_factory=dict)  # content other than what is announced
+    listed: dict[str, object] = field(default_factory=dict)  # other values in the entry of each file
+    headers: dict[str, str] = field(default_factory=dict)  # other values of those that it sends
+    commit: str = COMMIT
 
     def fetched(self) -> list[str]:
         """Names of the files whose content was asked for."""
@@ -55,6 +58,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def send_header(self, keyword: str, value: str) -> None:
+        super().send_header(keyword, self.hub.headers.get(keyword, value))
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -87,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
         if files is None:
             return self.refuse(404, "RepoNotFound")
         siblings = [self.entry(name, content) for name, content in files.items()]
-        body = json.dumps({"id": repository, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False}).encode()
+        body = json.dumps({"id": repository, "sha": self.hub.commit, "siblings": siblings, "tags": [], "private": False}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -100,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
         if name.endswith(LARGE):
             entry["blobId"] = "f" * 40
             entry["lfs"] = {"size": len(content), "sha256": etag(name, content), "pointerSize": 134}
-        return entry
+        return entry | self.hub.listed
 
     def resolve(self, repository: str, name: str) -> None:
         files = self.hub.repositories.get(repository, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -15,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from typer.testing import CliRunner
 
 import nextscale
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, DownloadError, MissingExtra, NextscaleError, SettingError, TextEncoderUnavailable
-from nextscale.hub import Folder, Wanted, download, listing
+from nextscale.hub import Folder, HubCache, Wanted, cached_snapshot, download, listing
 from nextscale.loading import presets
 from nextscale.loading.fetch import download_model
 from nextscale.loading.presets import MODELS, ModelSpec, Source, build_model, build_tokenizer
@@ -194,7 +194,7 @@ def test_interrupted_in_the_cache(known: Hub, cache: Path) -> None:
 @pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT + b"x", CONTENT[:-1] + b"x"], ids=["shorter", "longer", "other"])
 def test_what_is_not_as_announced_is_not_kept(hub: Hub, tmp_path: Path, content: bytes) -> None:
     hub.served_instead["weights.pth"] = content
-    with pytest.raises(DownloadError, match=rf"arrived with {len(content)} bytes that are not the {len(CONTENT)}"):
+    with pytest.raises(DownloadError, match=rf"arrived with \w+ bytes that are not the {len(CONTENT)}"):
         download([weights_file()], Folder(tmp_path))
     assert not (tmp_path / "weights.pth").exists()
     hub.served_instead.clear()
@@ -245,7 +245,6 @@ def test_room_is_checked_before_anything_is_fetched(known: Hub, monkeypatch: pyt
 
 def test_a_disk_that_fills_up(hub: Hub, tmp_path: Path) -> None:
     place, wanted = Folder(tmp_path), weights_file()
-    place.partial(wanted.file).parent.mkdir()
     place.partial(wanted.file).symlink_to("/dev/full")
     with pytest.raises(DownloadError, match="the disk is full"):
         download([wanted], place)
@@ -253,23 +252,101 @@ def test_a_disk_that_fills_up(hub: Hub, tmp_path: Path) -> None:
 
 def test_two_programs_fetch_a_file_once(hub: Hub, tmp_path: Path) -> None:
     place, wanted = Folder(tmp_path), weights_file()
-    partial = place.partial(wanted.file)
-    partial.parent.mkdir()
-    with partial.open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with FileLock(place.partial(wanted.file).with_suffix(".lock")):
         waiting = threading.Thread(target=download, args=([wanted], place))
         waiting.start()
-        other.write(CONTENT)
-        other.flush()
-        os.replace(partial, tmp_path / "weights.pth")
+        (tmp_path / "weights.pth").write_bytes(CONTENT)
     waiting.join()
     assert hub.ranges() == [] and (tmp_path / "weights.pth").read_bytes() == CONTENT
 
 
-def test_paths_that_leave_the_folder_are_refused(hub: Hub) -> None:
-    hub.repositories["lab/file"]["model-/../../../evil.safetensors"] = b"x"
-    with pytest.raises(DownloadError, match="outside its folder"):
+# --- a hostile hub
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Iterator[Path]:
+    """A file of the user, which is to stay as it is and alone in its folder."""
+    file = tmp_path / "user" / "precious"
+    file.parent.mkdir()
+    file.write_text("precious")
+    yield file
+    assert file.read_text() == "precious" and list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("name", ["model-/../../../evil.safetensors", "/evil", "C:evil", "..\\evil", "a\0b", "a\n\x1b[31mb", "a\ud800", ""])
+def test_names_that_leave_the_folder_or_cannot_be_shown_are_refused(hub: Hub, name: str) -> None:
+    hub.repositories["lab/file"][name] = b"x"
+    with pytest.raises(DownloadError, match="lists a file"):
         listing("lab/file")
+
+
+HASHES = ("{precious}", "../../../user/precious", "../../../user/new", "F" * 40, "f" * 41, "f" * 40 + "\n", "", None, 5)
+
+
+@pytest.mark.parametrize("value", HASHES)
+@pytest.mark.parametrize("field", ["blobId", "lfs"])
+def test_a_hash_that_is_none_is_refused(hub: Hub, precious: Path, field: str, value: Any) -> None:
+    value = value.format(precious=precious) if isinstance(value, str) else value
+    hub.listed = {field: {"size": 2, "sha256": value, "pointerSize": 1} if field == "lfs" else value}
+    del hub.repositories["lab/file"]["weights.pth"]  # its hash is the one that lfs names
+    with pytest.raises(DownloadError, match="lab/file lists 'config.json' without"):
+        listing("lab/file")
+
+
+@pytest.mark.parametrize("size", [-1, 2**63, pytest.param(10**400, id="huge"), 1.5, True, None, "2"])
+def test_a_size_that_is_none_is_refused(hub: Hub, size: Any) -> None:
+    hub.listed = {"size": size}
+    with pytest.raises(DownloadError, match="lists 'config.json' without"):
+        listing("lab/file")
+
+
+@pytest.mark.parametrize("revision", ["{precious}", "../../../user/new", "main", "F" * 40, "f" * 64, ""])
+def test_a_revision_that_is_none_is_refused(hub: Hub, precious: Path, revision: str) -> None:
+    hub.commit = revision.format(precious=precious)
+    with pytest.raises(DownloadError, match="HF_ENDPOINT"):
+        listing("lab/file")
+
+
+@pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
+@pytest.mark.parametrize("value", ["{folder}/precious", "{folder}/new", "../../../user/new"])
+@pytest.mark.parametrize("in_cache", [True, False])
+def test_headers_name_no_files(hub: Hub, precious: Path, cache: Path, header: str, value: str, in_cache: bool) -> None:
+    hub.headers[header] = value.format(folder=precious.parent)
+    place = HubCache() if in_cache else Folder(cache / "a" / "b")
+    paths = download([Wanted(file, file.path) for file in listing("lab/file")], place)
+    assert [path.read_bytes() for path in paths] == [CONTENT, b"{}"]
+    assert all(cache in path.resolve().parents for path in paths)
+
+
+def test_a_reference_in_the_cache_that_leaves_it_is_not_followed(hub: Hub, cache: Path) -> None:
+    reference = cache / "models--lab--file" / "refs" / "main"
+    reference.parent.mkdir(parents=True)
+    (reference.parents[1] / "snapshots").mkdir()
+    reference.write_text("../../..")
+    assert cached_snapshot("lab/file") is None
+
+
+def test_no_more_than_announced_is_written(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.served_instead["weights.pth"] = CONTENT * 20
+    written: list[int] = []
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: written.append(path.stat().st_size) if path.exists() else None)
+    with pytest.raises(DownloadError, match="arrived with more bytes"):
+        download([weights_file()], Folder(tmp_path))
+    assert 0 < max(written) <= len(CONTENT)
+
+
+def test_a_whole_blob_is_linked_and_never_grows_or_shrinks(hub: Hub, cache: Path) -> None:
+    wanted = weights_file()
+    blob = cache / "models--lab--file" / "blobs" / wanted.file.etag
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(CONTENT)
+    hub.listed = {"lfs": {"size": 10, "sha256": wanted.file.etag, "pointerSize": 1}}  # a lie
+    with pytest.raises(DownloadError):
+        download([weights_file()], HubCache())
+    assert blob.read_bytes() == CONTENT
+    hub.listed.clear()
+    [path] = download([wanted], HubCache())
+    assert path.samefile(blob) and hub.fetched() == ["weights.pth"]
 
 
 # --- nextscale download

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+import io
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from ..errors import DownloadError
 from .places import HubCache, Place
@@ -27,13 +27,14 @@ class Wanted:
 
 def download(wanted: Sequence[Wanted], place: Place, extra_room: int = 0) -> list[Path]:
     """Fetches what `place` does not have yet, small files first; one path for each. `extra_room`: bytes that must be left after it."""
-    missing = [one for one in wanted if place.find(one.file, one.name) is None]
+    paths = {one: path for one in wanted if (path := place.find(one.file, one.name)) is not None}
+    missing = [one for one in dict.fromkeys(wanted) if one not in paths]
     if missing:
         left = sum(one.file.size - _arrived(place.partial(one.file)) for one in missing)
         require_room(place.root, left + extra_room)
         log.warning(announcement([one.file for one in missing], left, place.root))
-    found = {one: _obtain(one, place) for one in sorted(wanted, key=lambda one: one.file.size)}
-    return [found[one] for one in wanted]
+    paths |= {one: _obtain(one, place) for one in sorted(missing, key=lambda one: one.file.size)}
+    return [paths[one] for one in wanted]
 
 
 def snapshot(repository: str, patterns: Sequence[str]) -> Path:
@@ -70,49 +71,66 @@ def _arrived(partial: Path) -> int:
 
 
 def _obtain(one: Wanted, place: Place) -> Path:
+    from filelock import FileLock
+
     file = one.file
-    if (found := place.find(file, one.name)) is not None:
-        return found
     with explained(str(file), file.repository):
         partial = place.partial(file)
         partial.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("ab") as growing:
-            fcntl.flock(growing, fcntl.LOCK_EX)  # of two programs that want the same file one fetches it
-            if (found := place.find(file, one.name)) is not None:  # the other one did
-                partial.unlink(missing_ok=True)
-                return found
-            _grow(growing, partial, file)
-            return place.keep(file, one.name)
+        lock = partial.with_suffix(".lock")
+        with FileLock(lock):  # of two programs that want the same file one fetches it
+            path = place.find(file, one.name)
+            if path is None:
+                _grow(partial, file)
+                path = place.keep(file, one.name)
+            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # Windows keeps open files
+                lock.unlink()
+        return path
 
 
-def _grow(growing: BinaryIO, partial: Path, file: RemoteFile) -> None:
+class _Growing(io.BufferedWriter):
+    """A file that is continued, up to the announced size."""
+
+    def __init__(self, path: Path, file: RemoteFile) -> None:
+        super().__init__(io.FileIO(path, "a"))
+        self._file = file
+
+    def write(self, content: Any) -> int:
+        if self.tell() + len(content) > self._file.size:
+            raise _other_content(self._file, "more")
+        return super().write(content)
+
+
+def _grow(partial: Path, file: RemoteFile) -> None:
     """Fetches the rest of a file. What a broken connection left is kept; content that is not what the hub announced is not."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     if _arrived(partial) > file.size:
-        growing.truncate(0)
+        partial.unlink()
+    partial.touch()  # a file without content is not fetched
     url = hf_hub_url(file.repository, file.path, revision=file.revision)
     while (before := _arrived(partial)) < file.size:
         try:
-            http_get(url, growing, resume_size=before, headers=build_hf_headers(), displayed_filename=file.path)
-            growing.flush()
+            with _Growing(partial, file) as growing:
+                http_get(url, growing, resume_size=before, headers=build_hf_headers(), displayed_filename=file.path)
             break
+        except DownloadError:
+            partial.unlink()
+            raise
         except Exception:  # not every version of the client takes up a broken connection by itself
-            growing.flush()
             if _arrived(partial) <= before:
                 raise
-    if (arrived := _arrived(partial)) != file.size or _content_hash(partial, file) != file.etag:
-        growing.truncate(0)
-        raise DownloadError(
-            f"{file} arrived with {arrived} bytes that are not the {file.size} that the hub announces. Fetch it again; "
-            "if that changes nothing, a proxy or mirror (HF_ENDPOINT) serves something else"
-        )
+    if not file.matches(partial):
+        arrived = _arrived(partial)
+        partial.unlink()
+        raise _other_content(file, str(arrived))
 
 
-def _content_hash(path: Path, file: RemoteFile) -> str:
-    with path.open("rb") as content:
-        if file.is_large:
-            return hashlib.file_digest(content, "sha256").hexdigest()
-        return hashlib.sha1(b"blob %d\0" % file.size + content.read()).hexdigest()
+def _other_content(file: RemoteFile, arrived: str) -> DownloadError:
+    return DownloadError(
+        f"{file} arrived with {arrived} bytes that are not the {file.size} that the hub announces. Fetch it again; "
+        "if that changes nothing, a proxy or mirror (HF_ENDPOINT) serves something else"
+    )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from ..io import write_text
-from .remote import RemoteFile, explained, hub_package
+from .remote import COMMIT, RemoteFile
 
 RECORD = "downloads.json"
 BRANCH = "main"
@@ -49,24 +48,43 @@ class HubCache:
         """The folder of the newest revision that was fetched."""
         folder = self._repository(repository)
         try:
-            found = folder / "snapshots" / (folder / "refs" / BRANCH).read_text(encoding="utf-8").strip()
-        except OSError:
+            revision = (folder / "refs" / BRANCH).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
             return None
-        return found if found.is_dir() else None
+        found = folder / "snapshots" / revision
+        return found if COMMIT.fullmatch(revision) and found.is_dir() else None
 
     def find(self, file: RemoteFile, name: str) -> Path | None:
-        path = self._repository(file.repository) / "snapshots" / file.revision / file.path
-        return path if path.is_file() else None
+        path = self._pointer(file)
+        if os.path.isfile(path):
+            return path
+        return self._link(file) if file.matches(self._blob(file)) else None
 
     def partial(self, file: RemoteFile) -> Path:
-        blob = self._repository(file.repository) / "blobs" / file.etag
-        return blob if blob.is_file() else blob.with_name(f"{file.etag}.incomplete")  # a whole one may lack its link only
+        return self._blob(file).with_name(f"{file.etag}.incomplete")
 
     def keep(self, file: RemoteFile, name: str) -> Path:
-        partial = self.partial(file)
-        os.replace(partial, partial.with_name(file.etag))
-        with explained(str(file), file.repository):  # finds the blob, so that only the link is left to make
-            return Path(hub_package().hf_hub_download(file.repository, file.path, revision=BRANCH))
+        os.replace(self.partial(file), self._blob(file))
+        return self._link(file)
+
+    def _blob(self, file: RemoteFile) -> Path:
+        return self._repository(file.repository) / "blobs" / file.etag
+
+    def _pointer(self, file: RemoteFile) -> Path:
+        return self._repository(file.repository) / "snapshots" / file.revision / file.path
+
+    def _link(self, file: RemoteFile) -> Path:
+        """Links the name in the snapshot to the blob. `hf_hub_download` would do so too, but it names the blob after a header of the hub's
+        answer, which may be the path of any file."""
+        blob, pointer = self._blob(file), self._pointer(file)
+        pointer.parent.mkdir(parents=True, exist_ok=True)
+        pointer.unlink(missing_ok=True)  # a link to a blob that was deleted
+        try:
+            pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+        except OSError:  # no symbolic links on this file system
+            os.replace(blob, pointer)
+        write_text(file.revision, self._repository(file.repository) / "refs" / BRANCH)
+        return pointer
 
 
 class Folder:
@@ -80,14 +98,12 @@ class Folder:
         return path if path.is_file() and path.stat().st_size == file.size else None
 
     def partial(self, file: RemoteFile) -> Path:
-        return self.root / ".partial" / file.etag
+        return self.root / f".{file.etag}.partial"
 
     def keep(self, file: RemoteFile, name: str) -> Path:
         target = self.root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.partial(file), target)
-        with suppress(OSError):  # others are still growing there
-            self.partial(file).parent.rmdir()
         self._record(file, name)
         return target
 

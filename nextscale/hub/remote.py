@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import hashlib
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from types import ModuleType
 from typing import Any
 
 from ..errors import DownloadError, MissingExtra
 
+COMMIT = re.compile("[0-9a-f]{40}")
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 SHA256_DIGITS = 64
+LARGEST = 2**63  # bytes
+READ_AT_ONCE = 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,16 @@ class RemoteFile:
     def is_large(self) -> bool:
         """Whether the hub stores it outside git."""
         return len(self.etag) == SHA256_DIGITS
+
+    def matches(self, path: Path) -> bool:
+        """Returns True if a file on this machine has the announced size and content. Reads it whole."""
+        if not os.path.isfile(path) or path.stat().st_size != self.size:
+            return False
+        digest = hashlib.sha256() if self.is_large else hashlib.sha1(b"blob %d\0" % self.size)
+        with path.open("rb") as content:
+            while some := content.read(READ_AT_ONCE):
+                digest.update(some)
+        return digest.hexdigest() == self.etag
 
     def __str__(self) -> str:
         return f"{self.repository}/{self.path}"
@@ -48,17 +65,22 @@ def listing(repository: str) -> list[RemoteFile]:
     hub = hub_package()
     with explained(repository, repository):
         info = hub.HfApi().model_info(repository, files_metadata=True)
-        return [_remote_file(repository, str(info.sha), sibling) for sibling in info.siblings or ()]
+        if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
+            raise DownloadError(
+                f"the revision of {repository} must be a commit hash; got {info.sha!r:.80}. Check that HF_ENDPOINT is a Hugging Face hub"
+            )
+        return [_remote_file(repository, info.sha, sibling) for sibling in info.siblings or ()]
 
 
 def _remote_file(repository: str, revision: str, sibling: Any) -> RemoteFile:
+    """Returns a file of the list. Refuses names, hashes and sizes of another form: they become paths on this machine."""
     path, large = sibling.rfilename, sibling.lfs
     pure = PureWindowsPath(path)  # Windows rules also cover POSIX names
-    if pure.anchor or ".." in pure.parts or not pure.parts:
-        raise DownloadError(f"{repository} lists a file {path!r}, outside its folder. Refused: check HF_ENDPOINT")
+    if pure.anchor or ".." in pure.parts or not pure.parts or not path.isprintable():
+        raise DownloadError(f"{repository} lists a file {path!r}, outside its folder or not printable. Refused: check HF_ENDPOINT")
     size, etag = (large.size, large.sha256) if large else (sibling.size, sibling.blob_id)
-    if not isinstance(size, int) or not isinstance(etag, str):
-        raise DownloadError(f"{repository} lists {path!r} without its size and hash. Check that HF_ENDPOINT is a Hugging Face hub")
+    if type(size) is not int or not 0 <= size < LARGEST or not isinstance(etag, str) or not HASH.fullmatch(etag):
+        raise DownloadError(f"{repository} lists {path!r} without a size and a hash. Check that HF_ENDPOINT is a Hugging Face hub")
     return RemoteFile(repository, revision, path, size, etag)
 
 
@@ -95,4 +117,5 @@ def _meaning(error: Exception, repository: str) -> str:
         return f"the hub has nothing there (HTTP 404). See what is published at {page}, fetch it by hand and pass its path"
     if status is not None:
         return f"the hub answers HTTP {status}. Try again later"
-    return f"{type(error).__name__}: {error}. Check the connection and HF_ENDPOINT, then try again: what has arrived is kept"
+    text = " ".join("".join(letter if letter.isprintable() else " " for letter in str(error)).split())
+    return f"{type(error).__name__}: {text}. Check the connection and HF_ENDPOINT, then try again: what has arrived is kept"
