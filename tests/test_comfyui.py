@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 
 import nextscale
-from nextscale.errors import SettingError
+from nextscale.accel import SparseVAR, resolve_method
+from nextscale.errors import ProfileError, SettingError
 
-from . import tiny
+from . import tiny, tiny_profiles
 from .comfy_stand_in import Comfy, InterruptProcessing, nodes_of, run_node, run_workflow
 
 PROJECT = Path(__file__).parent.parent
@@ -133,11 +134,54 @@ def test_methods_combine_and_leave_the_shared_pipeline_alone(nodes: dict[str, An
     assert second.methods == ("skip:last=1", "tome") and second.pipeline.method.label == "dense"
     [dense] = run_node(accelerate, {"pipeline": second}, ["dense", "", "", 0])
     assert dense.methods == ()
-    profile = tmp_path / "nano.profile.json"
-    profile.write_text(json.dumps({"points": [{"method": "dense"}, {"method": "skip:last=2 + tome"}]}))
-    [tuned] = run_node(accelerate, {"pipeline": dense}, ["profile", "", str(profile), 1])
-    assert tuned.methods == ("skip:last=2", "tome")
-    assert "SkipStages(last=2)" in generate(nodes, tuned)[2] and "ToMe" in generate(nodes, tuned)[2]
+    [sparse] = run_node(accelerate, {"pipeline": dense}, ["sparsevar", "tau=1e+0,metric=logits", "", 0])
+    assert resolve_method(sparse.methods) == SparseVAR(tau=1.0, metric="logits")
+    [dense] = run_node(accelerate, {"pipeline": dense}, ["profile", "", tuned_profile(tmp_path, "dense", "skip:last=2 + tome"), 0])
+    assert dense.methods == ()
+
+
+def tuned_profile(folder: Path, *methods: str, **changes: Any) -> str:
+    """The file of a profile with these methods, of the tiny pipeline unless `changes` say otherwise."""
+    points = tuple(tiny_profiles.point(method, 1.0 + index, 0.1 * index) for index, method in enumerate(methods))
+    file = folder / "tiny.profile.json"
+    tiny_profiles.profile_of(tiny.shared_pipeline("infinity"), points=points, **changes).save(file)
+    return str(file)
+
+
+def test_a_point_of_a_profile_is_a_method(nodes: dict[str, Any], tmp_path: Path) -> None:
+    file = tuned_profile(tmp_path, "skip:last=1", "skip:last=2 + tome")
+    [tuned] = run_node(nodes["NextScaleAccelerate"], {"pipeline": loaded(nodes)}, ["profile", "", file, 1])
+    report = generate(nodes, tuned)[2]
+    assert "SkipStages(last=2)" in report and "ToMe" in report
+
+
+@pytest.mark.parametrize(
+    ("widgets", "error", "message"),
+    [
+        (["profile", "", "FILE", 2], SettingError, "^point must be"),
+        (["profile", "tau=1", "FILE", 0], SettingError, "^settings must be"),
+        (["profile", "", " ", 0], SettingError, "^profile must be"),
+        (["profile", "", "OTHER", 0], ProfileError, "measured on other weights"),
+        (["profile", "", "NAMES_A_FILE", 0], ProfileError, "names a file"),
+        (["profile", "", "NESTED", 0], ProfileError, "not JSON"),
+        (["profile", "", "nowhere.json", 0], ProfileError, "cannot be read"),
+        (["profile", "", "~nobody-of-this-name/x.json", 0], ProfileError, "cannot be read"),
+    ],
+)
+def test_profiles_are_checked(nodes: dict[str, Any], tmp_path: Path, widgets: list[Any], error: type[Exception], message: str) -> None:
+    match widgets[2]:
+        case "FILE":
+            widgets[2] = tuned_profile(tmp_path, "skip:last=1", "skip:last=2")
+        case "OTHER":
+            widgets[2] = tuned_profile(tmp_path, "skip:last=1", fingerprint="0" * 64)
+        case "NAMES_A_FILE":
+            widgets[2] = tuned_profile(tmp_path, "skip:last=1")
+            Path(widgets[2]).write_text(Path(widgets[2]).read_text().replace("skip:last=1", "skipvar:models=/etc/no.json"))
+        case "NESTED":
+            (tmp_path / "nested.json").write_text("[" * 5000)
+            widgets[2] = str(tmp_path / "nested.json")
+    with pytest.raises(error, match=message):
+        run_node(nodes["NextScaleAccelerate"], {"pipeline": loaded(nodes)}, widgets)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +189,6 @@ def test_methods_combine_and_leave_the_shared_pipeline_alone(nodes: dict[str, An
     [
         (["skip", "last=99999", "", 0], "cannot skip 99999"),
         (["skip", "colour=3", "", 0], "colour"),
-        (["profile", "", "nowhere.json", 0], "cannot be read"),
     ],
 )
 def test_methods_that_there_are_not(nodes: dict[str, Any], widgets: list[Any], message: str) -> None:
@@ -168,10 +211,26 @@ def test_class_models_take_numbers(nodes: dict[str, Any]) -> None:
     image, *_ = generate(nodes, pipeline, prompt="1, 2", images=2, size="")
     expected = tiny.shared_pipeline("var")([1, 2], seed=7).pixels
     assert torch.allclose(image, ((expected.clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 1))
-    with pytest.raises(SettingError, match="write a number such as 207"):
-        generate(nodes, pipeline, prompt="a fox", size="")
-    with pytest.raises(SettingError, match="2 classes for 3 images"):
-        generate(nodes, pipeline, prompt="1, 2", images=3, size="")
+    image, *_ = generate(nodes, pipeline, prompt="1", negative="5, 6", images=2, size="")
+    expected = tiny.shared_pipeline("var")([1, 1], seed=7, negative=[5, 6]).pixels
+    assert torch.allclose(image, ((expected.clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 1))
+    for text in ("a fox", "1, 2"):
+        with pytest.raises(SettingError, match="^prompt must be a class number"):
+            generate(nodes, pipeline, prompt=text, images=3)
+        with pytest.raises(SettingError, match="^negative must be a class number"):
+            generate(nodes, pipeline, prompt="1", negative=text, images=3)
+
+
+@pytest.mark.parametrize("family", ["infinity", "var"])
+def test_a_blank_negative_prompt_is_none(nodes: dict[str, Any], family: str) -> None:
+    pipeline = loaded(nodes, tiny.shared_pipeline(family))
+    assert torch.equal(generate(nodes, pipeline, prompt="1", negative=" \n")[0], generate(nodes, pipeline, prompt="1")[0])
+
+
+def test_a_negative_prompt_is_that_of_the_library(nodes: dict[str, Any]) -> None:
+    image, *_ = generate(nodes, loaded(nodes), negative="a fox", images=2)
+    expected = tiny.shared_pipeline("infinity")(["an apple"] * 2, seed=7, negative="a fox").pixels
+    assert torch.equal(image, ((expected.clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 1))
 
 
 def test_load_takes_a_name_or_a_saved_folder(nodes: dict[str, Any], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from comfy_api.latest import ComfyAPISync, io
 import nextscale
 from nextscale.accel import METHODS
 from nextscale.accel.registry import resolve_method
+from nextscale.errors import SettingError
 
 from .values import Loaded, as_comfy, darkened, mask_as_comfy, profile_method, read_prompts, read_size, stages_as_comfy
 
@@ -39,7 +40,7 @@ class NextScaleLoad(io.ComfyNode):
                 io.Combo.Input("dtype", options=list(DTYPES), default="default", tooltip="bfloat16 on a GPU, float32 on the CPU"),
                 io.Boolean.Input("download", default=True, tooltip="Fetch missing files; off: say what is missing"),
                 io.Boolean.Input("offload_text", default=False, tooltip="Keep a large text encoder in the host's memory"),
-                io.String.Input("folder", default="", optional=True, tooltip="One that save_pretrained wrote, in place of the model"),
+                io.String.Input("folder", default="", optional=True, tooltip="One that save_pretrained wrote, instead of the model"),
             ],
             outputs=[Pipeline.Output("pipeline", display_name="pipeline")],
         )
@@ -71,9 +72,13 @@ class NextScaleAccelerate(io.ComfyNode):
 
     @classmethod
     def execute(cls, pipeline: Loaded, method: str, settings: str, profile: str = "", point: int = 0) -> io.NodeOutput:
-        with_settings = f"{method}:{settings.strip()}" if settings.strip() else method
-        accelerated = pipeline.accelerated(profile_method(profile, point) if method == "profile" else with_settings)
-        resolve_method(accelerated.methods)  # what is wrong with it is said here and not in Generate
+        settings = settings.strip()
+        if method == "profile":
+            if settings:
+                raise SettingError(f"settings must be empty with the method profile; got {settings!r}. A point has its own")
+            method = profile_method(pipeline.pipeline, profile, point)
+        accelerated = pipeline.accelerated(f"{method}:{settings}" if settings else method)
+        resolve_method(accelerated.methods)  # raises its errors here and not in Generate
         return io.NodeOutput(accelerated)
 
 
@@ -88,7 +93,7 @@ class NextScaleGenerate(io.ComfyNode):
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.String.Input("prompt", multiline=True, default="a 3D icon of a red apple", tooltip="For class models a class number"),
-                io.String.Input("negative", multiline=True, default="", tooltip="What to steer away from"),
+                io.String.Input("negative", multiline=True, default="", tooltip="Like the prompt, to steer away from"),
                 io.Int.Input("seed", default=0, min=0, max=SEEDS, control_after_generate=True, tooltip="Image i takes seed + i"),
                 io.Int.Input("images", default=1, min=1, max=64),
                 io.Combo.Input("aspect", options=list(ASPECTS), default=ASPECTS[0]),
@@ -118,20 +123,20 @@ class NextScaleGenerate(io.ComfyNode):
         preview: bool,
         compute_mask: bool,
     ) -> io.NodeOutput:
-        total = len(pipeline.pipeline.settings.schedules.choose(read_size(size), None if aspect == ASPECTS[0] else aspect))
+        model, chosen_aspect = pipeline.pipeline, None if aspect == ASPECTS[0] else aspect
+        schedule = model.settings.schedules.choose(read_size(size), chosen_aspect)
         progress = ComfyAPISync().execution
 
         def on_stage(shown: nextscale.Preview) -> None:
             comfy.model_management.throw_exception_if_processing_interrupted()
             picture = shown.images()[0] if preview else None
-            progress.set_progress(value=shown.done.stage.index + 1, max_value=total, preview_image=picture)
+            progress.set_progress(value=shown.done.stage.index + 1, max_value=len(schedule), preview_image=picture)
 
-        output = pipeline.pipeline(
-            read_prompts(pipeline.pipeline, prompt, images),
+        output = model(
+            read_prompts(model, "prompt", prompt, images),
             seed=seed,
-            negative=negative or None,
-            aspect=None if aspect == ASPECTS[0] else aspect,
-            size=read_size(size),
+            negative=read_prompts(model, "negative", negative, images) if negative.strip() else None,
+            size=schedule,
             guidance=None if guidance < 0 else guidance,
             method=pipeline.methods,
             compute_mask=compute_mask,

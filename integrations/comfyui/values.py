@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import nextscale
 from nextscale.errors import SettingError
+from nextscale.profiles import require_own
 from nextscale.text.prompts import ClassReader
 
 
@@ -24,21 +24,21 @@ class Loaded:
     methods: tuple[str, ...] = ()
 
     def accelerated(self, method: str) -> Loaded:
-        """With one method more, or several that are joined by +; "dense" takes all away."""
-        added = () if method == "dense" else tuple(part.strip() for part in method.split("+"))
-        return replace(self, methods=(*self.methods, *added) if added else ())
+        """Adds a method, or several that are joined by +; "dense" removes all."""
+        return replace(self, methods=() if method == "dense" else (*self.methods, method))
 
 
-def read_prompts(pipeline: nextscale.Pipeline, text: str, images: int) -> list[Any]:
-    """One prompt for all images; for class models a class number, or one for each image, between commas."""
+def read_prompts(pipeline: nextscale.Pipeline, name: str, text: str, images: int) -> list[Any]:
+    """Returns one prompt per image: for class models the class numbers between commas, of which a single one is for all images."""
     if not isinstance(pipeline.reader, ClassReader):
         return [text] * images
     try:
         numbers = [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise SettingError(f"prompt {text!r}: {pipeline.name} generates classes; write a number such as 207, or 207, 360") from error
+    except ValueError:
+        numbers = []
     if len(numbers) not in (1, images):
-        raise SettingError(f"{len(numbers)} classes for {images} images: give one, or one for each")
+        expected = "a class number such as 207" + (f", or {images} of them between commas" if images > 1 else "")
+        raise SettingError(f"{name} must be {expected}; got {text!r}. {pipeline.name} generates classes")
     return numbers * images if len(numbers) == 1 else numbers
 
 
@@ -56,15 +56,15 @@ def read_size(text: str) -> str | tuple[int, int] | None:
     return sides[0], sides[-1]
 
 
-def profile_method(file: str, point: int) -> str:
-    """The method of one point of a tuning profile."""
-    try:
-        points = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))["points"]
-        methods = [str(one["method"]) for one in points]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingError(f"profile {file!r} cannot be read ({error}): give a file that nextscale has written") from error
+def profile_method(pipeline: nextscale.Pipeline, file: str, point: int) -> str:
+    """Returns the method of one point of a tuning profile of this model."""
+    if not file.strip():
+        raise SettingError(f"profile must be the file of a tuning profile; got {file!r}. `nextscale tune` makes one")
+    profile = nextscale.Profile.load(os.path.expanduser(file))
+    require_own(profile, pipeline.model)
+    methods = [one.method for one in profile.points]
     if not 0 <= point < len(methods):
-        raise SettingError(f"point {point}: {file} has the points 0 to {len(methods) - 1}: {', '.join(methods)}")
+        raise SettingError(f"point must be from 0 to {len(methods) - 1}; got {point}. The points of {file} are {', '.join(methods)}")
     return methods[point]
 
 
