@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import nextscale
+from nextscale.errors import PromptError
 
 PROJECT = Path(__file__).parent.parent
 FOLDER = PROJECT / "integrations" / "diffusers"
@@ -65,18 +67,61 @@ def test_a_generator_is_taken(pipe: Any) -> None:
     assert images[0].size == (256, 256)
 
 
+def bytes_of(images: list[Image.Image]) -> list[bytes]:
+    return [image.tobytes() for image in images]
+
+
+@pytest.mark.parametrize(
+    ("negative", "expected"), [(["red", "grey"], ["red", "red", "grey", "grey"]), (["red"], "red"), ("red", "red"), (None, None)]
+)
+def test_negative_prompts_are_repeated_like_prompts(pipe: Any, negative: Any, expected: Any) -> None:
+    asked = {"seed": 1, "method": "skip:last=3"}
+    images = pipe(prompt=["an apple", "a fox"], negative_prompt=negative, num_images_per_prompt=2, **asked, **SMALL, output="images")
+    alone = pipe.next_scale(["an apple", "an apple", "a fox", "a fox"], negative=expected, size=(128, 128), **asked)
+    assert bytes_of(images) == bytes_of(alone.images)
+
+
+def test_prompts_may_be_features(pipe: Any) -> None:
+    asked = {"seed": 1, "method": "skip:last=3", **SMALL, "output": "images"}
+    features = pipe.next_scale.reader.read(["an apple", "a fox"])
+    expected = bytes_of(pipe(prompt=["an apple", "a fox"], negative_prompt=["red", "grey"], **asked))
+    for same in (features, list(features.rows)):
+        assert bytes_of(pipe(prompt=same, negative_prompt=["red", "grey"], **asked)) == expected
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
         ({"seed": 1, "generator": torch.Generator()}, "give one of them"),
+        ({"generator": [torch.Generator()] * 2}, "^generator must be"),
+        ({"generator": 7}, "^generator must be"),
         ({"height": 128}, "give both, or neither"),
-        ({"num_images_per_prompt": 0}, "at least 1"),
+        ({"height": "128", "width": "128"}, "size"),
+        ({"num_images_per_prompt": 0}, "^num_images_per_prompt must be"),
+        ({"num_images_per_prompt": True}, "^num_images_per_prompt must be"),
+        ({"num_images_per_prompt": 2.0}, "^num_images_per_prompt must be"),
+        ({"negative_prompt": ["a", "b", "c"]}, "negative prompts"),
+        ({"negative_prompt": ["a", "b", "c"], "num_images_per_prompt": 2}, "^negative_prompt must be"),
+        ({"negative_prompt": []}, "prompt"),
+        ({"negative_prompt": 5}, "prompt"),
         ({"method": "faster"}, "faster"),
+        ({"method": 5}, "method"),
+        ({"guidance_scale": "strong"}, "guidance"),
+        ({"seed": "7"}, "seed"),
+        ({"aspect": "wide"}, "aspect"),
     ],
 )
-def test_refusals(pipe: Any, asked: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("prompt", ["an apple", ["an apple", "a fox"]], ids=["one", "two"])
+def test_refusals(pipe: Any, prompt: Any, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(nextscale.NextscaleError, match=message):
-        pipe(prompt="an apple", **asked)
+        pipe(prompt=prompt, **asked)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], 5, ["an apple", 5], b"an apple", {"a": 1}, [None]], ids=repr)
+@pytest.mark.parametrize("images", [1, 2])
+def test_prompts_of_other_kinds(pipe: Any, prompt: Any, images: int) -> None:
+    with pytest.raises(PromptError):
+        pipe(prompt=prompt, num_images_per_prompt=images)
 
 
 def test_other_models_and_saved_folders_take_its_place(pipe: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from diffusers.modular_pipelines import ComponentSpec, InputParam, ModularPipeli
 from PIL import Image
 
 import nextscale
+from nextscale.checks import is_whole
 
 COMPONENT = "next_scale"
 DEFAULT_MODEL = "nano"
@@ -57,14 +58,14 @@ class NextScaleBlock(ModularPipelineBlocks):
     def inputs(self) -> list[InputParam]:
         return [
             InputParam("prompt", required=True, description="A prompt or a list; for class models class numbers"),
-            InputParam("negative_prompt", description="What to steer away from"),
+            InputParam("negative_prompt", description="What to steer away from: one for all images, or one per prompt"),
             InputParam("guidance_scale", type_hint=float, description="Strength of guidance; the model's own by default"),
             InputParam("seed", description="Image i takes seed + i, or the i-th of a list"),
-            InputParam("generator", type_hint=torch.Generator, description="One stream for the whole batch, in place of a seed"),
+            InputParam("generator", type_hint=torch.Generator, description="One stream for the whole batch, instead of a seed"),
             InputParam("num_images_per_prompt", type_hint=int, default=1, description="Images of each prompt"),
             InputParam("height", type_hint=int, description="In pixels, together with width"),
             InputParam("width", type_hint=int, description="In pixels, together with height"),
-            InputParam("aspect", type_hint=str, description='Width and height such as "16:9", in place of height and width'),
+            InputParam("aspect", type_hint=str, description='Width and height such as "16:9", instead of height and width'),
             InputParam("method", description='An acceleration method, such as "stagevar"; dense by default'),
         ]
 
@@ -82,10 +83,11 @@ class NextScaleBlock(ModularPipelineBlocks):
         if pipeline is None:
             remedy = f"call load_components(), or update_components({COMPONENT}=nextscale.load(...))"
             raise nextscale.NextscaleError(f"no model is loaded: {remedy}")
+        prompt, negative = repeated(asked.prompt, asked.negative_prompt, asked.num_images_per_prompt)
         output = pipeline(
-            repeated(asked.prompt, asked.num_images_per_prompt),
+            prompt,
             seed=chosen_seed(asked.seed, asked.generator),
-            negative=asked.negative_prompt,
+            negative=negative,
             guidance=asked.guidance_scale,
             size=chosen_size(asked.height, asked.width),
             aspect=asked.aspect,
@@ -96,17 +98,31 @@ class NextScaleBlock(ModularPipelineBlocks):
         return components, state
 
 
-def repeated(prompt: Any, images: int) -> list[Any]:
+def repeated(prompt: Any, negative: Any, images: int) -> tuple[Any, Any]:
+    """Returns prompts and negative prompts with each entry of a list `images` times. A single negative prompt is for all images."""
+    if not is_whole(images, 1):
+        raise nextscale.NextscaleError(f"num_images_per_prompt must be a whole number of at least 1; got {images!r}")
+    if images == 1:
+        return prompt, negative
     prompts = prompt if isinstance(prompt, list | tuple) else [prompt]
-    if not isinstance(images, int) or images < 1:
-        raise nextscale.NextscaleError(f"num_images_per_prompt {images!r}: give a whole number of at least 1")
-    return [one for one in prompts for _ in range(images)]
+    if isinstance(negative, list | tuple) and len(negative) > 1:
+        if len(negative) != len(prompts):
+            expected = f"one prompt, or a list of as many as there are prompts ({len(prompts)})"
+            raise nextscale.NextscaleError(f"negative_prompt must be {expected}; got a list of {len(negative)}")
+        negative = [one for one in negative for _ in range(images)]
+    return [one for one in prompts for _ in range(images)], negative
 
 
 def chosen_seed(seed: Any, generator: torch.Generator | None) -> Any:
-    if seed is not None and generator is not None:
+    if generator is None:
+        return seed
+    if seed is not None:
         raise nextscale.NextscaleError("seed and generator: give one of them")
-    return generator if seed is None else seed
+    if not isinstance(generator, torch.Generator):
+        raise nextscale.NextscaleError(
+            f"generator must be one torch.Generator; got a {type(generator).__name__}. For one seed per image pass a list as seed"
+        )
+    return generator
 
 
 def chosen_size(height: int | None, width: int | None) -> tuple[int, int] | None:
