@@ -1,6 +1,6 @@
 """Distances to the dense image of many methods that differ in late stages alone, image by image, as a file of rows.
 
-    python -m benchmarks.late_rows OUT.jsonl --prompts val.tar --metrics FOLDER [--images 96] [--size 256] [--content 0.25 0.4]
+    python -m benchmarks.late_rows OUT.jsonl --prompts val.tar [--images 96] [--size 256] [--content 0.25 0.4]
 
 The early stages of a batch run once, for all methods and for dense generation. Every line of OUT is an image: LPIPS to the dense image of
 the same seed and the share of the late stages' cells that ran, by method, and what was known of the image before the late stages. Numbers
@@ -146,7 +146,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--metrics", type=Path)
     parser.add_argument("--model", default="nano")
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--images", type=int, default=96)
@@ -164,7 +163,7 @@ def main() -> None:
     schedule = pipe.settings.schedules.choose((given.size, given.size), None)
     first = len(schedule) - given.late
     chosen = methods(given, first, len(schedule))
-    measuring = Measuring(pipe, Lpips.load(given.metrics, pipe.model.device), schedule, first, chosen)
+    measuring = Measuring(pipe, Lpips.load(pipe.model.device), schedule, first, chosen)
     prompts = read_eval_prompts(given.prompts, given.images)
     done = {row["number"] for row in read_rows(given.out)} if given.out.exists() else set()
     for numbers in mixed_batches(len(prompts), given.batch):

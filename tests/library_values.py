@@ -125,18 +125,17 @@ def by_torchmetrics(folder: Path, given: dict[str, Tensor]) -> dict[str, Any]:
         layer.weight.data, layer.bias.data = given[f"dists.features.{number}.weight"], given[f"dists.features.{number}.bias"]
     network.alpha.data, network.beta.data = given["dists.alpha"], given["dists.beta"]
     values["dists"] = network(unit_a, unit_b).tolist()
-    if (folder / "lpips.safetensors").exists():
-        lpips = _LPIPS(net="alex", pretrained=False)  # its heads are torchmetrics' own
-        weights = load_file(folder / "lpips.safetensors")
-        layers = [layer for layer in lpips.net.modules() if isinstance(layer, nn.Conv2d)]
-        for number, layer in enumerate(layers):
-            layer.weight.data, layer.bias.data = (weights[f"features.{number}.{part}"].float() for part in ("weight", "bias"))
-        from torchmetrics.functional.image import lpips as home
+    lpips = _LPIPS(net="alex", pretrained=False)  # its heads are torchmetrics' own
+    weights = load_file(folder / "lpips.safetensors")
+    layers = [layer for layer in lpips.net.modules() if isinstance(layer, nn.Conv2d)]
+    for number, layer in enumerate(layers):
+        layer.weight.data, layer.bias.data = (weights[f"features.{number}.{part}"].float() for part in ("weight", "bias"))
+    from torchmetrics.functional.image import lpips as home
 
-        heads = torch.load(Path(home.__file__).parent / "lpips_models" / "alex.pth", map_location="cpu", weights_only=True)
-        lpips.load_state_dict(heads, strict=False)
-        with torch.no_grad():
-            values["lpips"] = lpips.eval()(a, b).flatten().tolist()
+    heads = torch.load(Path(home.__file__).parent / "lpips_models" / "alex.pth", map_location="cpu", weights_only=True)
+    lpips.load_state_dict(heads, strict=False)
+    with torch.no_grad():
+        values["lpips"] = lpips.eval()(a, b).flatten().tolist()
     return values
 
 

@@ -22,7 +22,6 @@ from nextscale.cli.parse import settled_method
 from nextscale.cli.results import darkened
 from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
 from nextscale.io import to_pil
-from nextscale.lab.metrics.files import VARIABLE
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 
@@ -35,11 +34,10 @@ HEIGHT, WIDTH = 8, 6  # pixels of its images
 
 @pytest.fixture(autouse=True)
 def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The demo runs a tiny model under nano's name, in an empty folder, on a machine without LPIPS and without profiles."""
+    """The demo runs a tiny model under nano's name, in an empty folder, on a machine without profiles."""
     monkeypatch.setitem(presets.MODELS, NANO.name, SPEC)
     monkeypatch.setattr(parse, "profile_folders", lambda *_: [tmp_path / "weights"])
     monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "no-metrics"))
     monkeypatch.chdir(tmp_path)
     yield
 
@@ -68,7 +66,6 @@ def test_a_table_and_a_picture() -> None:
     assert [row[4] for row in table[1:]] == [f"{100 * sum(cells[:run]) / sum(cells):.0f}%" for run in (4, 3, 2)]
     assert table[3][-1] == "dB"
     assert f"8 images of {HEIGHT}x{WIDTH} per row, on cpu (eager)" in result.stdout
-    assert "LPIPS is shown as well" in result.stdout
     assert "The images, and where each method computed (bright): demo.png" in result.stdout
     with Image.open("demo.png") as picture:
         assert (picture.format, picture.mode) == ("PNG", "RGB")
@@ -189,7 +186,6 @@ def test_only_its_own_file_is_overwritten() -> None:
         (("--device", "gpu"), "choose cpu, cuda or cuda:N"),
         (("--seed", -1), "--seed"),
         (("--limit", 3), "add --prompts FILE"),
-        (("--metrics", "nowhere"), "the metric network"),
         (("-m", "var-d16"), "var-d16 takes class numbers: pass --prompts FILE"),
         (("-m", "var-d17"), "did you mean var-d16"),
     ],

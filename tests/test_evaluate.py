@@ -31,6 +31,7 @@ from nextscale.lab.metrics.dists import Dists
 from nextscale.lab.metrics.files import DINOV2, INCEPTION, metric_folder
 from nextscale.lab.metrics.frechet import frechet_distance
 from nextscale.lab.metrics.library import inception_score, kernel_distance
+from nextscale.lab.metrics.lpips import WEIGHTS
 from nextscale.lab.metrics.neighbours import precision_recall
 from nextscale.lab.metrics.pixels import psnr, ssim
 
@@ -81,8 +82,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
         **dists,
     }
     save_file(given, folder / "given.safetensors")
-    if SHARED.is_dir():
-        (folder / "lpips.safetensors").write_bytes((SHARED / "lpips_alex_fp16.safetensors").read_bytes())
+    (folder / "lpips.safetensors").write_bytes(WEIGHTS.read_bytes())
     picture_folder(folder / "ours", 8, seed=1)
     picture_folder(folder / "real", 8, seed=2)
     done = subprocess.run([sys.executable, "-m", "tests.library_values", folder], cwd=PROJECT, capture_output=True, text=True, check=False)
@@ -100,8 +100,8 @@ def test_numbers_are_those_of_torchmetrics(libraries: tuple[dict[str, Any], dict
     network = tiny_dists()
     assert network(a, b).tolist() == pytest.approx(values["dists"], rel=1e-4)
     assert min(values["dists"]) > 1e-3
-    if "lpips" in values:  # the file holds float16, torchmetrics' heads are float32
-        assert Lpips.load(SHARED)(a, b).tolist() == pytest.approx(values["lpips"], rel=1e-3)
+    found = Lpips.load()(a, b).tolist()
+    assert found == pytest.approx(values["lpips"], rel=1e-3)  # the file holds float16, torchmetrics' heads are float32
 
 
 @needs_torchmetrics
@@ -339,18 +339,17 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
 
 
-@needs_networks
-def test_pairs_and_sets_into_a_results_file(tmp_path: Path) -> None:
+def test_pairs_into_a_results_file(tmp_path: Path) -> None:
     folder, other = picture_folder(tmp_path / "fast", 6, seed=1).path, picture_folder(tmp_path / "dense", 6, seed=2).path
     out = tmp_path / "results.jsonl"
     out.write_text('{"benchmark": "quality"}\n')
-    result = run(folder, "--dense", other, "--metrics", SHARED, "--out", out, "--device", "cpu")
+    result = run(folder, "--dense", other, "--out", out, "--device", "cpu")
     assert result.exit_code == 0, result.output
     earlier, row = (json.loads(line) for line in out.read_text().splitlines())
     assert earlier == {"benchmark": "quality"}
     assert row["benchmark"] == "evaluate" and row["folder"] == "fast" and row["dense"] == "dense" and row["size"] == [80, 80]
     pixels = [torch.stack([ImageFolder(each).load(Path(f"{n:03d}.png")) for n in range(6)]).float() / 127.5 - 1 for each in (folder, other)]
-    lpips = Lpips.load(SHARED)(*pixels)
+    lpips = Lpips.load()(*pixels)
     assert row["lpips"]["value"] == pytest.approx(float(lpips.mean()), abs=1e-5)
     assert row["psnr"]["value"] == pytest.approx(float(psnr(*pixels).mean()), abs=1e-4)
     assert row["ssim"]["low"] < row["ssim"]["value"] < row["ssim"]["high"]

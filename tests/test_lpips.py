@@ -1,8 +1,9 @@
-"""LPIPS: the stored distances, its formula on tiny weights, and how its file is found."""
+"""LPIPS: the stored distances, its formula on tiny weights, and that it comes with the package."""
 
 from __future__ import annotations
 
-import json
+import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor
 
-from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
-from nextscale.lab.metrics import Lpips, metric_file
-from nextscale.lab.metrics.files import LPIPS, VARIABLE
+from nextscale.assets import EMBEDDED
+from nextscale.errors import SizeError
+from nextscale.lab.metrics import Lpips
+from nextscale.lab.metrics.files import VARIABLE
+from nextscale.lab.metrics.lpips import SMALLEST_SIDE
 
 from .conftest import PROJECT
 
-SHARED = PROJECT.parent / "shared" / "metrics"
+PICTURES = Path(__file__).parent / "data" / "lpips"  # Fluent Emoji, Copyright (c) Microsoft Corporation, MIT: the second is recoloured
 STORED = {"a_red_apple": 0.0, "b_green_apple": 0.371581, "c_red_apple_jpeg20": 0.042983, "d_red_apple_blur": 0.140076}
 TINY = (4, 6, 5, 3, 3)
 
@@ -40,14 +42,17 @@ def images(seed: int, count: int = 2, side: int = 40) -> Tensor:
     return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the metric networks are not at ../shared/metrics")
-def test_stored_distances() -> None:
-    network = Lpips.load(SHARED)
-    assert {case["b"]: case["float16_weights"] for case in json.loads((SHARED / "check" / "expected.json").read_text())["lpips"]} == {
-        f"{name}.png": pytest.approx(distance, abs=1e-6) for name, distance in STORED.items()
-    }
-    others = torch.cat([picture(SHARED / "check" / f"{name}.png") for name in STORED])
-    apple = picture(SHARED / "check" / "a_red_apple.png").expand_as(others)
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable is set, and the home folder is empty."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
+
+
+def test_stored_distances(bare_machine: None) -> None:
+    network = Lpips.load()
+    others = torch.cat([picture(PICTURES / f"{name}.png") for name in STORED])
+    apple = picture(PICTURES / "a_red_apple.png").expand_as(others)
     assert network(apple, others).tolist() == pytest.approx(list(STORED.values()), abs=1e-5)
     rough = network(apple, others, torch.bfloat16)
     assert rough.dtype == torch.float32
@@ -103,24 +108,17 @@ def test_shapes_that_cannot_be_compared() -> None:
     assert tiny()(images(1, side=31), images(2, side=31)).shape == (2,)
 
 
-def test_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(CheckpointError, match=r"home.metrics.*PyPI package lpips"):
-        metric_file(LPIPS)
-    places = {name: tmp_path / name for name in ("home/metrics", "variable", "given")}
-    for place in places.values():
-        place.mkdir(parents=True)
-        (place / LPIPS).touch()
-    assert metric_file(LPIPS) == places["home/metrics"] / LPIPS
-    monkeypatch.setenv(VARIABLE, str(places["variable"]))
-    assert metric_file(LPIPS) == places["variable"] / LPIPS
-    assert metric_file(LPIPS, places["given"]) == metric_file(LPIPS, places["given"] / LPIPS) == places["given"] / LPIPS
-    with pytest.raises(CheckpointError, match="nothing at"):
-        metric_file(LPIPS, tmp_path / "absent")
+def test_images_that_are_too_small_have_no_network() -> None:
+    assert Lpips.load_for((SMALLEST_SIDE, 40), "cpu") is not None
+    assert Lpips.load_for((40, SMALLEST_SIDE - 1), "cpu") is None
 
 
-def test_other_weights_are_refused(tmp_path: Path) -> None:
-    save_file({"features.0.weight": torch.zeros(64, 3, 11, 11), "surplus": torch.zeros(1)}, tmp_path / LPIPS)
-    with pytest.raises(WeightsMismatch, match=r"(?s)does not fit Lpips.*missing \(14\).*unexpected \(1\): surplus"):
-        Lpips.load(tmp_path)
+def test_its_licenses_come_with_it() -> None:
+    """Every license that the table names is a file, and every file of licenses is among those of the wheel."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    shipped = {path for pattern in project["license-files"] for path in PROJECT.glob(pattern)}
+    for table in EMBEDDED.glob("**/LICENSES.md"):
+        named = {table.parent / name for name in re.findall(r"`(licenses/[^`]+)`", table.read_text())}
+        assert named <= set((table.parent / "licenses").iterdir()) <= shipped
+        assert named and table in shipped
+    assert "lpips-BSD-2-Clause.txt" in {path.name for path in shipped}

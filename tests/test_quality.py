@@ -35,7 +35,8 @@ from nextscale.lab.evals.prompts import EvalPrompt, read_eval_prompts
 from nextscale.lab.evals.quality import Evaluation, Requests, evaluate, mixed_batches
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.efficientnet import FEATURES, EfficientNetLite0
-from nextscale.lab.metrics.files import EFFICIENTNET, LPIPS
+from nextscale.lab.metrics.files import EFFICIENTNET, VARIABLE
+from nextscale.lab.results import read_rows
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
@@ -493,12 +494,32 @@ def test_command_refuses_before_anything_is_loaded(tmp_path: Path) -> None:
     captions.write_text('{"caption": "a bee"}\n')
     assert "holds other things than results" in command("quality", "--prompts", captions, "--method", "skip:last=1", "--out", captions)[1]
     assert captions.read_text() == '{"caption": "a bee"}\n'
-    assert "lpips_alex_fp16.safetensors" in command("quality", "--prompts", prompts, "--metrics", tmp_path)[1]
+    for needs in (("--metrics", tmp_path), ("--probe", tmp_path / "probe")):
+        assert f"{EFFICIENTNET}: nothing at" in command("quality", "--prompts", prompts, *needs)[1]
+
+
+def test_command_goes_on_without_the_network_of_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(options, "load", lambda *_, **__: pipeline())
+    monkeypatch.setattr(options, "choose_schedule", lambda *_: SCHEDULE)
+    prompts, out, plot = tmp_path / "prompts.txt", tmp_path / "results.jsonl", tmp_path / "frontier.svg"
+    prompts.write_text("a bee\na cat\n")
+    fixed = ("quality", "--prompts", prompts, "--method", "skip:last=1", "--out", out, "--device", "cpu")
+    with few_images_suffice():
+        result = CliRunner().invoke(app, [str(argument) for argument in fixed])
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.splitlines()
+    assert EFFICIENTNET in line and VARIABLE in line and "Fréchet" in line
+    assert "LPIPS" in result.stdout and "Fréchet" not in result.stdout
+    dense, skip = read_rows(out)
+    assert skip["lpips"]["value"] > 0 and "frechet_dense" not in skip and "lpips" not in dense
+    assert command("frontier", out, "--out", plot) == (0, "")
+    quality_table([row | {"hardware": "some GPU"} for row in read_rows(out)])
 
 
 def test_command_judges_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    write_weights(Lpips(), tmp_path / LPIPS, Layout())
     write_weights(EfficientNetLite0(), tmp_path / EFFICIENTNET, Layout())
     entries = [{"file": f"{number}.webp", "caption": f"a {number}", "style": "ab"[number % 2], "label": str(number)} for number in range(3)]
     held, training = (shard(tmp_path / name, entries, ["0.webp", "1.webp", "2.webp"]) for name in ("val.tar", "train.tar"))

@@ -45,7 +45,6 @@ def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setitem(presets.MODELS, NANO.name, tiny.SPECS["infinity"])
     monkeypatch.setattr(parse, "profile_folders", lambda *_: [tmp_path / "weights"])
     monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
-    monkeypatch.setattr("nextscale.cli.tune.metric_file", lambda *_: None)
     monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
     monkeypatch.setattr("nextscale.lab.evals.judges.ssim", difference)  # tiny images have no window
     monkeypatch.setattr("nextscale.lab.tune.prove.evaluate", timed_by_macs)

@@ -11,7 +11,7 @@ import typer
 
 from nextscale.cli.files import require_writable
 from nextscale.cli.groups import grouped
-from nextscale.cli.options import MACHINE, Device, Force, Metrics, out_option
+from nextscale.cli.options import MACHINE, Device, Force, out_option
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
 from nextscale.lab.metrics import Lpips
@@ -113,7 +113,6 @@ def tokenizer(
         list[int] | None,
         typer.Option("--size", metavar="SIDE", show_default="256 and 512", help="A side of the pictures in pixels; can be given twice."),
     ] = None,
-    metrics: Metrics = None,
 ) -> None:
     """Train a multi-scale binary tokenizer."""
     device, budget = choose_device(run.device), run.budget()
@@ -121,7 +120,7 @@ def tokenizer(
     run.require_apart()
     sides = sorted(set(size or SIDES))
     check_sides(settings.tokenizer, sides)
-    lpips = Lpips.load(metrics, device=device) if settings.lpips else None
+    lpips = Lpips.load(device) if settings.lpips else None
     train_tokenizer(settings, *run.pictures(sides, device), run.out, budget, device, lpips)
 
 

@@ -1,4 +1,4 @@
-"""The files of the models that come with the package, one folder each."""
+"""The models that come with the package, one folder each, and the network of LPIPS."""
 
 from pathlib import Path
 

@@ -34,8 +34,7 @@ from ..stage import Schedule
 from .console import result_console, token_bar
 from .files import require_image_name, require_writable
 from .groups import grouped
-from .metrics import find_lpips
-from .options import BATCH_HELP, MACHINE, Force, Metrics, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
+from .options import BATCH_HELP, MACHINE, Force, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
 from .parse import named_profiles, parse_prompt, situation_of
 from .program import app
 from .results import darkened, engines
@@ -73,7 +72,6 @@ def demo(
         int | None,
         typer.Option("--batch", metavar="N", min=1, rich_help_panel=MACHINE, show_default="as in the profile", help=f"{BATCH_HELP}."),
     ] = None,
-    metrics: Metrics = None,
     out: Annotated[Path, out_option("FILE", "The picture; demo.png is overwritten, a file of another name only with --force.")] = OWN_FILE,
     force: Force = False,
 ) -> None:
@@ -93,7 +91,6 @@ def demo(
         columns = columns[:ON_CPU] if few else columns
     for _, chosen in comparison.methods:
         model.settled(chosen, comparison.schedule, comparison.batch)
-    lpips = find_lpips(metrics, model.torch_device)
 
     with token_bar() as progress:
         task = progress.add_task("loading", total=comparison.schedule.tokens * len(columns) * (1 + len(comparison.methods)))
@@ -102,11 +99,9 @@ def demo(
         rows = [maker.row(name, chosen) for name, chosen in (("", Method()), *comparison.methods)]
     write_image(sheet([str(prompt) for prompt in columns], rows), out)
     console = result_console()
-    console.print(row_table(rows, lpips))
+    console.print(row_table(rows, Lpips.load_for(rows[0].reports[0].size, model.torch_device)))
     console.print(f"{len(columns)} images of {size_of(rows[0])} per row, on {machine(rows)}, from the same seeds.")
     console.print(escape(comparison.words), soft_wrap=True)
-    if lpips is None:
-        console.print("LPIPS is shown as well where its network is found (NEXTSCALE_METRICS).")
     console.print(f"The images, and where each method computed (bright): {escape(str(out))}")
 
 

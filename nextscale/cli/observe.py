@@ -23,12 +23,12 @@ from ..lab.analysis.distances import available_distances
 from ..lab.analysis.plots import FIGURES
 from ..lab.analysis.plots import figures as plotted
 from ..lab.evals.methods import parse_methods
+from ..lab.metrics import Lpips
 from ..pipeline import Pipeline
 from ..stage import Schedule
 from .console import share_bar
 from .files import require_writable
 from .groups import given_by_user, grouped
-from .metrics import find_lpips
 from .options import OUTPUT, Batch, Force, Metrics, ModelOptions, PromptOptions, Seed, SizeOptions, out_option
 from .parse import parse_prompt
 from .program import MEASURE, app
@@ -147,6 +147,8 @@ def observe_command(
         return
     spec = model.spec
     schedule = size.schedule(spec)
+    if measuring.metrics is not None and not measuring.details:
+        raise SettingError("--metrics names the networks of --details, and has no effect without it: add --details or leave it out")
     if len(schedule) < 2:
         raise SettingError(f"{schedule} has a single stage: there is nothing to compare")
     chosen = [parse_prompt(text, spec) for text in prompts.read()]
@@ -156,18 +158,18 @@ def observe_command(
         measure_details(model.load, sample, schedule, measuring.metrics, model.torch_device, figures)
         return
     figures.require_writable()
-    lpips = find_lpips(measuring.metrics, model.torch_device)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
         pipeline = model.load()
         progress.update(task, description="observing")
+        pixels = [side * pipeline.tokenizer.pixels_per_token for side in schedule.grid]
         found, examples = observe(
             pipeline,
             sample,
             schedule,
             batch=measuring.batch,
             switches=measuring.switches,
-            lpips=lpips,
+            lpips=Lpips.load_for(pixels, pipeline.model.device),
             on_progress=lambda share: progress.update(task, completed=share),
         )
     figures.write(found, examples)

@@ -190,7 +190,7 @@ Batches = Annotated[
 Metrics = Annotated[
     Path | None,
     typer.Option(
-        "--metrics", metavar="FOLDER", rich_help_panel=MACHINE, show_default=VARIABLE, help="Folder of the networks that compare images."
+        "--metrics", metavar="FOLDER", rich_help_panel=MACHINE, show_default=VARIABLE, help="Folder of the networks besides LPIPS."
     ),
 ]
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..accel.method import Method
-from ..errors import PromptError, SettingError
+from ..errors import CheckpointError, PromptError, SettingError
 from ..io import write_image, write_text
 from ..lab.evals.agreement import Agreement, real_features
 from ..lab.evals.frontier import frontier_svg
@@ -24,7 +24,7 @@ from ..lab.evals.methods import LISTS, chosen_methods
 from ..lab.evals.prompts import read_eval_prompts
 from ..lab.evals.quality import Evaluation, evaluate
 from ..lab.metrics.efficientnet import EfficientNetLite0
-from ..lab.metrics.files import EFFICIENTNET, LPIPS, metric_file
+from ..lab.metrics.files import EFFICIENTNET, VARIABLE, metric_file
 from ..lab.results import Row, comparable, judged, read_rows, real_agreement, write_rows
 from ..loading.presets import build_model
 from ..stage import Schedule
@@ -68,15 +68,22 @@ class JudgeOptions:
         typer.Option("--data", metavar="SHARD", rich_help_panel=MACHINE, help="A .tar shard to train missing probes on; can be repeated."),
     ] = None
 
-    def require_networks(self) -> None:
-        for name in (LPIPS, EFFICIENTNET):
-            metric_file(name, self.metrics)
+    def features(self) -> Path | None:
+        """Returns the file of EfficientNet; None where it is missing and no option needs it."""
+        try:
+            return metric_file(EFFICIENTNET, self.metrics)
+        except CheckpointError:
+            if self.metrics or self.probe or self.data:
+                raise
+            words = f"Fréchet distances are left out: {EFFICIENTNET} was not found. To add them, pass --metrics FOLDER or set {VARIABLE}."
+            typer.echo(words, err=True)
+            return None
 
-    def load(self, prompts: Path, device: torch.device) -> Judges:
+    def load(self, features: Path | None, prompts: Path, device: torch.device) -> Judges:
         """Trains missing probes first; they are tested on the images of the prompts."""
         if self.data and not (self.probe is not None and self.probe.exists()):
             self._train_probe(self.data, prompts, device)
-        return Judges.load(self.metrics, self.probe, device)
+        return Judges.load(features, self.probe, device)
 
     def _train_probe(self, data: Sequence[Path], prompts: Path, device: torch.device) -> None:
         """Trains probes on real images as they are and once more augmented, and stores them."""
@@ -147,11 +154,11 @@ def quality(
         raise SettingError(f"prompts of files are text, and {spec.name} takes class numbers: choose a text model")
     judged_prompts = prompts.read_file()
     results.require_writable()
-    judging.require_networks()
+    features = judging.features()
     device = model.torch_device
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
-        judges = judging.load(prompts.prompts_file, device)
+        judges = judging.load(features, prompts.prompts_file, device)
         pipeline = model.load()
 
         def on_batch(name: str, share: float) -> None:

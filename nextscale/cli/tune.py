@@ -19,7 +19,6 @@ from ..errors import NextscaleError, PromptError, SettingError
 from ..lab.evals.prompts import EvalPrompt, evenly_spread, read_eval_prompts
 from ..lab.machine import version, where
 from ..lab.metrics import Lpips
-from ..lab.metrics.files import LPIPS, metric_file
 from ..lab.tune import tune as search
 from ..lab.tune.log import SUFFIX as TRIALS
 from ..lab.tune.log import TrialLog
@@ -36,7 +35,7 @@ from ..stage import Schedule
 from .console import result_console, share_bar
 from .files import require_writable
 from .groups import given_by_user, grouped
-from .options import OUTPUT, Batch, Force, Metrics, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
+from .options import OUTPUT, Batch, Force, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
 from .profiles import show
 from .program import MEASURE, app
 
@@ -110,7 +109,6 @@ class SearchOptions:
             "--from", metavar="FILE", help="Prove the points of this profile here, on this machine and batch and the prompts of --test."
         ),
     ] = None
-    metrics: Metrics = None
 
     def check(self) -> None:
         """Refuses what has no effect, and names that nothing would find."""
@@ -170,7 +168,6 @@ def tune(
     schedule = size.schedule(spec)
     searching.check()
     wanted = None if searching.target is None else parsed_target(searching.target)
-    metric_file(LPIPS, searching.metrics)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
 
@@ -190,7 +187,7 @@ def tune(
         everything = [*prompts.seen, *prompts.proof]
         for first in range(0, len(everything), batch):  # what is too long to be read is refused before the search
             pipeline.reader.read(everything[first : first + batch])
-        lpips = Lpips.load(searching.metrics, pipeline.model.device)
+        lpips = Lpips.load(pipeline.model.device)
         bench = Bench(pipeline, schedule, prompts.seen, batch, seed, lpips, searching.images or IMAGES)
         log_file = searching.trials or file.with_name(file.name.removesuffix(SUFFIX) + TRIALS)
         winners, searched = found_points(searching, bench, log_file, on_progress)

@@ -163,7 +163,6 @@ def test_curves_of_both_runs(folder: Path) -> None:
         ("tokenizer", ("--size", "40"), ("--size",), "side 40: at 8 pixels per token choose"),
         ("tokenizer", ("--size", "big"), ("--size",), "--size"),
         ("tokenizer", ("--size", "16", "--size", "32", "--size", "64"), ("--size",), "one or two sizes"),
-        ("tokenizer", ("--set", "lpips=0.5", "--metrics", "nowhere"), (), "the metric network"),
         ("tokenizer", ("--set", "tokenizer.channels=20"), (), "no tokenizer can be built"),
         ("tokenizer", ("--set", "speed=1"), (), "there is no 'speed' here"),
         ("tokenizer", ("--device", "gpu"), (), "choose cpu, cuda"),

@@ -27,7 +27,7 @@ Distance = Callable[[Tensor, Tensor], Tensor]
 
 def available_distances(metrics: Path | None, device: torch.device) -> dict[str, Distance]:
     """LPIPS, and those of DISTS, CLIP and DINOv2 whose weights are in the folder of metric networks."""
-    found: dict[str, Distance] = {"lpips": Lpips.load(metrics, device)}
+    found: dict[str, Distance] = {"lpips": Lpips.load(device)}
     with suppress(CheckpointError):
         found["dists"] = Dists.load(metrics, device)
     for name in ("clip", "dinov2"):

@@ -69,7 +69,7 @@ class Effect:
 
     rms: Curve  # root mean square difference of the pixels, in levels of 255
     codes: Curve  # share of the codes or bits of that stage and later ones that differ
-    lpips: Curve | None  # where its network was at hand
+    lpips: Curve | None  # of images that are large enough for it
 
 
 @dataclass(frozen=True)

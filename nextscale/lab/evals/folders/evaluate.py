@@ -64,7 +64,7 @@ class Judged:
         if name in ("ssim", "psnr"):
             return ssim if name == "ssim" else psnr
         if name not in self._loaded:
-            self._loaded[name] = (Lpips if name == "lpips" else Dists).load(self.metrics, self.device)
+            self._loaded[name] = Lpips.load(self.device) if name == "lpips" else Dists.load(self.metrics, self.device)
         found: PairMetric = self._loaded[name]
         return found
 
