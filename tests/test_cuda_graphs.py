@@ -20,7 +20,7 @@ from nextscale.stage import Schedule
 
 from .test_captures import ReadsTheDevice
 from .test_engine import other_prompts
-from .test_peers import PEERS, ROUTED, picked, size_for, spec_for, three_routes
+from .test_peers import PEERS, ROUTED, acting_size, picked, spec_for, three_routes
 from .tiny import FAMILIES, KINDS, SPECS, one_prompt, prompts
 
 pytestmark = [
@@ -54,8 +54,8 @@ def test_replays_generate_what_eager_generation_does(family: str, method: Method
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("peer", PEERS)
 def test_replays_of_the_methods_that_papers_compare_with(family: str, peer: str) -> None:
-    """At stages that are large enough for each to act."""
-    pipe, settings = random_pipeline(spec_for(peer, family), device="cuda"), size_for(peer, family)
+    """At stages that are large enough for each to change codes."""
+    pipe, settings = random_pipeline(spec_for(peer, family), device="cuda"), acting_size(peer, family)
     replayed = assert_replays(pipe, family, method=PEERS[peer][0], **settings)
     assert not torch.equal(replayed.pixels, pipe(prompts(family, 2), seed=[3, 4], **settings).pixels)
 
