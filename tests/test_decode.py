@@ -463,17 +463,19 @@ def test_without_a_bound_of_the_callers_nothing_is_refused(monkeypatch: pytest.M
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside took at a time; on the meta device nothing is computed."""
+    """The most bytes that tensors made inside took at a time, of one device or all; on the meta device nothing is computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()
+        self._device = device
         self.peak = self.live = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._known:
+            counted = isinstance(tensor, Tensor) and self._device in (None, tensor.device.type)
+            if counted and id(tensor.untyped_storage()) not in self._known:
                 self._add(tensor.untyped_storage())
         self.peak = max(self.peak, self.live)
         return out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from nextscale import Method, SparseVAR, StageVAR
 from nextscale.accel.method import Plans
 from nextscale.engine.weights import WeightPlaces
 from nextscale.errors import PromptError
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import NextScaleModel
 from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.planning.cost import Workload, request_cost
@@ -110,6 +113,20 @@ def test_costs_and_bytes_are_those_that_are_counted() -> None:
         assert planning.cost(workload, plans) == request_cost(model, workload, plans)
         assert planning.reserved_bytes(schedule, plans, 2, 4, 8) == reserved_bytes(model, schedule, plans, 2, 4, 8)
         model.bfloat16()  # keys take less from now on
+
+
+@pytest.mark.parametrize("family", tiny.KINDS)
+def test_a_pipeline_that_is_dropped_leaves_no_weights_to_the_garbage_collector(family: str) -> None:
+    pipe = random_pipeline(tiny.SPECS[family])
+    pipe(tiny.prompts(family, 2), method="sparsevar")
+    gc.collect()
+    parts = [weakref.ref(part) for part in (pipe, pipe.model, pipe.tokenizer)]
+    gc.disable()
+    try:
+        del pipe
+        assert [part() for part in parts] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_random_numbers_can_be_had_again() -> None:

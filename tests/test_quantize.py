@@ -37,6 +37,7 @@ from nextscale.profiles import fingerprint
 from . import test_bench as bench
 from . import test_quality as quality
 from . import tiny
+from .test_decode import LiveBytes
 from .test_pipeline import picked
 
 FAMILIES = ("var", "flexvar", "infinity", "hart", "star_refined")
@@ -160,6 +161,17 @@ def test_weights_take_half_of_the_memory_and_plans_know_it(format: Quantize) -> 
         for more in ([], ["--quantize", format])
     )
     assert 0.5 < planned / plain < 0.56
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_device_needs_room_for_the_bytes_and_the_weights_of_one_product(format: Quantize) -> None:
+    """The meta device stands for the GPU of test_random_weights_never_lie_on_the_gpu_unquantised."""
+    model = tiny.fresh_pipeline("infinity").model.bfloat16()
+    largest = max(part.weight.numel() for block in model.stack for part in block.modules() if isinstance(part, nn.Linear))
+    with LiveBytes("meta") as device:
+        quantize_blocks(model, format, torch.device("meta"))
+    kept = sum(part.nbytes for part in (*model.parameters(), *model.buffers()) if part.is_meta)
+    assert kept == device.live <= device.peak <= kept + (2 + 4 + 4) * largest  # as it was, as float32, and without signs
 
 
 def test_random_weights_are_those_that_were_quantised_afterwards() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -26,37 +26,50 @@ class Planning:
     def __init__(self, model: NextScaleModel) -> None:
         self._model = model
         self._rank_table = model.rank_table
-        self._forecast = lru_cache(KEPT)(self._make_forecast)
-        self._cost = lru_cache(KEPT)(self._count_cost)
-        self._bytes = lru_cache(KEPT)(self._count_bytes)
+        # Not of bound methods: a cycle would keep the weights on the device until the garbage collector comes.
+        self._forecast = lru_cache(KEPT)(partial(make_forecast, model))
+        self._cost = lru_cache(KEPT)(partial(count_cost, model))
+        self._bytes = lru_cache(KEPT)(partial(count_bytes, model))
 
     def forecast(self, method: Method, schedule: Schedule, guided: bool, kept: float) -> Plans:
         """What `Method.forecast` says."""
         if self._model.rank_table is not self._rank_table:  # forecasts may follow it
             self._rank_table = self._model.rank_table
             self._forecast.cache_clear()
-        return (self._forecast if is_hashable(method) else self._make_forecast)(method, schedule, guided, kept)
+        return (self._forecast if is_hashable(method) else self._forecast.__wrapped__)(method, schedule, guided, kept)
 
     def cost(
         self, workload: Workload, plans: Sequence[StagePlan] | None = None, counts: Mapping[int, Sequence[int]] = MappingProxyType({})
     ) -> RequestCost:
         """What `request_cost` says."""
         known, counted = None if plans is None else tuple(plans), tuple((stage, tuple(own)) for stage, own in counts.items())
-        return (self._cost if is_hashable(known) else self._count_cost)(workload, known, counted)
+        return (self._cost if is_hashable(known) else self._cost.__wrapped__)(workload, known, counted)
 
     def reserved_bytes(self, schedule: Schedule, plans: Plans, images: int, rows: int, text_tokens: int) -> int:
         """What `reserved_bytes` says of the model as it is now."""
-        count = self._bytes if is_hashable(plans) else self._count_bytes
+        count = self._bytes if is_hashable(plans) else self._bytes.__wrapped__
         return count(schedule, plans, images, rows, text_tokens, self._model.dtype, self._model.kv_dtype)
 
-    def _make_forecast(self, method: Method, schedule: Schedule, guided: bool, kept: float) -> Plans:
-        return method.forecast(self._model, schedule, guided, kept)
 
-    def _count_cost(self, workload: Workload, plans: Plans | None, counts: tuple[tuple[int, tuple[int, ...]], ...]) -> RequestCost:
-        return request_cost(self._model, workload, plans, dict(counts))
+def make_forecast(model: NextScaleModel, method: Method, schedule: Schedule, guided: bool, kept: float) -> Plans:
+    return method.forecast(model, schedule, guided, kept)
 
-    def _count_bytes(
-        self, schedule: Schedule, plans: Plans, images: int, rows: int, text_tokens: int, dtype: torch.dtype, kv_dtype: str | None
-    ) -> int:
-        """`dtype` and `kv_dtype` are the model's, which may change."""
-        return reserved_bytes(self._model, schedule, plans, images, rows, text_tokens)
+
+def count_cost(
+    model: NextScaleModel, workload: Workload, plans: Plans | None, counts: tuple[tuple[int, tuple[int, ...]], ...]
+) -> RequestCost:
+    return request_cost(model, workload, plans, dict(counts))
+
+
+def count_bytes(
+    model: NextScaleModel,
+    schedule: Schedule,
+    plans: Plans,
+    images: int,
+    rows: int,
+    text_tokens: int,
+    dtype: torch.dtype,
+    kv_dtype: str | None,
+) -> int:
+    """`dtype` and `kv_dtype` are the model's, which may change."""
+    return reserved_bytes(model, schedule, plans, images, rows, text_tokens)
