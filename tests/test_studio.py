@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from threading import Event
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import nextscale
+from nextscale.serve.pictures import encoded
 
 from .serving import SECONDS, Live, Steered, live
 
@@ -66,6 +69,16 @@ def generated(page: Any, method: str = "dense") -> None:
     page.fill("#method", method)
     page.keyboard.press("Control+Enter") if page.evaluate("document.activeElement.id") == "prompt" else page.click("text=Generate >> nth=1")
     page.wait_for_selector("#used-seed")
+
+
+DROP = """async (bytes) => { const transfer = new DataTransfer();
+    transfer.items.add(new File([new Uint8Array(bytes)], 'image.png', {type: 'image/png'}));
+    dispatchEvent(new DragEvent('drop', {dataTransfer: transfer})); }"""
+
+
+def png_with(**settings: Any) -> list[int]:
+    """The bytes of a PNG that holds such settings."""
+    return list(base64.b64decode(encoded(Image.new("RGB", (8, 8)), settings=settings)))
 
 
 def test_stages_arrive_and_can_be_scrubbed(page: Any, server: Live) -> None:
@@ -232,14 +245,72 @@ def test_settings_come_back_from_history_and_from_a_dropped_png(page: Any) -> No
     page.click(".history figure > button")
     assert settings() == asked
     scramble()
-    page.evaluate(
-        """async (bytes) => { const transfer = new DataTransfer();
-        transfer.items.add(new File([new Uint8Array(bytes)], 'image.png', {type: 'image/png'}));
-        dispatchEvent(new DragEvent('drop', {dataTransfer: transfer})); }""",
-        list(png),
-    )
+    page.evaluate(DROP, list(png))
     page.wait_for_function("() => document.querySelector('#prompt').value.includes('rocket')")
     assert settings() == asked
+
+
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 1])
+def test_large_seeds_are_kept_to_the_last_digit(page: Any, pipe: Steered, seed: int) -> None:
+    page.evaluate(DROP, png_with(prompt='an apple, "seed": 5', model="nano", size=SIZE, method="skip:last=4", seed=seed))
+    page.wait_for_function("() => document.querySelector('#prompt').value.startsWith('an apple')")
+    assert page.input_value("#seed") == str(seed) and page.input_value("#prompt") == 'an apple, "seed": 5'
+    with page.expect_request("**/generations") as asked:
+        page.click("button.primary")
+    assert json.loads(asked.value.post_data)["seed"] == seed and json.loads(asked.value.post_data)["prompt"] == 'an apple, "seed": 5'
+    page.wait_for_selector("#used-seed")
+    assert page.inner_text("#used-seed") == str(seed)
+    page.click("#tab-grid")
+    page.fill("input[type=number][max]", "1")
+    page.click("text=Generate the grid")
+    page.wait_for_selector(f'.grid img[title="seed {seed}"]')
+
+
+def test_a_stream_that_ends_early_is_an_error(page: Any) -> None:
+    found = page.evaluate("""async () => {
+        const { stream } = await import("/studio/files/api.js");
+        const event = (type) => `event: ${type}\ndata: {"type":"${type}","b64_json":""}\n\n`;
+        const [partial, completed] = ["image_generation.partial_image", "image_generation.completed"].map(event);
+        const read = async (text) => {
+            window.fetch = async () => new Response(text);
+            return stream({}, () => {}).then(() => "finished", (error) => error.message);
+        };
+        return [await read(partial + completed), await read(partial), await read(partial + completed.trimEnd()), await read("")];
+    }""")
+    assert found[0] == "finished" and all("ended before" in error for error in found[1:])
+
+
+def test_all_settings_of_a_png_come_back_or_are_named(page: Any) -> None:
+    kept = {"temperature": 0.1, "top_k": 40, "top_p": 0.5, "greedy": False, "stop_after_stage": 3}
+    fields = {"prompt": "a flat icon of a rocket", "seed": 3, "size": SIZE, "method": "dense", "guidance_scale": [2, 2, 2, 2, 3, 3, 3.5]}
+    page.evaluate(DROP, png_with(**fields, **kept, model="nano"))
+    page.wait_for_selector("#carried")
+    assert all(name in page.inner_text("#carried") for name in kept) and page.locator(".error").count() == 0
+    with page.expect_request("**/generations") as asked:
+        page.click("button.primary")
+    body = json.loads(asked.value.post_data)
+    assert {name: body[name] for name in (*fields, *kept)} == fields | kept
+    page.wait_for_selector("#used-seed")
+    page.click("#carried button")
+    with page.expect_request("**/generations") as asked:
+        page.click("button.primary")
+    assert not kept.keys() & json.loads(asked.value.post_data).keys()
+    page.evaluate(DROP, png_with(prompt="a hare", model="another", size="5x5", method="dense", seed=4, cfg_curve="late"))
+    page.wait_for_selector(".error")
+    named = page.inner_text(".error")
+    assert all(name in named for name in ("model", "size", "cfg_curve")) and "method" not in named and "seed" not in named
+    assert [page.input_value(field) for field in ("#prompt", "#model", "#size")] == ["a hare", "nano", SIZE]
+
+
+def test_what_is_no_number_is_refused_and_not_left_out(page: Any) -> None:
+    for text in ("strong", "1,,2", "null", "1e999"):
+        page.fill("#guidance_scale", text)
+        page.click("button.primary")
+        page.wait_for_selector(".error")
+        assert "guidance_scale" in page.inner_text(".error")
+    page.fill("#guidance_scale", "3.25")
+    page.fill("#seed", "1.5")
+    assert page.locator("#seed:invalid").count() == 1 and page.locator("#guidance_scale:invalid").count() == 0
 
 
 def test_an_image_of_the_history_is_decoded_once(page: Any) -> None:

@@ -1,11 +1,15 @@
 // What the page asks of the server.
 
+import { parsed, written } from "./settings.js";
+
 const KEY = "nextscale.key";
 
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) || "",
   set: (key) => sessionStorage.setItem(KEY, key),
 };
+
+export const COMPLETED = "image_generation.completed";
 
 export class ApiError extends Error {
   constructor({ status, headers }, error) {
@@ -19,7 +23,7 @@ export class ApiError extends Error {
 async function ask(path, body, signal) {
   const headers = body ? { "content-type": "application/json" } : {};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
-  const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+  const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && written(body), signal });
   if (!response.ok) throw new ApiError(response, (await response.json().catch(() => ({}))).error);
   return response;
 }
@@ -47,24 +51,26 @@ async function patiently(path, body, signal) {
 
 export const options = async () => (await ask("/studio/options")).json();
 export const compare = async (a, b, signal) => (await patiently("/studio/compare", { a, b }, signal)).json();
-export const generate = async (body, signal) => (await patiently("/v1/images/generations", body, signal)).json();
+export const generate = async (body, signal) => parsed(await (await patiently("/v1/images/generations", body, signal)).text());
 
-/** Calls `onEvent` with every event of a stream; fails where the stream says so. */
+/** Calls `onEvent` with every event of a stream; fails where the stream says so, and where it ends before the image is completed. */
 export async function stream(body, onEvent, signal) {
   const response = await patiently("/v1/images/generations", { ...body, stream: true }, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
+  let [text, completed] = ["", false];
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) return;
+    if (done && completed) return;
+    if (done) throw new Error("the answer ended before the image was finished: generate it again");
     text += value;
     const events = text.split("\n\n");
     text = events.pop();
     for (const event of events) {
       const data = event.split("\n").find((line) => line.startsWith("data: "));
       if (!data) continue;
-      const content = JSON.parse(data.slice(6));
+      const content = parsed(data.slice(6));
       if (content.error) throw new ApiError(response, content.error);
+      completed ||= content.type === COMPLETED;
       onEvent(content);
     }
   }

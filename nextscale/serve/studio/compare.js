@@ -7,8 +7,8 @@ import { randomSeed, requestOf } from "./settings.js";
 
 /** Images of the same seed with several methods, at once: the server joins what it can. */
 export async function sideBySide(settings, methods, signal) {
-  const seed = String(settings.seed).trim() === "" ? randomSeed() : Number(settings.seed);
-  const answers = methods.map((method) => generate({ ...requestOf(settings), seed, method }, signal));
+  const seed = String(settings.seed).trim() || randomSeed();
+  const answers = methods.map((method) => generate(requestOf({ ...settings, seed, method }), signal));
   return (await Promise.all(answers)).map((answer) => answer.data[0]);
 }
 

@@ -16,7 +16,7 @@ export function Form({ options, settings, change, submit, busy, stop, label = "G
   return html`
     <form class="settings" onSubmit=${send}>
       <label class="wide" for="prompt">${model.classes ? "Class number" : "Prompt"}
-        <textarea rows="3" required ...${field("prompt")} onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && send(event)}></textarea>
+        <textarea rows="3" required ...${field("prompt")} onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.form.requestSubmit()}></textarea>
       </label>
       <label class="wide" for="negative_prompt">Steer away from <input ...${field("negative_prompt")} /></label>
       <label for="model">Model
@@ -26,11 +26,14 @@ export function Form({ options, settings, change, submit, busy, stop, label = "G
         <select ...${field("size")} onChange=${(event) => change({ size: event.target.value })}>${model.sizes.map(({ size, stages }) => html`<option value=${size}>${size} (${stages})</option>`)}</select>
       </label>
       <label for="seed">Seed
-        <span class="joined"><input type="number" min="0" step="1" placeholder="random" ...${field("seed")} />
+        <span class="joined"><input inputmode="numeric" pattern="\\s*[0-9]*\\s*" title="a whole number up to 9223372036854775807" placeholder="random" ...${field("seed")} />
         <button type="button" title="another seed" aria-label="another seed" onClick=${() => change({ seed: String(randomSeed()) })}>⚄</button></span>
       </label>
-      <label for="guidance_scale">Guidance <input type="number" step="0.1" placeholder="as published" ...${field("guidance_scale")} /></label>
+      <label for="guidance_scale">Guidance <input title="a number, or one per stage with commas between them" placeholder="as published" ...${field("guidance_scale")} /></label>
       <label class="wide" for="method">Method <${MethodInput} methods=${methodsOf(model, settings.size)} ...${field("method")} /></label>
+      ${Object.keys(settings.carried).length > 0 && html`
+        <p class="wide facts" id="carried">As in the restored image: ${Object.entries(settings.carried).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join(", ")}
+        ${" "}<button type="button" class="small" onClick=${() => change({ carried: {} })}>leave out</button></p>`}
       <div class="wide actions">
         <button class="primary" type="submit" disabled=${busy}>${label}</button>
         <button type="button" disabled=${!busy} onClick=${stop}>Stop</button>

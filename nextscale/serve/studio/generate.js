@@ -1,7 +1,7 @@
 // The first view: one image, stage by stage.
 import { html } from "./html.js";
 import { useState } from "preact/hooks";
-import { stream } from "./api.js";
+import { COMPLETED, stream } from "./api.js";
 import { Bars } from "./bars.js";
 import { bytesOf, download } from "./png.js";
 import { MOST_PARTIALS, requestOf } from "./settings.js";
@@ -18,7 +18,7 @@ export function useGeneration(run, remember) {
       await stream(
         body,
         (event) => {
-          const last = event.type === "image_generation.completed";
+          const last = event.type === COMPLETED;
           const stages = last ? event.report.stages.length : event.stages;
           const stage = last ? stages - 1 : event.stage;
           setShown((before) => ({ ...before, frames: [...before.frames, { stage, b64: event.b64_json }], stages, final: last ? event : null }));

@@ -9,12 +9,11 @@ export function useGrid(run) {
   const [rows, setRows] = useState([]); // [{method, images: [{b64_json, seed, report}] or null}]
   const start = (settings, methods, seeds) =>
     run(async (signal) => {
-      const first = String(settings.seed).trim() === "" ? randomSeed() : Number(settings.seed);
-      const seed = Array.from({ length: seeds }, (_, offset) => first + offset);
+      const seed = String(settings.seed).trim() || randomSeed(); // the first: the server counts on
       setRows(methods.map((method) => ({ method, images: null })));
       await Promise.all(
         methods.map(async (method) => {
-          const answer = await generate({ ...requestOf(settings), n: seeds, seed, method: method.text }, signal);
+          const answer = await generate({ ...requestOf({ ...settings, seed, method: method.text }), n: seeds }, signal);
           setRows((before) => before.map((row) => (row.method === method ? { method, images: answer.data } : row)));
         }),
       );

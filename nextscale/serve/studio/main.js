@@ -10,7 +10,7 @@ import { GridView, useGrid } from "./grid.js";
 import { addToHistory, clearHistory, HistoryView, KEPT, readHistory } from "./history.js";
 import { html } from "./html.js";
 import { settingsOf } from "./png.js";
-import { defaults, methodsOf, restored } from "./settings.js";
+import { defaults, lost, methodsOf, restored } from "./settings.js";
 
 const VIEWS = { generate: "Generate", compare: "Compare", grid: "Grid", blind: "Blind A/B", history: "History" };
 const LABELS = { compare: "Compare with dense", grid: "Generate the grid" };
@@ -60,7 +60,10 @@ function Studio({ options }) {
 
   const change = (changes) => setSettings((before) => ({ ...before, ...changes }));
   const restore = (found, b64) => {
-    setSettings((before) => restored(found, before, options));
+    const next = restored(found, settings, options);
+    const names = lost(found, next);
+    setSettings(next);
+    work.setError(names.length ? `Not restored, so that the next image will differ: ${names.join(", ")}` : "");
     generation.restore(b64);
     setView("generate");
   };
@@ -118,7 +121,7 @@ function useDrop(restore, fail) {
       removeEventListener("dragover", over);
       removeEventListener("drop", drop);
     };
-  }, []);
+  });
 }
 
 /** Asks for a key where the server wants one, and waits while it loads. */

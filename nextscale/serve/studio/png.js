@@ -1,5 +1,7 @@
 // Settings inside a PNG: the text chunk that the server writes.
 
+import { parsed } from "./settings.js";
+
 const CHUNK = "nextscale";
 const SIGNATURE = [137, 80, 78, 71, 13, 10, 26, 10];
 
@@ -13,16 +15,17 @@ export function settingsOf(bytes) {
     if (kind === "tEXt") {
       const text = new TextDecoder("latin1").decode(bytes.subarray(place + 8, place + 8 + length));
       const [name, content] = [text.slice(0, text.indexOf("\0")), text.slice(text.indexOf("\0") + 1)];
-      if (name === CHUNK) return parsed(content);
+      if (name === CHUNK) return objectIn(content);
     }
     place += 12 + length;
   }
   return null;
 }
 
-function parsed(text) {
+function objectIn(text) {
   try {
-    return JSON.parse(text);
+    const found = parsed(text);
+    return found instanceof Object ? found : null;
   } catch {
     return null;
   }

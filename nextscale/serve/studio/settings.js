@@ -1,6 +1,13 @@
 // What an image is asked for with: defaults, the request they make, and how they come back from a PNG.
 
 export const MOST_PARTIALS = 32; // every stage
+const CARRIED = ["temperature", "top_k", "top_p", "greedy", "stop_after_stage"]; // what a PNG may hold and the form has no field for
+
+/** JSON whose seeds become text: they have up to 63 bits, and a number in JavaScript has 53. */
+export const parsed = (text) => JSON.parse(text.replace(/"seed":\s*(\d+)(?=\s*[,}])/g, '"seed":"$1"'));
+
+/** JSON in which seeds that are kept as text are numbers. */
+export const written = (body) => JSON.stringify(body).replace(/"seed":"0*(\d+)"/g, '"seed":$1');
 
 /** Named methods that fit the stages of a size. */
 export const methodsOf = (model, size) => model.methods[model.sizes.find((one) => one.size === size)?.stages ?? model.stages];
@@ -13,31 +20,47 @@ export const defaults = (options) => ({
   size: options.models[0].size,
   method: options.method,
   guidance_scale: "",
+  carried: {},
 });
 
 /** The fields of a request; those that are empty are left to the server. */
 export function requestOf(settings) {
-  const body = { model: settings.model, prompt: settings.prompt, size: settings.size, method: settings.method };
+  const body = { ...settings.carried, model: settings.model, prompt: settings.prompt, size: settings.size, method: settings.method };
   if (settings.negative_prompt.trim()) body.negative_prompt = settings.negative_prompt;
-  if (String(settings.seed).trim() !== "") body.seed = Number(settings.seed);
-  if (String(settings.guidance_scale).trim() !== "") body.guidance_scale = Number(settings.guidance_scale);
+  if (String(settings.seed).trim() !== "") body.seed = String(settings.seed).trim();
+  if (settings.guidance_scale.trim()) body.guidance_scale = scales(settings.guidance_scale);
   return body;
 }
 
-/** Settings as the form has them, from those that a PNG holds. Only what the form knows is taken over. */
+/** A number, or one per stage; the text itself where it is neither, so that the server refuses it. */
+function scales(text) {
+  const numbers = text.split(",").map((one) => (one.trim() ? Number(one) : NaN));
+  if (!numbers.every(Number.isFinite)) return text;
+  return numbers.length > 1 ? numbers : numbers[0];
+}
+
+const textOf = (value) => (typeof value === "string" ? value : Array.isArray(value) ? value.map(textOf).join(", ") : JSON.stringify(value));
+
+/** Settings as the form has them, from those that a PNG holds. */
 export function restored(found, current, options) {
-  const served = options.models.some((model) => model.id === found.model);
-  const text = (name, fallback) => (found[name] === undefined ? fallback : String(found[name]));
+  const served = options.models.find((one) => one.id === found.model);
+  const model = served || options.models.find((one) => one.id === current.model);
+  const offered = model?.sizes.some(({ size }) => size === found.size);
+  const text = (name, fallback) => (found[name] === undefined ? fallback : textOf(found[name]));
   return {
-    ...current,
     model: served ? found.model : current.model,
     prompt: text("prompt", current.prompt),
     negative_prompt: text("negative_prompt", ""),
     seed: text("seed", current.seed),
-    size: text("size", current.size),
+    size: offered ? found.size : served ? served.size : current.size,
     method: text("method", "dense"),
     guidance_scale: text("guidance_scale", ""),
+    carried: Object.fromEntries(CARRIED.filter((name) => name in found).map((name) => [name, found[name]])),
   };
 }
+
+/** Names of the settings in a PNG that differ from the restored ones: what this server or this page does not know. */
+export const lost = (found, settings) =>
+  Object.keys(found).filter((name) => textOf(found[name]) !== textOf({ ...settings.carried, ...settings }[name]));
 
 export const randomSeed = () => Math.floor(Math.random() * 2 ** 31);
