@@ -31,6 +31,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-$(INSTALLED_DEV): $(INSTALLED)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+$(INSTALLED_DEV): $(INSTALLED) research/pyproject.toml
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable ./research
 	touch $@

@@ -1,4 +1,4 @@
-"""Fills the last part of docs/observations.md: `python -m benchmarks.details RUN`, with a folder of `nextscale observe --details`."""
+"""Fills the last part of docs/observations.md: `python -m benchmarks.details RUN` (a folder of `nextscale_research observe --details`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from PIL import Image
 
-from nextscale.cli.observe import DETAIL_SHEETS, DETAILS
 from nextscale.io import write_image
-from nextscale.lab.analysis.detail_plots import DETAIL_FIGURES, TITLES
+from nextscale_research.observe.command import DETAIL_SHEETS, DETAILS
+from nextscale_research.observe.detail_plots import DETAIL_FIGURES, TITLES
 
 from .observations import FOLDER, PAGE, number, stage_name, table
 from .table import with_tables

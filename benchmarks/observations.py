@@ -1,4 +1,4 @@
-"""Fills docs/observations.md: `python -m benchmarks.observations [RUN]`, where RUN is a folder that `nextscale observe` wrote.
+"""Fills docs/observations.md: `python -m benchmarks.observations [RUN]`, where RUN is a folder of `nextscale_research observe`.
 
 Figures and tables come from the numbers alone; without RUN those of the last one are drawn again.
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 from PIL import Image
 
 from nextscale.io import write_image
-from nextscale.lab.analysis import Observations, read_observations, verdicts
-from nextscale.lab.analysis.numbers import Curve
-from nextscale.lab.analysis.plots import figures
-from nextscale.lab.analysis.verdicts import distances, late_mean, late_stages, shares_of
 from nextscale.lab.bench import cells
+from nextscale_research.observe import Observations, read_observations, verdicts
+from nextscale_research.observe.numbers import Curve
+from nextscale_research.observe.plots import figures
+from nextscale_research.observe.verdicts import distances, late_mean, late_stages, shares_of
 
 from .table import PROJECT, with_tables
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from nextscale.lab.analysis.plots import BLUE, GREEN, GREY, ORANGE, STYLE
 from nextscale.lab.evals.bootstrap import Interval, resampled
 from nextscale.lab.results import read_rows
+from nextscale_research.observe.plots import BLUE, GREEN, GREY, ORANGE, STYLE
 
 from .late_rows import KEEPS
 

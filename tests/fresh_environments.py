@@ -36,11 +36,6 @@ SHOW_ERROR = "\nexcept nextscale.NextscaleError as error:\n    print(error)"
 PROBES = {
     "hub": Probe(f"import nextscale\ntry:\n    nextscale.load('var-d16', device='cpu'){SHOW_ERROR}", "HF_HUB_OFFLINE forbids it"),
     "text": Probe(f"import nextscale\ntry:\n    nextscale.T5Encoder('no/such-encoder'){SHOW_ERROR}", "is not on this machine"),
-    "plots": Probe(
-        "import nextscale\nfrom nextscale.lab.analysis.plots import figures\ntry:\n    figures(None)"
-        f"{SHOW_ERROR}\nexcept AttributeError:\n    print('matplotlib is there, and None has nothing to draw')",
-        "matplotlib is there",
-    ),
     "serve": Probe(
         "import nextscale\nfrom nextscale.cli.serve import require_packages\ntry:\n    require_packages()"
         f"\n    print('it can start'){SHOW_ERROR}",

@@ -368,10 +368,9 @@ def test_words_are_prompts(published_models: None, words: tuple[str, ...], loade
     assert [arguments["name"] for arguments in loaded] == ["nano"]
 
 
-@pytest.mark.parametrize("command", ["generate", "observe"])
 @pytest.mark.parametrize("words", [("infinity-2b", "a fox"), ("a fox", "nano")])
-def test_a_model_s_name_alone_is_no_prompt(published_models: None, command: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    message = fail(command, *words)
+def test_a_model_s_name_alone_is_no_prompt(published_models: None, words: tuple[str, ...], tmp_path: Path) -> None:
+    message = fail("generate", *words)
     (name,) = set(words) - {"a fox"}
     assert f"prompt {name!r} is the name of a model: choose the model with -m {name}" in message
     assert f"in a sentence, such as 'the word {name}'" in message
@@ -385,7 +384,7 @@ def test_a_model_s_name_without_its_option_is_refused_with_the_option(published_
     assert "choose the model" not in fail("models", "infinity-2b")  # which takes none
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "plan", "quality", "observe", "bench", "convert"])
+@pytest.mark.parametrize("command", ["generate", "demo", "plan", "quality", "bench", "convert"])
 @pytest.mark.parametrize("option", ["-m", "--model"])
 def test_unknown_models_are_refused_with_close_names(published_models: None, command: str, option: str, tmp_path: Path) -> None:
     more = {"convert": ("a.pth", "b.safetensors"), "quality": ("--prompts", "absent.txt")}.get(command, ())

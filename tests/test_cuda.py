@@ -11,10 +11,10 @@ import torch
 
 from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR, ToMe
 from nextscale.errors import OutOfMemory
-from nextscale.lab.analysis import Sample, observe, to_json, verdicts
 from nextscale.lab.evals import Agreement, Judges, chosen_methods, evaluate
 from nextscale.lab.metrics.pixels import psnr, ssim
 from nextscale.loading.random_weights import random_pipeline
+from nextscale_research.observe import Sample, observe, to_json, verdicts
 
 from . import test_quality as quality
 from .tiny import FAMILIES, SPECS, one_prompt, prompts, schedule_of

@@ -17,12 +17,13 @@ from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batch
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.lab.evals.quality import Evaluation, evaluate, mixed_batches
 from nextscale.lab.tune.log import FORMAT, TrialLog
-from nextscale.lab.tune.sensitivity import Sensitivities
 from nextscale.lab.tune.trials import Trial
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 from nextscale.profiles import Profile
 from nextscale.stage import Schedule
+from nextscale_research.__main__ import app as research
+from nextscale_research.sensitivity import Sensitivities
 
 from . import tiny
 from .counted_bench import CountedBench, difference
@@ -252,13 +253,13 @@ def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found.shares) == {1, 2, 3} and {"ToMe", "FastVAR"} <= set(found.peers)
     assert all(line == sorted(line) for line in found.unguided.values())
     assert found.foresight and len(found.predicted) > 20
-    drawn = CliRunner().invoke(app, ["profiles", str(kept), "--plot", "s.svg"])
+    drawn = CliRunner().invoke(research, ["sensitivity", str(kept), "--out", "s.svg"])
     assert drawn.exit_code == 0, drawn.output
     picture = Path("s.svg").read_text()
     for words in ("guidance dropped from a stage on", "stages left out", "other methods alone", "predicted and measured"):
         assert words in picture
-    refused = CliRunner().invoke(app, ["profiles", str(kept)])
-    assert refused.exit_code == 2 and "--plot FILE" in refused.stderr
+    refused = CliRunner().invoke(research, ["sensitivity", str(kept), "--out", "s.svg"])
+    assert refused.exit_code == 2 and "--force" in refused.stderr
     kept.write_text(json.dumps({"format": "of tomorrow"}) + "\n")
     with pytest.raises(NextscaleError, match="no trials that this version reads"):
         TrialLog.read(kept)

@@ -52,7 +52,7 @@ def plot_curves(folders: Sequence[Path], target: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("curves are plotted with matplotlib: pip install 'nextscale[plots]'") from error
+        raise MissingExtra("curves are plotted with matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(6.5 * len(curves), 4.8), layout="constrained", facecolor="white")
     for axes, (folder, curve) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
         kinds = list(dict.fromkeys(_kind(name) for name in curve))

@@ -9,7 +9,6 @@ from . import (  # noqa: F401 - each registers its command
     fit,
     generate,
     models,
-    observe,
     observe_ranks,
     plan,
     profiles,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +16,6 @@ from ..errors import SettingError
 from ..io import write_text
 from ..lab.evals.frontier import frontier_svg
 from ..lab.results import Row
-from ..lab.tune.figure import sensitivity_svg
-from ..lab.tune.log import SUFFIX as TRIALS
-from ..lab.tune.log import TrialLog
-from ..lab.tune.sensitivity import Sensitivities
 from ..loading.presets import MODELS, model_spec
 from ..profiles import Point, Profile
 from .console import result_console
@@ -36,7 +32,7 @@ def profiles(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help=f"Profiles to show, or one *{TRIALS} of `nextscale tune` to plot; without any, profiles that are found are listed.",
+            help="Profiles to show; without any, profiles that are found are listed.",
         ),
     ] = None,
     model: Annotated[
@@ -46,7 +42,7 @@ def profiles(
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot", metavar="FILE", rich_help_panel=OUTPUT, help="Plot one profile, or the trials of a search, as an .svg file."
+            "--plot", metavar="FILE", rich_help_panel=OUTPUT, help="Plot one profile as an .svg file."
         ),
     ] = None,
     force: Force = False,
@@ -56,9 +52,6 @@ def profiles(
         raise SettingError(f"-m {model} lists what lies beside its weights: leave it out, or leave out the files")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise SettingError(f"--plot {plot}: give a name that ends in .svg")
-    if files and any(file.name.endswith(TRIALS) for file in files):
-        plot_trials(files, plot, force)
-        return
     found = {path: Profile.load(path) for path in files} if files else dict(found_profiles(model))
     if plot is not None:
         if len(found) != 1:
@@ -74,15 +67,6 @@ def profiles(
         console.print("`nextscale profiles FILE` shows the points of one.")
     else:
         console.print(f"No profile found{'' if model is None else f' of {model}'}. `nextscale tune` makes one.")
-
-
-def plot_trials(files: Sequence[Path], plot: Path | None, force: bool) -> None:
-    """Writes the figure of a search's trials."""
-    if len(files) > 1 or plot is None:
-        raise SettingError(f"{files[0]}: the trials of a search are plotted alone; give that file, and --plot FILE")
-    require_writable([plot], force)
-    write_text(sensitivity_svg(Sensitivities.of(TrialLog.read(files[0]))), plot)
-    result_console().print(f"wrote {escape(str(plot))}")
 
 
 def found_profiles(model: str | None) -> Iterator[tuple[Path, Profile]]:

@@ -65,7 +65,7 @@ class SparseVAR(Method):
     blocks: the paper's s: (first block, last block + 1), counted from 0, or a single block. The change is measured from the input of the
         first to the output of the last. None is (3/8, 4/8) of the depth for Infinity, (12, 16) of 32, as a third party's program reads
         the paper, and the published block 15 of 24 for HART. Depth does not determine which blocks are good, so it is nano's best, 6 of
-        8, for nano, and as deep as that in families for which nothing is published (docs/methods.md, `nextscale observe`).
+        8, for nano, and as deep as that in families for which nothing is published (docs/methods.md).
     metric: "mse" is that change. "logits" leaves out cells whose logits of the stage before resemble their neighbours': more than tau times
         the largest similarity, so here 0 leaves out the most and 1 nothing. "image" compares the images decoded after the two stages
         before, which costs a decoding per stage; the paper takes tau from 0.04 to 0.3 for it. On nano "logits" stays nearest to dense

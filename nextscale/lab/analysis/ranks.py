@@ -1,4 +1,4 @@
-"""Observation 4: the features of late stages have low rank (StageVAR, section 3.2); and tables of such ranks for any model."""
+"""Measures the ranks of hidden states, and makes rank tables for StageVAR."""
 
 from __future__ import annotations
 
@@ -20,13 +20,9 @@ from ...errors import SettingError
 from ...models.rank_table import RankRow, RankTable, identity
 from ...pipeline import Pipeline
 from ...stage import Schedule, Stage
-from .numbers import Curve, Rank
 from .probe import FeatureProbe
 
-ALPHAS = (0.9, 0.96, 0.99)  # StageVAR's published setting is 0.96
 TABLE_ALPHAS = (0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999)
-MOST_LAYERS = 8  # StageVAR measures 8 groups of blocks
-MOST_IMAGES = 8  # the decomposition is slow, and images differ little in their ranks
 
 
 def energies(x: Tensor) -> Tensor:
@@ -58,29 +54,6 @@ class RankWatcher:
         """Ranks of all requests, [alphas, blocks, rows, stages]."""
         by_layer = [torch.stack([torch.cat(self.found[stage.index, layer], dim=1) for stage in schedule], dim=-1) for layer in self.layers]
         return torch.stack(by_layer, dim=1)
-
-
-# --- the observation
-
-
-def spread_layers(depth: int) -> list[int]:
-    """At most MOST_LAYERS blocks, evenly from the first on."""
-    number = min(depth, MOST_LAYERS)
-    return [index * depth // number for index in range(number)]
-
-
-def summary(calls: Sequence[Tensor], layers: Sequence[int], schedule: Schedule, channels: int) -> Rank:
-    whole = torch.cat(list(calls), dim=2)
-    return Rank(
-        whole.shape[2],
-        list(layers),
-        list(ALPHAS),
-        [[Curve.of(block) for block in alpha] for alpha in whole],
-        [min(stage.cells, channels) for stage in schedule],
-    )
-
-
-# --- tables for StageVAR
 
 
 def measure_ranks(

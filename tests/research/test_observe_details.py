@@ -16,20 +16,29 @@ from benchmarks.observations import FOLDER, PAGE
 from benchmarks.table import with_tables
 from nextscale.accel import Method
 from nextscale.accel.registry import resolve_method
-from nextscale.cli.observe import DETAIL_SHEETS, FigureOptions
-from nextscale.lab.analysis.attention import CalledAttention, received_mass
-from nextscale.lab.analysis.detail_plots import DETAIL_FIGURES
-from nextscale.lab.analysis.details import Details, Pictures, has_low_rank, observe_details, reprojected, spectrum, to_json, watch
-from nextscale.lab.analysis.distances import available_distances, boundary, stage_distances
-from nextscale.lab.analysis.numbers import Curve
-from nextscale.lab.analysis.observe import Sample
 from nextscale.lab.evals.methods import LISTS, chosen_methods
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
 from nextscale.request import Randomness
 from nextscale.sampling import ImageRng, method_rng
+from nextscale_research.observe.attention import CalledAttention, received_mass
+from nextscale_research.observe.command import DETAIL_SHEETS, FigureOptions
+from nextscale_research.observe.detail_plots import DETAIL_FIGURES
+from nextscale_research.observe.details import (
+    Details,
+    Pictures,
+    has_low_rank,
+    observe_details,
+    reprojected,
+    spectrum,
+    to_json,
+    watch,
+)
+from nextscale_research.observe.distances import available_distances, boundary, stage_distances
+from nextscale_research.observe.measure import Sample
+from nextscale_research.observe.numbers import Curve
 
-from . import tiny
+from .. import tiny
 
 SCHEDULE = tiny.INFINITY_SCHEDULE
 SAMPLE = Sample(["one", "two words", "three little words"], [3, 4, 5])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import SettingError
+from nextscale.errors import SettingError
 
 FORMAT = 1
 Numbers = list[float | None]
@@ -93,7 +93,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Observations:
-    """All numbers of one `nextscale observe`."""
+    """All numbers of one `python -m nextscale_research observe`."""
 
     about: dict[str, Any]  # model, machine, settings
     stages: list[list[int]]  # (height, width) of every token map
@@ -111,15 +111,15 @@ def read_observations(file: Path) -> Observations:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise SettingError(f"{file} cannot be read as the numbers of `nextscale observe`: {error}") from error
+        raise SettingError(f"{file} cannot be read as the numbers of `python -m nextscale_research observe`: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise SettingError(f"{file} is not an observations.json of this version: run `nextscale observe` again")
+        raise SettingError(f"{file} is not an observations.json of this version: run `python -m nextscale_research observe` again")
     try:
         found = from_content(content)
         require_whole(found)
         return found
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise SettingError(f"{file} lacks numbers or holds others ({error}): run `nextscale observe` again") from error
+        raise SettingError(f"{file} lacks numbers or holds others ({error}): run `python -m nextscale_research observe` again") from error
 
 
 def from_content(content: dict[str, Any]) -> Observations:

@@ -1,4 +1,4 @@
-"""`nextscale observe`."""
+"""The command `observe`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,36 @@ from typing import Annotated
 import torch
 import typer
 
-from ..errors import SettingError
-from ..io import write_image, write_text
-from ..lab.analysis import Examples, Observations, Sample, observe, read_observations, to_json, verdicts
-from ..lab.analysis.detail_plots import DETAIL_FIGURES, TITLES, detail_figures
-from ..lab.analysis.details import Details, Pictures, observe_details
-from ..lab.analysis.details import to_json as details_json
-from ..lab.analysis.distances import available_distances
-from ..lab.analysis.plots import FIGURES
-from ..lab.analysis.plots import figures as plotted
-from ..lab.evals.methods import parse_methods
-from ..lab.metrics import Lpips
-from ..pipeline import Pipeline
-from ..stage import Schedule
-from .console import share_bar
-from .files import require_writable
-from .groups import given_by_user, grouped
-from .options import OUTPUT, Batch, Force, Metrics, ModelOptions, PromptOptions, Seed, SizeOptions, out_option
-from .parse import parse_prompt
-from .program import MEASURE, app
+from nextscale.cli.console import share_bar
+from nextscale.cli.files import require_writable
+from nextscale.cli.groups import given_by_user, grouped
+from nextscale.cli.options import (
+    OUTPUT,
+    Batch,
+    Force,
+    Metrics,
+    ModelOptions,
+    PromptOptions,
+    Seed,
+    SizeOptions,
+    out_option,
+)
+from nextscale.cli.parse import parse_prompt
+from nextscale.errors import SettingError
+from nextscale.io import write_image, write_text
+from nextscale.lab.evals.methods import parse_methods
+from nextscale.lab.metrics import Lpips
+from nextscale.pipeline import Pipeline
+from nextscale.stage import Schedule
+
+from ..program import app
+from . import Examples, Observations, Sample, observe, read_observations, to_json, verdicts
+from .detail_plots import DETAIL_FIGURES, TITLES, detail_figures
+from .details import Details, Pictures, observe_details
+from .details import to_json as details_json
+from .distances import available_distances
+from .plots import FIGURES
+from .plots import figures as plotted
 
 NUMBERS = "observations.json"
 SHEETS = ("stages", "blocks", "prompts")
@@ -69,8 +80,8 @@ class FigureOptions:
         if can_plot():
             self._write_figures(found)
         else:
-            again = f"nextscale observe --plot {self.out / NUMBERS}"
-            typer.echo(f'no figures without matplotlib: pip install "nextscale[plots]", then {again}')
+            again = f"python -m nextscale_research observe --plot {self.out / NUMBERS}"
+            typer.echo(f'no figures without matplotlib: pip install matplotlib, then {again}')
 
     def require_details_writable(self) -> None:
         files = [DETAILS, *(f"{name}.png" for name in DETAIL_SHEETS), *(f"{name}.svg" for name in DETAIL_FIGURES)]
@@ -85,7 +96,7 @@ class FigureOptions:
             for name, figure in detail_figures(found).items():
                 write_text(figure, self.out / f"{name}.svg")
         else:
-            typer.echo('no figures without matplotlib: pip install "nextscale[plots]"')
+            typer.echo('no figures without matplotlib: pip install matplotlib')
 
     @property
     def _figure_files(self) -> list[Path]:
@@ -125,7 +136,7 @@ def can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
 
-@app.command("observe", rich_help_panel=MEASURE)
+@app.command("observe")
 @grouped
 def observe_command(
     context: typer.Context,

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...accel.frequency import image_change
+from nextscale.accel.frequency import image_change
+
 from .detail import LEVELS, extreme_quarters, local_detail, luminance, rank_correlation
 from .numbers import Curve, Frequency, plain
 

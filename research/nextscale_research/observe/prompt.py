@@ -18,13 +18,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...accel.method import Method, Plans, StagePlan
-from ...guidance import GuidedRows
-from ...models.base import NextScaleModel
-from ...pipeline import Output, Pipeline
-from ...request import Revise, as_sampled
-from ...stage import Schedule
-from ..metrics import Lpips
+from nextscale.accel.method import Method, Plans, StagePlan
+from nextscale.guidance import GuidedRows
+from nextscale.lab.metrics import Lpips
+from nextscale.models.base import NextScaleModel
+from nextscale.pipeline import Output, Pipeline
+from nextscale.request import Revise, as_sampled
+from nextscale.stage import Schedule
+
 from .detail import LEVELS
 from .numbers import Curve, Effect, Prompt
 from .verdicts import late_stages

@@ -1,6 +1,6 @@
 """Further observations of a few images: distances to the final image, spectra, attention, logits, changes over stages, projections.
 
-`nextscale observe --details`. Each measures what a figure of the papers shows, and keeps the numbers behind it.
+`python -m nextscale_research observe --details`. Each measures what a figure of the papers shows, and keeps the numbers behind it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ...accel.frequency import GridMap, neighbour_similarity
-from ...accel.method import Method
-from ...output import Preview
-from ...pipeline import Output, Pipeline
-from ...request import Randomness
-from ...sampling import ImageRng, method_rng
-from ...stage import Schedule
+from nextscale.accel.frequency import GridMap, neighbour_similarity
+from nextscale.accel.method import Method
+from nextscale.lab.analysis.probe import FeatureProbe
+from nextscale.output import Preview
+from nextscale.pipeline import Output, Pipeline
+from nextscale.request import Randomness
+from nextscale.sampling import ImageRng, method_rng
+from nextscale.stage import Schedule
+
 from .attention import AttentionWatcher, CalledAttention
 from .blocks import BlockWatcher
 from .detail import LEVELS, local_detail, luminance, rank_correlation
 from .distances import Distance, boundary, stage_distances
 from .frequency import EDGES, band_power
+from .measure import Sample
 from .numbers import Curve, Numbers, plain
-from .observe import Sample
 from .pictures import image_tile, map_tile, sheet
-from .probe import FeatureProbe
 
 SHOWN_STAGES = 4  # the last ones, on the sheet of changes
 PROJECTION_STEP = 7_000_003  # from one projection's seed to the next
@@ -47,7 +48,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Details:
-    """All numbers of one `nextscale observe --details`."""
+    """All numbers of one `python -m nextscale_research observe --details`."""
 
     about: dict[str, Any]
     stages: list[list[int]]

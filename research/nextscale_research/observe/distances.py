@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ..evals.folders.networks import NETWORKS, Network
-from ..metrics import Lpips
-from ..metrics.dists import Dists
+from nextscale.errors import CheckpointError
+from nextscale.lab.evals.folders.networks import NETWORKS, Network
+from nextscale.lab.metrics import Lpips
+from nextscale.lab.metrics.dists import Dists
+
 from .numbers import Curve
 
 SETTLED = 0.1  # of the distance after the first stage

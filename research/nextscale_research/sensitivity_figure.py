@@ -1,14 +1,23 @@
-"""A figure of what a search has measured."""
+"""The figure of a search's trials, and the command `sensitivity` that draws it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import cycle
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ...errors import MissingExtra
-from ..analysis.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, label_lines, svg_of
-from .frontier import frontier
+import typer
+
+from nextscale.cli.files import require_writable
+from nextscale.cli.options import Force
+from nextscale.errors import MissingExtra
+from nextscale.io import write_text
+from nextscale.lab.tune.frontier import frontier
+from nextscale.lab.tune.log import TrialLog
+
+from .observe.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, label_lines, svg_of
+from .program import app
 from .sensitivity import Line, Sensitivities
 
 if TYPE_CHECKING:
@@ -19,13 +28,25 @@ COLOURS = (ORANGE, BLUE, GREEN, PURPLE, "#e69f00", "#56b4e9", "#cc79a7", GREY, "
 DISTANCE = "LPIPS to dense"
 
 
+@app.command()
+def sensitivity(
+    trials: Annotated[Path, typer.Argument(metavar="FILE", help="The *.trials.jsonl that `nextscale tune --trials FILE` kept.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The .svg file to write.")] = Path("sensitivity.svg"),
+    force: Force = False,
+) -> None:
+    """Plot what the trials of a search say about each knob."""
+    require_writable([out], force)
+    write_text(sensitivity_svg(Sensitivities.of(TrialLog.read(trials))), out)
+    typer.echo(f"wrote {out}")
+
+
 def sensitivity_svg(found: Sensitivities) -> str:
     """Six panels: guidance, budgets, stages left out, foresight, other methods, and predictions against measurements."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra('figures need matplotlib: pip install "nextscale[plots]"; the trials do not') from error
+        raise MissingExtra('figures need matplotlib: pip install matplotlib; the trials do not') from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         panels = figure.subplots(2, 3)

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...accel.frequency import GridMap, feature_change
-from ...accel.select import distance_from_mean
-from ...stage import Schedule, Stage, Tokens
+from nextscale.accel.frequency import GridMap, feature_change
+from nextscale.accel.select import distance_from_mean
+from nextscale.stage import Schedule, Stage, Tokens
+
 from .detail import local_detail, rank_correlation
 from .numbers import Blocks, Curve
 

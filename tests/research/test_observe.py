@@ -21,17 +21,25 @@ from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
 from benchmarks.table import with_tables
 from nextscale.accel.method import Method, Plans, StagePlan
 from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
-from nextscale.cli import app, options
+from nextscale.cli import app as nextscale_app
+from nextscale.cli import options
 from nextscale.errors import MissingExtra, SettingError
 from nextscale.generate import as_sampled
-from nextscale.lab.analysis import Observations, Sample, observe, read_observations, to_json, verdicts
-from nextscale.lab.analysis.blocks import BlockWatcher, block_relations
-from nextscale.lab.analysis.detail import extreme_quarters, local_detail, rank_correlation, ranks
-from nextscale.lab.analysis.frequency import EDGES, band_power, stage_changes
-from nextscale.lab.analysis.numbers import Curve, Effect
-from nextscale.lab.analysis.plots import FIGURES, SIZE, STYLE, figures
 from nextscale.lab.analysis.probe import FeatureProbe
-from nextscale.lab.analysis.prompt import (
+from nextscale.lab.analysis.ranks import energies
+from nextscale.loading import presets
+from nextscale.models import NextScaleModel
+from nextscale.models.rank_table import read_rank_table
+from nextscale.pipeline import Output, Pipeline
+from nextscale.stage import Schedule
+from nextscale_research.__main__ import app
+from nextscale_research.observe import Observations, Sample, observe, read_observations, to_json, verdicts
+from nextscale_research.observe.blocks import BlockWatcher, block_relations
+from nextscale_research.observe.detail import extreme_quarters, local_detail, rank_correlation, ranks
+from nextscale_research.observe.frequency import EDGES, band_power, stage_changes
+from nextscale_research.observe.numbers import Curve, Effect
+from nextscale_research.observe.plots import FIGURES, SIZE, STYLE, figures
+from nextscale_research.observe.prompt import (
     Baseline,
     Replacement,
     changed_codes,
@@ -41,15 +49,10 @@ from nextscale.lab.analysis.prompt import (
     replacements,
     spread_switches,
 )
-from nextscale.lab.analysis.ranks import energies, spread_layers
-from nextscale.lab.analysis.verdicts import late_stages
-from nextscale.loading import presets
-from nextscale.models import NextScaleModel
-from nextscale.models.rank_table import read_rank_table
-from nextscale.pipeline import Output, Pipeline
-from nextscale.stage import Schedule
+from nextscale_research.observe.ranks import spread_layers
+from nextscale_research.observe.verdicts import late_stages
 
-from . import tiny
+from .. import tiny
 
 GRID = Schedule([1, 2, 4])
 
@@ -380,7 +383,7 @@ def test_lpips_is_preferred(found: Observations) -> None:
 
 def test_figures_say_what_they_need(found: Observations, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match=r"nextscale\[plots\]"):
+    with pytest.raises(MissingExtra, match="pip install matplotlib"):
         figures(found)
 
 
@@ -458,8 +461,12 @@ def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp
 
 def test_ranks_are_measured_by_a_command_of_two_words(run: Callable[..., Result], tmp_path: Path) -> None:
     file = tmp_path / "own.json"
-    measure = ("ranks", "-m", "tiny-var", 1, 2, "--alpha", 0.9, "--device", "cpu", "--out", file)
-    result = run(*measure)
+    measure = ("-m", "tiny-var", 1, 2, "--alpha", 0.9, "--device", "cpu", "--out", file)
+
+    def ranks(*arguments: object) -> Result:
+        return CliRunner().invoke(nextscale_app, ["observe", "ranks", *map(str, arguments)])
+
+    result = ranks(*measure)
     assert result.exit_code == 0, result.output
     table = read_rank_table(file)
     assert [(row.alpha, row.cells) for row in table.rows] == [(0.9, 9), (0.9, 16)] and table.belongs_to(tiny.shared_pipeline("var").model)
@@ -467,13 +474,13 @@ def test_ranks_are_measured_by_a_command_of_two_words(run: Callable[..., Result]
     for arguments, message in (
         (measure, "--force"),
         ((*measure, "--force", "--alpha", 1.5), "--alpha 1.5: give a number above 0 and up to 1"),
-        (("ranks", "-m", "tiny-var", 1, "--out", tmp_path / "table.txt"), "give a name that ends in .json"),
-        (("ranks", "-m", "tiny-var", 1), "weights of tiny-var: nothing at"),  # beside which it would be written
-        (("ranks", "-m", "tiny-var", "nano"), "choose the model with -m nano"),
-        (("ranks", "nano"), "no prompt"),
-        (("ranks", "tiny-var", 1, "--out", file), "--force"),  # the model named first, as `tune` takes it
+        (("-m", "tiny-var", 1, "--out", tmp_path / "table.txt"), "give a name that ends in .json"),
+        (("-m", "tiny-var", 1), "weights of tiny-var: nothing at"),  # beside which it would be written
+        (("-m", "tiny-var", "nano"), "choose the model with -m nano"),
+        (("nano",), "no prompt"),
+        (("tiny-var", 1, "--out", file), "--force"),  # the model named first, as `tune` takes it
     ):
-        refused = run(*arguments)
+        refused = ranks(*arguments)
         assert refused.exit_code == 2 and message in refused.output
     assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
 
@@ -483,7 +490,7 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
     result = run("-m", "tiny-var", 1, 2, "--switches", 1, "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".png"}
-    assert "nextscale[plots]" in result.output
+    assert "pip install matplotlib" in result.output
 
 
 @pytest.mark.parametrize(
@@ -508,7 +515,7 @@ def test_refusals(run: Callable[..., Result], arguments: list[str], message: str
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "observations.json"
     file.write_text(content)
-    with pytest.raises(SettingError, match="nextscale observe"):
+    with pytest.raises(SettingError, match="nextscale_research observe"):
         read_observations(file)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...stage import Schedule, Stage
+from nextscale.stage import Schedule, Stage
 
 QUERIES_AT_A_TIME = 512
 

@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...accel.drop_guidance import DropGuidance
-from ...accel.method import Method
-from ...accel.registry import METHODS, resolve_method
-from ...accel.skip import SkipStages
-from ...accel.sparsevar import SparseVAR
-from ...errors import NextscaleError
-from .candidate import Candidate
-from .ladders import LADDERS
-from .log import Foresight, TrialLog
-from .trials import Trial
+from nextscale.accel.drop_guidance import DropGuidance
+from nextscale.accel.method import Method
+from nextscale.accel.registry import METHODS, resolve_method
+from nextscale.accel.skip import SkipStages
+from nextscale.accel.sparsevar import SparseVAR
+from nextscale.errors import NextscaleError
+from nextscale.lab.tune.candidate import Candidate
+from nextscale.lab.tune.ladders import LADDERS
+from nextscale.lab.tune.log import Foresight, TrialLog
+from nextscale.lab.tune.trials import Trial
 
 Line = list[tuple[float, float]]
 

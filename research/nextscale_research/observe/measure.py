@@ -11,14 +11,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ...errors import SettingError
-from ...pipeline import Output, Pipeline
-from ...stage import Schedule
-from ..metrics import Lpips
+from nextscale.errors import SettingError
+from nextscale.lab.analysis.probe import FeatureProbe
+from nextscale.lab.analysis.ranks import RankWatcher
+from nextscale.lab.metrics import Lpips
+from nextscale.pipeline import Output, Pipeline
+from nextscale.stage import Schedule
+
 from . import blocks, frequency, prompt, ranks
 from .numbers import Observations
 from .pictures import image_tile, map_tile, sheet
-from .probe import FeatureProbe
 
 MOST_EXAMPLES = 4
 REPLACED: dict[prompt.Replacement, str] = {"none": "no prompt", "other": "another prompt", "seed": "another seed"}  # on the sheet
@@ -133,7 +135,7 @@ def generate_probed(
 ) -> prompt.Baseline:
     """Images under the probe, `start` others having been generated before."""
     acting = blocks.BlockWatcher(len(seeds))
-    ranked = ranks.RankWatcher(layers, ranks.ALPHAS, first_of(ranks.MOST_IMAGES, start, len(seeds)))
+    ranked = RankWatcher(layers, ranks.ALPHAS, first_of(ranks.MOST_IMAGES, start, len(seeds)))
     latents: list[Tensor] = []
     output = pipeline(
         prompts,

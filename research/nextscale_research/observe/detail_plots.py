@@ -1,11 +1,12 @@
-"""Figures of `nextscale observe --details`, from its numbers alone."""
+"""Figures of `python -m nextscale_research observe --details`, from its numbers alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...errors import MissingExtra
+from nextscale.errors import MissingExtra
+
 from .details import Details
 from .plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SIZE, STYLE, draw_line, label_lines, real, svg_of
 
@@ -23,7 +24,7 @@ def detail_figures(found: Details) -> dict[str, str]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra('figures need matplotlib: pip install "nextscale[plots]"; the numbers do not') from error
+        raise MissingExtra('figures need matplotlib: pip install matplotlib; the numbers do not') from error
     drawn = {}
     with matplotlib.rc_context(STYLE):
         for name, draw in DETAIL_FIGURES.items():

@@ -1,0 +1,1 @@
+"""Analyses, figures and comparison methods of the papers behind nextscale."""
