@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from nextscale.accel.sparse import KeyLists, key_map
+from nextscale.accel.sparvar import GROUP
 from torch import Tensor
 
 from nextscale import Schedule, SparVAR, kernels
-from nextscale.accel.sparse import KeyLists, key_map
-from nextscale.accel.sparvar import GROUP
 from nextscale.lab.results import Row
 from nextscale.models.attention import attend
 

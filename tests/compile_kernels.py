@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from nextscale import kernels
 from nextscale.kernels.int8_tokens import Int8Tokens
+from nextscale_research.methods.attend_lists_kernel import attend_lists
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CHANNELS, HEADS, HEAD_DIM = 256, 4, 64
@@ -67,7 +68,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "attention, unit queries": lambda: kernels.attend_lengths(q, keys, values, numbers(2), 0.125, unit=True),
         "attention, packed": lambda: kernels.attend_lengths(packed, keys, values, numbers(2), 0.125, starts=numbers(3), longest=6),
         "attention, e4m3": lambda: kernels.attend_lengths(q, keys, values, 40, 0.125, unit=True, e4m3_scale=0.5),
-        "attention over lists": lambda: kernels.attend_lists(q, keys, values, numbers(1, 1, 2, 32), numbers(1, 1, 2), 4, 0.125),
+        "attention over lists": lambda: attend_lists(q, keys, values, numbers(1, 1, 2, 32), numbers(1, 1, 2), 4, 0.125),
         "rotation": lambda: kernels.rotate_into_cache(qkv, temperature, rotation, None, keys, values, 4),
         "rotation, at cells": lambda: kernels.rotate_into_cache(qkv, None, rotation, cells, keys, values, 4),
         "no rotation": lambda: kernels.rotate_into_cache(qkv, temperature, None, None, keys, values, 4),

@@ -33,7 +33,7 @@ def triton_interpreter() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
-            own = [name for name, found in sys.modules.items() if name.startswith("nextscale.kernels.") and hasattr(found, "triton")]
+            own = [name for name, found in sys.modules.items() if name.startswith("nextscale") and hasattr(found, "triton")]
             theirs = [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]
             for name in own + theirs:
                 del sys.modules[name]
@@ -41,6 +41,7 @@ def triton_interpreter() -> ModuleType:
                 vars(kernels).pop(name, None)  # what was used before
         for module in iter_modules(kernels.__path__, "nextscale.kernels."):
             import_module(module.name)
+        import_module("nextscale_research.methods.attend_lists_kernel")
         return import_module("triton.runtime.interpreter")
 
 

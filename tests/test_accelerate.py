@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib.metadata import EntryPoint
 from itertools import combinations
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel import METHODS, Combined, resolve_method
+from nextscale.accel import METHODS, Combined, method_names, resolve_method
 from nextscale.accel.combine import CombinedRun
 from nextscale.accel.method import MethodRun, Plans, Span, StagePlan, TokenCounts
-from nextscale.accel.registry import parse_method, parse_value, split_settings
+from nextscale.accel.registry import ENTRY_POINTS, method_class, parse_method, parse_value, plugins, split_settings
 from nextscale.errors import SettingError
 from nextscale.generate import settle_counts
 from nextscale.guidance import ConstantGuidance, StageGuidance
@@ -89,7 +90,7 @@ def test_a_stage_is_skipped_by_itself(pipeline: Pipeline) -> None:
     ("method", "message"),
     [
         ("fastvr", "did you mean fastvar"),
-        ("nothing", "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar, tome, scalekv, skipvar, .*, sparvar, auto"),
+        ("nothing", "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar, tome, scalekv, skipvar, code, auto, litevar"),
         ("skip:first=2", "'first=2' is no setting of skip; it takes last"),
         ("skip:2", "'2' is no setting of skip"),
         ("skip:last", "last has no value: write last=VALUE"),
@@ -187,7 +188,7 @@ def test_several_names_are_one_combined_method() -> None:
 
 
 # CoDe needs a second model
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.chooses and name != "code"])
+@pytest.mark.parametrize("name", [name for name in method_names() if not method_class(name).chooses and name != "code"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: str) -> None:
     pipeline = tiny.shared_pipeline(family)
@@ -455,3 +456,31 @@ def test_guidance_inside_a_span_is_refused_in_our_own_words(method: Method) -> N
     guidance = ConstantGuidance(logits=False, layers=(0,), strength=2.0)
     with pytest.raises(SettingError, match="does not fit this request: guidance after block 0"):
         tiny.shared_pipeline("infinity")(tiny.prompts("infinity", 1), seed=0, guidance=guidance, method=method)
+
+
+# --- plug-ins
+
+
+@pytest.mark.parametrize(("value", "expected"), [("json:loads", "json:loads"), ("no_such_module:X", "no_such_module")])
+def test_a_broken_plugin_is_named(value: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It harms no other method."""
+    entry = EntryPoint("broken", value, ENTRY_POINTS)
+    monkeypatch.setattr("nextscale.accel.registry.plugins", lambda: {"broken": entry})
+    assert "broken" in method_names()
+    with pytest.raises(SettingError, match=expected):
+        resolve_method("broken")
+    assert resolve_method("fastvar") == FastVAR()
+
+
+def test_plugins_do_not_replace_methods_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint("fastvar", "nextscale:StageVAR", ENTRY_POINTS), EntryPoint("other", "nextscale:StageVAR", ENTRY_POINTS)]
+    monkeypatch.setattr("nextscale.accel.registry.entry_points", lambda group: entries)
+    plugins.cache_clear()
+    assert isinstance(resolve_method("fastvar"), FastVAR)
+    assert type(resolve_method("other")).__name__ == "StageVAR"
+    plugins.cache_clear()
+
+
+def test_comparison_methods_come_with_the_research_package() -> None:
+    assert {"pitome", "sparsevit", "zipvl", "litevar", "sparvar"} <= set(method_names()) - set(METHODS)
+    assert type(resolve_method("zipvl:ratio=0.25")).__module__ == "nextscale_research.methods.zipvl"

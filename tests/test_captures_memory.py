@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel import litevar, sparvar
 from nextscale.accel.combine import Combined
 from nextscale.engine import captures
 from nextscale.engine.graphs import CapturedRequest
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
+from nextscale_research.methods import litevar, sparvar
 
 from . import tiny
 from .pooled_tape import play_pooled_graphs_on_the_cpu

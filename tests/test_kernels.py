@@ -52,7 +52,6 @@ from nextscale.kernels.attention import Tile, attend_lengths_reference  # noqa: 
 from nextscale.kernels.bits import sample_bits_reference  # noqa: E402
 from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference  # noqa: E402
 from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference  # noqa: E402
-from nextscale.kernels.lists import attend_lists_reference  # noqa: E402
 from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
 from nextscale.kernels.restore import restore_tokens_reference, widest_window  # noqa: E402
 from nextscale.kernels.rotate import rotate_into_cache_reference  # noqa: E402
@@ -136,47 +135,6 @@ def test_attend_lengths_of_packed_rows(counts: tuple[int, ...], lengths: tuple[i
             length = known if isinstance(known, int) else known[row : row + 1]
             alone = kernels.attend_lengths(q[branch, None, own], both[row, None, :, 0], both[row, None, :, 1], length, 0.3)
             assert torch.equal(alone[0], found[branch, own])
-
-
-@pytest.mark.parametrize(
-    ("rows", "queries", "heads", "channels", "keys", "group", "listed", "lists"),
-    [
-        (2, 130, 2, 16, 200, 48, 70, (1, 1)),
-        (2, 130, 2, 24, 200, 64, 33, (2, 2)),
-        (1, 5, 3, 64, 9, 128, 9, (1, 3)),
-        (3, 70, 1, 136, 90, 96, 64, (3, 1)),
-    ],
-)
-def test_attend_lists(
-    rows: int, queries: int, heads: int, channels: int, keys: int, group: int, listed: int, lists: tuple[int, int]
-) -> None:
-    """Keys and values that no list names are not read."""
-    dtype = torch.float16  # as above
-    make = Maker(DEVICE, dtype)
-    q, both = make.normal(rows, queries, heads, channels), make.normal(rows, keys, 2, heads, channels)
-    groups = -(-queries // group)
-    numbers = make.selection(lists[0] * lists[1] * groups, keys - 1, listed if listed < keys else keys - 1).int()
-    numbers = numbers.view(*lists, groups, -1)
-    counts = torch.randint(1, numbers.shape[3] + 1, numbers.shape[:3], generator=make.generator, device=DEVICE).int()
-    both[:, -1] = float("nan")
-    given = (numbers.contiguous(), counts, group, 0.3)
-    with poisoned():
-        found = kernels.attend_lists(q, both[:, :, 0], both[:, :, 1], *given)
-    truth = attend_lists_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), *given)
-    assert found.dtype == dtype and found.shape == truth.shape
-    bound = torch.finfo(dtype).eps * both[:, :-1].abs().max().item()
-    assert (found.double() - truth).abs().max().item() <= bound
-
-
-def test_attend_lists_refuses_what_does_not_fit() -> None:
-    make = Maker(DEVICE, torch.float16)
-    q, keys = make.normal(2, 3, 2, 16), make.normal(2, 9, 2, 16)
-    lists, counts = torch.zeros(1, 1, 2, 4, dtype=torch.int32, device=DEVICE), torch.ones(1, 1, 2, dtype=torch.int32, device=DEVICE)
-    for given in ((keys[:1], keys, lists, counts), (keys, keys, lists[:, :, :1], counts), (keys, keys, lists, counts[:, :, :1])):
-        with pytest.raises(ValueError, match="expected"):
-            kernels.attend_lists(q, *given, 2, 1.0)
-    with pytest.raises(ValueError, match="side by side"):
-        kernels.attend_lists(q, keys, keys, lists.mT.contiguous().mT, counts, 2, 1.0)
 
 
 def test_attend_lengths_refuses_what_does_not_fit() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import FastVAR, LiteVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR, ToMe, ZipVL
+from nextscale import FastVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.accel import Combined
 from nextscale.accel.sparsevar.run import SparseRun
 from nextscale.engine.stage_graphs import BUCKETS, buckets
@@ -18,6 +18,7 @@ from nextscale.packing import Packing
 from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import evenly
 from nextscale.stage import Stage, Tokens
+from nextscale_research.methods import LiteVAR, ZipVL
 
 from . import tiny
 from .tape import Dispatched, play_graphs_on_the_cpu

@@ -18,25 +18,18 @@ from typer.testing import CliRunner, Result
 
 from nextscale import (
     CoDe,
-    LiteVAR,
     Method,
     Pipeline,
-    PiToMe,
     ScaleKV,
     Schedule,
     SkipStages,
     SkipVAR,
-    SparseViT,
-    SparVAR,
     StageVAR,
     Tokens,
     ToMe,
-    ZipVL,
 )
 from nextscale.accel import DENSE, RunSetup, resolve_method, skipvar
 from nextscale.accel.code import released_sampling
-from nextscale.accel.litevar import LiteVARCache, band
-from nextscale.accel.pitome import energies, merged_by_energy
 from nextscale.accel.scalekv import (
     PUBLISHED,
     PUBLISHED_SIDES,
@@ -49,10 +42,6 @@ from nextscale.accel.scalekv import (
 )
 from nextscale.accel.skipvar import features_of, gradient, high_frequencies
 from nextscale.accel.skipvar_models import Classifier, Decisions, published_decisions
-from nextscale.accel.sparse import KeyLists, centres, key_map
-from nextscale.accel.sparsevit import ActiveBlocks, window_scores
-from nextscale.accel.sparvar import carried, chosen_lists, resized, source_groups
-from nextscale.accel.zipvl import fewest
 from nextscale.attending import Attended
 from nextscale.cache import CacheSpec, Slot, Workspace
 from nextscale.cli import app
@@ -71,6 +60,13 @@ from nextscale.planning.memory import reserved_cache
 from nextscale.sampling import ImageRng
 from nextscale.schedules import INFINITY_SIZES, SquareBook
 from nextscale.stage import Stage
+from nextscale_research.methods import LiteVAR, PiToMe, SparseViT, SparVAR, ZipVL
+from nextscale_research.methods.key_lists import KeyLists, centres, key_map
+from nextscale_research.methods.litevar import LiteVARCache, band
+from nextscale_research.methods.pitome import energies, merged_by_energy
+from nextscale_research.methods.sparsevit import ActiveBlocks, window_scores
+from nextscale_research.methods.sparvar import carried, chosen_lists, resized, source_groups
+from nextscale_research.methods.zipvl import fewest
 
 from . import tiny
 from .tape import Dispatched, play_graphs_on_the_cpu
@@ -888,7 +884,7 @@ def test_windows_are_ranked_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = window_scores(grid.view(1, 16), tokens, 2).view(4, 4)
     assert scores[::2, ::2].tolist() == [[5, 4], [2, 6]]
     assert torch.equal(window_scores(grid.view(1, 16), tokens, 1), grid.view(1, 16))
-    monkeypatch.setattr("nextscale.accel.sparsevit.run_in_order", lambda blocks, x, tokens, env: x + 1)
+    monkeypatch.setattr("nextscale_research.methods.sparsevit.run_in_order", lambda blocks, x, tokens, env: x + 1)
     x, env = grid.view(1, 16, 1) * torch.tensor([1.0, -1.0]), SimpleNamespace(computed=None)
     for ratio, ran in ((0.5, [0, 1, 4, 5, 10, 11, 14, 15]), (0.75, [10, 11, 14, 15])):
         changed = ActiveBlocks(range(2), "sparsevit", ratio, 2)((), x, tokens, env) - x  # type: ignore[arg-type]

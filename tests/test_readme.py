@@ -11,7 +11,7 @@ import pytest
 from benchmarks.results import RESULTS
 from benchmarks.table import FRONTIER, PICTURE, PROJECT, README, TUNED, judged_runs, page_tables, with_tables
 from nextscale import MODELS
-from nextscale.accel import METHODS
+from nextscale.accel import method_names
 from nextscale.lab.bench.picture import pictured_row, stages_svg
 from nextscale.lab.bench.tables import SUMMARY_METHODS
 from nextscale.lab.evals.frontier import frontier_svg
@@ -74,7 +74,7 @@ def test_every_model_and_method_is_listed() -> None:
         names = re.findall(r"`([^`]+)`", row)
         family = names[0].partition("-")[0]
         listed |= {name if not name.startswith("-") else family + name for name in names}
-    assert listed == (set(MODELS) | set(METHODS)) - {"dense"}
+    assert listed == (set(MODELS) | set(method_names())) - {"dense"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,7 +7,7 @@ import torch
 from comfy_api.latest import ComfyAPISync, io
 
 import nextscale
-from nextscale.accel import METHODS
+from nextscale.accel import method_names
 from nextscale.accel.registry import resolve_method
 from nextscale.errors import SettingError
 
@@ -62,7 +62,7 @@ class NextScaleAccelerate(io.ComfyNode):
             description="Generates with a training-free acceleration method; several such nodes in a row combine.",
             inputs=[
                 Pipeline.Input("pipeline"),
-                io.Combo.Input("method", options=[*METHODS, "profile"], default="stagevar"),
+                io.Combo.Input("method", options=[*method_names(), "profile"], default="stagevar"),
                 io.String.Input("settings", default="", tooltip="Such as last=2 for skip, or tau=0.6 for sparsevar"),
                 io.String.Input("profile", default="", optional=True, tooltip="A tuning profile, with the method profile"),
                 io.Int.Input("point", default=0, min=0, max=1000, optional=True, tooltip="Which point of the profile"),

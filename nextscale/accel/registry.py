@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
 from ..errors import SettingError
 from .auto import Auto
@@ -14,18 +16,13 @@ from .code import CoDe
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
-from .litevar import LiteVAR
 from .method import Method
-from .pitome import PiToMe
 from .scalekv import ScaleKV
 from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
-from .sparsevit import SparseViT
-from .sparvar import SparVAR
 from .stagevar.method import StageVAR
 from .tome import ToMe
-from .zipvl import ZipVL
 
 MethodLike = Method | str | Sequence[Method | str] | None
 
@@ -40,13 +37,38 @@ METHODS: dict[str, type[Method]] = {
     "scalekv": ScaleKV,
     "skipvar": SkipVAR,
     "code": CoDe,
-    "pitome": PiToMe,
-    "sparsevit": SparseViT,
-    "zipvl": ZipVL,
-    "litevar": LiteVAR,
-    "sparvar": SparVAR,
     "auto": Auto,
 }
+ENTRY_POINTS = "nextscale.methods"  # the group in which other packages register their methods by name
+
+
+@cache
+def plugins() -> Mapping[str, EntryPoint]:
+    """Returns the methods that installed packages register, by name; none is imported yet."""
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in METHODS}
+
+
+def method_names() -> list[str]:
+    return [*METHODS, *sorted(plugins())]
+
+
+def method_class(name: str) -> type[Method]:
+    """Returns the class with this name, and imports it if a plug-in provides it."""
+    if name in METHODS:
+        return METHODS[name]
+    if name not in plugins():
+        close = difflib.get_close_matches(name, method_names(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise SettingError(
+            f"unknown method {name!r}{hint} Known methods: {', '.join(method_names())}. Packages can add more: see docs/adding-a-method.md"
+        )
+    try:
+        found = plugins()[name].load()
+    except Exception as error:
+        raise SettingError(f"method {name!r} could not be imported from {plugins()[name].value}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise SettingError(f"method {name!r}: {plugins()[name].value} must be a subclass of nextscale.Method; got {found!r}")
+    return found
 
 
 def resolve_method(method: MethodLike) -> Method:
@@ -66,17 +88,13 @@ def _members(method: MethodLike) -> Iterator[Method]:
         for one in method or ():
             yield from _members(one)
     else:
-        raise SettingError(f"method {method!r}: give a Method, a name ({', '.join(METHODS)}), or a list of them")
+        raise SettingError(f"method {method!r}: give a Method, a name ({', '.join(method_names())}), or a list of them")
 
 
 def parse_method(text: str) -> Method:
     """Reads `name` or `name:field=value,field=value`. Values are numbers, true, false, none, lists in brackets, or words."""
     name, _, settings = text.strip().partition(":")
-    if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise SettingError(f"unknown method {name!r}{hint} Known methods: {', '.join(METHODS)}")
-    method = METHODS[name]
+    method = method_class(name)
     known: list[str] = [one.name for one in fields(method) if one.init] if is_dataclass(method) else []
     chosen = {}
     for setting in split_settings(settings):

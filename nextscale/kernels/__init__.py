@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .quantize import gelu_to_e4m3, round_to_e4m3, silu_to_e4m3
     from .restore import restore_tokens
     from .rotate import rotate_into_cache
-    from .sparse_attention import attend_lists
     from .topk import topk_indices_sorted
     from .upsample import upsample_nearest
 
@@ -43,7 +42,6 @@ __all__ = [
     "add_bias_residual_",
     "add_bias_residual_sums_",
     "attend_lengths",
-    "attend_lists",
     "available",
     "centred_silu",
     "dequantize_tokens",
@@ -69,7 +67,6 @@ __all__ = [
 
 FILES = {
     "attend_lengths": "attention",
-    "attend_lists": "sparse_attention",
     "norm_modulate": "norm",
     "residual_norm_modulate": "norm",
     "rotate_into_cache": "rotate",

@@ -16,11 +16,6 @@ LADDERS: Mapping[str, tuple[str, ...]] = {
         "alphas={BEFORE: 0.96, LAST: 0.96},ranks=0.02,guidance_off=999",
     ),
     "tome": ("ratio=0.3,stages=[LAST]", "ratio=0.5,stages=[LAST]", "ratio=0.5", "ratio=0.75"),
-    "pitome": ("ratio=0.25,stages=[LAST]", "ratio=0.5,stages=[LAST]", "ratio=0.5"),
-    "sparsevit": ("ratio=0.25,stages=[LAST]", "ratio=0.5,stages=[LAST]", "ratio=0.5"),
-    "zipvl": ("ratio=0.25", "ratio=0.5", "ratio=0.75"),
-    "litevar": ("width=0.5,share_rows=false", "width=0.25", "width=0.1"),
-    "sparvar": ("last=1,choosing=0", "last=2,keys=0.4", "last=3"),
     "skipvar": ("models=0.88", "models=0.86", "models=0.84"),
 }
 """Settings of each method, mild before bold. LAST is the index of the last stage, BEFORE that of the one before it.

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..attending import Attended
-from ..cache import CacheSpec, Slot
-from ..errors import SettingError
-from ..models.attention import reads_lengths
-from ..stage import Schedule, Stage
+from nextscale.attending import Attended
+from nextscale.cache import CacheSpec, Slot
+from nextscale.errors import SettingError
+from nextscale.models.attention import reads_lengths
+from nextscale.stage import Schedule, Stage
+
+from .attend_lists import attend_lists_reference
 
 
 class KeyMap(NamedTuple):
@@ -50,11 +51,12 @@ class KeyLists(NamedTuple):
 
 def attend_listed(q: Tensor, slot: Slot, lists: KeyLists, scale: float) -> Tensor:
     """q [R, N, H, D] over the keys that the lists name, [R, N, H * D]."""
-    from ..kernels.lists import attend_lists_reference  # kernels are loaded where they are used
-
-    run = kernels.attend_lists if reads_lengths(q) else attend_lists_reference
+    if reads_lengths(q):
+        from .attend_lists_kernel import attend_lists  # Triton is imported where it is used
+    else:
+        attend_lists = attend_lists_reference
     keys, values = (store.narrow(1, 0, slot.end) for store in (slot.keys, slot.values))
-    return run(q, keys, values, lists.numbers, lists.counts, lists.group, scale)
+    return attend_lists(q, keys, values, lists.numbers, lists.counts, lists.group, scale)
 
 
 def require_whole(seen: Attended, there: KeyMap, method: str) -> None:

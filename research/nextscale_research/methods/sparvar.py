@@ -11,17 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attending import Attended, AttendingCache
-from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from ..checks import is_share, is_whole
-from ..errors import SettingError
-from ..models.attention import attend_slot
-from ..stage import Rows, Schedule, Stage
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from .sparse import KeyLists, KeyMap, attend_listed, centres, key_map, require_whole
+from nextscale.accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.attending import Attended, AttendingCache
+from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from nextscale.checks import is_share, is_whole
+from nextscale.errors import SettingError
+from nextscale.models.attention import attend_slot
+from nextscale.stage import Rows, Schedule, Stage
+
+from .key_lists import KeyLists, KeyMap, attend_listed, centres, key_map, require_whole
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
+    from nextscale.models.base import NextScaleModel
 
 WINDOWS = (7, 5, 3, 1, 1)  # sides on the maps of the last stage and of those before it; others but the sinks are not read
 OWN_WINDOWS = (9, 7)  # likewise, on a stage's own map where keys are chosen

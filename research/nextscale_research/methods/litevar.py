@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attending import Attended, AttendingCache
-from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from ..checks import is_share, is_whole, require_flags
-from ..errors import SettingError
-from ..models.attention import attend_slot, chosen_kernels
-from ..stage import Schedule, Stage
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from .sparse import KeyMap, key_map, require_whole
+from nextscale.accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.attending import Attended, AttendingCache
+from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
+from nextscale.checks import is_share, is_whole, require_flags
+from nextscale.errors import SettingError
+from nextscale.models.attention import attend_slot, chosen_kernels
+from nextscale.stage import Schedule, Stage
+
+from .key_lists import KeyMap, key_map, require_whole
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
+    from nextscale.models.base import NextScaleModel
 
 FIRST = 3  # the first stage that attends in bands, and the first whose keys are read so
 SHARED_PAIR = 0.75  # of the products of a guided pair: those of queries and keys are made once, those with the values twice

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .shapes import require_shape
+from nextscale.kernels.shapes import require_shape
 
 
 def require_lists(q: Tensor, keys: Tensor, values: Tensor, lists: Tensor, counts: Tensor, group: int) -> None:

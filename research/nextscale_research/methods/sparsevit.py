@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..checks import is_share, is_whole
-from ..errors import SettingError
-from ..models.blocks import run_in_order
-from ..models.env import Env
-from ..stage import Schedule, Stage, Tokens, repeat_tail
-from .method import DENSE, Method, Plans, Span, StagePlan
-from .select import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
-from .stages import late_stages, stage_indices
+from nextscale.accel.method import DENSE, Method, Plans, Span, StagePlan
+from nextscale.accel.select import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
+from nextscale.accel.stages import late_stages, stage_indices
+from nextscale.checks import is_share, is_whole
+from nextscale.errors import SettingError
+from nextscale.models.blocks import run_in_order
+from nextscale.models.env import Env
+from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
-    from ..models.blocks import Block
+    from nextscale.models.base import NextScaleModel
+    from nextscale.models.blocks import Block
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checks import is_finite, is_one_of, is_share
-from ..errors import SettingError
-from ..models.env import Env
-from ..stage import Schedule, Tokens, repeat_tail
-from .method import DENSE, Method, Plans, StagePlan
-from .select import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
-from .stages import late_stages, stage_indices
-from .tome import MergedBlocks, SublayerName, sublayer_names
+from nextscale.accel.method import DENSE, Method, Plans, StagePlan
+from nextscale.accel.select import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
+from nextscale.accel.stages import late_stages, stage_indices
+from nextscale.accel.tome import MergedBlocks, SublayerName, sublayer_names
+from nextscale.checks import is_finite, is_one_of, is_share
+from nextscale.errors import SettingError
+from nextscale.models.env import Env
+from nextscale.stage import Schedule, Tokens, repeat_tail
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
-    from ..models.blocks import Block
+    from nextscale.models.base import NextScaleModel
+    from nextscale.models.blocks import Block
 
 Form = Literal["plain", "bsm"]
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..attending import Attended, AttendingCache
-from ..cache import CacheSpec, DenseLayerCache, LayerCache, Slot, Workspace, real_entries
-from ..checks import is_share
-from ..errors import SettingError
-from ..models.attention import attend_slot
-from ..stage import Schedule, Tokens, repeat_tail
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from .select import pick, put_, real_counts, real_tokens, share_of, top_share
-from .stages import late_stages, stage_indices
+from nextscale.accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.accel.select import pick, put_, real_counts, real_tokens, share_of, top_share
+from nextscale.accel.stages import late_stages, stage_indices
+from nextscale.attending import Attended, AttendingCache
+from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Slot, Workspace, real_entries
+from nextscale.checks import is_share
+from nextscale.errors import SettingError
+from nextscale.models.attention import attend_slot
+from nextscale.stage import Schedule, Tokens, repeat_tail
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
+    from nextscale.models.base import NextScaleModel
 
 
 @dataclass(frozen=True)

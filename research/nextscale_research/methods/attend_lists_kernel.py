@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import LOG2_E, SMALLEST_DOT
-from .lists import attend_lists_reference as attend_lists_reference  # apart from here: it runs where there is no Triton
-from .lists import require_lists
-from .shapes import power_of_two
+from nextscale.kernels.attention import LOG2_E, SMALLEST_DOT
+from nextscale.kernels.shapes import power_of_two
+
+from .attend_lists import attend_lists_reference as attend_lists_reference  # apart from here: it runs where there is no Triton
+from .attend_lists import require_lists
 
 QUERIES, KEYS = 64, 64  # that a program takes at a time
 
