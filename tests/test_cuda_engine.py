@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ragged import PlantedCounts, PlantedRun
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
 from nextscale.accel.combine import Combined
 from nextscale.cache import real_entries
@@ -22,6 +21,7 @@ from nextscale.models.attention import attend, reads_lengths
 from nextscale.models.feed_forward import FeedForward, linear_gelu
 
 from .tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
+from .toy_methods import PlantedCounts, PlantedRun
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

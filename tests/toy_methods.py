@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nextscale.accel import SparseVAR
 from nextscale.accel.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from nextscale.accel.sparsevar.run import Choice, SparseRun
 from nextscale.accel.stagevar.lowrank import representatives
 from nextscale.canvas import Canvas
 from nextscale.guidance import CfgBranches
@@ -165,3 +167,26 @@ class HeldRepresentatives:
         assert self.recorded and not self.waiting
         by_branch = [chosen.unflatten(0, (-1, self.batch)) for chosen in self.recorded]
         self.waiting = [chosen[:, images].flatten(0, 1) for chosen in by_branch]
+
+
+@dataclass(frozen=True)
+class PlantedCounts(SparseVAR):
+    """SparseVAR whose images keep shares of the cells that are spread evenly from 0.2 to 1, whatever the images show."""
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        return PlantedRun(self, setup)
+
+
+class PlantedRun(SparseRun):
+    settings: PlantedCounts
+
+    def _choose(self, stage: Stage, canvas: Canvas) -> Choice | None:
+        if stage.index < self.first:
+            return None
+        device = canvas.latent.device
+        order = torch.arange(stage.cells, device=device) * 40503 % 65521  # scattered, and made on the device: this is captured
+        if self.alpha is not None:
+            order = order.index_fill(0, self._anchors(stage, self.alpha, device), -1)
+        counts = (torch.linspace(0.2, 1, self.setup.batch, device=device) * stage.cells).round().long().clamp(min=1)
+        kept = order.argsort(stable=True).argsort() < counts[:, None]  # [B, cells]
+        return Choice(~kept, kept, counts)

@@ -126,7 +126,7 @@ def scaled_product(x: Tensor, linear: Fp8Linear) -> Tensor:
     """e4m3 tokens [M, K] through the layer: [M, N].
 
     On an H200, Infinity-2B's four products of 288 tokens take 39 us with a scale per tensor, 70 with scales per row and 60 in bfloat16;
-    of 1152 tokens 106, 119 and 176; of 8192 tokens 654, 591 and 1102 (`benchmarks.products`).
+    of 1152 tokens 106, 119 and 176; of 8192 tokens 654, 591 and 1102 (measured at 032f424).
     """
     scales = (linear.scale_a, linear.scale_b)
     if x.shape[0] >= MANY_TOKENS:
