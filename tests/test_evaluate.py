@@ -372,7 +372,7 @@ def test_sets_by_efficientnet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (lambda folder: [], "no folder"),
+        (lambda folder: [], "FOLDER is missing"),
         (lambda folder: [folder], "nothing to compare with"),
         (lambda folder: [folder, "--metric", "lpips"], "add --dense"),
         (lambda folder: [folder, "--metric", "fid"], "add --against"),

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ....accel.registry import resolve_method
-from ...bench.suites import TIMED_METHODS
-from ...results import Row
-from ..methods import DENSE, GUIDANCE_OFF, parse_methods
+from nextscale.accel.registry import resolve_method
+from nextscale.lab.bench.suites import TIMED_METHODS
+from nextscale.lab.evals.methods import DENSE, GUIDANCE_OFF, parse_methods
+from nextscale.lab.results import Row
+
 from .suite import SUITES
 
-PAPER_TABLES = "paper-tables"
 MJHQ_SHARE = 3 / 10  # FastVAR shows three of the ten categories
 
 

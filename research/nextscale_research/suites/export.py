@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ....cluster.manifest import read_folder
-from ....errors import NextscaleError
+from nextscale.cluster.manifest import read_folder
+from nextscale.errors import NextscaleError
+
 from .layouts import Samples
 from .suite import Suite
 
@@ -24,14 +25,14 @@ def export(suite: Suite, folder: Path, out: Path, prompt_set: Path | None = None
         if str(entry.prompt) != texts.get(entry.id, str(entry.prompt)):
             raise NextscaleError(
                 f"{folder / entry.file} shows {entry.prompt!r:.80}, and {entry.id} of {suite.title} is {texts[entry.id]!r:.80}: give the"
-                f" folder that was generated from the prompts of `nextscale evaluate --suite {suite.name} --write-prompts FILE`"
+                f" folder that was generated from the prompts of `python -m nextscale_research suite {suite.name} --write-prompts FILE`"
             )
         if (folder / entry.file).is_file() and entry.matches(folder):
             found.setdefault(entry.id, []).append((entry.seed, folder / entry.file))
     if lacking := [prompt.id for prompt in prompts if len(found.get(prompt.id, ())) < wanted]:
         raise NextscaleError(
             f"{folder} lacks images of {len(lacking)} of the {len(prompts)} prompts, such as {lacking[0]!r}, or they are not those of its"
-            f" manifest: run `nextscale sample --seeds {wanted}` with the prompts of `nextscale evaluate --suite {suite.name}"
+            f" manifest: run `nextscale sample --seeds {wanted}` with the prompts of `python -m nextscale_research suite {suite.name}"
             f" --write-prompts FILE`"
         )
     images = {prompt.id: [file for _, file in sorted(found[prompt.id])[:wanted]] for prompt in prompts}

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from ....cluster.prompts import SamplePrompt
-from ....errors import NextscaleError
-from ....io import grid, replacing, write_errors, write_image, write_text
+from nextscale.cluster.prompts import SamplePrompt
+from nextscale.errors import NextscaleError
+from nextscale.io import grid, replacing, write_errors, write_image, write_text
+
 from .prompts import lines_of
 
 LONGEST_NAME = 255  # bytes, on the usual file systems

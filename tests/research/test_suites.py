@@ -14,18 +14,18 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from nextscale.cli import app
 from nextscale.cluster.manifest import Entry, sha256_of
 from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.lab.evals.methods import DENSE, parse_methods
-from nextscale.lab.evals.suites import SUITES, export, layouts, suite
-from nextscale.lab.evals.suites.papers import PAPER_RUNS, Work, measured_hardware, measured_speed, paper_work
-from nextscale.lab.evals.suites.prompts import as_lines
-from nextscale.lab.evals.suites.suite import suite_table
 from nextscale.loading.presets import MODELS, build_model, model_spec
+from nextscale_research.__main__ import app
+from nextscale_research.suites import SUITES, export, layouts, suite
+from nextscale_research.suites.papers import PAPER_RUNS, Work, measured_hardware, measured_speed, paper_work
+from nextscale_research.suites.prompts import as_lines
+from nextscale_research.suites.suite import suite_table
 
-from .conftest import PROJECT
+from ..conftest import PROJECT
 
 SIDE = 8
 
@@ -425,23 +425,28 @@ def test_hours_follow_from_measured_speeds() -> None:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
-def test_a_dry_run_counts_images_and_hours() -> None:
-    result = run("--suite", "paper-tables", "--dry-run")
+def test_the_papers_tables_count_images_and_hours() -> None:
+    result = run("paper-tables")
     assert result.exit_code == 0, result.output
     total = sum(work.images for work in paper_work())
     assert re.search(rf"{total} images in {len(paper_work())} folders; [\d.]+ hours on one NVIDIA H200", result.output)
     assert "StageVAR 3" in result.output
 
 
+def test_a_suite_alone_lists_its_folders() -> None:
+    result = run("suite", "dpg")
+    assert result.exit_code == 0 and "dpg" in result.output and "geneval" not in result.output
+
+
 def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
     prompt_set, file = geneval_set(tmp_path), tmp_path / "prompts.jsonl"
-    result = run("--suite", "geneval", "--prompt-set", prompt_set, "--write-prompts", file)
+    result = run("suite", "geneval", "--prompt-set", prompt_set, "--write-prompts", file)
     assert result.exit_code == 0 and "--seeds 4" in result.output
     folder = sampled(tmp_path, read_sample_prompts(file), 4)
-    result = run(folder, "--suite", "geneval", "--prompt-set", prompt_set, "--export", tmp_path / "out")
+    result = run("suite", "geneval", folder, "--prompt-set", prompt_set, "--export", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "evaluate_images.py" in result.output and str(tmp_path / "out") in result.output
 
@@ -449,12 +454,9 @@ def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--suite", "none"], "choose one of"),
-        (["--suite", "paper-tables"], "add --dry-run"),
-        (["--suite", "geneval"], "add --write-prompts"),
-        (["images", "--dense", "images", "--export", "out", "--dry-run"], "--export, --dry-run: only with --suite"),
-        (["--suite", "paper-tables", "--dry-run", "--results", "absent.jsonl"], "absent.jsonl cannot be read as results"),
-        (["--suite", "geneval", "--export", "x"], "one folder of images"),
+        (["suite", "none"], "must be one of"),
+        (["suite", "geneval", "--export", "x"], "FOLDER is missing"),
+        (["paper-tables", "--results", "absent.jsonl"], "absent.jsonl cannot be read as results"),
     ],
 )
 def test_wrong_suites_are_refused(arguments: list[str], said: str) -> None:

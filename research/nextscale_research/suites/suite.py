@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....cluster.prompts import SAFE_ID, SamplePrompt, is_unicode
-from ....errors import PromptError, SettingError
-from ...bench.cells import table
+from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, is_unicode
+from nextscale.errors import PromptError, SettingError
+from nextscale.lab.bench.cells import table
+
 from . import layouts, prompts
 from .layouts import Samples
 
@@ -180,13 +181,13 @@ SUITES: Mapping[str, Suite] = {one.name: one for one in ALL}
 
 def suite(name: str) -> Suite:
     if name not in SUITES:
-        raise SettingError(f"--suite {name!r}: choose one of {', '.join(SUITES)}, or paper-tables with --dry-run")
+        raise SettingError(f"suite must be one of {', '.join(SUITES)}; got {name!r}")
     return SUITES[name]
 
 
 def suite_table() -> str:
     """All benchmarks in Markdown: environment, command and what it prints."""
-    heads = ("`--suite`", "prompts x images", "`--prompt-set`", "environment", "command, with FOLDER from `--export`", "prints")
+    heads = ("name", "prompts x images", "`--prompt-set`", "environment", "command, with FOLDER from `--export`", "prints")
     lines = []
     for one in ALL:
         count = f"{one.published} x {one.seeds}" if one.published else "any"

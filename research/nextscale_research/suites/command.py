@@ -1,0 +1,100 @@
+"""The commands `suite` and `paper-tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from nextscale.cli.bench import OWN_RESULTS
+from nextscale.cli.console import result_console
+from nextscale.cli.files import require_writable
+from nextscale.cli.options import Force
+from nextscale.errors import SettingError
+from nextscale.io import write_text
+from nextscale.lab.machine import where
+from nextscale.lab.results import read_rows
+from nextscale.loading.load import choose_device
+
+from ..program import app
+from . import SUITES, export, suite
+from .papers import Work, measured_hardware, measured_speed, paper_work
+from .prompts import as_lines
+
+Results = Annotated[
+    Path,
+    typer.Option("--results", metavar="FILE", show_default="benchmarks/results.jsonl of a checkout", help="File of measured speeds."),
+]
+
+
+@app.command("suite")
+def run_suite(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(SUITES)}.")],
+    folder: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", help="Images from `nextscale sample`, for --export.")] = None,
+    *,
+    prompt_set: Annotated[Path | None, typer.Option("--prompt-set", metavar="PATH", help="Prompts as the authors publish them.")] = None,
+    write_prompts: Annotated[
+        Path | None, typer.Option("--write-prompts", metavar="FILE", help="Write the prompts in the format of `nextscale sample`.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--export", metavar="FOLDER", help="Copy FOLDER into the layout of the scorer.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", metavar="K", min=1, show_default="as published", help="Images per prompt, with --export.")
+    ] = None,
+    results: Results = OWN_RESULTS,
+    force: Force = False,
+) -> None:
+    """Prepare prompts and images for a benchmark's own scorer; without options, list what its tables need."""
+    chosen = suite(name)
+    if write_prompts is None and out is None:
+        show_work([work for work in paper_work() if work.suite == chosen.name], results)
+    if write_prompts is not None:
+        require_writable([write_prompts], force)
+        prompts = chosen.prompts(prompt_set)
+        write_text(as_lines(prompts), write_prompts)
+        per_prompt = f" --seeds {chosen.seeds}" if chosen.seeds > 1 else ""
+        typer.echo(f"{len(prompts)} prompts; next: nextscale sample --prompts {write_prompts}{per_prompt} --out FOLDER")
+    if out is not None:
+        if folder is None:
+            raise SettingError("FOLDER is missing: --export needs the folder that `nextscale sample` wrote")
+        count = export(chosen, folder, out, prompt_set, seeds)
+        typer.echo(f"{count} images in {out}. Environment: {chosen.environment}")
+        typer.echo(chosen.command.replace("FOLDER", str(out.resolve())))
+
+
+@app.command()
+def paper_tables(results: Results = OWN_RESULTS) -> None:
+    """List the images behind the tables of SparseVAR, FastVAR and StageVAR, with the hours that they take."""
+    show_work(paper_work(), results)
+
+
+def show_work(listed: Sequence[Work], results: Path) -> None:
+    """Prints a row per folder of images, and the sum of the hours."""
+    here = where(choose_device(None))["hardware"]
+    rows = read_rows(results) if results != OWN_RESULTS or results.exists() else []
+    hardware = measured_hardware(rows, here)
+    table = Table("benchmark", "model", "pixels", "method", box=None, pad_edge=False)
+    for heading in ("images", "images/s", "hours"):
+        table.add_column(heading, justify="right")
+    table.add_column("table of the paper")
+    hours, unknown = 0.0, 0
+    for work in listed:
+        speed = None if hardware is None else measured_speed(rows, work, hardware)
+        taken = None if speed is None else work.images / speed.images_per_second / 3600
+        hours, unknown = hours + (taken or 0), unknown + (work.images if taken is None else 0)
+        cells = ("", "not measured")
+        if speed is not None and taken is not None:
+            cells = (f"{speed.images_per_second:.2f}", f"{'' if speed.exact else '< '}{taken:.2f}")
+        table.add_row(work.suite, work.model, str(work.side), escape(work.method), str(work.images), *cells, ", ".join(work.tables))
+    console = result_console()
+    console.print(table)
+    left = f", and {unknown} images whose speed was not measured" if unknown else ""
+    console.print(
+        f"{sum(work.images for work in listed)} images in {len(listed)} folders; {hours:.1f} hours on one {hardware or here}{left}"
+    )
+    console.print("<: at the speed of dense generation, since this method was not measured")
+    if hardware != here:
+        console.print(f"This machine ({here}) was not measured: `nextscale bench -m MODEL` adds its rows to {results}")
