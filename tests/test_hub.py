@@ -202,6 +202,37 @@ def test_what_is_not_as_announced_is_not_kept(hub: Hub, tmp_path: Path, content:
     assert path.read_bytes() == CONTENT
 
 
+def test_a_file_with_other_content_is_fetched_again_and_a_checked_one_is_not_read_again(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "weights.pth"
+    target.write_bytes(bytes(len(CONTENT)))  # as another program preallocates it
+    download([weights_file()], Folder(tmp_path))
+    assert target.read_bytes() == CONTENT and hub.fetched() == ["weights.pth"]
+    (tmp_path / "downloads.json").unlink()
+    download([weights_file()], Folder(tmp_path))  # compared, and recorded
+    with monkeypatch.context() as patched:
+        patched.delattr("nextscale.hub.remote.RemoteFile.matches")
+        download([weights_file()], Folder(tmp_path))
+    assert hub.fetched() == ["weights.pth"]
+    change(target)
+    download([weights_file()], Folder(tmp_path))
+    assert target.read_bytes() == CONTENT and hub.fetched() == ["weights.pth"] * 2
+
+
+def test_a_whole_file_counts_where_nothing_can_be_recorded(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "weights.pth").write_bytes(CONTENT)
+    (tmp_path / "downloads.json").mkdir()  # stands in for a disk that is read-only, which root may write to
+    assert download([weights_file()], Folder(tmp_path)) == [tmp_path / "weights.pth"] and hub.fetched() == []
+
+
+def change(file: Path) -> None:
+    """Gives it other content of the same length, later than it was written."""
+    written = file.stat().st_mtime_ns
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    os.utime(file, ns=(written + 10**9, written + 10**9))
+
+
 def test_small_files_are_checked_too(hub: Hub, tmp_path: Path) -> None:
     hub.served_instead["config.json"] = b"[]"
     [config] = [file for file in listing("lab/file") if file.path == "config.json"]
@@ -371,6 +402,41 @@ def test_download_to_a_folder_that_then_serves_as_home(known: Hub, tmp_path: Pat
     assert run(SPEC.name, "--to", folder, "--offline") == shown and len(known.requests) == asked
     monkeypatch.setenv("NEXTSCALE_HOME", str(folder))
     nextscale.load(SPEC.name, device="cpu", download=False)
+
+
+def test_download_to_compares_what_is_there(known: Hub, tmp_path: Path) -> None:
+    folder, weights = tmp_path / "to", tmp_path / "to" / "tiny_var.pth"
+    content = known.repositories["lab/tiny"]["tiny_var.pth"]
+    folder.mkdir()
+    weights.write_bytes(bytes(len(content)))
+    (folder / "tiny_vae.pth").write_bytes(known.repositories["lab/tokens"]["tiny_vae.pth"])
+    run(SPEC.name, "--to", folder, "--offline")  # put there by hand: there is nothing to compare it with
+    run(SPEC.name, "--to", folder)
+    assert weights.read_bytes() == content and known.fetched() == ["tiny_var.pth"]
+    asked = len(known.requests)
+    run(SPEC.name, "--to", folder)
+    change(weights)
+    result = CliRunner().invoke(app, ["download", SPEC.name, "--to", str(folder), "--offline"])
+    assert result.exit_code == 2 and "changed since the download: weights of tiny-var. Leave out --offline" in result.stderr
+    assert len(known.requests) == asked
+    run(SPEC.name, "--to", folder)
+    assert weights.read_bytes() == content and known.fetched() == ["tiny_var.pth"] * 2
+
+
+def test_a_file_that_the_hub_does_not_name_stays_as_it_is(known: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.MODELS, SPEC.name, replace(SPEC, weights=Source("lab/tiny", "", "mine.pth")))
+    (tmp_path / "mine.pth").write_bytes(b"mine")
+    run(SPEC.name, "--to", tmp_path)
+    assert (tmp_path / "mine.pth").read_bytes() == b"mine" and known.fetched() == ["tiny_vae.pth"]
+
+
+@pytest.mark.parametrize("record", ["[]", "{", '{"tiny_vae.pth": 1, "tiny_var.pth": {"hash": 5, "size": "big"}}'])
+def test_a_damaged_record_counts_as_none(known: Hub, tmp_path: Path, record: str) -> None:
+    run(SPEC.name, "--to", tmp_path)
+    (tmp_path / "downloads.json").write_text(record)
+    run(SPEC.name, "--to", tmp_path)
+    assert sorted(known.fetched()) == ["tiny_vae.pth", "tiny_var.pth"]
+    assert sorted(json.loads((tmp_path / "downloads.json").read_text())) == ["tiny_vae.pth", "tiny_var.pth"]
 
 
 @pytest.mark.parametrize("to", [True, False])

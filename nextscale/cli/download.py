@@ -32,8 +32,8 @@ def download(
 ) -> None:
     """Fetch what a model needs: weights, tokenizer and text encoder.
 
-    Only missing files are fetched, and an interrupted download goes on where it stopped. HF_TOKEN, HF_ENDPOINT, HF_HOME and
-    HF_HUB_OFFLINE are honoured.
+    Only missing files are fetched, and an interrupted download goes on where it stopped. Files in DIR with other content than the hub's are
+    replaced. HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are honored.
     """
     found = download_model(model, to, convert, offline)
     if not found:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..errors import NextscaleError
 from ..io import write_text
 from .remote import COMMIT, RemoteFile
 
@@ -88,14 +90,31 @@ class HubCache:
 
 
 class Folder:
-    """A folder with the files under the names that `load` looks for, and a record of where they come from."""
+    """A folder with the files under the names that `load` looks for, and a record of where they come from and when they last changed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def find(self, file: RemoteFile, name: str) -> Path | None:
+        """Returns the file if its content is as announced. Reads it once; the record then says that it did not change since."""
         path = self.root / name
-        return path if path.is_file() and path.stat().st_size == file.size else None
+        if not path.is_file():
+            return None
+        if self._records().get(name) != _entry(file, path):
+            if not file.matches(path):
+                return None
+            with suppress(NextscaleError):  # a read-only disk
+                self._record(file, name)
+        return path
+
+    def is_as_fetched(self, name: str) -> bool | None:
+        """Returns True if a file has the content that was fetched, None if the record does not have it."""
+        try:
+            entry = self._records()[name]
+            file = RemoteFile(entry["repository"], entry["revision"], entry["path"], entry["size"], str(entry["hash"]))
+        except (KeyError, TypeError):
+            return None
+        return self.find(file, name) is not None
 
     def partial(self, file: RemoteFile) -> Path:
         return self.root / f".{file.etag}.partial"
@@ -107,15 +126,22 @@ class Folder:
         self._record(file, name)
         return target
 
-    def _record(self, file: RemoteFile, name: str) -> None:
-        record = self.root / RECORD
+    def _records(self) -> dict[str, Any]:
         try:
-            known = json.loads(record.read_text(encoding="utf-8"))
+            known = json.loads((self.root / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            known = {}
-        entry = {"repository": file.repository, "path": file.path, "revision": file.revision, "size": file.size, "hash": file.etag}
-        known = (known if isinstance(known, dict) else {}) | {name: entry}
-        write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n", record)
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _record(self, file: RemoteFile, name: str) -> None:
+        known = self._records() | {name: _entry(file, self.root / name)}
+        write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n", self.root / RECORD)
+
+
+def _entry(file: RemoteFile, path: Path) -> dict[str, Any]:
+    now = path.stat()
+    origin = {"repository": file.repository, "path": file.path, "revision": file.revision, "hash": file.etag}
+    return origin | {"size": now.st_size, "modified": now.st_mtime_ns}
 
 
 def cached_snapshot(repository: str) -> Path | None:

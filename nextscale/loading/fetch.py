@@ -55,6 +55,8 @@ def download_model(name: str, to: Path | None = None, convert: bool = False, off
 
     convert: pickled weights are also written as safetensors, beside them; those are what `load` then reads.
     offline: nothing is fetched; what is missing is an error.
+
+    Files below `to` are compared with the hub's once, and fetched again where their content differs.
     """
     spec = model_spec(name)
     if spec.weights is None:
@@ -66,17 +68,31 @@ def download_model(name: str, to: Path | None = None, convert: bool = False, off
     if to is not None and to.exists() and not to.is_dir():
         raise SettingError(f"--to {to} is a file: give a folder")
     found = {part: part.below(to) if to is not None else locate(part) for part in parts}
-    absent = [part for part, path in found.items() if path is None]
-    if absent and offline:
-        raise DownloadError(f"not on this machine: {', '.join(part.what for part in absent)}. Leave out --offline to fetch them")
-    if absent:
-        fetch(absent, to, with_room_for=2.0 if convert else 1.0)
+    needed = [
+        part for part, path in found.items() if path is None or (to is not None and not _is_whole_below(Folder(to), part, path, offline))
+    ]
+    if needed and offline:
+        raise DownloadError(
+            f"not on this machine, or changed since the download: {', '.join(part.what for part in needed)}. "
+            "Leave out --offline to fetch them"
+        )
+    if needed:
+        fetch(needed, to, with_room_for=2.0 if convert else 1.0)
     paths = {part: _found_after(part, to) for part in parts}
     if convert:
         for part in weights:
             if is_pickled(paths[part]):
                 paths[part] = convert_beside(spec, paths[part], is_model=part.source is spec.weights)
     return {part.what: path for part, path in paths.items()}
+
+
+def _is_whole_below(folder: Folder, part: Part, path: Path, offline: bool) -> bool:
+    """Returns True if the files of a part need not be compared with those of the hub. Offline, files that were put there by hand pass."""
+    if isinstance(part, Weights) and (not part.source.file or path != folder.root / part.source.local):
+        return True  # the hub names no such file, or the package wrote it
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    states = {folder.is_as_fetched(file.relative_to(folder.root).as_posix()) for file in files}
+    return states <= ({True, None} if offline else {True})
 
 
 def _found_after(part: Part, to: Path | None) -> Path:
