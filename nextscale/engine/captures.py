@@ -179,10 +179,10 @@ class Captures:
         return [known for known in self._captures if known != key and known.batch == key.batch and key.serves(known)]
 
     def _try(self, key: CaptureKey, request: Request, history: History) -> bool:
-        """Whether it was captured. What fails here may well run eagerly: it is said once, and not tried again."""
+        """Captures the request; returns False, logs it once and does not try again if that fails: the request may still run eagerly."""
         try:
             self._capture(key, request)
-        except (OutOfMemory, RuntimeError) as error:
+        except Exception as error:
             history.refused = True
             log.warning("%s run eagerly from now on: they could not be captured (%s)", described(request), str(error).partition("\n")[0])
             return False
@@ -214,8 +214,8 @@ class Captures:
 
     def _add(self, key: CaptureKey, request: Request) -> WarmUp:
         device = self._model.device
-        if self._pool is None:
-            self._pool = GraphPool.fresh(device)
+        pool = self._pool = self._pool or GraphPool.fresh(device)
+        earlier = pool.begun
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # so that what is reserved afterwards is what the capture keeps
         begun, before = time.perf_counter(), DeviceMemory.now(device)
@@ -223,14 +223,14 @@ class Captures:
             with torch.inference_mode(), expandable_segments():
                 inputs = self._model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
                 tables = self._tables.of(request.schedule)
-                captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, self._pool)
+                captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, pool)
             torch.cuda.synchronize(device)
             after, seconds = DeviceMemory.now(device), time.perf_counter() - begun
             replayed = replay_seconds(captured, request, device)
         except BaseException:
-            # Nothing can be captured into this pool and stream any more: what lies there leaves too, and is captured anew when it comes.
-            self._captures.clear()
-            self._drop_pool()
+            if pool.begun > earlier:  # torch cannot capture into this pool and stream after a failure: drop the pool and all its captures
+                self._captures.clear()
+                self._drop_pool()
             raise
         grown, held = after.reserved - before.reserved, after.allocated - before.allocated
         self._captures[key] = Kept(captured, replayed, held)
