@@ -234,6 +234,7 @@ def test_short_numbers() -> None:
         (("infinity-8b", "--method", "code:refiner=infinity-2b"), "trained with different tokenizers"),
         (("var-d30", "--method", "code:refiner=star-256-d16"), "do not have the same codes"),
         (("var-d36", "--method", "code:refiner=var-d16"), "learned positions"),
+        (("var-d30", "--method", "code + skip:last=1"), "cannot be combined"),
         (("infinity-2b", "--method", "code"), "none has its family, tokenizer and stages"),
         (("infinity-1b", "--method", "code"), "as in code:refiner=infinity-125m"),
         (("star-512", "--method", "stagevar"), "1920 channels trained for a grid of 32x32 cells; there are published ones"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..accel.code import CoDe
 from ..checks import is_hashable
 from ..errors import OutOfMemory
 from ..models.base import NextScaleModel
@@ -287,6 +288,8 @@ def obstacle(device: torch.device, request: Request) -> str | None:
     """Why such requests cannot be captured; None where they can."""
     if not graphs_run_on(device):
         return f"graphs are captured on a GPU; this model is on {device}: use engine='eager' there"
+    if isinstance(request.method, CoDe):
+        return "CoDe runs requests of two models, which are captured one by one: leave out warmup(), and call the pipeline with warmup=True"
     if request.compute_mask or request.revise is not as_sampled:
         return "compute_mask and revise need the host between stages and cannot be captured: leave them out of warmup"
     if request.rng is request.method_rng and request.method.data_dependent and request.sampling.refine is not None:
