@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import torch
 
+from .accel.code import CoDe
 from .accel.method import Method
 from .accel.registry import resolve_method
 from .checks import is_whole
@@ -93,6 +94,8 @@ def measured_method(text: str) -> Method:
         raise ProfileError(f"the method {text!r} is none of this version ({error})") from error
     if method.chooses:
         raise ProfileError(f"the method {text!r} is chosen by a profile and cannot be a point of one")
+    if isinstance(method, CoDe):
+        raise ProfileError(f"the method {text!r} runs two models, and a profile is of one")
     return method
 
 

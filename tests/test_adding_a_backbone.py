@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nextscale import Pipeline, Schedule
+from nextscale import Pipeline, Schedule, SkipStages
 from nextscale.checkpoints import published_slots, write_weights
+from nextscale.cli.plan_forecast import forecast_of
 from nextscale.errors import SizeError, WeightsMismatch
 from nextscale.io import from_pil
 from nextscale.loading.load import load_module
 from nextscale.loading.random_weights import fill_random
+from nextscale.planning.cost import Workload
 
 from .tiny import assert_same_bits
 
@@ -75,6 +77,18 @@ METHODS = ("skip:last=1", "sparsevar:metric=logits,tau=0.9", "fastvar:ratios={3:
 def test_every_method_runs_on_it(method: str) -> None:
     out = pipeline()([3, 7], seed=1, size=128, method=method)
     assert out.report.cost_share < 1 and torch.isfinite(out.pixels).all()
+
+
+def test_its_cost_and_memory_are_planned() -> None:
+    """Of a decoder that the library does not know, the pixels alone are counted: in its dtype, and in float32."""
+    pipe, found = pipeline(), []
+    for images in (1, 3):
+        workload = Workload(pipe.settings.schedules.choose(128, None), images)
+        found.append(forecast_of(pipe.name, pipe.model, pipe.tokenizer, SkipStages(1), workload, 0.5).memory.method_peak)
+    parameters = [*pipe.model.parameters(), *pipe.tokenizer.parameters(), *pipe.model.buffers(), *pipe.tokenizer.buffers()]
+    assert [peak.weights for peak in found] == [sum(one.nbytes for one in parameters)] * 2
+    assert [peak.decoding for peak in found] == [images * 3 * 128 * 128 * (4 + 4) for images in (1, 3)]
+    assert found[0].cache > 0 and found[1].generating > found[0].generating
 
 
 def test_zero_strength_is_dense() -> None:

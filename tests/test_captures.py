@@ -128,6 +128,38 @@ def test_a_capture_that_fails_is_said_once_and_not_tried_again(caplog: pytest.Lo
 
 
 @dataclass(frozen=True)
+class Refuses(Method):
+    """Refuses every request when it starts."""
+
+    error: type[Exception] = SettingError
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        raise self.error("not this request")
+
+
+@pytest.mark.parametrize("error", [SettingError, ValueError])
+def test_a_request_that_fails_before_it_is_captured_drops_no_capture(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried once; a warm-up that fails drops nothing either."""
+    pipe, refused = with_graphs("var"), Refuses(error)
+    pipe.warmup(1), pipe.warmup([1, 2])
+    for _ in range(3):
+        with pytest.raises(error, match="not this request"):
+            pipe(1, seed=1, method=refused, warmup=True)
+    with pytest.raises(error, match="not this request"):
+        pipe.warmup(1, method=refused)
+    (record,) = caplog.records
+    assert "could not be captured (not this request)" in record.getMessage()
+    assert len(pipe.captures) == 2 and engines(pipe, 1, [1, 2]) == ["graphs"] * 2
+
+
+def test_a_capture_that_fails_half_way_drops_the_pool_with_all_captures(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = with_graphs("var")
+    pipe.warmup(1)
+    assert engines(pipe, 1, method=ReadsTheDevice(), warmup=True) == ["eager"]
+    assert len(pipe.captures) == 0 and engines(pipe, 1) == ["eager"]
+
+
+@dataclass(frozen=True)
 class RoutesTwice(Method):
     """Before two stages images decide by what they look like whether they go on without guidance."""
 

@@ -390,6 +390,13 @@ def test_a_small_sum_by_hand() -> None:
     assert thin[1].attention == 2 * 64 * 4 * (4 + 5 + 5)  # the first layer has no key of the first stage
 
 
+def test_images_that_are_planned_alike_are_not_listed() -> None:
+    """No list has this number of entries."""
+    model, schedule, images = tiny.shared_pipeline("var").model, Schedule(tiny.VAR_SIDES), 10**30
+    one, many = (request_cost(model, Workload(schedule, number)) for number in (1, images))
+    assert many.total == images * one.total and many.stages[-1].rows == 2 * images and many.stages[-1].held == one.stages[-1].held
+
+
 def test_keys_of_spans_and_skipped_stages_are_not_held() -> None:
     model = tiny.shared_pipeline("var").model
     workload = Workload(Schedule(tiny.VAR_SIDES))

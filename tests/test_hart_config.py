@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -632,6 +634,31 @@ def test_star_as_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for as_released in (False, True):
         pipeline = nextscale.load(spec.name, weights=model, tokenizer=tokenizer, device="cpu", as_released=as_released)
         assert pipeline.model.config == replace(spec.model, as_released=as_released)  # type: ignore[arg-type]
+
+
+def test_the_refiner_of_a_pair_is_loaded_with_every_option_of_its_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny.star_spec()
+    monkeypatch.setitem(presets.MODELS, spec.name, spec)
+    options: dict[str, Any] = {
+        "tokenizer": write_part(tmp_path / "tokenizer", published(spec.tokenizer)) / "model.safetensors",
+        "text_encoder": tmp_path,
+        "offload_text": True,
+        "device": torch.device("cpu"),
+        "dtype": torch.bfloat16,
+        "quantize": "int8",
+        "kv_dtype": "int8",
+        "as_released": True,
+        "engine": "eager",
+        "graph_memory": 12345,
+        "download": False,
+    }
+    assert set(options) == set(inspect.signature(nextscale.load).parameters) - {"name", "weights"}
+    weights = write_part(tmp_path / "model", published(spec.model)) / "model.safetensors"
+    pipeline, opened = nextscale.load(spec.name, weights=weights, **options), list[tuple[str, dict[str, Any]]]()
+    monkeypatch.setattr(sys.modules["nextscale.loading.load"], "load", lambda name, **given: opened.append((name, given)))
+    assert pipeline.refiners.open is not None
+    pipeline.refiners.open(spec.name)
+    assert opened == [(spec.name, options)]
 
 
 @pytest.mark.parametrize("name", [NAME, "var-d16", "infinity-2b"])

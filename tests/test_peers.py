@@ -784,6 +784,17 @@ def test_a_pair_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
             theirs = eager(prompt, seed=seed, method=CoDe(refiner="small"))
         assert ours.report.engine == "graphs"
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-3)
+    with pytest.raises(SettingError, match="call the pipeline with warmup=True"):
+        pipe.warmup(prompt, method="code:refiner=small")
+    assert len(pipe.captures) == 1
+
+
+@pytest.mark.parametrize("methods", ["code + skip:last=1", [CoDe(), Method()], [["code", "tome"], "skip"]])
+def test_a_pair_beside_other_methods_is_refused_where_methods_are_combined(methods: Any) -> None:
+    pipe = pair("var")
+    with pytest.raises(SettingError, match="cannot be combined with other methods"):
+        pipe.accelerate(methods)
+    assert pipe.method == Method()
 
 
 def test_what_is_no_pair_is_refused() -> None:
@@ -796,8 +807,6 @@ def test_what_is_no_pair_is_refused() -> None:
     ):
         with pytest.raises(SettingError, match=message):
             pipe([1], seed=0, method=method)
-    with pytest.raises(SettingError, match="two models"):
-        pipe([1], seed=0, method=[CoDe(refiner="small"), ToMe()])
     with pytest.raises(SettingError, match="no compute_mask"):
         pipe([1], seed=0, method=CoDe(refiner="small"), compute_mask=True)
 

@@ -123,6 +123,7 @@ def changed_point(**changes: Any) -> dict[str, Any]:
         (changed_point(method="skip:first=1"), "'first=1' is no setting of skip"),
         (changed_point(method="fastvar:ratios=7"), "the method 'fastvar:ratios=7' is none of this version"),
         (changed_point(method="auto"), "the method 'auto' is chosen by a profile and cannot be a point of one"),
+        (changed_point(method="code:draft=2"), "the method 'code:draft=2' runs two models"),
         (changed_point(method="auto + skip"), "use it alone"),
         (changed_point(method=7), "method is 7"),
         (changed_point(ms=-1), "ms is -1; expected a number above 0"),

@@ -228,6 +228,7 @@ def test_other_formats(server: Live, form: str, kind: str) -> None:
         ("method", {"method": "skip:last=[[1]]"}),
         ("method", {"method": "fastvar:ratios=/etc/passwd"}),
         ("method", {"method": "code:refiner=var-d16"}),
+        ("method", {"method": "code + skip:last=1"}),
         ("method", {"method": "skipvar:models=LICENSE"}),
         ("method", {"method": ""}),
         ("stop_after_stage", {"stop_after_stage": 12}),

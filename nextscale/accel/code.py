@@ -70,4 +70,4 @@ class CoDe(Method):
         return (DENSE,) * draft + (StagePlan(skip=True),) * (len(schedule) - draft)
 
     def start(self, setup: RunSetup) -> MethodRun:
-        raise SettingError("CoDe runs two models one after the other, and is combined with no other method: give it alone")
+        raise SettingError("CoDe runs two models one after the other: pass it as the method of a call, which runs both")

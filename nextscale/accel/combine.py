@@ -12,6 +12,7 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
+from .code import CoDe
 from .method import Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class Combined(Method):
     def __post_init__(self) -> None:
         if choosing := [method.label for method in self.methods if method.chooses]:
             raise SettingError(f"{choosing[0]} chooses whole methods, combined ones among them: use it alone")
+        if any(isinstance(method, CoDe) for method in self.methods):
+            raise SettingError("CoDe runs two models one after the other and cannot be combined with other methods: use it alone")
         object.__setattr__(self, "reduces_stages", any(method.reduces_stages for method in self.methods))
         object.__setattr__(self, "own_cache", any(method.own_cache for method in self.methods))
         object.__setattr__(self, "routes_images", any(method.routes_images for method in self.methods))

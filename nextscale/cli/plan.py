@@ -37,14 +37,16 @@ from .plan_forecast import forecast_of
 from .plan_table import show
 from .program import app
 
+MOST = 1_000_000  # images or tokens
+
 
 @dataclass(frozen=True)
 class RequestOptions:
     """What a request asks for besides its size."""
 
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Images per batch.")] = 1
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, max=MOST, help="Images per batch.")] = 1
     text_tokens: Annotated[
-        int, typer.Option("--text-tokens", metavar="N", min=1, help="Tokens of a prompt, for models that attend to them.")
+        int, typer.Option("--text-tokens", metavar="N", min=1, max=MOST, help="Tokens of a prompt, for models that attend to them.")
     ] = 64
     unguided: Annotated[bool, typer.Option("--unguided", help="Without guidance: one row per image.")] = False
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..accel.code import CoDe
 from ..checks import is_hashable
 from ..errors import OutOfMemory
 from ..models.base import NextScaleModel
@@ -179,10 +180,10 @@ class Captures:
         return [known for known in self._captures if known != key and known.batch == key.batch and key.serves(known)]
 
     def _try(self, key: CaptureKey, request: Request, history: History) -> bool:
-        """Whether it was captured. What fails here may well run eagerly: it is said once, and not tried again."""
+        """Captures the request; returns False, logs it once and does not try again if that fails: the request may still run eagerly."""
         try:
             self._capture(key, request)
-        except (OutOfMemory, RuntimeError) as error:
+        except Exception as error:
             history.refused = True
             log.warning("%s run eagerly from now on: they could not be captured (%s)", described(request), str(error).partition("\n")[0])
             return False
@@ -214,8 +215,8 @@ class Captures:
 
     def _add(self, key: CaptureKey, request: Request) -> WarmUp:
         device = self._model.device
-        if self._pool is None:
-            self._pool = GraphPool.fresh(device)
+        pool = self._pool = self._pool or GraphPool.fresh(device)
+        earlier = pool.begun
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # so that what is reserved afterwards is what the capture keeps
         begun, before = time.perf_counter(), DeviceMemory.now(device)
@@ -223,14 +224,14 @@ class Captures:
             with torch.inference_mode(), expandable_segments():
                 inputs = self._model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
                 tables = self._tables.of(request.schedule)
-                captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, self._pool)
+                captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, pool)
             torch.cuda.synchronize(device)
             after, seconds = DeviceMemory.now(device), time.perf_counter() - begun
             replayed = replay_seconds(captured, request, device)
         except BaseException:
-            # Nothing can be captured into this pool and stream any more: what lies there leaves too, and is captured anew when it comes.
-            self._captures.clear()
-            self._drop_pool()
+            if pool.begun > earlier:  # torch cannot capture into this pool and stream after a failure: drop the pool and all its captures
+                self._captures.clear()
+                self._drop_pool()
             raise
         grown, held = after.reserved - before.reserved, after.allocated - before.allocated
         self._captures[key] = Kept(captured, replayed, held)
@@ -287,6 +288,8 @@ def obstacle(device: torch.device, request: Request) -> str | None:
     """Why such requests cannot be captured; None where they can."""
     if not graphs_run_on(device):
         return f"graphs are captured on a GPU; this model is on {device}: use engine='eager' there"
+    if isinstance(request.method, CoDe):
+        return "CoDe runs requests of two models, which are captured one by one: leave out warmup(), and call the pipeline with warmup=True"
     if request.compute_mask or request.revise is not as_sampled:
         return "compute_mask and revise need the host between stages and cannot be captured: leave them out of warmup"
     if request.rng is request.method_rng and request.method.data_dependent and request.sampling.refine is not None:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GraphPool:
     """Where captures lie. They share memory where they share both, since only one is replayed at a time."""
 
     handle: Any  # torch names no public type
     stream: torch.cuda.Stream  # torch shares a pool's memory within a stream
+    begun: int = 0  # captures that have begun, failed ones included
 
     @classmethod
     def fresh(cls, device: torch.device) -> GraphPool:
@@ -24,6 +25,7 @@ class GraphPool:
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """What is launched inside becomes the graph. Other threads may allocate meanwhile: theirs is no part of it."""
+        self.begun += 1
         try:
             with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
                 yield

@@ -78,8 +78,23 @@ def load(
     tokenizer_path = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {name}")
     spec = checkpoint_spec(spec, weights_path, tokenizer_path)
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
-    pipeline = assemble(spec, weights_path, tokenizer_path, reader, device, dtype, quantize, engine, graph_memory, download)
+    pipeline = assemble(spec, weights_path, tokenizer_path, reader, device, dtype, quantize, engine, graph_memory)
     pipeline.model.kv_dtype = kv_dtype
+    pipeline.refiners.open = lambda other: load_partner(
+        spec,
+        other,
+        tokenizer=tokenizer_path,
+        text_encoder=text_encoder,
+        offload_text=offload_text,
+        device=pipeline.model.device,
+        dtype=pipeline.model.dtype,
+        quantize=quantize,
+        kv_dtype=pipeline.model.kv_dtype,
+        as_released=as_released,
+        engine=engine,
+        graph_memory=graph_memory,
+        download=download,
+    )
     return pipeline
 
 
@@ -93,7 +108,6 @@ def assemble(
     quantize: Quantize | None,
     engine: Engine | None,
     graph_memory: int | None,
-    download: bool,
 ) -> Pipeline:
     """Reads the weights of both modules and puts them together."""
     with torch.device("meta"):
@@ -109,17 +123,6 @@ def assemble(
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, engine, graph_memory, profiles)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
     pipeline.refiners.fitting = smaller_models(spec)
-    pipeline.refiners.open = lambda other: load_partner(
-        spec,
-        other,
-        tokenizer=tokenizer,
-        device=pipeline.model.device,
-        dtype=pipeline.model.dtype,
-        quantize=quantize,
-        kv_dtype=pipeline.model.kv_dtype,
-        engine=engine,
-        download=download,
-    )
     return pipeline
 
 

@@ -145,7 +145,7 @@ def load_saved(
     reader = prompt_reader(spec, text_encoder or saved.encoder, device, offload_text, download)
     dtype, kv_dtype = choose_dtype(dtype or saved.dtype, device), choose_kv_dtype(kv_dtype)
     quantize = check_quantize(quantize, device, dtype)
-    pipeline = assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, quantize, engine, graph_memory, download)
+    pipeline = assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, quantize, engine, graph_memory)
     pipeline.model.kv_dtype = kv_dtype
     return pipeline
 

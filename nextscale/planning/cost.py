@@ -121,7 +121,7 @@ def request_cost(
     if plans is not None and len(plans) != len(schedule):
         raise ValueError(f"{len(plans)} plans for the {len(schedule)} stages of {schedule}")
     block = BlockMacs.of(model, workload)
-    cached = CachedKeys([0] * len(model.blocks), [0] * images)
+    cached = CachedKeys([0] * len(model.blocks), images)
     branches = 2 if workload.guided else 1
     costs = []
     for stage, plan in zip(schedule, plans or (DENSE,) * len(schedule), strict=True):
@@ -185,23 +185,25 @@ class CachedKeys:
     """Keys of the rows of a cfg branch: those that all images have, and those of stages whose rows were packed."""
 
     common: Sequence[int]  # of a row, per layer
-    own: Sequence[int]  # per image, in every layer
+    images: int
+    own: Sequence[int] = ()  # per image, in every layer; empty until a stage packs its rows
 
     @property
     def of_row(self) -> float:
         """Of a row over all layers, the mean of all images."""
         more = len(self.common) * sum(self.own)
-        return sum(self.common) + (more / len(self.own) if more else 0)
+        return sum(self.common) + (more / self.images if more else 0)
 
     def with_stage(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None) -> CachedKeys:
         """These and those of a stage."""
         if counts is None:
-            return CachedKeys([before + layer.attention for before, layer in zip(self.common, layers, strict=True)], self.own)
-        return CachedKeys(self.common, [before + count for before, count in zip(self.own, counts, strict=True)])
+            return replace(self, common=[before + layer.attention for before, layer in zip(self.common, layers, strict=True)])
+        own = self.own or (0,) * self.images
+        return replace(self, own=[before + count for before, count in zip(own, counts, strict=True)])
 
     def limited(self, most: Sequence[int] | None) -> CachedKeys:
         """These, of which every layer keeps so many of a row; None: all."""
-        return self if most is None else CachedKeys(list(map(min, self.common, most)), self.own)
+        return self if most is None else replace(self, common=list(map(min, self.common, most)))
 
     def pairs(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None, attended: Sequence[float] | None) -> int:
         """Pairs of a query of a stage with a key, its own included, over all images and layers; `attended`: the share that is computed."""
@@ -209,7 +211,7 @@ class CachedKeys:
         if counts is None:
             queries = [share * layer.attention for share, layer in zip(shares, layers, strict=True)]
             shared = sum(round(query * keys) for query, keys in zip(queries, read.common, strict=True))
-            return len(self.own) * shared + round(sum(self.own) * sum(queries))
+            return self.images * shared + round(sum(self.own) * sum(queries))
         every, depth = sum(share * keys for share, keys in zip(shares, self.common, strict=True)), sum(shares)
         return round(sum(count * (every + depth * keys) for count, keys in zip(counts, read.own, strict=True)))
 

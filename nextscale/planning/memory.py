@@ -21,7 +21,7 @@ from ..models.text_context import context_bytes
 from ..stage import Schedule
 from ..tokenizers.autoencoder import Decoder
 from ..tokenizers.base import Tokenizer
-from ..tokenizers.tiles import choose_strips, decode_bytes, images_at_a_time, merged_bytes, stride
+from ..tokenizers.tiles import choose_strips, decode_bytes, images_at_a_time, merged_bytes
 from .cost import Workload, tokens_per_layer
 
 ASSUMED_KEPT = 0.5
@@ -113,7 +113,7 @@ def request_memory(
             ]
         generating = max(generating, max(needs) + text + sum(stored.values()))
     return RequestMemory(
-        weights_bytes(model) + weights_bytes(tokenizer) + merged_bytes(tokenizer.decoder, model.dtype),  # type: ignore[arg-type]
+        weights_bytes(model) + weights_bytes(tokenizer) + merged_bytes(tokenizer, model.dtype),
         cache.bytes,
         text,
         most_stored,
@@ -183,11 +183,14 @@ def head_activations(model: NextScaleModel, rows: int, images: int, tokens: int)
 
 
 def decoding_bytes(tokenizer: Tokenizer, schedule: Schedule, images: int, dtype: torch.dtype) -> int:
-    """Bytes of a batch that is decoded as `tokenizers.tiles` does it."""
-    decoder: Decoder = tokenizer.decoder  # type: ignore[assignment]
+    """Bytes of a batch that is decoded as `tokenizers.tiles` does it; with a decoder of another kind those of the images alone."""
+    height, width = schedule.grid
+    image = 3 * height * width * tokenizer.pixels_per_token**2 * (dtype.itemsize + FLOAT)
+    decoder = getattr(tokenizer, "decoder", None)
+    if not isinstance(decoder, Decoder):
+        return images * image
     height, width = tokenizer.map_size(schedule[-1])
     shape = (images, 1, height, width)
     together = images_at_a_time(decoder, shape, dtype, None)
-    image = 3 * height * width * stride(decoder) ** 2 * (dtype.itemsize + FLOAT)
     one = decode_bytes(decoder, (height, width), dtype, choose_strips(decoder, shape, dtype, None))
     return together * one + (images - together) * image

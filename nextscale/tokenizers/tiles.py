@@ -124,9 +124,9 @@ def decode_bytes(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, st
     return most * dtype.itemsize + 3 * height * width * (dtype.itemsize + 4)  # and the image, in float32 too
 
 
-def merged_bytes(decoder: Decoder, dtype: torch.dtype) -> int:
+def merged_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of the weights that upsampling on a GPU keeps besides its own: 4x4 for 3x3."""
-    convs = [level.resize.conv for level in decoder.stack if isinstance(level.resize, Upsample)]
+    convs = [part.conv for part in module.modules() if isinstance(part, Upsample)]
     return sum(16 * conv.in_channels * conv.out_channels for conv in convs) * dtype.itemsize
 
 
