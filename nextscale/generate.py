@@ -15,7 +15,7 @@ from .accel.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCo
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
-from .given import fits_one_pass, pass_noise, read_in_one_pass
+from .given import fits_one_pass, read_in_one_pass
 from .guidance import GuidedRows
 from .models.attention import attention_backend
 from .models.base import Hidden, NextScaleModel
@@ -203,7 +203,7 @@ def put_given(
     else:
         x, tokens = model.with_text(model.embed(shown, stage, env), Tokens(stage), env)
         run_blocks(model, x, tokens, env, plan, request.guidance, run)
-    pass_noise(model, stage, request.batch, request.sampling, request.rng)
+    model.pass_noise(stage, env, request)
     canvas.add(codes, Tokens(stage))
     num_tokens = stage.cells + (model.text_prefix if stage.index == 0 else 0)
     return StageDone(stage, canvas, rows, num_tokens, tokens=Tokens(stage), ids=codes, codes=codes, plan=plan)

@@ -18,7 +18,6 @@ from .cache import LayerCache
 from .errors import SettingError
 from .models.blocks import run_in_order
 from .models.rope import PairRope
-from .sampling import Rng, Sampling
 from .stage import Rows, Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
@@ -37,12 +36,6 @@ def checked_given(given: Sequence[Tensor], schedule: Schedule, batch: int, devic
             f" {expected}"
         )
     return tuple(one.to(device) for one in codes)
-
-
-def pass_noise(model: NextScaleModel, stage: Stage, batch: int, sampling: Sampling, rng: Rng) -> None:
-    """Leaves out the random numbers of a stage, so that later stages have those that they would have had if it had been sampled."""
-    for _ in range(0 if sampling.greedy else 2 if sampling.smooth else 1):
-        rng.exponential((batch, stage.cells, *model.logit_shape), model.device)
 
 
 def fits_one_pass(model: NextScaleModel, env: Env) -> bool:

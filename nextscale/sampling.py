@@ -309,3 +309,9 @@ def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, rng:
         return ids, ids
     noise = cell_noise(rng.exponential, tokens, logits.shape, logits.device)
     return ids, soften(kept, noise, sampling.progress(tokens.stage, stages))
+
+
+def pass_noise(shape: Sequence[int], sampling: Sampling, rng: Rng, device: torch.device) -> None:
+    """Draws and discards the random numbers that `choose` takes for logits of this shape on all cells of a stage."""
+    for _ in range(0 if sampling.greedy else 2 if sampling.smooth else 1):
+        rng.exponential(shape, device)
