@@ -176,8 +176,8 @@ def run_stage(
             residual = model.residual(replace(hidden, x=x, tokens=completed), settled)
         canvas.add_residual(residual, completed)
     finite = torch.stack([all_finite(out), *hidden.finite]).all() if hidden.finite else all_finite(out)
-    mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
-    plan, tokens, num_tokens = as_measured(plan, env), tokens.unpacked(), per_row(entered, rows)
+    plan, mask = as_measured(plan, env), computed_shares(model, env)
+    tokens, num_tokens = tokens.unpacked(), per_row(entered, rows)
     return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, plan, mask), finite
 
 
@@ -206,7 +206,13 @@ def put_given(
     model.pass_noise(stage, env, request)
     canvas.add(codes, Tokens(stage))
     num_tokens = stage.cells + (model.text_prefix if stage.index == 0 else 0)
-    return StageDone(stage, canvas, rows, num_tokens, tokens=Tokens(stage), ids=codes, codes=codes, plan=plan)
+    plan, mask = as_measured(plan, env), computed_shares(model, env)
+    return StageDone(stage, canvas, rows, num_tokens, tokens=Tokens(stage), ids=codes, codes=codes, plan=plan, compute_mask=mask)
+
+
+def computed_shares(model: NextScaleModel, env: Env) -> Tensor | None:
+    """Returns the share of the sublayers that this stage has computed for every cell, [B, cells]; None if it was not counted."""
+    return None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
 
 
 def as_measured(plan: StagePlan, env: Env) -> StagePlan:
