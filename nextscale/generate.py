@@ -111,7 +111,8 @@ def together(groups: Sequence[tuple[int, ...]], done: Sequence[StageDone], canva
 def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:
     """A run of the request's method and what the stages share; the method refuses what it cannot run."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
-    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache))
+    setup = RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache)
+    run = method.start(replace(setup, given=len(request.given)))
     spec = reserved_cache(model, request.schedule, plans, request.batch, rows)
     workspace = Workspace(spec)
     env = Env(
@@ -194,15 +195,18 @@ def per_row(tokens: int, rows: int) -> float:
 def put_given(
     model: NextScaleModel, canvas: Canvas, request: Request, run: MethodRun, plan: StagePlan, env: Env, stage: Stage
 ) -> StageDone:
-    """A stage whose codes are given: they go on the canvas, and the network reads what it would, now or together with others like it."""
+    """Puts the codes of a given stage on the canvas. The network reads all its cells, now or in one pass with other given stages."""
     shown, codes, rows = canvas.input(stage), request.given[stage.index], env.cond.start.shape[0]
-    plan = replace(plan, num_tokens=None, packed=None, taps=())
-    at_once = not request.guidance.layers and fits_one_pass(model, env) and all(one == DENSE for one in request.plans[: len(request.given)])
-    if at_once:
+    plan, guidance, watched = replace(plan, num_tokens=None, packed=None), request.guidance, request.method.reduces_stages
+    dense = not guidance.layers and not watched and all(one == DENSE for one in request.plans[: len(request.given)])
+    if dense and fits_one_pass(model, env):
         env.seen = (*env.seen, shown)
     else:
         x, tokens = model.with_text(model.embed(shown, stage, env), Tokens(stage), env)
-        run_blocks(model, x, tokens, env, plan, request.guidance, run)
+        x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
+        if watched:  # methods that reduce later stages compare logits
+            logits = guidance.on_logits(model.logits(x, tokens, env), stage, tokens.branch_size(request.batch))
+            run.restore(request.sampling.prepare(logits, stage), Tokens(stage))
     model.pass_noise(stage, env, request)
     canvas.add(codes, Tokens(stage))
     num_tokens = stage.cells + (model.text_prefix if stage.index == 0 else 0)
