@@ -15,7 +15,7 @@ from .accel.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCo
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
-from .given import fits_one_pass, read_in_one_pass
+from .given import checked_codes, fits_one_pass, read_in_one_pass, require_known
 from .guidance import GuidedRows
 from .models.attention import attention_backend
 from .models.base import Hidden, NextScaleModel
@@ -167,7 +167,7 @@ def run_stage(
     with request.clock.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
     if request.revise is not as_sampled:
-        codes = revised(request.revise, codes, tokens)
+        codes = revised(model, request.revise, codes, tokens)
     canvas.add(codes, tokens)
     residual = None
     if stage.last and model.adds_residual:
@@ -243,15 +243,14 @@ def check_cache(model: NextScaleModel, method: Method) -> None:
         )
 
 
-def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
-    """What the caller makes of the codes of `tokens`, which it sees on the stage's whole grid."""
-    whole = Tokens(tokens.stage)
-    shown = tokens.move(codes, whole)
-    given = revise(tokens.stage, shown)
-    if not isinstance(given, Tensor) or given.shape[:2] != shown.shape[:2]:
-        found = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        raise SettingError(f"revise returned {found} for stage {tokens.stage.index}; expected codes of all cells, {list(shown.shape[:2])}")
-    return whole.move(given.to(codes.device), tokens)
+def revised(model: NextScaleModel, revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
+    """Returns what the caller makes of the codes of `tokens`, which it sees on the stage's whole grid."""
+    stage = tokens.stage
+    name, shown = f"what revise returns for stage {stage.index}", tokens.move(codes, Tokens(stage))
+    changed = checked_codes(name, revise(stage, shown), model, stage, len(shown))
+    changed = Tokens(stage).move(changed, tokens)  # what is returned for other cells is ignored
+    require_known([changed], name, model)
+    return changed
 
 
 def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: MethodRun) -> Tensor:

@@ -456,9 +456,12 @@ def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> N
         assert torch.equal(output.codes[last][image][: len(expected)], expected)
 
 
-@pytest.mark.parametrize("given", [None, torch.zeros(2, 1, dtype=torch.long)], ids=["nothing", "too few"])
+NOT_CODES = {"nothing": None, "few": torch.zeros(2, 1, dtype=torch.long), "unknown": torch.full((2, 4), 40), "floats": torch.zeros(2, 4)}
+
+
+@pytest.mark.parametrize("given", NOT_CODES.values(), ids=NOT_CODES)
 def test_codes_that_are_no_codes_are_refused(given: Any) -> None:
-    with pytest.raises(SettingError, match=r"revise returned .* for stage"):
+    with pytest.raises(SettingError, match=r"revise returns for stage 1"):
         tiny.shared_pipeline("var")([1, 2], seed=0, revise=lambda stage, codes: codes if stage.index == 0 else given)
 
 

@@ -839,10 +839,41 @@ def test_refined_stages_that_are_given_leave_later_ones_their_random_numbers(set
     tiny.assert_close("star_refined", again, full)
 
 
-@pytest.mark.parametrize("given", [[torch.zeros(2, 2)], [torch.zeros(1, 1)], ["codes"], [torch.zeros(2, 1)] * 4])
+ZEROS = torch.zeros(2, 1, dtype=torch.long)
+NOT_CODES = {
+    "cells": [ZEROS.repeat(1, 2)],
+    "images": [ZEROS[:1]],
+    "trailing dimension": [ZEROS[..., None]],
+    "floats": [ZEROS.float()],
+    "complex": [ZEROS.to(torch.complex64)],
+    "too large": [ZEROS + 40],
+    "negative": [ZEROS - 1],
+    "not finite": [torch.full((2, 1, 40), torch.nan)],
+    "word": ["codes"],
+    "number": 5,
+    "nothing": None,
+    "all stages": [ZEROS] * 4,
+}
+
+
+@pytest.mark.parametrize("given", NOT_CODES.values(), ids=NOT_CODES)
 def test_given_codes_must_fit(given: Any) -> None:
-    with pytest.raises(SettingError, match="given codes are"):
+    with pytest.raises(SettingError, match="^given"):
         generated("var", [1, 2], seed=1, given=given)
+
+
+@pytest.mark.parametrize(("family", "codes"), [("flexvar", torch.zeros(2, 1, 40)), ("infinity", torch.zeros(2, 1, 6)), ("infinity", ZEROS)])
+def test_mixtures_and_bits_belong_to_their_families(family: str, codes: torch.Tensor) -> None:
+    with pytest.raises(SettingError, match=r"^given\[0\] must be an integer tensor"):
+        generated(family, tiny.prompts(family, 2), seed=1, given=[codes])
+
+
+@BY_FAMILY
+def test_given_codes_may_be_narrow(family: str) -> None:
+    prompt = tiny.prompts(family, 2)
+    codes = generated(family, prompt, seed=1, smooth=False).codes[:2]
+    narrow = [one.to(torch.uint8) for one in codes]
+    tiny.assert_same_bits(generated(family, prompt, seed=1, given=narrow), generated(family, prompt, seed=1, given=codes))
 
 
 def test_filtering_before_the_temperature() -> None:
