@@ -306,5 +306,6 @@ def require_finite(failed: Sequence[int], stages: int) -> None:
     if failed:
         raise NonFiniteLogits(
             f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"
-            " load the model with dtype=torch.bfloat16 or float32. Otherwise the weights file is damaged or belongs to another model."
+            " load the model with dtype=torch.bfloat16 or float32, or lower a large `guidance`. Otherwise the weights file is damaged or"
+            " belongs to another model."
         )
