@@ -583,6 +583,18 @@ def test_images_are_routed_past_codes_that_are_given(family: str, engine: Engine
             assert same_image(family, tiny.one_image(together, image), alone)
 
 
+@pytest.mark.parametrize("codes", [None, torch.zeros(2, 1)], ids=["nothing", "too few"])
+def test_revise_must_return_codes_where_images_are_routed(codes: Any, tmp_path: Path) -> None:
+    pipe = tiny.shared_pipeline("var")
+    with pytest.raises(SettingError, match="what revise returns for stage"):
+        pipe(
+            tiny.prompts("var", 3),
+            seed=[1, 2, 3],
+            method=three_routes(pipe, "var", None, tmp_path),
+            revise=lambda stage, own: codes if stage.index == 3 else own,
+        )
+
+
 def test_a_decision_file_that_changes_is_another_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     shared = tiny.shared_pipeline("var")
