@@ -15,7 +15,7 @@ from .accel.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCo
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
-from .given import fits_one_pass, pass_noise, read_in_one_pass
+from .given import checked_codes, fits_one_pass, read_in_one_pass, require_known
 from .guidance import GuidedRows
 from .models.attention import attention_backend
 from .models.base import Hidden, NextScaleModel
@@ -111,7 +111,8 @@ def together(groups: Sequence[tuple[int, ...]], done: Sequence[StageDone], canva
 def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, Env]:
     """A run of the request's method and what the stages share; the method refuses what it cannot run."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
-    run = method.start(RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache))
+    setup = RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache)
+    run = method.start(replace(setup, given=len(request.given)))
     spec = reserved_cache(model, request.schedule, plans, request.batch, rows)
     workspace = Workspace(spec)
     env = Env(
@@ -166,7 +167,7 @@ def run_stage(
     with request.clock.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
     if request.revise is not as_sampled:
-        codes = revised(request.revise, codes, tokens)
+        codes = revised(model, request.revise, codes, tokens)
     canvas.add(codes, tokens)
     residual = None
     if stage.last and model.adds_residual:
@@ -176,8 +177,8 @@ def run_stage(
             residual = model.residual(replace(hidden, x=x, tokens=completed), settled)
         canvas.add_residual(residual, completed)
     finite = torch.stack([all_finite(out), *hidden.finite]).all() if hidden.finite else all_finite(out)
-    mask = None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
-    plan, tokens, num_tokens = as_measured(plan, env), tokens.unpacked(), per_row(entered, rows)
+    plan, mask = as_measured(plan, env), computed_shares(model, env)
+    tokens, num_tokens = tokens.unpacked(), per_row(entered, rows)
     return StageDone(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, plan, mask), finite
 
 
@@ -194,19 +195,28 @@ def per_row(tokens: int, rows: int) -> float:
 def put_given(
     model: NextScaleModel, canvas: Canvas, request: Request, run: MethodRun, plan: StagePlan, env: Env, stage: Stage
 ) -> StageDone:
-    """A stage whose codes are given: they go on the canvas, and the network reads what it would, now or together with others like it."""
+    """Puts the codes of a given stage on the canvas. The network reads all its cells, now or in one pass with other given stages."""
     shown, codes, rows = canvas.input(stage), request.given[stage.index], env.cond.start.shape[0]
-    plan = replace(plan, num_tokens=None, packed=None, taps=())
-    at_once = not request.guidance.layers and fits_one_pass(model, env) and all(one == DENSE for one in request.plans[: len(request.given)])
-    if at_once:
+    plan, guidance, watched = replace(plan, num_tokens=None, packed=None), request.guidance, request.method.reduces_stages
+    dense = not guidance.layers and not watched and all(one == DENSE for one in request.plans[: len(request.given)])
+    if dense and fits_one_pass(model, env):
         env.seen = (*env.seen, shown)
     else:
         x, tokens = model.with_text(model.embed(shown, stage, env), Tokens(stage), env)
-        run_blocks(model, x, tokens, env, plan, request.guidance, run)
-    pass_noise(model, stage, request.batch, request.sampling, request.rng)
+        x, tokens = tokens.on_grid(run_blocks(model, x, tokens, env, plan, guidance, run))
+        if watched:  # methods that reduce later stages compare logits
+            logits = guidance.on_logits(model.logits(x, tokens, env), stage, tokens.branch_size(request.batch))
+            run.restore(request.sampling.prepare(logits, stage), Tokens(stage))
+    model.pass_noise(stage, env, request)
     canvas.add(codes, Tokens(stage))
     num_tokens = stage.cells + (model.text_prefix if stage.index == 0 else 0)
-    return StageDone(stage, canvas, rows, num_tokens, tokens=Tokens(stage), ids=codes, codes=codes, plan=plan)
+    plan, mask = as_measured(plan, env), computed_shares(model, env)
+    return StageDone(stage, canvas, rows, num_tokens, tokens=Tokens(stage), ids=codes, codes=codes, plan=plan, compute_mask=mask)
+
+
+def computed_shares(model: NextScaleModel, env: Env) -> Tensor | None:
+    """Returns the share of the sublayers that this stage has computed for every cell, [B, cells]; None if it was not counted."""
+    return None if env.computed is None else env.computed.take(sum(len(block.sublayers) for block in model.stack))
 
 
 def as_measured(plan: StagePlan, env: Env) -> StagePlan:
@@ -233,15 +243,14 @@ def check_cache(model: NextScaleModel, method: Method) -> None:
         )
 
 
-def revised(revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
-    """What the caller makes of the codes of `tokens`, which it sees on the stage's whole grid."""
-    whole = Tokens(tokens.stage)
-    shown = tokens.move(codes, whole)
-    given = revise(tokens.stage, shown)
-    if not isinstance(given, Tensor) or given.shape[:2] != shown.shape[:2]:
-        found = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        raise SettingError(f"revise returned {found} for stage {tokens.stage.index}; expected codes of all cells, {list(shown.shape[:2])}")
-    return whole.move(given.to(codes.device), tokens)
+def revised(model: NextScaleModel, revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
+    """Returns what the caller makes of the codes of `tokens`, which it sees on the stage's whole grid."""
+    stage = tokens.stage
+    name, shown = f"what revise returns for stage {stage.index}", tokens.move(codes, Tokens(stage))
+    changed = checked_codes(name, revise(stage, shown), model, stage, len(shown))
+    changed = Tokens(stage).move(changed, tokens)  # what is returned for other cells is ignored
+    require_known([changed], name, model)
+    return changed
 
 
 def run_blocks(model: NextScaleModel, x: Tensor, tokens: Tokens, env: Env, plan: StagePlan, guidance: GuidedRows, run: MethodRun) -> Tensor:
@@ -297,5 +306,6 @@ def require_finite(failed: Sequence[int], stages: int) -> None:
     if failed:
         raise NonFiniteLogits(
             f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"
-            " load the model with dtype=torch.bfloat16 or float32. Otherwise the weights file is damaged or belongs to another model."
+            " load the model with dtype=torch.bfloat16 or float32, or lower a large `guidance`. Otherwise the weights file is damaged or"
+            " belongs to another model."
         )

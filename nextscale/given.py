@@ -18,7 +18,6 @@ from .cache import LayerCache
 from .errors import SettingError
 from .models.blocks import run_in_order
 from .models.rope import PairRope
-from .sampling import Rng, Sampling
 from .stage import Rows, Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
@@ -26,23 +25,43 @@ if TYPE_CHECKING:
     from .models.env import Env
 
 
-def checked_given(given: Sequence[Tensor], schedule: Schedule, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The codes of the first stages, on the device; SettingError if they do not fit."""
-    codes = tuple(given)
-    expected = [[batch, stage.cells] for stage in schedule.stages[: len(codes)]]
-    found = [list(one.shape[:2]) if isinstance(one, Tensor) else type(one).__name__ for one in codes]
-    if len(codes) >= len(schedule) or found != expected:
-        raise SettingError(
-            f"given codes are [images, cells, ...] for each of the first stages, at most {len(schedule) - 1} of them; got {found}, expected"
-            f" {expected}"
-        )
-    return tuple(one.to(device) for one in codes)
+def checked_given(given: Sequence[Tensor], model: NextScaleModel, schedule: Schedule, batch: int) -> tuple[Tensor, ...]:
+    """Returns the codes of the first stages on the model's device. Raises SettingError if they do not fit."""
+    if not isinstance(given, Sequence) or len(given) >= len(schedule):
+        found = f"{len(given)} tensors" if isinstance(given, Sequence) else type(given).__name__
+        raise SettingError(f"given must be a list of codes, for the first {len(schedule) - 1} stages at most; got {found}")
+    codes = tuple(checked_codes(f"given[{stage.index}]", one, model, stage, batch) for one, stage in zip(given, schedule, strict=False))
+    require_known(codes, "given", model)
+    return codes
 
 
-def pass_noise(model: NextScaleModel, stage: Stage, batch: int, sampling: Sampling, rng: Rng) -> None:
-    """Leaves out the random numbers of a stage, so that later stages have those that they would have had if it had been sampled."""
-    for _ in range(0 if sampling.greedy else 2 if sampling.smooth else 1):
-        rng.exponential((batch, stage.cells, *model.logit_shape), model.device)
+def checked_codes(name: str, codes: object, model: NextScaleModel, stage: Stage, batch: int) -> Tensor:
+    """Returns the codes of a stage on the model's device, numbers as int64 and mixtures as float32.
+
+    Raises SettingError if they are of another shape or kind. Numbers are [batch, cells], for bits [batch, cells, bits]; residual canvases
+    also take mixtures over the codebook, [batch, cells, numbers].
+    """
+    *bits, choices = model.logit_shape
+    expected = [batch, stage.cells, *bits]
+    mixture = [] if bits or model.replaces_codes else [*expected, choices]
+    if isinstance(codes, Tensor) and not codes.is_complex():
+        mixed = codes.is_floating_point()
+        if list(codes.shape) == (mixture if mixed else expected):
+            return codes.to(model.device, torch.float32 if mixed else torch.int64)
+    found = f"{codes.dtype} {list(codes.shape)}" if isinstance(codes, Tensor) else type(codes).__name__
+    or_mixture = f", or a mixture of them {mixture}" if mixture else ""
+    raise SettingError(f"{name} must be an integer tensor {expected} of codes from 0 to {choices - 1}{or_mixture}; got {found}")
+
+
+def require_known(codes: Sequence[Tensor], name: str, model: NextScaleModel) -> None:
+    """Raises SettingError unless all numbers are codes of the model and all mixtures are finite. The host waits for the device once.
+
+    On a GPU a number beyond the codebook fails inside a kernel, and the process cannot use the device after that.
+    """
+    choices = model.logit_shape[-1]
+    known = [(one * 0 == 0 if one.is_floating_point() else (one >= 0) & (one < choices)).all() for one in codes]
+    if known and not torch.stack(known).all():
+        raise SettingError(f"{name} must have codes from 0 to {choices - 1}, and mixtures without NaN and infinity; got others")
 
 
 def fits_one_pass(model: NextScaleModel, env: Env) -> bool:

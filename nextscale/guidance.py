@@ -13,9 +13,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from .checks import is_finite
+from .checks import is_finite, is_number
 from .errors import SettingError
 from .stage import Schedule, Stage
+
+LARGEST_SCALE = 1e4  # guided logits stay far from float32's overflow at 3e38
 
 CfgBranch = Literal["cond", "uncond"]
 CfgBranches = Literal["both", "cond", "uncond"]
@@ -128,8 +130,8 @@ class GuidedRows:
             if not isinstance(layer, int) or not -depth < layer < depth:
                 raise SettingError(f"guidance after block {layer}: this model has blocks 0 to {depth - 1} (negative counts from the end)")
         self.scales = tuple(guidance.scales(schedule))
-        if not all(is_finite(scale) for scale in self.scales):
-            raise SettingError(f"guidance scales are finite numbers; got {self.scales!r}")
+        if not all(is_number(scale) and abs(scale) <= LARGEST_SCALE for scale in self.scales):
+            raise SettingError(f"guidance scales must be numbers from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g}; got {self.scales!r}")
         self.above_one = tuple(guidance.above_one(schedule))
         self.needs_both = any(scale != 1 for scale in self.scales)
         self.layers = frozenset(layer % depth for layer in guidance.layers)

@@ -79,7 +79,13 @@ def revise_only(revise: Revise, images: Tensor, batch: int) -> Revise:
     """What the caller makes of codes, who sees those of the whole batch: zeros for the images that go on elsewhere."""
     if revise is as_sampled:
         return revise
-    return lambda stage, codes: revise(stage, spread(codes, images, batch))[images.to(codes.device)]
+
+    def own(stage: Stage, codes: Tensor) -> Tensor:
+        changed = revise(stage, spread(codes, images, batch))
+        fits = isinstance(changed, Tensor) and changed.shape[:1] == (batch,)
+        return changed[images.to(changed.device)] if fits else changed  # what does not fit is refused where codes are checked
+
+    return own
 
 
 def spread(values: Tensor, images: Tensor, batch: int) -> Tensor:

@@ -70,7 +70,7 @@ def resolve(pipe: Pipeline, call: Call) -> Request:
         numbers.seeds,
         call.compute_mask,
         call.revise,
-        given=checked_given(call.given, schedule, len(prompts), pipe.model.device),
+        given=checked_given(call.given, pipe.model, schedule, len(prompts)),
         chosen_by=asked.reason(situation),
         kept=kept,
     )

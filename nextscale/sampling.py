@@ -14,6 +14,8 @@ from .checks import is_number, is_share, is_whole
 from .errors import SettingError
 from .stage import Schedule, Stage, Tokens
 
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e6  # guided logits divided by it stay far from float32's overflow at 3e38
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -63,8 +65,11 @@ class Sampling:
         if self.greedy and self.smooth:
             raise SettingError("greedy takes the most likely code and smooth a random mixture of codes: choose one of them")
         temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        if not all(is_number(temperature) and 0 < temperature < float("inf") for temperature in temperatures):
-            raise SettingError(f"temperature is a number above 0, or a tuple of one per stage; got {self.temperature!r}")
+        if not all(is_number(one) and LEAST_TEMPERATURE <= one <= LARGEST_TEMPERATURE for one in temperatures):
+            raise SettingError(
+                f"temperature must be a number from {LEAST_TEMPERATURE:g} to {LARGEST_TEMPERATURE:g}, or a tuple of one per stage;"
+                f" got {self.temperature!r}. For the most likely code set greedy=True"
+            )
         if not isinstance(self.forbidden, tuple) or not all(is_whole(code) for code in self.forbidden):
             raise SettingError(f"forbidden is a tuple of code numbers; got {self.forbidden!r}")
 
@@ -309,3 +314,9 @@ def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, rng:
         return ids, ids
     noise = cell_noise(rng.exponential, tokens, logits.shape, logits.device)
     return ids, soften(kept, noise, sampling.progress(tokens.stage, stages))
+
+
+def pass_noise(shape: Sequence[int], sampling: Sampling, rng: Rng, device: torch.device) -> None:
+    """Draws and discards the random numbers that `choose` takes for logits of this shape on all cells of a stage."""
+    for _ in range(0 if sampling.greedy else 2 if sampling.smooth else 1):
+        rng.exponential(shape, device)

@@ -203,6 +203,17 @@ def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: 
         assert (output.report.cost_share < 1) == (name not in ("dense", "skip"))
 
 
+@pytest.mark.parametrize("name", [name for name in method_names() if not method_class(name).chooses and name != "code"])
+@pytest.mark.parametrize("family", tiny.KINDS)
+def test_stages_that_are_given_have_the_mask_that_they_have_when_they_are_generated(family: str, name: str) -> None:
+    request: dict[str, Any] = {"seed": 1, "method": name, "compute_mask": True}
+    full = tiny.shared_pipeline(family)(tiny.prompts(family, 2), **request)
+    given = full.codes[: len(tiny.schedule_of(family)) - 1]
+    again = tiny.shared_pipeline(family)(tiny.prompts(family, 2), given=given, **request)
+    tiny.assert_close(family, again, full)
+    assert all(map(torch.equal, again.compute_mask, full.compute_mask))
+
+
 # --- several at once
 
 GO_TOGETHER = [
@@ -445,9 +456,12 @@ def test_forced_codes_land_in_their_cells_whatever_is_left_out(family: str) -> N
         assert torch.equal(output.codes[last][image][: len(expected)], expected)
 
 
-@pytest.mark.parametrize("given", [None, torch.zeros(2, 1, dtype=torch.long)], ids=["nothing", "too few"])
+NOT_CODES = {"nothing": None, "few": torch.zeros(2, 1, dtype=torch.long), "unknown": torch.full((2, 4), 40), "floats": torch.zeros(2, 4)}
+
+
+@pytest.mark.parametrize("given", NOT_CODES.values(), ids=NOT_CODES)
 def test_codes_that_are_no_codes_are_refused(given: Any) -> None:
-    with pytest.raises(SettingError, match=r"revise returned .* for stage"):
+    with pytest.raises(SettingError, match=r"revise returns for stage 1"):
         tiny.shared_pipeline("var")([1, 2], seed=0, revise=lambda stage, codes: codes if stage.index == 0 else given)
 
 

@@ -651,7 +651,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 3, "--guidance", "3,1"), "2 guidance scales for 4 stages"),
         (("tiny-var", 3, "--temperature", "hot"), "--temperature 'hot'"),
         (("tiny-var", 3, "--temperature", "1,1"), "2 temperatures for 4 stages"),
-        (("tiny-var", 3, "--temperature", 0), "temperature is a number above 0"),
+        (("tiny-var", 3, "--temperature", 0), "temperature must be a number"),
         (("tiny-var", 3, "--top-p", 2), "top_p"),
         (("tiny-var", 3, "--greedy", "--smooth"), "choose one"),
         (("tiny-flexvar", 3, "--smooth"), "does not support it"),

@@ -583,6 +583,18 @@ def test_images_are_routed_past_codes_that_are_given(family: str, engine: Engine
             assert same_image(family, tiny.one_image(together, image), alone)
 
 
+@pytest.mark.parametrize("codes", [None, torch.zeros(2, 1)], ids=["nothing", "too few"])
+def test_revise_must_return_codes_where_images_are_routed(codes: Any, tmp_path: Path) -> None:
+    pipe = tiny.shared_pipeline("var")
+    with pytest.raises(SettingError, match="what revise returns for stage"):
+        pipe(
+            tiny.prompts("var", 3),
+            seed=[1, 2, 3],
+            method=three_routes(pipe, "var", None, tmp_path),
+            revise=lambda stage, own: codes if stage.index == 3 else own,
+        )
+
+
 def test_a_decision_file_that_changes_is_another_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play_graphs_on_the_cpu(monkeypatch)
     shared = tiny.shared_pipeline("var")
@@ -832,8 +844,7 @@ def test_the_released_script_samples_hotter_at_first() -> None:
 def test_given_codes_are_read_as_if_they_had_been_generated(family: str) -> None:
     prompt = tiny.prompts(family, 2)
     dense = generated(family, prompt, seed=1)
-    stages = range(1, len(dense.codes)) if family != "star_refined" else range(1, 3)  # its refined stages ask for other numbers
-    for number in stages:
+    for number in range(1, len(dense.codes)):
         again = generated(family, prompt, seed=1, given=dense.codes[:number])
         tiny.assert_close(family, again, dense)
         assert again.report.cost_share == 1
@@ -841,10 +852,49 @@ def test_given_codes_are_read_as_if_they_had_been_generated(family: str) -> None
                       generated(family, prompt, seed=1, method=ScaleKV(share=0.5, window=4)))  # fmt: skip
 
 
-@pytest.mark.parametrize("given", [[torch.zeros(2, 2)], [torch.zeros(1, 1)], ["codes"], [torch.zeros(2, 1)] * 4])
+@pytest.mark.parametrize("settings", [{}, {"greedy": True}, {"guidance": 0.0}], ids=str)
+def test_refined_stages_that_are_given_leave_later_ones_their_random_numbers(settings: dict[str, Any]) -> None:
+    prompt = tiny.prompts("star_refined", 2)
+    full = generated("star_refined", prompt, seed=torch.Generator().manual_seed(3), **settings)
+    again = generated("star_refined", prompt, seed=torch.Generator().manual_seed(3), given=full.codes[:3], **settings)
+    tiny.assert_close("star_refined", again, full)
+
+
+ZEROS = torch.zeros(2, 1, dtype=torch.long)
+NOT_CODES = {
+    "cells": [ZEROS.repeat(1, 2)],
+    "images": [ZEROS[:1]],
+    "trailing dimension": [ZEROS[..., None]],
+    "floats": [ZEROS.float()],
+    "complex": [ZEROS.to(torch.complex64)],
+    "too large": [ZEROS + 40],
+    "negative": [ZEROS - 1],
+    "not finite": [torch.full((2, 1, 40), torch.nan)],
+    "word": ["codes"],
+    "number": 5,
+    "nothing": None,
+    "all stages": [ZEROS] * 4,
+}
+
+
+@pytest.mark.parametrize("given", NOT_CODES.values(), ids=NOT_CODES)
 def test_given_codes_must_fit(given: Any) -> None:
-    with pytest.raises(SettingError, match="given codes are"):
+    with pytest.raises(SettingError, match="^given"):
         generated("var", [1, 2], seed=1, given=given)
+
+
+@pytest.mark.parametrize(("family", "codes"), [("flexvar", torch.zeros(2, 1, 40)), ("infinity", torch.zeros(2, 1, 6)), ("infinity", ZEROS)])
+def test_mixtures_and_bits_belong_to_their_families(family: str, codes: torch.Tensor) -> None:
+    with pytest.raises(SettingError, match=r"^given\[0\] must be an integer tensor"):
+        generated(family, tiny.prompts(family, 2), seed=1, given=[codes])
+
+
+@BY_FAMILY
+def test_given_codes_may_be_narrow(family: str) -> None:
+    prompt = tiny.prompts(family, 2)
+    codes = generated(family, prompt, seed=1, smooth=False).codes[:2]
+    narrow = [one.to(torch.uint8) for one in codes]
+    tiny.assert_same_bits(generated(family, prompt, seed=1, given=narrow), generated(family, prompt, seed=1, given=codes))
 
 
 def test_filtering_before_the_temperature() -> None:

@@ -19,13 +19,13 @@ from nextscale.accel import Method, SkipStages, StagePlan
 from nextscale.accel.method import Plans
 from nextscale.errors import NextscaleError, NonFiniteLogits, OutOfMemory, PromptError, SettingError, SizeError, UnknownModel
 from nextscale.generate import StageDone
-from nextscale.guidance import StageGuidance
+from nextscale.guidance import LARGEST_SCALE, ConstantGuidance, StageGuidance
 from nextscale.loading.presets import MODELS, model_spec
 from nextscale.models import NextScaleModel
 from nextscale.output import Output, Preview, mask_of
 from nextscale.pipeline import Pipeline
 from nextscale.planning.memory import reserved_bytes
-from nextscale.sampling import SharedRng
+from nextscale.sampling import LARGEST_TEMPERATURE, LEAST_TEMPERATURE, SharedRng
 from nextscale.schedules import InfinityBook
 from nextscale.stage import Schedule, Stage
 from nextscale.text import TextFeatures
@@ -643,6 +643,20 @@ def test_reports_become_plain_values() -> None:
     assert plain["stages"][2]["tokens"] == 9
     assert plain["seeds"] == [5, 6, 7]
     assert {"seconds", "sampling_seconds", "residual_seconds"} < plain["stages"][2].keys()
+
+
+@pytest.mark.parametrize("guidance", [1e300, -1e300, [1e300] * 9, ConstantGuidance(strength=1e300)], ids=str)
+def test_guidance_that_must_overflow_is_refused(guidance: Any) -> None:
+    with pytest.raises(SettingError, match="guidance scales must be numbers from -10000 to 10000"):
+        drawn("var", guidance=guidance)
+
+
+@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, LARGEST_TEMPERATURE])
+@pytest.mark.parametrize("filter_first", [False, True])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_extreme_settings_that_are_taken_do_not_overflow(family: str, temperature: float, filter_first: bool) -> None:
+    output = drawn(family, temperature=temperature, guidance=[LARGEST_SCALE] * 5, filter_first=filter_first)
+    assert output.pixels.isfinite().all()
 
 
 # --- logits that are not finite

@@ -473,6 +473,8 @@ def test_unknown_settings_are_named_with_the_known_ones() -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": (1.0, 0.0)}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
         ({"greedy": True, "smooth": True}, "smooth"),
         ({"top_k": (5, -1)}, "top_k"),
     ],

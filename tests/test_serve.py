@@ -236,6 +236,7 @@ def test_other_formats(server: Live, form: str, kind: str) -> None:
         ("negative_prompt", {"negative_prompt": "fog", "guidance_scale": 1}),
         ("negative_prompt", {"negative_prompt": "  "}),
         ("temperature", {"temperature": 0}),
+        ("temperature", {"temperature": 1e-300}),
         ("prompt", {"prompt": "   "}),
         ("prompt", {"prompt": "x" * 3000}),
         ("prompt", {"prompt": 7}),

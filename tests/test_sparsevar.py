@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -1480,3 +1481,28 @@ def test_a_canvas_shows_what_is_generated_so_far(family: str) -> None:
     assert len(shown) == len(tiny.schedule_of(family))
     assert all(torch.equal(ours, theirs) for ours, theirs in shown)
     assert torch.equal(shown[-1][0], output.pixels)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"keep": 0.3, "alpha": 2}, {"tau": 0.97}, {"metric": "logits", "keep": 0.5}, {"metric": "image", "tau": 0.97}], ids=str
+)
+@pytest.mark.parametrize("family", tiny.KINDS)
+def test_stages_that_are_given_are_observed(family: str, changes: dict[str, Any]) -> None:
+    stages = len(tiny.schedule_of(family))
+    method, prompts = SparseVAR(first_stage=stages - 1, blocks=0, **changes), tiny.prompts(family, 2)
+    generate = partial(tiny.shared_pipeline(family), prompts, seed=1, method=method, compute_mask=True)
+    full = generate()
+    assert full.compute_mask[-1].mean() < 1
+    for number in range(1, stages):
+        again = generate(given=full.codes[:number])
+        tiny.assert_close(family, again, full)
+        assert all(map(torch.equal, again.compute_mask, full.compute_mask))
+
+
+@pytest.mark.parametrize("changes", [{"keep": 0.3}, {"tau": 0.97}], ids=str)
+@pytest.mark.parametrize("family", tiny.KINDS)
+def test_a_reduced_stage_that_is_given_computes_all_its_cells(family: str, changes: dict[str, Any]) -> None:
+    pipeline, prompts, stages = tiny.shared_pipeline(family), tiny.prompts(family, 2), len(tiny.schedule_of(family))
+    method, codes = SparseVAR(first_stage=2, blocks=0, alpha=None, **changes), pipeline(prompts, seed=1).codes[: stages - 1]
+    masks = pipeline(prompts, seed=1, method=method, given=codes, compute_mask=True).compute_mask
+    assert all(mask.eq(1).all() for mask in masks[:-1]) and masks[-1].mean() < 1

@@ -39,6 +39,7 @@ class RunSetup:
     plans: Plans  # the request's forecast, with all methods that run together
     guided: bool = True  # unconditional rows run beside the conditional ones
     own_cache: bool = False  # one of the methods keeps keys and values its own way, which takes padded rows
+    given: int = 0  # first stages whose codes are given: all their cells are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class MethodRun:
 
     At each stage generation calls, in this order: `routing_inputs` and `route`, `count_tokens` and `set_counts` (where the method is
     `data_dependent`), `plan`, `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals
-    `restore_hidden`.
+    `restore_hidden`. At a stage whose codes are given `reduce` is not called, and `restore` only for methods that reduce stages.
     """
 
     def fork(self) -> MethodRun:

@@ -15,7 +15,7 @@ from ..canvas import Canvas
 from ..checkpoints import Layout
 from ..errors import SettingError, SizeError
 from ..guidance import GuidedRows
-from ..sampling import Refinement, Rng, Sampling, choose
+from ..sampling import Refinement, Rng, Sampling, choose, pass_noise
 from ..stage import Schedule, Stage, Tokens
 from .attention import temperature
 from .block_config import BlockConfig
@@ -188,6 +188,10 @@ class NextScaleModel(nn.Module):
         """Guided logits [B, N, V] of `tokens` to the sampled code numbers and to what goes on the canvas."""
         request = hidden.request
         return choose(logits, tokens, len(request.schedule), request.sampling, request.rng)
+
+    def pass_noise(self, stage: Stage, env: Env, request: ModelRequest) -> None:
+        """Draws and discards the random numbers that `choose` takes for all cells of a stage."""
+        pass_noise((request.batch, stage.cells, *self.logit_shape), request.sampling, request.rng, self.device)
 
     def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
         """Guidance scale of the residual; 1 is the conditional rows alone."""

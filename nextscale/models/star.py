@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError, SettingError
-from ..sampling import Refinement, Sampling, choose, sample_codes
+from ..sampling import Refinement, Sampling, choose, pass_noise, sample_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
+from .base import Hidden, ModelRequest, NextScaleModel, PromptInputs, check_levels, temperatures
 from .block_config import BlockConfig, TextAttentionConfig
 from .blocks import build_blocks, plain_norm
-from .env import Conditioning
+from .env import Conditioning, Env
 from .naming import SHARED_RULES, block_rules
 from .refiner import Refiner
 from .rope import PairRope, star_rotations
@@ -136,10 +136,11 @@ class Star(NextScaleModel):
 
     def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         request, sampling = hidden.request, hidden.request.sampling
-        if self.refiner is None or sampling.refine is None or tokens.stage.index < sampling.refine.first_stage:
+        if not self._refines(tokens.stage, sampling):
             if sampling.smooth:  # STAR mixes all codes, not only the likely ones
                 sampling = replace(sampling, top_k=0, top_p=0.0)
             return choose(logits, tokens, len(request.schedule), sampling, request.rng)
+        assert self.refiner is not None
         ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
         propagated = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # logits of a method, for tokens that were not run
         if propagated or (hidden.env.data_dependent and request.method_rng is not request.rng):
@@ -151,6 +152,20 @@ class Star(NextScaleModel):
             settled = hidden.tokens.move(ids + 1, tokens)
             ids = torch.where(settled > 0, settled - 1, sampled)
         return ids, ids
+
+    def pass_noise(self, stage: Stage, env: Env, request: ModelRequest) -> None:
+        refine, cells = request.sampling.refine, (request.batch, stage.cells)
+        if refine is None or not self._refines(stage, request.sampling):
+            return super().pass_noise(stage, env, request)
+        for turn in range(refine.at(stage)[0]):
+            pass_noise((*cells, *self.logit_shape), request.sampling, request.rng, self.device)
+            if turn < refine.random:
+                request.rng.uniform(cells, self.device)
+        if env.data_dependent and request.method_rng is not request.rng:
+            pass_noise((*cells, *self.logit_shape), request.sampling, request.method_rng, self.device)
+
+    def _refines(self, stage: Stage, sampling: Sampling) -> bool:
+        return self.refiner is not None and sampling.refine is not None and stage.index >= sampling.refine.first_stage
 
     def refinement_macs(self, refine: Refinement, stage: Stage, images: int, rows: int, num_tokens: int) -> int:
         if self.refiner is None or stage.index < refine.first_stage:

@@ -166,8 +166,8 @@ class SparseRun(MethodRun):
         metric = self.settings.metric
         if metric == "image" and stage.index >= self.first - 1:
             before, self.image = self.image, canvas.decode()
-            return None if before is None else image_change(before, self.image, stage.size)
-        if stage.index < self.first:
+            return None if before is None or stage.index < self.setup.given else image_change(before, self.image, stage.size)
+        if stage.index < max(self.first, self.setup.given):
             return None
         if metric == "logits":
             return None if self.logits is None else -neighbour_similarity(self.logits.at(stage.size, self.settings.resize), stage.size)
