@@ -23,9 +23,9 @@ from ..stage import Schedule
 from .catalogue import Catalogue, Served, fitting, parsed_method
 from .compare import Comparer
 from .errors import ApiError, as_api_error
-from .generations import generate, read_body
+from .generations import generate
 from .metrics import GENERATIONS
-from .schema import MOST_PARTIALS, Comparison, ImageRequest, openapi_body
+from .schema import MOST_PARTIALS, ImageRequest, openapi_body
 from .security import COMPARE_PATH, OPEN_FOLDER, Gate, content_security
 from .service import Service
 
@@ -35,7 +35,7 @@ STUDIO = Path(__file__).parent / "studio"
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="nextscale", version="1", docs_url=None, redoc_url=None)
     metrics, settings = service.metrics, service.settings
-    comparer = Comparer(settings.limits.pixels)
+    comparer = Comparer(settings.limits)
     page = (STUDIO / "index.html").read_text(encoding="utf-8")
     policy = content_security({"inline": digest_of_inline_script(page)})
 
@@ -86,8 +86,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post(COMPARE_PATH, include_in_schema=False)
     async def compare(request: Request) -> dict[str, Any]:
-        pair = await read_body(request, Comparison, settings.limits.read_seconds)
-        return await run_in_threadpool(comparer.compare, pair)
+        return await comparer.answer(request)
 
     app.mount(OPEN_FOLDER.rstrip("/"), StaticFiles(directory=STUDIO), name="studio")
     app.add_exception_handler(HTTPException, http_error)
