@@ -64,10 +64,12 @@ def create_app(service: Service) -> FastAPI:
             raise ApiError(404, f"no model {name[:80]!r} is served", param="model", code="model_not_found")
         return model_card(service, name)
 
+    @app.head("/livez", include_in_schema=False)
     @app.get("/livez")
     async def livez() -> JSONResponse:
         return JSONResponse({"state": service.state}, 503 if service.state == "failed" else 200)
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         return JSONResponse({"state": service.state}, 200 if service.state == "ready" else 503)
@@ -76,6 +78,7 @@ def create_app(service: Service) -> FastAPI:
     async def read_metrics() -> Response:
         return Response(await run_in_threadpool(metrics.text), media_type="text/plain; version=0.0.4")
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def studio() -> HTMLResponse:
         return HTMLResponse(page, headers={"content-security-policy": policy})
