@@ -111,6 +111,13 @@ def test_prompts_are_logged_only_where_asked(asked: bool, caplog: pytest.LogCapt
     assert ("private" in caplog.text) == asked
 
 
+def test_a_path_cannot_forge_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="nextscale"), live({"tiny": shared_pipeline("infinity")}) as server:
+        server.ask("/x%0d%0aERROR%20forged%1b%5b2J%e2%80%a8")
+    (line,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert line.isprintable() and r"'/x\r\nERROR forged\x1b[2J\u2028'" in line
+
+
 def test_limits_are_those_of_the_settings() -> None:
     limits = Limits(prompt_chars=10, images=2, pixels=100, body_bytes=200)
     with live({"tiny": shared_pipeline("infinity")}, limits=limits) as server:  # 8 x 6 pixels

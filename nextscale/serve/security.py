@@ -86,7 +86,7 @@ class Gate:
             await as_api_error(error).response(scope, receive, answer)
         finally:
             seconds = time.monotonic() - begun
-            log.info("%s %s %s %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
+            log.info("%s %s %r %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
             self._watcher.request_ended(scope["path"], status, seconds)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
