@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 from PIL import Image
 from starlette.datastructures import URL
 
-from nextscale.errors import NextscaleError, SettingError
+from nextscale.errors import DeadlinePassed, NextscaleError, OutOfMemory, SettingError
+from nextscale.serve import compare
 from nextscale.serve.security import Keys, host_of
 from nextscale.serve.service import Warmup
 from nextscale.serve.settings import Limits, ServeSettings, parse_aliases, read_api_keys
 
-from .serving import PATH, live
+from .serving import PATH, Steered, live, wait_until
 from .tiny import shared_pipeline
 
 KEYS = ("first-key-0123456789", "second-key-0123456789")
@@ -90,6 +92,45 @@ def test_pages_elsewhere_may_call_only_where_that_is_set() -> None:
         assert server.ask(PATH, headers=asks, method="OPTIONS").headers["access-control-allow-origin"] == "https://page.example"
         other = server.ask(PATH, headers={**asks, "origin": "https://other.example"}, method="OPTIONS")
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_refusals_have_cors_headers_and_one_line_of_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin, pipe = {"origin": "https://page.example"}, Steered(shared_pipeline("infinity"))
+    own = origin | {"authorization": f"Bearer {KEYS[0]}"}
+    monkeypatch.setattr(compare, "MOST_AT_ONCE", 0)
+    caplog.set_level(logging.INFO, logger="nextscale.serve.security")
+
+    def lines() -> list[tuple[str, bool]]:
+        """Level, and whether there is a traceback."""
+        return [(one.levelname, one.exc_info is not None) for one in caplog.records if one.name == "nextscale.serve.security"]
+
+    with live({"tiny": pipe}, cors_origins=("https://page.example",), api_keys=KEYS) as server:
+        answers = [
+            server.ask(PATH, {"prompt": "a fox", "quality": "high"}, own),
+            server.ask("/v1/models", headers=origin),
+            server.ask(PATH, {"prompt": "a fox", "model": "x"}, own),
+            server.ask(PATH, headers=own),
+            server.ask(PATH, b"x" * 70_000, own),
+            server.ask("/v1/models", headers=own | {"host": "evil.example"}),
+            server.ask("/studio/compare", {"a": "x", "b": "x"}, own),
+        ]
+        pipe.fails = lambda prompts: OutOfMemory("0.10 GiB are free")
+        answers.append(server.ask(PATH, {"prompt": "a fox"}, own))
+        pipe.fails = lambda prompts: DeadlinePassed("too late")
+        answers.append(server.ask(PATH, {"prompt": "a fox"}, own))
+        assert [answer.status for answer in answers] == [400, 401, 404, 405, 413, 421, 429, 503, 504]
+        with socket.create_connection(("127.0.0.1", server.port)) as leaving:
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n"
+            leaving.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        wait_until(lambda: " 499 " in caplog.text)  # logged when the answer is sent
+        assert lines() == [("INFO", False)] * (len(answers) + 1)
+        caplog.clear()
+        pipe.fails = lambda prompts: KeyError("a fault of ours")
+        answers.append(server.ask(PATH, {"prompt": "a fox"}, own))
+        wait_until(lambda: lines() == [("ERROR", True), ("INFO", False)])
+        assert answers[-1].status == 500
+    assert all(answer.headers["access-control-allow-origin"] == "https://page.example" for answer in answers)
+    assert all("retry-after" in answer.headers["access-control-expose-headers"] for answer in answers)
 
 
 def test_the_page_may_load_only_its_own_files() -> None:

@@ -22,7 +22,7 @@ from ..lab.evals.methods import standard
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, fitting, parsed_method
 from .compare import Comparer
-from .errors import ApiError, as_api_error
+from .errors import ApiError
 from .generations import generate
 from .metrics import GENERATIONS
 from .schema import MOST_PARTIALS, ImageRequest, openapi_body
@@ -39,15 +39,15 @@ def create_app(service: Service) -> FastAPI:
     page = (STUDIO / "index.html").read_text(encoding="utf-8")
     policy = content_security({"inline": digest_of_inline_script(page)})
 
-    if settings.cors_origins:
+    app.add_middleware(Gate, settings=settings, watcher=metrics)
+    if settings.cors_origins:  # outside of the gate, so that pages can read its refusals too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
         )
-    app.add_middleware(Gate, settings=settings, watcher=metrics)
 
     @app.post(GENERATIONS, openapi_extra=openapi_body(ImageRequest))
     async def generations(request: Request) -> Response:
@@ -93,8 +93,6 @@ def create_app(service: Service) -> FastAPI:
 
     app.mount(OPEN_FOLDER.rstrip("/"), StaticFiles(directory=STUDIO), name="studio")
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, any_error)
-    app.add_exception_handler(ApiError, any_error)
     return app
 
 
@@ -103,10 +101,6 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers).response
-
-
-async def any_error(request: Request, error: Exception) -> Response:
-    return as_api_error(error).response
 
 
 def model_names(service: Service) -> list[str]:
