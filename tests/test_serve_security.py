@@ -15,9 +15,9 @@ from starlette.datastructures import URL
 
 from nextscale.errors import DeadlinePassed, NextscaleError, OutOfMemory, SettingError
 from nextscale.serve import compare
-from nextscale.serve.security import Keys, host_of
+from nextscale.serve.security import Keys
 from nextscale.serve.service import Warmup
-from nextscale.serve.settings import Limits, ServeSettings, parse_aliases, read_api_keys
+from nextscale.serve.settings import Limits, ServeSettings, host_of, parse_aliases, read_api_keys
 
 from .serving import PATH, Steered, live, wait_until
 from .tiny import shared_pipeline
@@ -76,12 +76,17 @@ def test_files_without_keys_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_on_the_loopback_answers_to_no_other_name() -> None:
-    with live({"tiny": shared_pipeline("infinity")}, allowed_hosts=("studio.example",)) as server:
-        assert server.ask("/livez", headers={"host": "evil.example"}).status == 421
-        assert server.ask("/livez", headers={"host": f"localhost:{server.port}"}).status == 200
-        assert server.ask("/livez", headers={"host": "Studio.example"}).status == 200
+    with live({"tiny": shared_pipeline("infinity")}, allowed_hosts=("Studio.example.", "[FE80::1]")) as server:
+        for host in ("evil.example", "studio.example.evil", "studio", ""):
+            assert server.ask("/livez", headers={"host": host}).status == 421, host
+        for host in (f"localhost:{server.port}", "localhost.", "127.0.0.1:", "studio.EXAMPLE.:80", "[fe80::1]:80", "[::1]"):
+            assert server.ask("/livez", headers={"host": host}).status == 200, host
+    assert ServeSettings(host="LOCALHOST").loopback and ServeSettings(host="localhost.").host_names
+    for wrong in ("studio.example:8443", "https://studio.example", "*.example", "fe80::1", "bücher.example", ""):
+        with pytest.raises(SettingError, match="allowed host"):
+            ServeSettings(allowed_hosts=(wrong,))
     assert ServeSettings(host="0.0.0.0").host_names is None and ServeSettings(host="::1").loopback
-    assert host_of("[::1]:8000") == "[::1]" and host_of("[::1]") == "[::1]" and host_of("a.b") == "a.b"
+    assert host_of("[::1]:8000") == "[::1]" and host_of("[::1]") == "[::1]" and host_of("::1") == "::1"
 
 
 def test_pages_elsewhere_may_call_only_where_that_is_set() -> None:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, as_api_error
-from .settings import ServeSettings
+from .settings import ServeSettings, host_of
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +123,6 @@ class Gate:
             return message
 
         return counted
-
-
-def host_of(header: str) -> str:
-    """The name without the port."""
-    name, colon, port = header.rpartition(":")
-    return (name if colon and port.isdecimal() else header).lower()
 
 
 def content_security(page: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from ..errors import NextscaleError, SettingError
 
 SHORTEST_KEY = 16  # characters
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class ServeSettings:
             seconds = getattr(self, name)
             if not is_number(seconds) or not 0 < seconds < float("inf"):
                 raise SettingError(f"{name} {seconds!r}: give a number of seconds above 0")
+        for name in self.allowed_hosts:
+            if not HOST.fullmatch(name):
+                raise SettingError(f"allowed host {name!r}: give a name without a port or wildcard, such as studio.example or [fe80::1]")
         for key in self.api_keys:
             if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
                 raise SettingError(
@@ -66,7 +71,7 @@ class ServeSettings:
     @property
     def loopback(self) -> bool:
         """Whether only this machine reaches the server."""
-        if self.host in LOOPBACK_NAMES:
+        if host_of(self.host) in LOOPBACK_NAMES:
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -76,7 +81,13 @@ class ServeSettings:
     @property
     def host_names(self) -> tuple[str, ...] | None:
         """Names that a request may address the server by; None: any. A page elsewhere cannot pretend to be a server on the loopback."""
-        return (*LOOPBACK_NAMES, self.host, *self.allowed_hosts) if self.loopback or self.allowed_hosts else None
+        return (*LOOPBACK_NAMES, *map(host_of, (self.host, *self.allowed_hosts))) if self.loopback or self.allowed_hosts else None
+
+
+def host_of(header: str) -> str:
+    """Returns the name in a Host header as names are compared: in lower case, without the port and the final dot."""
+    # (?<!:) since ::1 without brackets is an address without a port
+    return re.sub(r"(?<!:):[0-9]*$", "", header).lower().removesuffix(".")
 
 
 def read_api_keys(file: Path) -> tuple[str, ...]:
