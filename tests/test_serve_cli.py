@@ -71,6 +71,9 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
         ("--api-key-file nowhere", "cannot be read"),
         ("-m nano -m infinity-2b --weights x", "files of one model"),
         ("--port 99999", "65535"),
+        ("--batch-delay-ms 60000", "batch_delay 60.0"),
+        ("--cors-origin https://a.example/", "CORS origin"),
+        ("--allow-host a.example:8443", "allowed host"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(started: list[tuple[Content, ServeSettings]], words: str, message: str) -> None:

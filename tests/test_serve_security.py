@@ -30,6 +30,8 @@ def test_only_keys_of_the_file_are_let_in(tmp_path: Path) -> None:
     file.write_text(f"# of the team\n{KEYS[0]}\n\n  {KEYS[1]}\n")
     keys = read_api_keys(file)
     assert keys == KEYS
+    file.write_text(KEYS[0], encoding="utf-8-sig")  # as editors on Windows write it
+    assert read_api_keys(file) == KEYS[:1]
     with live({"tiny": shared_pipeline("infinity")}, api_keys=keys) as server:
         for key in KEYS:
             assert server.ask("/v1/models", headers={"authorization": f"Bearer {key}"}).status == 200
@@ -138,6 +140,21 @@ def test_refusals_have_cors_headers_and_one_line_of_the_log(caplog: pytest.LogCa
     assert all("retry-after" in answer.headers["access-control-expose-headers"] for answer in answers)
 
 
+def test_origins_that_no_browser_sends_are_refused() -> None:
+    ServeSettings(cors_origins=("*", "null", "https://a.example", "http://localhost:3000", "http://[::1]:443", "chrome-extension://abc"))
+    for wrong in (
+        "https://a.example/",
+        "https://A.example",
+        "a.example",
+        "https://a.example:443",
+        "http://[::1]:80",
+        "https://*.example",
+        "",
+    ):
+        with pytest.raises(SettingError, match="CORS origin"):
+            ServeSettings(cors_origins=(wrong,))
+
+
 def test_the_page_may_load_only_its_own_files() -> None:
     with live({"tiny": shared_pipeline("infinity")}) as server:
         page = server.ask("/")
@@ -204,6 +221,6 @@ def test_settings_and_words_of_the_command_line() -> None:
     for alias in ("nano=nano", "x=y", "=nano", "x"):
         with pytest.raises(SettingError, match="alias"):
             parse_aliases([alias], ("nano",))
-    for field, value in (("port", 70000), ("request_timeout", 0), ("shutdown_timeout", float("inf"))):
+    for field, value in (("port", 70000), ("request_timeout", 0), ("shutdown_timeout", float("inf")), ("max_batch", 0), ("max_queue", 0.5)):
         with pytest.raises(SettingError, match=field):
             ServeSettings(**{field: value})  # type: ignore[arg-type]
