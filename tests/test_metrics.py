@@ -13,6 +13,7 @@ from PIL import Image
 
 from nextscale.errors import CheckpointError, SettingError
 from nextscale.io import from_pil
+from nextscale.lab.metrics import pixels
 from nextscale.lab.metrics.efficientnet import EfficientNetLite0, central_crop
 from nextscale.lab.metrics.frechet import Directions, frechet_distance
 from nextscale.lab.metrics.pixels import psnr, ssim
@@ -59,7 +60,19 @@ def test_ssim_is_what_the_formula_says_window_by_window() -> None:
     assert ssim(a, b).item() == pytest.approx(np.mean(found), abs=1e-5)
 
 
+def test_ssim_of_large_images_goes_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = noise(2, 3, 40, 30, seed=1), noise(2, 3, 40, 30, seed=2)
+    whole, rows = ssim(a, b), list[int]()
+    blurred = pixels._blurred
+    monkeypatch.setattr(pixels, "_blurred", lambda maps: rows.append(maps.shape[2]) or blurred(maps))
+    monkeypatch.setattr(pixels, "STRIP", 2 * 30 * 7)
+    assert ssim(a, b).tolist() == pytest.approx(whole.tolist(), abs=1e-6)
+    assert rows == [17, 17, 17, 17, 12], "windows of 7 rows, the last strip has 2"
+
+
 def test_images_that_cannot_be_compared_are_refused() -> None:
+    with pytest.raises(SettingError, match="same size"):
+        ssim(noise(1, 3, 12, 12), noise(1, 3, 13, 12))
     with pytest.raises(SettingError, match="same size"):
         psnr(noise(1, 3, 8, 8), noise(1, 3, 8, 9))
     with pytest.raises(SettingError, match="11 x 11"):

@@ -294,6 +294,13 @@ def test_health_metrics_and_description(server: Live) -> None:
     assert {"prompt", "seed", "stop_after_stage", "masks"} <= set(described["properties"])
 
 
+def test_health_and_the_page_answer_head(server: Live) -> None:
+    for path in ("/livez", "/readyz", "/"):
+        answer, got = server.ask(path, method="HEAD"), server.ask(path)
+        assert (answer.status, answer.body, answer.headers["content-length"]) == (200, b"", got.headers["content-length"]), path
+    assert set(server.ask("/openapi.json").json["paths"]["/livez"]) == {"get"}
+
+
 def test_tokens_that_methods_save_are_counted(server: Live) -> None:
     def saved() -> float:
         return server.service.metrics.tokens_saved.labels("tiny")._value.get()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from nextscale.cli import app
 from nextscale.serve import run as serving
 from nextscale.serve.service import Content, Warmup
 from nextscale.serve.settings import ServeSettings
+
+from .conftest import PROJECT
+from .serving import live
+from .tiny import shared_pipeline
 
 
 @pytest.fixture
@@ -71,6 +77,9 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
         ("--api-key-file nowhere", "cannot be read"),
         ("-m nano -m infinity-2b --weights x", "files of one model"),
         ("--port 99999", "65535"),
+        ("--batch-delay-ms 60000", "batch_delay 60.0"),
+        ("--cors-origin https://a.example/", "CORS origin"),
+        ("--allow-host a.example:8443", "allowed host"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(started: list[tuple[Content, ServeSettings]], words: str, message: str) -> None:
@@ -82,3 +91,31 @@ def test_a_missing_extra_is_named(started: list[tuple[Content, ServeSettings]], 
     monkeypatch.setitem(sys.modules, "fastapi", None)
     result = invoke()
     assert result.exit_code == 2 and "pip install 'nextscale[serve]'" in result.output
+
+
+def dockerfile(instruction: str) -> str:
+    """What follows the last instruction of that name, as one line."""
+    lines = (PROJECT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "").splitlines()
+    return next(line.partition(" ")[2] for line in reversed(lines) if line.startswith(f"{instruction} "))
+
+
+def test_a_container_needs_keys(started: list[tuple[Content, ServeSettings]], tmp_path: Path) -> None:
+    program, command, *words = json.loads(dockerfile("ENTRYPOINT"))
+    assert (program, command) == ("nextscale", "serve")
+    result = invoke(*words)
+    assert result.exit_code == 2 and "/models/keys cannot be read" in " ".join(result.output.split()) and not started
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+    assert invoke(*words, "--api-key-file", str(keys), "--port", "9000").exit_code == 0
+    assert not started[0][1].loopback and started[0][1].api_keys == ("0123456789abcdef",)
+
+
+@pytest.mark.parametrize("option", ["--port\0{port}", "--port={port}", "--port\x009\0--port\0{port}"])
+def test_a_container_checks_the_port_that_it_serves(option: str, tmp_path: Path) -> None:
+    file = tmp_path / "cmdline"
+    check = dockerfile("HEALTHCHECK").partition(" CMD ")[2].replace("/proc/1/cmdline", str(file)).replace("python3", sys.executable)
+    with live({"tiny": shared_pipeline("infinity")}) as server:
+        file.write_text(f"nextscale\0serve\0{option.format(port=server.port)}\0--device\0cpu\0")
+        subprocess.run(["sh", "-c", check], check=True)
+    with pytest.raises(subprocess.CalledProcessError):
+        subprocess.run(["sh", "-c", check], check=True, stderr=subprocess.DEVNULL)

@@ -6,18 +6,22 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 from nextscale.errors import CheckpointError, OutOfMemory
+from nextscale.serve import compare, generations, run
 from nextscale.serve.run import serve
 from nextscale.serve.service import Content
 from nextscale.serve.settings import ServeSettings
@@ -104,6 +108,72 @@ def test_somebody_who_leaves_the_openai_client_in_a_stream(server: Live, pipe: S
     pipe.go.set()
     settled(server)
     assert pipe.stages == [0, 1, 2]
+
+
+def test_comparisons_come_one_by_one_and_stop_when_the_client_leaves(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, decoded, read, left = Event(), list[str](), list[Any](), list[Any]()
+
+    def decode(text: str, param: str, most_pixels: int) -> Any:
+        decoded.append(f"{text} {current_thread().name}")
+        assert go.wait(SECONDS)
+        return torch.zeros(1, 3, 8, 8)
+
+    async def gone(request: Any) -> None:
+        read.append(request)
+        await generations.gone(request)
+        left.append(request)
+
+    monkeypatch.setattr(compare, "decoded_png", decode)
+    monkeypatch.setattr(compare, "gone", gone)
+    path, connections = "/studio/compare", []
+    for number in range(compare.MOST_AT_ONCE):
+        connections.append(http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS))
+        body = json.dumps({"a": f"{number} a", "b": f"{number} b"})
+        connections[-1].request("POST", path, body, {"content-type": "application/json"})
+        wait_until(lambda: len(read) == len(connections))
+    refused = server.ask(path, {"a": "x", "b": "x"})
+    assert refused.status == 429 and refused.error["code"] == "queue_full" and int(refused.headers["retry-after"]) >= 1
+    assert [server.ask(other).status for other in ("/livez", "/metrics")] == [200, 200]
+    connections[0].close()  # while the first picture is decoded
+    connections[1].close()  # while it waits
+    wait_until(lambda: len(left) == 2)
+    go.set()
+    assert [connection.getresponse().status for connection in connections[2:]] == [200, 200]
+    thread = "nextscale-compare_0"
+    assert decoded == [f"{picture} {thread}" for picture in ("0 a", "2 a", "2 b", "3 a", "3 b")]
+    assert server.ask(path, {"a": "x", "b": "x"}).status == 200
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the server has ended the connection. What it has sent is thrown away."""
+    with suppress(BlockingIOError):
+        while received := connection.recv(1 << 16, socket.MSG_DONTWAIT):
+            assert received.startswith(b"HTTP/1.1 200")
+        return True
+    return False
+
+
+def test_connections_that_ask_nothing_are_closed_beyond_a_number(server: Live, pipe: Steered) -> None:
+    pipe.hold_after(0)
+    busy = begin(server)
+    assert pipe.holding.wait(SECONDS)
+    with ExitStack() as stack:
+
+        def opened(*parts: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for part in parts:
+                connection.sendall(part)
+            return connection
+
+        asked = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        first = [opened(), opened(asked), opened(asked, asked[:9]), opened(asked[:9])]
+        wait_until(lambda: len(server.server._idle) >= len(first))
+        second = [opened() for _ in range(run.MOST_IDLE)]
+        wait_until(lambda: all(map(closed, first)))
+        assert not any(map(closed, second))
+        assert server.ask("/livez").status == 200
+        pipe.go.set()
+        assert busy.getresponse().status == 200
 
 
 # --- failing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 from PIL import Image
 from starlette.datastructures import URL
 
-from nextscale.errors import NextscaleError, SettingError
-from nextscale.serve.security import Keys, host_of
+from nextscale.errors import DeadlinePassed, NextscaleError, OutOfMemory, SettingError
+from nextscale.serve import compare
+from nextscale.serve.security import Keys
 from nextscale.serve.service import Warmup
-from nextscale.serve.settings import Limits, ServeSettings, parse_aliases, read_api_keys
+from nextscale.serve.settings import Limits, ServeSettings, host_of, parse_aliases, read_api_keys
 
-from .serving import PATH, live
+from .serving import PATH, Steered, live, wait_until
 from .tiny import shared_pipeline
 
 KEYS = ("first-key-0123456789", "second-key-0123456789")
@@ -28,6 +30,8 @@ def test_only_keys_of_the_file_are_let_in(tmp_path: Path) -> None:
     file.write_text(f"# of the team\n{KEYS[0]}\n\n  {KEYS[1]}\n")
     keys = read_api_keys(file)
     assert keys == KEYS
+    file.write_text(KEYS[0], encoding="utf-8-sig")  # as editors on Windows write it
+    assert read_api_keys(file) == KEYS[:1]
     with live({"tiny": shared_pipeline("infinity")}, api_keys=keys) as server:
         for key in KEYS:
             assert server.ask("/v1/models", headers={"authorization": f"Bearer {key}"}).status == 200
@@ -74,12 +78,17 @@ def test_files_without_keys_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_on_the_loopback_answers_to_no_other_name() -> None:
-    with live({"tiny": shared_pipeline("infinity")}, allowed_hosts=("studio.example",)) as server:
-        assert server.ask("/livez", headers={"host": "evil.example"}).status == 421
-        assert server.ask("/livez", headers={"host": f"localhost:{server.port}"}).status == 200
-        assert server.ask("/livez", headers={"host": "Studio.example"}).status == 200
+    with live({"tiny": shared_pipeline("infinity")}, allowed_hosts=("Studio.example.", "[FE80::1]")) as server:
+        for host in ("evil.example", "studio.example.evil", "studio", ""):
+            assert server.ask("/livez", headers={"host": host}).status == 421, host
+        for host in (f"localhost:{server.port}", "localhost.", "127.0.0.1:", "studio.EXAMPLE.:80", "[fe80::1]:80", "[::1]"):
+            assert server.ask("/livez", headers={"host": host}).status == 200, host
+    assert ServeSettings(host="LOCALHOST").loopback and ServeSettings(host="localhost.").host_names
+    for wrong in ("studio.example:8443", "https://studio.example", "*.example", "fe80::1", "bücher.example", ""):
+        with pytest.raises(SettingError, match="allowed host"):
+            ServeSettings(allowed_hosts=(wrong,))
     assert ServeSettings(host="0.0.0.0").host_names is None and ServeSettings(host="::1").loopback
-    assert host_of("[::1]:8000") == "[::1]" and host_of("[::1]") == "[::1]" and host_of("a.b") == "a.b"
+    assert host_of("[::1]:8000") == "[::1]" and host_of("[::1]") == "[::1]" and host_of("::1") == "::1"
 
 
 def test_pages_elsewhere_may_call_only_where_that_is_set() -> None:
@@ -90,6 +99,60 @@ def test_pages_elsewhere_may_call_only_where_that_is_set() -> None:
         assert server.ask(PATH, headers=asks, method="OPTIONS").headers["access-control-allow-origin"] == "https://page.example"
         other = server.ask(PATH, headers={**asks, "origin": "https://other.example"}, method="OPTIONS")
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_refusals_have_cors_headers_and_one_line_of_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin, pipe = {"origin": "https://page.example"}, Steered(shared_pipeline("infinity"))
+    own = origin | {"authorization": f"Bearer {KEYS[0]}"}
+    monkeypatch.setattr(compare, "MOST_AT_ONCE", 0)
+    caplog.set_level(logging.INFO, logger="nextscale.serve.security")
+
+    def lines() -> list[tuple[str, bool]]:
+        """Level, and whether there is a traceback."""
+        return [(one.levelname, one.exc_info is not None) for one in caplog.records if one.name == "nextscale.serve.security"]
+
+    with live({"tiny": pipe}, cors_origins=("https://page.example",), api_keys=KEYS) as server:
+        answers = [
+            server.ask(PATH, {"prompt": "a fox", "quality": "high"}, own),
+            server.ask("/v1/models", headers=origin),
+            server.ask(PATH, {"prompt": "a fox", "model": "x"}, own),
+            server.ask(PATH, headers=own),
+            server.ask(PATH, b"x" * 70_000, own),
+            server.ask("/v1/models", headers=own | {"host": "evil.example"}),
+            server.ask("/studio/compare", {"a": "x", "b": "x"}, own),
+        ]
+        pipe.fails = lambda prompts: OutOfMemory("0.10 GiB are free")
+        answers.append(server.ask(PATH, {"prompt": "a fox"}, own))
+        pipe.fails = lambda prompts: DeadlinePassed("too late")
+        answers.append(server.ask(PATH, {"prompt": "a fox"}, own))
+        assert [answer.status for answer in answers] == [400, 401, 404, 405, 413, 421, 429, 503, 504]
+        with socket.create_connection(("127.0.0.1", server.port)) as leaving:
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n"
+            leaving.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        wait_until(lambda: " 499 " in caplog.text)  # logged when the answer is sent
+        assert lines() == [("INFO", False)] * (len(answers) + 1)
+        caplog.clear()
+        pipe.fails = lambda prompts: KeyError("a fault of ours")
+        answers.append(server.ask(PATH, {"prompt": "a fox"}, own))
+        wait_until(lambda: lines() == [("ERROR", True), ("INFO", False)])
+        assert answers[-1].status == 500
+    assert all(answer.headers["access-control-allow-origin"] == "https://page.example" for answer in answers)
+    assert all("retry-after" in answer.headers["access-control-expose-headers"] for answer in answers)
+
+
+def test_origins_that_no_browser_sends_are_refused() -> None:
+    ServeSettings(cors_origins=("*", "null", "https://a.example", "http://localhost:3000", "http://[::1]:443", "chrome-extension://abc"))
+    for wrong in (
+        "https://a.example/",
+        "https://A.example",
+        "a.example",
+        "https://a.example:443",
+        "http://[::1]:80",
+        "https://*.example",
+        "",
+    ):
+        with pytest.raises(SettingError, match="CORS origin"):
+            ServeSettings(cors_origins=(wrong,))
 
 
 def test_the_page_may_load_only_its_own_files() -> None:
@@ -109,6 +172,13 @@ def test_prompts_are_logged_only_where_asked(asked: bool, caplog: pytest.LogCapt
         server.generate(prompt="a private matter" * 300)
     assert answer.headers["x-request-id"] in caplog.text
     assert ("private" in caplog.text) == asked
+
+
+def test_a_path_cannot_forge_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="nextscale"), live({"tiny": shared_pipeline("infinity")}) as server:
+        server.ask("/x%0d%0aERROR%20forged%1b%5b2J%e2%80%a8")
+    (line,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert line.isprintable() and r"'/x\r\nERROR forged\x1b[2J\u2028'" in line
 
 
 def test_limits_are_those_of_the_settings() -> None:
@@ -151,6 +221,6 @@ def test_settings_and_words_of_the_command_line() -> None:
     for alias in ("nano=nano", "x=y", "=nano", "x"):
         with pytest.raises(SettingError, match="alias"):
             parse_aliases([alias], ("nano",))
-    for field, value in (("port", 70000), ("request_timeout", 0), ("shutdown_timeout", float("inf"))):
+    for field, value in (("port", 70000), ("request_timeout", 0), ("shutdown_timeout", float("inf")), ("max_batch", 0), ("max_queue", 0.5)):
         with pytest.raises(SettingError, match=field):
             ServeSettings(**{field: value})  # type: ignore[arg-type]

@@ -22,10 +22,10 @@ from ..lab.evals.methods import standard
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, fitting, parsed_method
 from .compare import Comparer
-from .errors import ApiError, as_api_error
-from .generations import generate, read_body
+from .errors import ApiError
+from .generations import generate
 from .metrics import GENERATIONS
-from .schema import MOST_PARTIALS, Comparison, ImageRequest, openapi_body
+from .schema import MOST_PARTIALS, ImageRequest, openapi_body
 from .security import COMPARE_PATH, OPEN_FOLDER, Gate, content_security
 from .service import Service
 
@@ -35,19 +35,19 @@ STUDIO = Path(__file__).parent / "studio"
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="nextscale", version="1", docs_url=None, redoc_url=None)
     metrics, settings = service.metrics, service.settings
-    comparer = Comparer(settings.limits.pixels)
+    comparer = Comparer(settings.limits)
     page = (STUDIO / "index.html").read_text(encoding="utf-8")
     policy = content_security({"inline": digest_of_inline_script(page)})
 
-    if settings.cors_origins:
+    app.add_middleware(Gate, settings=settings, watcher=metrics)
+    if settings.cors_origins:  # outside of the gate, so that pages can read its refusals too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
         )
-    app.add_middleware(Gate, settings=settings, watcher=metrics)
 
     @app.post(GENERATIONS, openapi_extra=openapi_body(ImageRequest))
     async def generations(request: Request) -> Response:
@@ -64,10 +64,12 @@ def create_app(service: Service) -> FastAPI:
             raise ApiError(404, f"no model {name[:80]!r} is served", param="model", code="model_not_found")
         return model_card(service, name)
 
+    @app.head("/livez", include_in_schema=False)
     @app.get("/livez")
     async def livez() -> JSONResponse:
         return JSONResponse({"state": service.state}, 503 if service.state == "failed" else 200)
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz")
     async def readyz() -> JSONResponse:
         return JSONResponse({"state": service.state}, 200 if service.state == "ready" else 503)
@@ -76,6 +78,7 @@ def create_app(service: Service) -> FastAPI:
     async def read_metrics() -> Response:
         return Response(await run_in_threadpool(metrics.text), media_type="text/plain; version=0.0.4")
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def studio() -> HTMLResponse:
         return HTMLResponse(page, headers={"content-security-policy": policy})
@@ -86,13 +89,10 @@ def create_app(service: Service) -> FastAPI:
 
     @app.post(COMPARE_PATH, include_in_schema=False)
     async def compare(request: Request) -> dict[str, Any]:
-        pair = await read_body(request, Comparison, settings.limits.read_seconds)
-        return await run_in_threadpool(comparer.compare, pair)
+        return await comparer.answer(request)
 
     app.mount(OPEN_FOLDER.rstrip("/"), StaticFiles(directory=STUDIO), name="studio")
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, any_error)
-    app.add_exception_handler(ApiError, any_error)
     return app
 
 
@@ -101,10 +101,6 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers).response
-
-
-async def any_error(request: Request, error: Exception) -> Response:
-    return as_api_error(error).response
 
 
 def model_names(service: Service) -> list[str]:

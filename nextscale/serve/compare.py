@@ -2,44 +2,81 @@
 
 from __future__ import annotations
 
-from threading import Lock
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import torch
+from starlette.requests import Request
+from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, JobCancelled, Overloaded
 from ..lab.metrics import Lpips
 from ..lab.metrics.lpips import SMALLEST_SIDE
 from ..lab.metrics.pixels import WINDOW, psnr, ssim
 from .errors import refused
+from .generations import gone, read_body
 from .pictures import decoded_png
 from .schema import Comparison
+from .settings import Limits
 
 LEAST_DECIBELS_EQUAL = 99.0  # what is answered for equal pictures, whose PSNR is infinite
+MOST_AT_ONCE = 4  # comparisons that run or wait: each holds the files of its pictures, and the one that runs their pixels too
+AGAIN_SECONDS = 2.0  # after which a client that is refused asks again
 
 
 class Comparer:
-    """Opens the network at the first comparison. It runs on the CPU: the GPU belongs to the workers."""
+    """Compares one pair after another, in a thread of its own. The network runs on the CPU: the GPU belongs to the workers."""
 
-    def __init__(self, most_pixels: int) -> None:
-        self._most_pixels = most_pixels
-        self._lock = Lock()
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._thread = ThreadPoolExecutor(1, "nextscale-compare")
+        self._open = 0  # requests
         self._lpips: Lpips | None = None
         self._missing: str | None = None
 
+    async def answer(self, request: Request) -> dict[str, Any]:
+        """Reads two pictures and compares them. Raises Overloaded if too many requests wait, JobCancelled if the client leaves."""
+        if self._open >= MOST_AT_ONCE:
+            raise Overloaded(f"{self._open} comparisons are waiting: try again in {AGAIN_SECONDS:.0f} s", AGAIN_SECONDS)
+        self._open += 1
+        try:
+            pair = await read_body(request, Comparison, self._limits.read_seconds)
+            left = Event()
+            leaving = asyncio.ensure_future(gone(request))
+            leaving.add_done_callback(lambda _: left.set())
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, self._compare, pair, left)
+            finally:
+                leaving.cancel()
+        finally:
+            self._open -= 1
+
     @torch.inference_mode()
-    def compare(self, pair: Comparison) -> dict[str, Any]:
-        a, b = decoded_png(pair.a, "a", self._most_pixels), decoded_png(pair.b, "b", self._most_pixels)
+    def _compare(self, pair: Comparison, left: Event) -> dict[str, Any]:
+        """Looks before each step whether the client has left."""
+
+        def stay() -> None:
+            if left.is_set():
+                raise JobCancelled("the client has left")
+
+        def decoded(name: str) -> Tensor:
+            stay()
+            return decoded_png(getattr(pair, name), name, self._limits.pixels)
+
+        a, b = decoded("a"), decoded("b")
         if a.shape != b.shape:
             raise refused("b", f"a has {a.shape[3]}x{a.shape[2]} pixels and b {b.shape[3]}x{b.shape[2]}: give two of the same size")
-        with self._lock:  # one comparison at a time
-            network = self._network()
-            return {
-                "psnr": min(round(float(psnr(a, b)), 3), LEAST_DECIBELS_EQUAL),
-                "ssim": round(float(ssim(a, b)), 5) if min(a.shape[2:]) >= WINDOW else None,
-                "lpips": None if network is None or min(a.shape[2:]) < SMALLEST_SIDE else round(float(network(a, b)), 5),
-                "lpips_missing": self._missing,
-            }
+        network, side = self._network(), min(a.shape[2:])
+        answer: dict[str, Any] = {"lpips_missing": self._missing}
+        stay()
+        answer["psnr"] = min(round(float(psnr(a, b)), 3), LEAST_DECIBELS_EQUAL)
+        stay()
+        answer["ssim"] = round(float(ssim(a, b)), 5) if side >= WINDOW else None
+        stay()
+        answer["lpips"] = None if network is None or side < SMALLEST_SIDE else round(float(network(a, b)), 5)
+        return answer
 
     def _network(self) -> Lpips | None:
         if self._lpips is None and self._missing is None:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -17,6 +18,7 @@ from .settings import ServeSettings
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 2  # what the last answers have to be sent when all images are done or given up
+MOST_IDLE = 64  # connections between requests
 
 
 class DrainingServer(uvicorn.Server):
@@ -27,12 +29,22 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._idle: dict[tuple[Any, Any], None] = {}  # connections with their last requests, the longest idle first
         self.in_time = True
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)  # type: ignore[arg-type]
         self._service.start(failed=self.stop)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Also closes those that have been idle longest beyond MOST_IDLE: uvicorn lets a connection wait for a request without end."""
+        last = [(connection, getattr(connection, "cycle", None)) for connection in self.server_state.connections]
+        idle = dict.fromkeys(pair for pair in last if pair[1] is None or pair[1].response_complete)
+        self._idle = {pair: None for pair in self._idle if pair in idle} | idle
+        for connection, _ in list(self._idle)[:-MOST_IDLE]:
+            connection.shutdown()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._service.state == "draining":

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, as_api_error
-from .settings import ServeSettings
+from .settings import ServeSettings, host_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Keys:
 
 
 class Gate:
-    """The outermost layer: an id for every answer, the error object for whatever goes wrong, and the checks that need no route."""
+    """Gives every answer an id, makes errors the error object and checks what needs no route. Only preflight requests do not come by."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, watcher: Watcher) -> None:
         self._app, self._settings, self._watcher = app, settings, watcher
@@ -79,14 +79,15 @@ class Gate:
             self._check(scope["method"], scope["path"], Headers(scope=scope))
             await self._app(scope, self._limited(scope, receive), answer)
         except Exception as error:
-            if not isinstance(error, ApiError):
+            found = as_api_error(error)
+            if found.status == 500:
                 log.error("%s failed", request_id, exc_info=error)
             if status:  # the answer has begun: all that is left is to end the connection
                 raise
-            await as_api_error(error).response(scope, receive, answer)
+            await found.response(scope, receive, answer)
         finally:
             seconds = time.monotonic() - begun
-            log.info("%s %s %s %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
+            log.info("%s %s %r %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
             self._watcher.request_ended(scope["path"], status, seconds)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
@@ -122,12 +123,6 @@ class Gate:
             return message
 
         return counted
-
-
-def host_of(header: str) -> str:
-    """The name without the port."""
-    name, colon, port = header.rpartition(":")
-    return (name if colon and port.isdecimal() else header).lower()
 
 
 def content_security(page: Mapping[str, str]) -> str:

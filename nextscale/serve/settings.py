@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checks import is_number, is_whole
+from ..engine.batcher.batcher import require_batching
 from ..errors import NextscaleError, SettingError
 
 SHORTEST_KEY = 16  # characters
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+ORIGIN = re.compile(r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?")
+HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,20 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not is_whole(self.port) or self.port > 65535:
             raise SettingError(f"port {self.port!r}: give a whole number from 0 (any that is free) to 65535")
+        require_batching(self.max_batch, self.batch_delay, self.max_queue)
         for name in ("request_timeout", "shutdown_timeout"):
             seconds = getattr(self, name)
             if not is_number(seconds) or not 0 < seconds < float("inf"):
                 raise SettingError(f"{name} {seconds!r}: give a number of seconds above 0")
+        for name in self.allowed_hosts:
+            if not HOST.fullmatch(name):
+                raise SettingError(f"allowed host {name!r}: give a name without a port or wildcard, such as studio.example or [fe80::1]")
+        for origin in self.cors_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise SettingError(
+                    f"CORS origin {origin!r}: give it as browsers send it, such as https://app.example,"
+                    " in lower case, without the usual port, a path or a slash at the end; * is any page"
+                )
         for key in self.api_keys:
             if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
                 raise SettingError(
@@ -66,7 +80,7 @@ class ServeSettings:
     @property
     def loopback(self) -> bool:
         """Whether only this machine reaches the server."""
-        if self.host in LOOPBACK_NAMES:
+        if host_of(self.host) in LOOPBACK_NAMES:
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -76,13 +90,19 @@ class ServeSettings:
     @property
     def host_names(self) -> tuple[str, ...] | None:
         """Names that a request may address the server by; None: any. A page elsewhere cannot pretend to be a server on the loopback."""
-        return (*LOOPBACK_NAMES, self.host, *self.allowed_hosts) if self.loopback or self.allowed_hosts else None
+        return (*LOOPBACK_NAMES, *map(host_of, (self.host, *self.allowed_hosts))) if self.loopback or self.allowed_hosts else None
+
+
+def host_of(header: str) -> str:
+    """Returns the name in a Host header as names are compared: in lower case, without the port and the final dot."""
+    # (?<!:) since ::1 without brackets is an address without a port
+    return re.sub(r"(?<!:):[0-9]*$", "", header).lower().removesuffix(".")
 
 
 def read_api_keys(file: Path) -> tuple[str, ...]:
     """One key per line; empty lines and those that begin with # do not count."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise NextscaleError(f"the API keys in {file} cannot be read ({error}): give a text file with one key per line") from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))

@@ -19,6 +19,15 @@ def measures_nothing(record: BatchRecord) -> None:
     pass
 
 
+def require_batching(max_batch: int, batch_delay: float, max_queue: int) -> None:
+    """Raises SettingError for values that a Batcher does not take, so that a server can say so before it loads its models."""
+    for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
+        if not is_whole(count, least=1):
+            raise SettingError(f"{name} {count!r}: give a whole number of images, 1 or more")
+    if not is_number(batch_delay) or not 0 <= batch_delay < 60:
+        raise SettingError(f"batch_delay {batch_delay!r}: give seconds, 0 or more and below 60")
+
+
 class Batcher:
     """Joins jobs into batches and generates them; an image is the same alone and in any batch, up to the rounding of the device.
 
@@ -43,11 +52,7 @@ class Batcher:
         on_batch: Callable[[BatchRecord], None] = measures_nothing,
         same_images: bool = False,
     ) -> None:
-        for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
-            if not is_whole(count, least=1):
-                raise SettingError(f"{name} {count!r}: give a whole number of images, 1 or more")
-        if not is_number(batch_delay) or not 0 <= batch_delay < 60:
-            raise SettingError(f"batch_delay {batch_delay!r}: give seconds, from 0 to 60")
+        require_batching(max_batch, batch_delay, max_queue)
         if not devices or not all(devices):
             raise SettingError("no pipelines: give for each device a mapping from model names to pipelines")
         self._models = frozenset(model for pipelines in devices for model in pipelines)
