@@ -69,6 +69,17 @@ def test_scales_given_as_a_list_are_captured_too() -> None:
     assert engines(pipe, 1, 2, guidance=StageGuidance(values=[3.0, 2.0, 1.5, 1.0])) == ["eager", "graphs"]  # type: ignore[arg-type]
 
 
+def test_given_mixtures_and_given_numbers_are_captured_apart() -> None:
+    pipe, prompt = with_graphs("hart"), one_prompt("hart", 0)
+    numbers = shared_pipeline("hart")(prompt, seed=1, smooth=False).codes[0]
+    choices = pipe.model.logit_shape[-1]
+    mixture = torch.full((*numbers.shape, choices), 1 / choices)
+    pipe(prompt, seed=1, given=[mixture], warmup=True)
+    found = pipe(prompt, seed=1, given=[numbers], warmup=True)
+    assert found.report.engine == "graphs"
+    assert_same_bits(found, shared_pipeline("hart")(prompt, seed=1, given=[numbers]))
+
+
 def test_one_generator_for_image_and_method_runs_eagerly_where_its_order_depends_on_the_image() -> None:
     pipe, prompt = with_graphs("star_refined"), prompts("star_refined", 2)
     pipe.warmup(prompt, method=SPARSE)

@@ -22,7 +22,7 @@ class CaptureKey:
     sampling: Sampling
     method: Method
     text: int  # room for this number of text tokens
-    given: int = 0  # stages whose codes are given
+    given: tuple[int, ...] = ()  # dimensions of the codes of each given stage: code numbers [B, N] or mixtures [B, N, Z]
     kept: float = 1.0  # of the cells of a stage, for which there is memory where the method is data-dependent
 
     @classmethod
@@ -30,9 +30,8 @@ class CaptureKey:
         """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
         text = text_bucket(request.text_tokens) if reads_text else 0
         kept = request.kept if request.method.data_dependent else 1.0
-        return cls(
-            request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, len(request.given), kept
-        )
+        given = tuple(codes.ndim for codes in request.given)
+        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, given, kept)
 
     def serves(self, other: CaptureKey) -> bool:
         """Whether a capture for this one can run the other, of shorter prompts, fewer images or images that keep fewer tokens."""
