@@ -91,7 +91,7 @@ def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     if member.issparse() or member.size > LARGEST_MEMBER:  # a sparse member may be any number of times as large as its shard
         raise DataError(
-            f"{member.name!r} of {tar.name} must be a file of at most {LARGEST_MEMBER} bytes, not sparse; got {member.size} bytes. "
+            f"{member.name!r} of {tar.name!r} must be a file of at most {LARGEST_MEMBER} bytes, not sparse; got {member.size} bytes. "
             "Write the shard again"
         )
     file = tar.extractfile(member)

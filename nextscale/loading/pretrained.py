@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 
 from ..checkpoints import write_weights
+from ..checkpoints.files import read_object
 from ..errors import CheckpointError, SettingError
 from ..io import write_text
 from ..models.base import KvDtype
@@ -22,7 +23,6 @@ from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEnc
 from ..text.files import is_hub_name
 from ..text.prompts import ClassReader, EncoderOpener, TextReader
 from ..text.words import FILE_NAME as WORDS
-from .config_file import read_config
 from .load import assemble, load, prompt_reader, released_spec
 from .plain_values import from_plain, to_plain
 from .presets import ModelConfig, ModelSpec, Source, TextSource, TokenizerConfig
@@ -154,7 +154,7 @@ def read_index(folder: Path) -> Saved:
     path = folder / INDEX
     if not path.exists():
         raise CheckpointError(f"{folder} has no {INDEX}: it is no folder that save_pretrained wrote, or writing it was interrupted")
-    index = read_config(path)
+    index = read_object(path)
     if index.get("format") != FORMAT:
         raise CheckpointError(f"{path} has the format {index.get('format')!r}; this version of nextscale reads {FORMAT}")
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}

@@ -119,7 +119,7 @@ def test_members_larger_than_their_shard_or_the_limit_are_refused(
                 info.pax_headers = sparse_headers if sparse else {}
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    with pytest.raises(DataError, match=f"'{large}' of .*0.tar must be a file of at most 1000 bytes, not sparse"):
+    with pytest.raises(DataError, match=f"'{large}' of '.*0.tar' must be a file of at most 1000 bytes, not sparse"):
         read_shard(tmp_path / "0.tar")
 
 
