@@ -11,18 +11,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ..checks import is_finite, is_whole
 from ..errors import CheckpointError, NextscaleError, SettingError
 from ..guidance import ConstantGuidance, RampGuidance, StageGuidance
-from ..models import FlexVarConfig, HartConfig, InfinityConfig, StarConfig, VarConfig
 from ..pipeline import Settings
 from ..sampling import Refinement, Sampling
 from ..schedules import InfinityBook, ScheduleBook, SquareBook
-from ..tokenizers import FlexVarTokenizerConfig, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
 from .config_file import MOST_CHANNELS, SHOWN
+from .presets import ModelConfig, TokenizerConfig
 
-SIZES: tuple[type, ...] = (  # every number in them is the size of something
-    *(VarConfig, FlexVarConfig, InfinityConfig, HartConfig, StarConfig),
-    *(VarTokenizerConfig, FlexVarTokenizerConfig, InfinityTokenizerConfig, HartTokenizerConfig),
-    SquareBook,
-)
+SIZES: tuple[type, ...] = (*get_args(ModelConfig), *get_args(TokenizerConfig), SquareBook)  # whose numbers are all sizes of something
 CLASSES: dict[str, type] = {
     known.__name__: known
     for known in (*SIZES, Settings, InfinityBook, ConstantGuidance, RampGuidance, StageGuidance, Sampling, Refinement)
