@@ -25,7 +25,7 @@ LOSSY_QUALITY = 95
 
 def home() -> Path:
     """The folder of downloaded weights and metric networks: NEXTSCALE_HOME, or ~/.cache/nextscale."""
-    return Path(os.environ.get("NEXTSCALE_HOME") or Path.home() / ".cache" / "nextscale")
+    return Path(os.environ.get("NEXTSCALE_HOME") or "~/.cache/nextscale").expanduser()
 
 
 @contextmanager

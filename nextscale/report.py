@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,9 +116,14 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
+    """Returns the peak memory in bytes, on the CPU that of the process; 0 if the system does not report it."""
     if device.type == "cuda":
         # What `max_memory_allocated` says, which puts all statistics into a sorted dictionary first.
         return torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {}).get("peak", 0)
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -180,6 +180,10 @@ class InfinityBook:
     budget: str = "1M"
     pixels_per_token: int = PIXELS_PER_TOKEN
 
+    def __post_init__(self) -> None:
+        if self.budget not in BUDGETS_BY_STRIDE.get(self.pixels_per_token, ()):
+            raise SizeError(f"no schedules for budget {self.budget!r} with {self.pixels_per_token} pixels per token: {BUDGETS_BY_STRIDE}")
+
     @property
     def budgets(self) -> dict[str, int]:
         """Name, which gives the pixels of the image, to number of stages."""

@@ -18,7 +18,9 @@ from nextscale.checkpoints import published_slots, write_weights
 from nextscale.cli.plan_forecast import forecast_of
 from nextscale.errors import SizeError, WeightsMismatch
 from nextscale.io import from_pil
+from nextscale.loading import presets, pretrained, random_weights
 from nextscale.loading.load import load_module
+from nextscale.loading.plain_values import CLASSES
 from nextscale.loading.random_weights import fill_random
 from nextscale.planning.cost import Workload
 
@@ -68,6 +70,29 @@ def test_prompts_and_guidance_count() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
     no_class, unguided = pipeline()(-1, seed=1, guidance=2), pipeline()(-1, seed=1, guidance=0)
     assert all(torch.equal(a, b) for a, b in zip(no_class.codes, unguided.codes, strict=True)), "both rows read the same"
+
+
+def test_the_page_names_every_registration() -> None:
+    text = PAGE.read_text().partition("## Into the package")[2]
+    places = {
+        presets: ("ModelConfig", "TokenizerConfig", "build_model", "build_tokenizer", "ModelSpec"),
+        random_weights: ("random_encoder",),
+        pretrained: ("ENCODERS",),
+    }
+    for module, names in places.items():
+        assert f"{module.__name__.removeprefix('nextscale.').replace('.', '/')}.py" in text
+        assert [name for name in names if not hasattr(module, name) or f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", presets.MODELS)
+def test_every_model_has_its_registrations(name: str) -> None:
+    spec = presets.MODELS[name]
+    assert (random_weights.random_encoder(spec.model, CPU) is None) == (spec.text_encoder is None)
+    assert {type(spec.model).__name__, type(spec.tokenizer).__name__} <= CLASSES.keys()
+
+
+def test_both_parts_know_their_configuration() -> None:
+    assert pipeline().model.config == pipeline().tokenizer.config == example().PebbleConfig()
 
 
 METHODS = ("skip:last=1", "sparsevar:metric=logits,tau=0.9", "fastvar:ratios={3: 0.5},cache_stage=2", "stagevar:alphas=[]", "tome")

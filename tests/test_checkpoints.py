@@ -582,7 +582,8 @@ def test_an_index_cannot_name_an_absolute_path_that_exists(tmp_path: Path) -> No
         ("{", "cannot be read as JSON"),
         ("", "cannot be read as JSON"),
         ("[" * 100_000, "cannot be read as JSON"),
-        ("[]", 'has no "weight_map"'),
+        ("[]", "must hold a JSON object; got a list"),
+        (" " * files.LARGEST_JSON + "{}", "must have at most 1048576 bytes"),
         ("{}", 'has no "weight_map"'),
         ('{"weight_map": {}}', 'has no "weight_map"'),
         ('{"weight_map": {"a": 3}}', 'has no "weight_map"'),
@@ -594,6 +595,12 @@ def test_an_index_cannot_name_an_absolute_path_that_exists(tmp_path: Path) -> No
 def test_broken_indexes(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "x.index.json").write_text(text)
     assert complaint in refusal(tmp_path)
+
+
+def test_an_index_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.index.json")
+    with pytest.raises(CheckpointError, match="is not a file"):
+        files.indexed_shards(tmp_path / "x.index.json")
 
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:

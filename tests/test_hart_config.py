@@ -23,10 +23,11 @@ from typer.testing import CliRunner, Result
 
 import nextscale
 from nextscale.checkpoints import published_slots
+from nextscale.checkpoints.files import LARGEST_JSON
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, PromptError, SettingError, WeightsMismatch
 from nextscale.loading import presets
-from nextscale.loading.config_file import LARGEST_CONFIG, own_config_file
+from nextscale.loading.config_file import own_config_file
 from nextscale.loading.hart_config import MODEL, TOKENIZER, dump_config, hart_model_config, hart_tokenizer_config
 from nextscale.loading.load import checkpoint_spec
 from nextscale.loading.presets import (
@@ -374,9 +375,9 @@ def test_wrong_values_of_a_tokenizer(key: str, value: Any, tmp_path: Path) -> No
         (b"[" * 100_000, "cannot be read as JSON"),
         (b'{"depth": ' + b"9" * 100_000 + b"}", "cannot be read as JSON"),
         (b'{"depth": ' + b"[" * 900 + b"]" * 900 + b"}", "expected a whole number"),
-        (b"[1, 2]", "holds a list"),
-        (b"null", "holds a NoneType"),
-        (b'{"depth": 2}' + b" " * LARGEST_CONFIG, "more than 1048576 bytes"),
+        (b"[1, 2]", "got a list"),
+        (b"null", "got a NoneType"),
+        (b'{"depth": 2}' + b" " * LARGEST_JSON, "at most 1048576 bytes"),
     ],
 )
 def test_files_that_are_no_configuration(content: bytes, expected: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import nextscale
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, DownloadError, MissingExtra, NextscaleError, SettingError, TextEncoderUnavailable
 from nextscale.hub import Folder, HubCache, Wanted, cached_snapshot, download, listing
+from nextscale.io import home
 from nextscale.loading import presets
 from nextscale.loading.fetch import download_model
 from nextscale.loading.presets import MODELS, ModelSpec, Source, build_model, build_tokenizer
@@ -84,6 +85,13 @@ def known(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 def weights_file() -> Wanted:
     return Wanted(next(file for file in listing("lab/file") if file.path == "weights.pth"), "weights.pth")
+
+
+def test_the_home_folder_may_be_given_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value, place in (("~/models", "models"), ("", ".cache/nextscale"), (str(tmp_path / "~"), "~")):
+        monkeypatch.setenv("NEXTSCALE_HOME", value)
+        assert home() == tmp_path / place
 
 
 # --- load by name

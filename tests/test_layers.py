@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -109,6 +111,18 @@ def test_no_layer_imports_a_higher_one() -> None:
         if upward(found) and (found.importer, found.imported) not in ALLOWED
     ]
     assert not wrong, "a lower layer imports a higher one:\n" + "\n".join(wrong)
+
+
+def test_the_package_imports_without_posix_modules() -> None:
+    """In a fresh interpreter that has none of them, as on Windows, it imports, and the peak memory of the process is unknown."""
+    program = (
+        "import sys; sys.modules |= dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', 'termios'))\n"
+        "import torch, nextscale, nextscale.loading.load, nextscale.text, nextscale.hub\n"
+        "from nextscale.report import peak_memory\n"
+        "assert peak_memory(torch.device('cpu')) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_allowed_exceptions_still_exist() -> None:

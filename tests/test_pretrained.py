@@ -190,8 +190,27 @@ def changed(index: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("dtype", "float64", "does not describe"),
         ("model", None, "does not describe"),
         ("model.type", "os.system", "is a 'os.system', which is not known here"),
-        ("model.depth", 10**9, "depth is 1000000000: no model comes near that"),
-        ("model.dim", 10**9, "dim is 1000000000"),
+        ("dtype", ["float32"], "does not describe"),
+        ("model.depth", 10**9, "model.depth must be int with numbers above 0 and up to 128; got 1000000000"),
+        ("model.depth", "x", "model.depth must be int .*; got 'x'"),
+        ("model.dim", 10**9, "model.dim must be int"),
+        ("model.heads", 0, "model.heads must be int with numbers above 0"),
+        ("model.heads", True, "model.heads must be int"),
+        ("model.heads", 3, "dim must be a multiple of model.heads"),
+        ("model.mlp_ratio", float("nan"), "model.mlp_ratio must be float"),
+        ("model.cosine", 1, "model.cosine must be bool; got 1"),
+        ("model.sides", [1, 1.5], r"model.sides must be tuple\[int, ...\]"),
+        ("tokenizer.multipliers", [], "tokenizer.multipliers must be tuple"),
+        ("tokenizer.blocks_per_level", 1024, "tokenizer.blocks_per_level must be int with numbers above 0 and up to 128"),
+        ("tokenizer.channels", 5, "VarTokenizerConfig.* cannot be built .*divisible"),
+        ("settings.schedules", 5, "settings.schedules must be .*ScheduleBook"),
+        ("settings.schedules", {"type": "InfinityBook", "pixels_per_token": 7}, "no schedules for budget '1M' with 7 pixels per token"),
+        ("settings.schedules.sides", [[]], "schedules.sides must be tuple"),
+        ("settings.guidance.strength", float("nan"), "guidance.strength must be float"),
+        ("settings.guidance.strength", "x", "guidance.strength must be float"),
+        ("settings.sampling.sampled_sides", {"type": "set", "values": ["x"]}, "sampled_sides must be frozenset"),
+        ("settings", json.loads("[" * 600 + "]" * 600), "is nested too deeply"),
+        ("text_encoder", {"kind": "words"}, "text_encoder must be null exactly for models of classes"),
         ("model.colour", 3, "is no VarConfig: .*colour"),
         ("model", {"depth": 3}, "names no 'type'"),
         ("tokenizer", {"type": "VarConfig", "depth": 1, "dim": 1, "heads": 1, "sides": [1]}, "does not describe"),
@@ -205,6 +224,15 @@ def test_an_index_that_was_tampered_with(path: str, value: Any, message: str, tm
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises((CheckpointError, SettingError), match=message):
         nextscale.Pipeline.from_pretrained(tmp_path, device="cpu")([1], seed=0)
+
+
+def test_an_index_whose_sizes_do_not_go_together(tmp_path: Path) -> None:
+    reading_from("infinity").save_pretrained(tmp_path)
+    text = (tmp_path / INDEX).read_text()
+    for path, value in (("model.chunks", 100), ("model.text_channels", 5), ("model.rope", "odd"), ("text_encoder", None)):
+        (tmp_path / INDEX).write_text(json.dumps(changed(json.loads(text), path, value)))
+        with pytest.raises(CheckpointError, match=path.rpartition(".")[2]):
+            nextscale.Pipeline.from_pretrained(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -317,8 +317,12 @@ def test_bad_shards_are_refused(tmp_path: Path) -> None:
         read_eval_prompts(tmp_path / "absent.tar")
     with pytest.raises(PromptError, match="lacks 1 images .* such as 'cat.webp'"):
         read_eval_prompts(shard(tmp_path / "a.tar", [{"file": "cat.webp", "caption": "a cat"}], []))
-    with pytest.raises(PromptError, match="damaged"):
-        EvalPrompt("a bee", encoded=b"RIFF").image(8)
+    png = io.BytesIO()
+    Image.effect_noise((400, 400), 50).save(png, "PNG")
+    head, _, rest = png.getvalue().rpartition(b"IDAT")
+    for encoded in (b"RIFF", head + b"\xffDAT" + rest):  # Pillow raises OSError and SyntaxError
+        with pytest.raises(PromptError, match="damaged"):
+            EvalPrompt("a bee", encoded=encoded).image(8)
 
 
 # --- intervals

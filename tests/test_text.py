@@ -18,6 +18,7 @@ from nextscale.errors import MissingExtra, PromptError, SettingError, TextEncode
 from nextscale.loading.load import prompt_reader
 from nextscale.loading.presets import model_spec
 from nextscale.text import RandomEncoder, T5Encoder, TextEncoder, with_positive_prompt
+from nextscale.text.files import EncoderSource
 
 transformers = pytest.importorskip("transformers")
 
@@ -345,8 +346,29 @@ def test_shards(folder: Path) -> None:
     with pytest.raises(TextEncoderUnavailable, match=f"absent: {shards[1].name}"):
         T5Encoder(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(TextEncoderUnavailable, match="not a weights index"):
+    with pytest.raises(TextEncoderUnavailable, match="must hold a JSON object; got a list"):
         T5Encoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (5, 'has no "weight_map" from tensor names to shard files'),
+        (None, 'has no "weight_map"'),
+        ("../model.safetensors", "names '../model.safetensors', outside its folder"),
+        ("/etc/passwd", "outside its folder"),
+        ("C:\\model.safetensors", "outside its folder"),
+        ("absent.safetensors", "absent: absent.safetensors"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(name: object, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "t5"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json", "../model.safetensors"):
+        (folder / file).write_text("{}")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(TextEncoderUnavailable, match=message):
+        EncoderSource(folder, T5Encoder.files).open()
 
 
 @pytest.mark.parametrize("damaged", ["config.json", "tokenizer.json", "model.safetensors"])

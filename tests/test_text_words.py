@@ -193,6 +193,8 @@ def as_bytes(text: str) -> Tensor:
         ({"vocabulary": torch.tensor([255], dtype=torch.uint8)}, "utf-8"),
         ({"config": as_bytes("{")}, "Expecting"),
         ({"config": as_bytes("[1]")}, "mapping"),
+        ({"config": as_bytes("[" * 10**5)}, "recursion"),
+        ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "longest": True}))}, "longest of a word encoder is True"),
         ({"config": as_bytes(json.dumps({"words": 3, "colour": 1}))}, "colour"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "layers": 10**9}))}, "too few or too small"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "width": 3 * 10**9}))}, "too few or too small"),

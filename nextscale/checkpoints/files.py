@@ -20,6 +20,7 @@ from .layout import Layout, Shape, listed, matches_any, published_key
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt"})
 INDEX_SUFFIX = ".index.json"
+LARGEST_JSON = 2**20  # bytes
 DOWNLOAD_AGAIN = "Download it again and compare its size with the published one."
 
 
@@ -89,25 +90,45 @@ def _shard_paths(path: Path, preferred: str | None) -> list[Path]:
 
 
 def indexed_shards(index: Path) -> list[Path]:
-    try:
-        content = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"The index {index} cannot be read as JSON. {DOWNLOAD_AGAIN}") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    """Returns the shards that an index names. Raises CheckpointError if one does not exist."""
+    names = shard_names(index)
+    for name in names:
+        if not os.path.isfile(index.parent / name):
+            raise CheckpointError(f"The index {index} names the shard {name!r}, which is not there. Download the whole folder again.")
+    return [index.parent / name for name in names]
+
+
+def shard_names(index: Path) -> list[str]:
+    """Returns the file names in an index. Raises CheckpointError for names outside the folder of the index."""
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f'The index {index} has no "weight_map" from tensor names to shard files. {DOWNLOAD_AGAIN}')
-    return [_shard_beside(index, name) for name in sorted(set(weight_map.values()))]
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        # Judged by the text alone: download caches keep shards as links to files elsewhere. Windows rules also cover POSIX names.
+        pure = PureWindowsPath(name)
+        if pure.anchor or ".." in pure.parts:
+            raise CheckpointError(f"The index {index} names {name!r}, outside its folder. Refused: use an index with plain file names.")
+    return names
 
 
-def _shard_beside(index: Path, name: str) -> Path:
-    # Judged by the text alone: download caches keep shards as links to files elsewhere. Windows rules also cover POSIX names.
-    pure = PureWindowsPath(name)
-    if pure.anchor or ".." in pure.parts:
-        raise CheckpointError(f"The index {index} names {name!r}, outside its folder. Refused: use an index with plain file names.")
-    shard = index.parent / name
-    if not os.path.isfile(shard):
-        raise CheckpointError(f"The index {index} names the shard {name!r}, which is not there. Download the whole folder again.")
-    return shard
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the JSON object of a small file. Raises CheckpointError for anything else."""
+    if not os.path.isfile(file):  # a pipe would never end
+        raise CheckpointError(f"{file} is not a file. Fetch it again, or remove it to read the weights without it.")
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(LARGEST_JSON + 1)
+        if len(content) > LARGEST_JSON:
+            raise CheckpointError(f"{file} must have at most {LARGEST_JSON} bytes; it has more. Fetch it again.")
+        found = json.loads(content)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}). Check its permissions.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON. Fetch it again.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} must hold a JSON object; got a {type(found).__name__}. Fetch it again.")
+    return found
 
 
 def _shard_entries(path: Path, layout: Layout) -> Iterator[Entry]:

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import NextscaleError
 
 CAPTIONS = "captions.jsonl"
+LARGEST_MEMBER = 2**26  # bytes
 TEXT_FIELDS = ("prompt", "caption", "text")  # the first that a line has is its caption
 KINDS: dict[str, tuple[type, str]] = {"keywords": (list, "a list"), "unseen": (bool, "true or false")}  # other fields are strings
 
@@ -79,14 +80,20 @@ def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
             records = read_records(_content(tar, members[CAPTIONS]).decode(), f"{CAPTIONS} of {shard}")
             if absent := [record.file for record in records if record.file not in members]:
                 raise DataError(f"{shard} lacks {len(absent)} images that its {CAPTIONS} names, such as {absent[0]!r}")
-            return records, [_content(tar, members[record.file]) for record in records]
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{shard} cannot be read as a tar file without compression: {error}") from error
+            images = {name: _content(tar, members[name]) for name in {record.file for record in records}}
+            return records, [images[record.file] for record in records]
     except UnicodeDecodeError as error:
         raise DataError(f"{CAPTIONS} of {shard} is not UTF-8: {error}") from error
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise DataError(f"{shard} cannot be read as a tar file without compression: {error}") from error
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    if member.issparse() or member.size > LARGEST_MEMBER:  # a sparse member may be any number of times as large as its shard
+        raise DataError(
+            f"{member.name!r} of {tar.name!r} must be a file of at most {LARGEST_MEMBER} bytes, not sparse; got {member.size} bytes. "
+            "Write the shard again"
+        )
     file = tar.extractfile(member)
     assert file is not None  # only regular files are asked for
     return file.read()

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import Checkpoint, Shape
+from ..checkpoints.files import read_object
 from ..errors import CheckpointError
 
 CONFIG_NAME = "config.json"
-LARGEST_CONFIG = 2**20  # bytes
 # No model comes near these; they keep a hostile file from asking for a network that takes forever to build.
 MOST_CHANNELS = 2**16
 MOST_LAYERS = 2**10
@@ -58,7 +58,7 @@ class Findings:
         self._path = checkpoint.path
         self._format = format
         self._config_file = config_file(checkpoint)
-        self._content = read_config(self._config_file) if self._config_file else {}
+        self._content = read_object(self._config_file) if self._config_file else {}
         self.shapes = checkpoint.shapes
         self.said: dict[str, Any] = {}
         self.seen: dict[str, Any] = {}
@@ -157,24 +157,6 @@ def config_file(checkpoint: Checkpoint) -> Path | None:
 def own_config_file(weights: Path) -> Path:
     """The configuration of a converted file, named after it, so that both parts of a release can be in one folder."""
     return weights.parent / f"{weights.stem}.{CONFIG_NAME}"
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    if not os.path.isfile(file):  # a pipe would never end
-        raise CheckpointError(f"{file} is not a file. Fetch it again, or remove it to read the weights without it.")
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(LARGEST_CONFIG + 1)
-        if len(content) > LARGEST_CONFIG:
-            raise CheckpointError(f"{file} has more than {LARGEST_CONFIG} bytes: it is no configuration. Fetch it again.")
-        config = json.loads(content)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}). Check its permissions.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON. Fetch it again.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a {type(config).__name__}; expected an object with the configuration. Fetch it again.")
-    return config
 
 
 # --- readers of single entries

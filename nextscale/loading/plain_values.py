@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from inspect import formatannotation
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ..checks import is_finite, is_whole
 from ..errors import CheckpointError, NextscaleError, SettingError
 from ..guidance import ConstantGuidance, RampGuidance, StageGuidance
-from ..models import FlexVarConfig, HartConfig, InfinityConfig, StarConfig, VarConfig
 from ..pipeline import Settings
 from ..sampling import Refinement, Sampling
-from ..schedules import InfinityBook, SquareBook
-from ..tokenizers import FlexVarTokenizerConfig, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
-from .config_file import MOST_CHANNELS, MOST_LAYERS, SHOWN
+from ..schedules import InfinityBook, ScheduleBook, SquareBook
+from .config_file import MOST_CHANNELS, SHOWN
+from .presets import ModelConfig, TokenizerConfig
 
+SIZES: tuple[type, ...] = (*get_args(ModelConfig), *get_args(TokenizerConfig), SquareBook)  # whose numbers are all sizes of something
 CLASSES: dict[str, type] = {
     known.__name__: known
-    for known in (
-        *(VarConfig, FlexVarConfig, InfinityConfig, HartConfig, StarConfig),
-        *(VarTokenizerConfig, FlexVarTokenizerConfig, InfinityTokenizerConfig, HartTokenizerConfig),
-        *(Settings, SquareBook, InfinityBook, ConstantGuidance, RampGuidance, StageGuidance, Sampling, Refinement),
-    )
+    for known in (*SIZES, Settings, InfinityBook, ConstantGuidance, RampGuidance, StageGuidance, Sampling, Refinement)
 }
 TYPE = "type"
 SET = "set"
-COUNTS = ("depth", "refiner_blocks", "residual_depth", "blocks_per_level", "blends", "levels", "chunks")  # of things that are built
+COUNTS = ("depth", "refiner_blocks", "residual_depth", "blocks_per_level", "blends", "levels", "chunks", "multipliers")
+MOST_COUNT = 2**7  # of parts that are built, in 2 s on a CPU core; the largest published model has 58 blocks
 
 
 def to_plain(value: Any) -> Any:
@@ -53,15 +53,38 @@ def from_plain(value: Any, where: str) -> Any:
             raise CheckpointError(f"{where} names no {TYPE!r}. Save the pipeline again")
         case list():
             return tuple(from_plain(one, where) for one in value)
-        case int() if abs(value) > (MOST_LAYERS if where.endswith(COUNTS) else MOST_CHANNELS):
-            raise CheckpointError(f"{where} is {value}: no model comes near that. Save the pipeline again")
     return value
 
 
 def _built(name: str, content: Mapping[str, Any], where: str) -> Any:
     if name not in CLASSES:
         raise CheckpointError(f"{where} is a {name!r}, which is not known here. Expected one of {', '.join(CLASSES)}")
+    for field, kind in get_type_hints(CLASSES[name]).items():
+        most = MOST_COUNT if field in COUNTS else MOST_CHANNELS
+        above = -most if CLASSES[name] not in SIZES else -1 if field == "refiner_blocks" else 0
+        if field in content and not _fits(content[field], kind, above, most):
+            limits = f" with numbers above {above} and up to {most}" if kind not in (bool, str) else ""
+            raise CheckpointError(
+                f"{where}.{field} must be {formatannotation(kind)}{limits}; got {SHOWN.repr(content[field])}. Save the pipeline again"
+            )
     try:
         return CLASSES[name](**content)
     except (TypeError, ValueError, NextscaleError) as error:
         raise CheckpointError(f"{where} is no {name}: {error}. Save the pipeline again with this version of nextscale") from error
+
+
+def _fits(value: Any, kind: Any, above: int, most: int) -> bool:
+    """Returns True if a value has the type of a field and its numbers are in range. Lists of sizes have entries."""
+    inner = get_args(kind)
+    if get_origin(kind) is UnionType:
+        return any(_fits(value, one, above, most) for one in inner)
+    if get_origin(kind) is Literal:
+        return value in inner
+    if get_origin(kind) in (tuple, frozenset):
+        if not isinstance(value, get_origin(kind)) or len(value) > most or (above >= -1 and not value):
+            return False
+        kinds = inner if inner[-1] is not ... and isinstance(value, tuple) else inner[:1] * len(value)
+        return len(value) == len(kinds) and all(_fits(one, own, above, most) for one, own in zip(value, kinds, strict=True))
+    if kind in (int, float):
+        return (is_whole(value, above) if kind is int else is_finite(value)) and above < value <= most
+    return isinstance(value, SquareBook | InfinityBook if kind is ScheduleBook else kind)

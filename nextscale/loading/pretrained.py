@@ -11,21 +11,22 @@ from typing import Any, get_args
 import torch
 
 from ..checkpoints import write_weights
+from ..checkpoints.files import read_object
 from ..errors import CheckpointError, SettingError
 from ..io import write_text
 from ..models.base import KvDtype
 from ..models.quantized import Quantize
 from ..models.rank_table import rank_file, write_rank_table
+from ..models.var import ClassConfig
 from ..pipeline import Pipeline, Settings
 from ..placement import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder
 from ..text.files import is_hub_name
 from ..text.prompts import ClassReader, EncoderOpener, TextReader
 from ..text.words import FILE_NAME as WORDS
-from .config_file import read_config
 from .load import assemble, load, prompt_reader, released_spec
 from .plain_values import from_plain, to_plain
-from .presets import ModelConfig, ModelSpec, Source, TextSource, TokenizerConfig
+from .presets import ModelConfig, ModelSpec, Source, TextSource, TokenizerConfig, build_model, build_tokenizer
 
 INDEX, MODEL, TOKENIZER = "nextscale.json", "model.safetensors", "tokenizer.safetensors"
 PROFILES = ("profile*.json", "*.profile.json")  # of tuning: beside the weights that they were measured with
@@ -154,17 +155,37 @@ def read_index(folder: Path) -> Saved:
     path = folder / INDEX
     if not path.exists():
         raise CheckpointError(f"{folder} has no {INDEX}: it is no folder that save_pretrained wrote, or writing it was interrupted")
-    index = read_config(path)
+    index = read_object(path)
     if index.get("format") != FORMAT:
         raise CheckpointError(f"{path} has the format {index.get('format')!r}; this version of nextscale reads {FORMAT}")
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-    model, tokenizer, settings = (from_plain(index.get(key), f"{path}: {key}") for key in ("model", "tokenizer", "settings"))
+    try:
+        model, tokenizer, settings = (from_plain(index.get(key), f"{path}: {key}") for key in ("model", "tokenizer", "settings"))
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply. Save the pipeline again") from error
     expected = ((model, get_args(ModelConfig)), (tokenizer, get_args(TokenizerConfig)), (settings, (Settings,)))
-    if any(not isinstance(found, kinds) for found, kinds in expected) or index.get("dtype") not in dtypes:
+    dtype = index.get("dtype")
+    if any(not isinstance(found, kinds) for found, kinds in expected) or not isinstance(dtype, str) or dtype not in dtypes:
         raise CheckpointError(f"{path} does not describe a model, a tokenizer, settings and a dtype. Save the pipeline again")
+    check_buildable(path, model, tokenizer)
     source, encoder = text_source(index.get("text_encoder"), folder)
+    if (source is None) != isinstance(model, ClassConfig):
+        raise CheckpointError(f"{path}: text_encoder must be null exactly for models of classes; got {encoder!r}. Save the pipeline again")
     spec = ModelSpec(str(index.get("name")), model, tokenizer, settings, NOWHERE, NOWHERE, source)
-    return Saved(spec, dtypes[index["dtype"]], encoder)
+    return Saved(spec, dtypes[dtype], encoder)
+
+
+def check_buildable(path: Path, model: ModelConfig, tokenizer: TokenizerConfig) -> None:
+    """Raises CheckpointError for sizes that do not go together, such as fewer blocks than chunks. Takes 0.1 s for the largest model."""
+    if model.dim % model.heads:
+        raise CheckpointError(f"{path}: model.dim must be a multiple of model.heads; got {model.dim} and {model.heads}")
+    builders: tuple[tuple[Any, Any], ...] = ((build_model, model), (build_tokenizer, tokenizer))
+    for build, config in builders:
+        try:
+            with torch.device("meta"):
+                build(config)
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{path}: {config} cannot be built ({error}). Save the pipeline again") from error
 
 
 def text_source(entry: object, folder: Path) -> tuple[TextSource | None, str | None]:

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ..errors import DownloadError, MissingExtra, TextEncoderUnavailable
+from ..checkpoints.files import shard_names
+from ..errors import CheckpointError, DownloadError, MissingExtra, TextEncoderUnavailable
 from ..hub import cached_snapshot, snapshot
 
 _CONFIG = "config.json"
@@ -126,8 +127,6 @@ def is_hub_name(source: str | Path) -> bool:
 
 def _shards(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TextEncoderUnavailable(
-            f"{str(index)!r} is not a weights index; expected JSON with a 'weight_map' table. Fetch it again"
-        ) from error
+        return shard_names(index)
+    except CheckpointError as error:
+        raise TextEncoderUnavailable(str(error)) from error

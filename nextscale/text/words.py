@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_slots, write_whole
+from ..checks import is_whole
 from ..errors import CheckpointError, PromptError, SettingError
 from .encoder import check_prompts
 from .features import TextFeatures
@@ -124,7 +125,7 @@ class WordEncoderConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or value < 1:
+            if not is_whole(value, least=1):
                 raise SettingError(f"{name} of a word encoder is {value!r}; expected a whole number of at least 1")
         if self.width % self.heads:
             raise SettingError(f"a word encoder of width {self.width} has {self.heads} heads; expected a divisor of the width")
@@ -241,7 +242,7 @@ class WordTextEncoder:
         try:
             vocabulary = Vocabulary.parse(_stored_text(checkpoint, "vocabulary"))
             config = WordEncoderConfig(**json.loads(_stored_text(checkpoint, "config")))
-        except (SettingError, ValueError, TypeError) as error:
+        except (SettingError, ValueError, TypeError, RecursionError) as error:
             raise _not_an_encoder(checkpoint, str(error)) from error
         longest_side = max((side for shape in checkpoint.shapes.values() for side in shape), default=0)
         if config.layers > len(checkpoint.shapes) or max(asdict(config).values()) > longest_side:

@@ -104,6 +104,30 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         read_pictures([], [16])
 
 
+@pytest.mark.parametrize("large", [CAPTIONS, "fox.png"])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_members_larger_than_their_shard_or_the_limit_are_refused(
+    large: str, sparse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nextscale.lab.shards.LARGEST_MEMBER", 1000)
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name, content in {CAPTIONS: lines(FOX), "fox.png": picture()}.items():
+            info = tarfile.TarInfo(name)
+            if name == large:
+                content += b" " * (500 if sparse else 1000)
+                sparse_headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": f"0,{len(content)}"}
+                info.pax_headers = sparse_headers if sparse else {}
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    with pytest.raises(DataError, match=f"'{large}' of '.*0.tar' must be a file of at most 1000 bytes, not sparse"):
+        read_shard(tmp_path / "0.tar")
+
+
+def test_an_image_with_many_captions_is_read_once(tmp_path: Path) -> None:
+    records, images = read_shard(shard(tmp_path / "0.tar", {CAPTIONS: lines(FOX, FOX | {"caption": "a red fox"}), "fox.png": picture()}))
+    assert [record.caption for record in records] == ["a fox", "a red fox"] and images[0] is images[1]
+
+
 def test_fingerprint_knows_pictures_captions_and_sides() -> None:
     def of(side: int, *records: Record) -> str:
         return fingerprint({side: Pictures(torch.zeros(len(records), 3, side, side, dtype=torch.uint8), records)})

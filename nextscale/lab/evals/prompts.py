@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from ...errors import PromptError
@@ -36,7 +36,7 @@ class EvalPrompt:
         assert self.encoded is not None
         try:
             return from_pil(Image.open(io.BytesIO(self.encoded)), (side, side))
-        except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
+        except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
             raise PromptError(f"the image of {self.text!r} is damaged ({error}): fetch its file again") from error
 
 
