@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import kernels
-from nextscale.lab.results import append_rows
+from nextscale.eval.results import append_rows
 from nextscale.loading.presets import build_tokenizer, model_spec
 from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import autoencoder, tiles
