@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,11 @@ TINY = Case("tiny", "tiny", (32, 32))
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
     monkeypatch.setattr(suites, "random_pipeline", lambda name, **_: pipeline())
+
+
+@pytest.mark.parametrize("file", sorted(Path(suites.__file__).parent.glob("[!_]*.py")), ids=lambda file: file.stem)
+def test_every_program_can_be_imported(file: Path) -> None:
+    importlib.import_module(f"benchmarks.{file.stem}")
 
 
 def test_a_benchmark_keeps_what_it_has_measured_and_what_failed(tmp_path: Path) -> None:
