@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from ..pipeline import Pipeline
 from ..placement import choose_dtype
 from .console import result_console
 from .files import require_writable
+from .groups import grouped
 from .options import (
     DEFAULT_MODEL,
     Batches,
@@ -48,7 +50,27 @@ MOVED = (
 COLUMNS = ("generate, ms", "speedup", "decode, ms", "end to end, ms", "images/s", "MACs", "GB")
 
 
+@dataclass(frozen=True)
+class Machine:
+    """The weights, the device and the number formats."""
+
+    weights: Weights = None
+    device: Device = None
+    dtype: DtypeName = None
+    quantize: QuantizeName = None
+
+    def load(self, name: str) -> Pipeline:
+        """Returns a pipeline with a random text encoder: encoding prompts is not timed."""
+        place = choose_device(self.device)
+        dtype, quantize = choose_dtype(as_torch_dtype(self.dtype), place), as_quantize(self.quantize)
+        if self.weights is None:
+            return random_pipeline(name, device=place, dtype=dtype, quantize=quantize)
+        encoder: dict[str, Any] = {"text_encoder": random_encoder(model_spec(name).model, place)}
+        return load(name, weights=self.weights, device=place, dtype=dtype, quantize=quantize, **encoder)
+
+
 @app.command(rich_help_panel=MEASURE, epilog=MOVED)
+@grouped
 def bench(
     *,
     models: ModelNames = None,
@@ -60,10 +82,7 @@ def bench(
         str | None,
         typer.Option("--engine", metavar="NAME", show_default="graphs, eager on the CPU", help="graphs, eager or both in turns."),
     ] = None,
-    weights: Weights = None,
-    device: Device = None,
-    dtype: DtypeName = None,
-    quantize: QuantizeName = None,
+    machine: Machine,
     out: Annotated[Path | None, out_option("FILE", "A .jsonl file to which a row per method is added.", "none")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, one per line.")] = False,
 ) -> None:
@@ -71,35 +90,30 @@ def bench(
 
     Without --weights the weights are random; prompt features always are. No files are needed, and the images mean nothing.
     """
-    names, place, format = models or [DEFAULT_MODEL], choose_device(device), as_quantize(quantize)
-    chosen = {method_name(one): resolve_method(one) for one in methods or ()}
-    if weights is None and (unknown := [name for name, method in chosen.items() if method.chooses]):
-        raise SettingError(f"--method {unknown[0]} takes from profiles of trained weights, and these are random: add --weights FILE")
-    if weights is not None and len(set(names)) > 1:
-        raise SettingError("--weights has the weights of one model: choose that model with -m")
+    names = models or [DEFAULT_MODEL]
     sizes: Sequence[str | None] = size or [None]
+    origin = "random" if machine.weights is None else "checkpoint"
+    chosen = {method_name(one): resolve_method(one) for one in methods or ()}
+    if origin == "random" and (unknown := [name for name, method in chosen.items() if method.chooses]):
+        raise SettingError(f"--method {unknown[0]} takes from profiles of trained weights, and these are random: add --weights FILE")
+    if origin == "checkpoint" and len(set(names)) > 1:
+        raise SettingError("--weights has the weights of one model: choose that model with -m")
     for name, wanted in product(names, sizes):
         choose_schedule(model_spec(name).settings.schedules, wanted)
-    engines, kind = choose_engines(engine, place), choose_dtype(as_torch_dtype(dtype), place)
+    engines = choose_engines(engine, choose_device(machine.device))
     require_writable([out] if out else [], force=True)  # rows are added
 
-    def loaded(name: str) -> Pipeline:
-        if weights is None:
-            return random_pipeline(name, device=place, dtype=kind, quantize=format)
-        encoder: dict[str, Any] = {"text_encoder": random_encoder(model_spec(name).model, place)}
-        return load(name, weights=weights, device=place, dtype=kind, quantize=format, **encoder)
-
     for name in dict.fromkeys(names):
-        pipe = loaded(name)
+        pipe = machine.load(name)
         for wanted, images in product(sizes, batch or [1]):
             pixels = None if wanted is None else parse_size(wanted)
             rows = time_methods(pipe, chosen, size=pixels, batch=images, engines=engines, repeats=repeats)
-            rows = [row | {"weights": "random" if weights is None else "checkpoint"} for row in rows]
+            rows = [row | {"weights": origin} for row in rows]
             if out:
                 append_rows(rows, out)
             show_rows(rows, as_json)
         del pipe
-        release(place)
+        release(choose_device(machine.device))
 
 
 def show_rows(rows: Sequence[Row], as_json: bool) -> None:
