@@ -14,8 +14,8 @@ from nextscale.io import write_image
 from nextscale_research.observe.command import DETAIL_SHEETS, DETAILS
 from nextscale_research.observe.detail_plots import DETAIL_FIGURES, TITLES
 
+from .cells import with_tables
 from .observations import FOLDER, PAGE, number, stage_name, table
-from .table import with_tables
 
 CAPTIONS = {
     "distances": "Distance of every stage's image to the final one",

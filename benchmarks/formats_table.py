@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from nextscale.lab.bench.cells import BATCH, ENERGY, IMAGE, METHOD, MODEL, Column, bounded, machines, table_of
-from nextscale.lab.bench.shown_rows import case_of
+from nextscale.eval.results import Row
 from nextscale.lab.evals.formats import NAMES, OWN, Variant
-from nextscale.lab.results import Row
+
+from .cells import BATCH, ENERGY, IMAGE, METHOD, MODEL, Column, bounded, machines, table_of
+from .shown_rows import case_of
+from .suites import step_of
 
 ERRORS = "format errors"
 
@@ -50,7 +52,7 @@ def speed_table(rows: Sequence[Row]) -> str:
     That is the newest of the same commit, which ran side by side with it; where there is none, the newest of all.
     """
     timed = [row for row in rows if row["benchmark"] == "bench" and "median_ms" in row and row["weights"] == "random"]
-    captured = [row for row in timed if row["engine"] == row["step"] == "graphs"]  # other steps lack kernels, or try something
+    captured = [row for row in timed if row["engine"] == step_of(row) == "graphs"]  # other steps lack kernels, or try something
     own = [row for row in captured if row.get("quantize") is None]
     newest, newest_of_commit = {kind(row): row for row in own}, {(row["commit"], *kind(row)): row for row in own}
     shown = []

@@ -28,9 +28,9 @@ from nextscale import Pipeline, load
 from nextscale.accel.method import Method
 from nextscale.engine.eager import Eager
 from nextscale.engine.replay import Replay
-from nextscale.lab.bench.requests import request_prompts
+from nextscale.eval.bench import request_prompts
+from nextscale.eval.results import Row
 from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.results import Row
 from nextscale.lab.timing import percentiles_ms, wait
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.output import Checks

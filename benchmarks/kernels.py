@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale.lab.results import Row
+from nextscale.eval.results import Row
 
 from .results import measure, options, record, require_gpu
 

@@ -32,7 +32,7 @@ import nextscale
 from nextscale.cli.parse import parse_size
 from nextscale.engine.batcher import Batcher, BatchRecord, Job
 from nextscale.errors import Overloaded, ShuttingDown
-from nextscale.lab.results import Row, append_rows
+from nextscale.eval.results import Row, append_rows
 from nextscale.pipeline import Pipeline
 
 from .results import RESULTS, measure

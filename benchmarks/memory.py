@@ -9,7 +9,7 @@ published weights have lies beside the model meanwhile.
 
 All of these are what torch has reserved, with blocks that it keeps for later: in eager generation these grow with every stage, as far as
 the limit allows, and are given back before anything fails. "allocated_gb" is what was in use at once from the prompt's features to the
-image, which is what "predicted_gb", that of `nextscale plan`, speaks of. `python -m benchmarks.table` writes the table of docs/memory.md.
+image, which is what "predicted_gb", that of `nextscale plan`, speaks of. `python -m benchmarks.tables` writes the table of docs/memory.md.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from nextscale import Pipeline, load
-from nextscale.lab.bench.requests import TEXT_TOKENS, request_prompts
+from nextscale.eval.bench import TEXT_TOKENS, request_prompts
+from nextscale.eval.results import Row
 from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.results import Row
 from nextscale.lab.timing import wait
 from nextscale.loading.parts import encoder_bytes
 from nextscale.loading.presets import model_spec

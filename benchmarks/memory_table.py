@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nextscale.lab.bench.cells import table
-from nextscale.lab.results import Row
+from nextscale.eval.results import Row
 
+from .cells import table
 from .memory import GIB, RECIPES, Recipe, predicted
 
 ENGINES = ("eager", "graphs")

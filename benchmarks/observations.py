@@ -13,13 +13,14 @@ from pathlib import Path
 from PIL import Image
 
 from nextscale.io import write_image
-from nextscale.lab.bench import cells
 from nextscale_research.observe import Observations, read_observations, verdicts
 from nextscale_research.observe.numbers import Curve
 from nextscale_research.observe.plots import figures
 from nextscale_research.observe.verdicts import distances, late_mean, late_stages, shares_of
 
-from .table import PROJECT, with_tables
+from . import cells
+from .cells import with_tables
+from .tables import PROJECT
 
 PAGE = PROJECT / "docs" / "observations.md"
 FOLDER = PROJECT / "docs" / "observations"

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from nextscale.lab.machine import where
-from nextscale.lab.results import Row, append_rows, short_error
+from nextscale.eval.results import Row, append_rows, short_error, where
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 

@@ -26,8 +26,8 @@ from nextscale.cluster.prompts import SamplePrompt
 from nextscale.cluster.sampler import Generator, longest_prompts, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Store
+from nextscale.eval.results import Row
 from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.results import Row
 from nextscale.lab.timing import percentiles, wait
 from nextscale.lab.tune.prompts import own_prompts
 from nextscale.loading.random_weights import random_pipeline

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from nextscale.lab.bench.cells import BATCH, IMAGE, METHOD, MODEL, Column, table_of
-from nextscale.lab.results import Row
+from nextscale.eval.results import Row
+
+from .cells import BATCH, IMAGE, METHOD, MODEL, Column, table_of
 
 # What a run was made with; of those that are alike the last counts.
 CASE = ("hardware", "model", "size", "batch", "method", "dtype")

@@ -10,16 +10,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nextscale.lab.bench.cells import MACS, METHOD, Column, bounded, table_of
-from nextscale.lab.bench.shown_rows import image
+from nextscale.eval.results import Row, append_rows, comparable, judged, read_rows
 from nextscale.lab.evals.methods import DENSE, LISTS
-from nextscale.lab.results import Row, append_rows, comparable, judged, read_rows
 from nextscale.loading.presets import model_spec
 from nextscale_research.observe.plots import BLUE, GREY, STYLE, svg_of
 
+from .cells import MACS, METHOD, Column, bounded, table_of, with_tables
 from .observations import FOLDER, PAGE
 from .results import RESULTS
-from .table import with_tables
+from .shown_rows import image
 
 SWEEPS = {
     "fastvar-scales": "FastVAR: pairs of stages",

@@ -28,7 +28,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("profiles", ("profiles", "profile_file")),
     ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "placement", "notebook")),
     ("loading", ("loading",)),
-    ("products", ("serve", "cluster", "lab")),
+    ("products", ("serve", "cluster", "lab.metrics", "lab.evals.methods", "lab.evals.prompts", "lab.shards")),
+    ("evaluation", ("eval", "lab")),
     ("command line", ("cli", "__main__")),
 )
 """Layer to the modules and packages that it consists of, by their longest name; within a layer anything may import anything."""

@@ -405,7 +405,7 @@ def meta(name: str) -> tuple[Any, Any, Schedule]:
     return model, tokenizer, spec.settings.schedules.choose(None, None)
 
 
-MEASURED = {  # GB on an H200: dense, eager, in bfloat16; images, and tokens of the longest text, are those of `nextscale bench`
+MEASURED = {  # GB on an H200: dense, eager, in bfloat16; images, and tokens of the longest text, are those of `benchmarks.suites`
     ("infinity-2b", 1, 50): 8.47,
     ("infinity-2b", 4, 77): 19.57,
     ("infinity-8b", 1, 50): 25.22,

@@ -19,12 +19,13 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.table import judged_runs, quality_table
+from benchmarks.tables import judged_runs, quality_table
 from nextscale.accel import Method, MethodRun, RunSetup
 from nextscale.checkpoints import Layout, write_weights
 from nextscale.cli import app, options
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
+from nextscale.eval.results import read_rows
 from nextscale.lab.evals import summary
 from nextscale.lab.evals.agreement import Agreement, Probe, vary
 from nextscale.lab.evals.bootstrap import mean_interval, set_interval
@@ -36,7 +37,6 @@ from nextscale.lab.evals.quality import Evaluation, Requests, evaluate, mixed_ba
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.efficientnet import FEATURES, EfficientNetLite0
 from nextscale.lab.metrics.files import EFFICIENTNET, VARIABLE
-from nextscale.lab.results import read_rows
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline

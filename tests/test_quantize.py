@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 import nextscale
 from benchmarks.formats_table import speed_table
+from benchmarks.roofline import Rates, request_roofline
+from benchmarks.speed_tables import speed_tables
 from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR, ToMe, placement
 from nextscale.cli import app
 from nextscale.errors import SettingError
+from nextscale.eval.results import CONDITIONS, comparable
 from nextscale.kernels.e4m3 import LARGEST, from_e4m3, to_e4m3
-from nextscale.lab.bench.roofline import Rates, request_roofline
-from nextscale.lab.bench.tables import speed_tables
 from nextscale.lab.evals.format_errors import generate_seen, plant_outliers, stage_errors
 from nextscale.lab.evals.formats import OWN, Variant, compare_formats
-from nextscale.lab.results import CONDITIONS, comparable
 from nextscale.loading.quantizing import quantize_model
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.blocks import Block
@@ -34,9 +34,9 @@ from nextscale.planning.cost import Workload
 from nextscale.planning.memory import weights_bytes
 from nextscale.profiles import fingerprint
 
-from . import test_bench as bench
 from . import test_quality as quality
 from . import tiny
+from .benchmarks import test_speed_tables as bench
 from .test_decode import LiveBytes
 from .test_pipeline import picked
 

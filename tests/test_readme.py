@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cells import with_tables
 from benchmarks.results import RESULTS
-from benchmarks.table import FRONTIER, PICTURE, PROJECT, README, TUNED, judged_runs, page_tables, with_tables
+from benchmarks.speed_tables import SUMMARY_METHODS, pictured_row, stages_svg
+from benchmarks.tables import FRONTIER, PICTURE, PROJECT, README, TUNED, judged_runs, page_tables
 from nextscale import MODELS
 from nextscale.accel import method_names
-from nextscale.lab.bench.picture import pictured_row, stages_svg
-from nextscale.lab.bench.tables import SUMMARY_METHODS
+from nextscale.eval.results import read_rows
 from nextscale.lab.evals.frontier import frontier_svg
-from nextscale.lab.results import read_rows
 from nextscale.profiles import Profile
 
 PAGES = [
@@ -31,10 +31,10 @@ def test_tables_and_pictures_are_the_generated_ones() -> None:
     rows = read_rows(RESULTS)
     for page, tables in page_tables(rows).items():
         assert all(tables.values()), f"{page.name}: a table has no rows"
-        assert page.read_text() == with_tables(page.read_text(), tables), f"{page.name}: run python -m benchmarks.table"
+        assert page.read_text() == with_tables(page.read_text(), tables), f"{page.name}: run python -m benchmarks.tables"
     pictured = pictured_row(rows)
-    assert FRONTIER.read_text() == frontier_svg(judged_runs(rows)[-1]), "run python -m benchmarks.table"
-    assert pictured is not None and PICTURE.read_text() == stages_svg(pictured), "run python -m benchmarks.table"
+    assert FRONTIER.read_text() == frontier_svg(judged_runs(rows)[-1]), "run python -m benchmarks.tables"
+    assert pictured is not None and PICTURE.read_text() == stages_svg(pictured), "run python -m benchmarks.tables"
 
 
 def test_the_readme_is_short_and_shows_every_method_beside_plain_skipping() -> None:

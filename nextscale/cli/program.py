@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import NextscaleError
-from ..lab.machine import version
+from ..eval.results import version
 from ..loading.presets import MODELS
 
 MEASURE = "Measurements"  # panel of the help

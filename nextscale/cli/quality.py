@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..accel.method import Method
 from ..errors import CheckpointError, PromptError, SettingError
+from ..eval.results import Row, comparable, judged, read_rows, real_agreement, write_rows
 from ..io import write_image, write_text
 from ..lab.evals.agreement import Agreement, real_features
 from ..lab.evals.frontier import frontier_svg
@@ -25,7 +26,6 @@ from ..lab.evals.prompts import read_eval_prompts
 from ..lab.evals.quality import Evaluation, evaluate
 from ..lab.metrics.efficientnet import EfficientNetLite0
 from ..lab.metrics.files import EFFICIENTNET, VARIABLE, metric_file
-from ..lab.results import Row, comparable, judged, read_rows, real_agreement, write_rows
 from ..loading.presets import build_model
 from ..stage import Schedule
 from .console import UNLIMITED_WIDTH, result_console, share_bar

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..lab.machine import version
+from ..eval.results import version
 from ..report import Report
 from .console import result_console
 from .files import Picture

@@ -27,8 +27,8 @@ from ..cluster.sampler import Done, OnImages, longest_prompts, sample
 from ..cluster.shard import AUTO, Shard
 from ..cluster.store import Store
 from ..errors import SettingError, SizeError
+from ..eval.results import where
 from ..lab.evals.methods import parse_methods
-from ..lab.machine import where
 from ..loading.random_weights import random_pipeline
 from ..pipeline import Pipeline
 from ..stage import Schedule

@@ -16,8 +16,8 @@ from rich.markup import escape
 from ..accel.auto import Auto
 from ..accel.registry import parse_method
 from ..errors import NextscaleError, PromptError, SettingError
+from ..eval.results import version, where
 from ..lab.evals.prompts import EvalPrompt, evenly_spread, read_eval_prompts
-from ..lab.machine import version, where
 from ..lab.metrics import Lpips
 from ..lab.tune import tune as search
 from ..lab.tune.log import SUFFIX as TRIALS

@@ -1,7 +1,7 @@
 """What a request takes in memory, from its plans: nothing is run, and the model may be on the meta device.
 
 Keys and values are what is allocated, to the byte, unless a data-dependent method runs more than was assumed. Activations
-are an estimate for eager generation on a GPU in bfloat16: `nextscale bench` writes it beside the peak that it measures.
+are an estimate for eager generation on a GPU in bfloat16: `python -m benchmarks.suites` writes it beside the measured peak.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
+from benchmarks.cells import with_tables
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
-from benchmarks.table import with_tables
 from nextscale.accel.method import Method, Plans, StagePlan
 from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.cli import app as nextscale_app

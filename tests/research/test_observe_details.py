@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.cells import with_tables
 from benchmarks.details import block_of
 from benchmarks.observations import FOLDER, PAGE
-from benchmarks.table import with_tables
 from nextscale.accel import Method
 from nextscale.accel.registry import resolve_method
 from nextscale.lab.evals.methods import LISTS, chosen_methods

@@ -406,7 +406,7 @@ def test_numbers_of_images() -> None:
 
 def test_hours_follow_from_measured_speeds() -> None:
     def row(method: str, rate: float, hardware: str = "GPU") -> dict[str, object]:
-        return {"model": "m", "size": [64, 64], "hardware": hardware, "method": method, "images_per_second": rate}
+        return {"model": "m", "size": [64, 64], "hardware": hardware, "method": method, "settings": method, "images_per_second": rate}
 
     rows = [row(DENSE, 2.0), row(DENSE, 4.0), row("FastVAR", 10.0), row(DENSE, 99.0, "other")]
     rows.append(row("FastVAR", 50.0) | {"quantize": "fp8"})  # images of other weights

@@ -11,6 +11,8 @@ from torch import Tensor
 from ... import placement
 from ...accel.method import Method
 from ...errors import SettingError
+from ...eval.bench import release
+from ...eval.results import Row
 from ...loading.quantizing import quantize_model
 from ...models.base import NextScaleModel
 from ...models.quantization import PRODUCTS, find
@@ -18,8 +20,6 @@ from ...models.quantized import FORMATS, Quantize
 from ...pipeline import Pipeline
 from ...planning.memory import weights_bytes
 from ...schedules import SizeLike
-from ..bench.runner import release
-from ..results import Row
 from .agreement import real_features
 from .judges import Judges, Measured
 from .prompts import EvalPrompt

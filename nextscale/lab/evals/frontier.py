@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from ...errors import SettingError
-from ..results import PROBED, Row
+from ...eval.results import PROBED, Row
 
 PANEL_WIDTH, PANEL_HEIGHT, LEFT, TOP, GAP = 380, 300, 58, 54, 66
 LEGEND_LINE, LETTER = 15, 6  # pixels

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from ...accel.method import Method
 from ...errors import NextscaleError, SettingError
+from ...eval.results import BENCHMARK, Row, short_error, where
 from ...io import to_levels
 from ...pipeline import Pipeline
 from ...report import Report
 from ...schedules import SizeLike
 from ...stage import Schedule
-from ..machine import where
-from ..results import BENCHMARK, Row, short_error
 from ..timing import wait
 from .agreement import real_features
 from .judges import Judges, Measured

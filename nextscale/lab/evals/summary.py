@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...eval.results import Row
 from ...report import Report
 from ..metrics.frechet import Directions, Moments, frechet_distance
-from ..results import Row
 from ..timing import percentiles
 from .agreement import Agreement
 from .bootstrap import mean_interval, set_interval

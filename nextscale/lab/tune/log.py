@@ -10,8 +10,8 @@ from typing import Any
 
 from ...checks import is_whole
 from ...errors import NextscaleError
+from ...eval.results import write_rows
 from ...io import append_text
-from ..results import write_rows
 from .trials import Trial
 
 FORMAT = "nextscale trials 2"

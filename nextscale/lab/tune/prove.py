@@ -7,6 +7,7 @@ from typing import Any
 
 from ...accel.registry import resolve_method
 from ...errors import NextscaleError
+from ...eval.results import Row, version
 from ...pipeline import Pipeline
 from ...profiles import Interval, Point, Profile, fingerprint
 from ...stage import Schedule
@@ -14,8 +15,6 @@ from ..evals.judges import Judges
 from ..evals.methods import DENSE
 from ..evals.prompts import EvalPrompt
 from ..evals.quality import evaluate
-from ..machine import version
-from ..results import Row
 from .frontier import frontier
 from .trials import Distance
 

@@ -16,11 +16,11 @@ from ...accel.method import Method
 from ...accel.registry import resolve_method
 from ...checks import is_number, is_whole
 from ...errors import NextscaleError
+from ...eval.results import short_error
 from ...io import from_levels, to_levels
 from ...pipeline import Pipeline
 from ...report import Report
 from ...stage import Schedule
-from ..results import short_error
 from ..timing import wait
 
 Distance = Callable[[Tensor, Tensor], Tensor]

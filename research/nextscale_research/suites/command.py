@@ -10,14 +10,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from nextscale.cli.bench import OWN_RESULTS
 from nextscale.cli.console import result_console
 from nextscale.cli.files import require_writable
 from nextscale.cli.options import Force
 from nextscale.errors import SettingError
+from nextscale.eval.results import read_rows, where
 from nextscale.io import write_text
-from nextscale.lab.machine import where
-from nextscale.lab.results import read_rows
 from nextscale.loading.load import choose_device
 
 from ..program import app
@@ -25,6 +23,7 @@ from . import SUITES, export, suite
 from .papers import Work, measured_hardware, measured_speed, paper_work
 from .prompts import as_lines
 
+OWN_RESULTS = Path(__file__).parents[3] / "benchmarks" / "results.jsonl"  # read, never written
 Results = Annotated[
     Path,
     typer.Option("--results", metavar="FILE", show_default="benchmarks/results.jsonl of a checkout", help="File of measured speeds."),
@@ -97,4 +96,4 @@ def show_work(listed: Sequence[Work], results: Path) -> None:
     )
     console.print("<: at the speed of dense generation, since this method was not measured")
     if hardware != here:
-        console.print(f"This machine ({here}) was not measured: `nextscale bench -m MODEL` adds its rows to {results}")
+        console.print(f"This machine ({here}) was not measured: `nextscale bench -m MODEL --out {results}` adds its rows")

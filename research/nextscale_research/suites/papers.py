@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from nextscale.accel.registry import resolve_method
-from nextscale.lab.bench.suites import TIMED_METHODS
+from nextscale.eval.results import Row
 from nextscale.lab.evals.methods import DENSE, GUIDANCE_OFF, parse_methods
-from nextscale.lab.results import Row
 
 from .suite import SUITES
 
@@ -108,9 +106,8 @@ def measured_speed(rows: Sequence[Row], work: Work, hardware: str) -> Speed | No
         and row.get("quantize") is None
         and "images_per_second" in row
     ]
-    method = parse_methods(*([] if work.method == DENSE else [work.method]))
-    named = {name for name, specs in TIMED_METHODS.items() if resolve_method(list(specs)) == method} | {work.method}
-    exact = [row["images_per_second"] for row in known if row["method"] in named or row.get("settings") == method.label]
+    label = parse_methods(*([] if work.method == DENSE else [work.method])).label
+    exact = [row["images_per_second"] for row in known if row["method"] == work.method or row.get("settings") == label]
     dense = [row["images_per_second"] for row in known if row["method"] == DENSE]
     rates = exact or dense
     return Speed(max(rates), bool(exact)) if rates else None

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, is_unicode
 from nextscale.errors import PromptError, SettingError
-from nextscale.lab.bench.cells import table
 
 from . import layouts, prompts
 from .layouts import Samples
@@ -191,5 +190,6 @@ def suite_table() -> str:
     lines = []
     for one in ALL:
         count = f"{one.published} x {one.seeds}" if one.published else "any"
-        lines.append([f"`{one.name}` ({one.title})", count, one.prompt_set, one.environment, f"`{one.command}`", one.prints])
-    return table(heads, "l" * len(heads), lines)
+        lines.append((f"`{one.name}` ({one.title})", count, one.prompt_set, one.environment, f"`{one.command}`", one.prints))
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (heads, *lines))
+    return "\n".join([first, "|" + "---|" * len(heads), *others])

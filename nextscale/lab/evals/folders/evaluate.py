@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from ....errors import NextscaleError, SettingError
+from ....eval.results import Row, where
 from ....io import from_levels
-from ...machine import where
 from ...metrics.dists import Dists
 from ...metrics.frechet import Moments, frechet_distance
 from ...metrics.library import inception_score, kernel_distance, torchmetrics_image
 from ...metrics.lpips import Lpips
 from ...metrics.neighbours import precision_recall
 from ...metrics.pixels import psnr, ssim
-from ...results import Row
 from ..bootstrap import Interval, mean_interval, set_interval
 from .cache import OnImages, features_of
 from .images import ImageFolder, by_shape

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 
-from ..evals.methods import DENSE
-from ..results import Row
+from nextscale.eval.results import Row
+from nextscale.lab.evals.methods import DENSE
+
 from .cells import (
     BATCH,
     CASE,
@@ -30,16 +29,30 @@ from .cells import (
     own_head,
     reference_note,
     repeats,
+    roofline,
     roofline_note,
     table,
     table_of,
 )
-from .shown_rows import CaseKey, case_of, dense_rows, method_rows, reference_of, references, suite_rows
-from .suites import SPARSE
-from .waterfall import waterfall_table
+from .shown_rows import (
+    CaseKey,
+    case_of,
+    common,
+    dense_rows,
+    image,
+    is_step,
+    method_rows,
+    one_run,
+    reference_of,
+    references,
+    suite_rows,
+    timed,
+)
+from .suites import SPARSE, step_of
 
 SUMMARY_CASE: CaseKey = ("infinity-2b", "1024x1024", 1)
 SUMMARY_METHODS = (DENSE, "skip the last two stages", SPARSE, "FastVAR", "StageVAR")
+CHAIN = ("eager, plain torch", "graphs, plain torch", "graphs")  # steps of a waterfall; those that were given a name follow
 SPARSE_NOTE = (
     "Random weights generate noise, which has detail everywhere, so a share takes the place of SparseVAR's threshold: a quarter of the"
     " cells and the anchors."
@@ -170,6 +183,45 @@ def throughput_table(rows: Sequence[Row]) -> str:
     return table_of(columns, shown, note)
 
 
+def waterfall_table(rows: Sequence[Row]) -> str:
+    """What each step brought: dense generation step by step, then every method on top of the last step."""
+    lines, shown, known = [], [], references(rows)
+    cases: dict[CaseKey, dict[str, list[Row]]] = {}
+    for row in common(timed(rows)):
+        if is_step(row):
+            cases.setdefault(case_of(row), {}).setdefault(step_of(row), []).append(row)
+    for case, found in cases.items():
+        steps = {step: one_run(found[step]) for step in sorted(found, key=lambda step: CHAIN.index(step) if step in CHAIN else len(CHAIN))}
+        dense = {step: row for step, own in steps.items() for row in own if row["method"] == DENSE}
+        if len(dense) < 2:
+            continue
+        start = [case[0], case[1], str(case[2])]
+        last, last_row = [*dense.items()][-1]
+        theirs = reference_of(last_row, known)
+        first = before = (theirs or next(iter(dense.values())))["median_ms"]
+        if theirs:
+            lines.append([*start, REFERENCE, f"{first:.0f}", "", "", "", ""])
+        for step, row in dense.items():
+            own = row["median_ms"]
+            lines.append([*start, step, f"{own:.0f}", f"{before / own:.2f}", f"**{first / own:.2f}**", *roofline(row)])
+            before = own
+        on_top = [row for row in steps[last] if row["method"] != DENSE]
+        for row in on_top:
+            gain = "" if row["speedup"] is None else f"{row['speedup']['median']:.2f}"
+            named = f"{last}, {row['method']}" + (" (eager)" if row["engine"] != row["engine_asked"] else "")
+            lines.append([*start, named, f"{row['median_ms']:.0f}", gain, f"**{first / row['median_ms']:.2f}**", *roofline(row)])
+        shown += [*dense.values(), *on_top]
+    if not shown:
+        return ""
+    roofline_heads = [column.head for column in ROOFLINE]
+    heads = ("model", "image", "batch", "step", "generate, ms", "speedup over the step before", "total speedup", *roofline_heads)
+    note = (
+        f"Medians; {machines(shown)}. Steps were measured one after another on machines of this kind, methods in turns with dense"
+        f" generation of the last step, with which they are compared.{reference_note(shown, known)}{roofline_note(shown)}"
+    )
+    return table(heads, "llrlrrrrr", lines, note)
+
+
 TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "dense": dense_table,
     "waterfall": waterfall_table,
@@ -186,14 +238,28 @@ def speed_tables(rows: Iterable[Row]) -> dict[str, str]:
     return {name: made for name, make in TABLES.items() if (made := make(known))}
 
 
-def with_tables(page: str, tables: Mapping[str, str]) -> str:
-    """The page with each table in its place, between <!-- NAME:begin --> and <!-- NAME:end -->."""
-    for name, made in tables.items():
-        block = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        assert block.search(page), f"the page has no place for the table {name!r}"
-        page = block.sub(partial(_filled, made), page)
-    return page
+def stages_svg(row: Row) -> str:
+    """Bars: time of every stage of one image."""
+    times, tokens = row["stage_median_ms"], row["tokens"]
+    width, height, left, top = 760, 240, 16, 44
+    step, tallest = (width - 2 * left) / len(times), max(times)
+    bars = []
+    for i, (time, count) in enumerate(zip(times, tokens, strict=True)):
+        size = max(time / tallest * (height - top - 46), 1)
+        x, y = left + i * step, height - 36 - size
+        bars.append(f'<rect x="{x + 4:.1f}" y="{y:.1f}" width="{step - 8:.1f}" height="{size:.1f}" rx="2" fill="#3b6fb6"/>')
+        bars.append(f'<text x="{x + step / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{time:.0f} ms</text>')
+        bars.append(f'<text x="{x + step / 2:.1f}" y="{height - 20}" text-anchor="middle">{count}</text>')
+    share = sum(times[-3:]) / sum(times)
+    title = f"{row['model']}, {image(row)}, one image: the last three of {len(times)} stages take {share:.0%} of the time"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" fill="#333">'
+        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="22" font-size="14">{title}</text>'
+        f'{"".join(bars)}<text x="{left}" y="{height - 4}">tokens per stage; {row["hardware"]}, {row["engine"]}, dense</text></svg>\n'
+    )
 
 
-def _filled(made: str, place: re.Match[str]) -> str:
-    return f"{place[1]}{made}\n{place[2]}"
+def pictured_row(rows: Iterable[Row]) -> Row | None:
+    """Returns the row of the model and size that the README shows first."""
+    found = [row for row in dense_rows(rows) if case_of(row) == SUMMARY_CASE and "stage_median_ms" in row]
+    return found[0] if found else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from ..results import Row
+from nextscale.eval.results import Row
+
 from .shown_rows import CaseKey, image, reference_of
 
 REFERENCE = "reference implementation"
@@ -54,6 +57,19 @@ def table(heads: Sequence[str], aligned: str, lines: Iterable[Sequence[str]], no
     ruled = "".join(marks[one] for one in aligned)
     below = ["", note] if note else []
     return "\n".join([f"| {' | '.join(heads)} |", f"|{ruled}", *(f"| {' | '.join(cells)} |" for cells in lines), *below])
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """The page with each table in its place, between <!-- NAME:begin --> and <!-- NAME:end -->."""
+    for name, made in tables.items():
+        block = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+        assert block.search(page), f"the page has no place for the table {name!r}"
+        page = block.sub(partial(_filled, made), page)
+    return page
+
+
+def _filled(made: str, place: re.Match[str]) -> str:
+    return f"{place[1]}{made}\n{place[2]}"
 
 
 # --- cells

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.e4m3 import E4M3
-from ...models.base import NextScaleModel
-from ...models.macs import macs_per_token
-from ...models.quantized import Quantize
-from ...planning.cost import BlockMacs, StageCost, Workload, request_cost
-from ...report import Stopwatch
+from nextscale.kernels.e4m3 import E4M3
+from nextscale.models.base import NextScaleModel
+from nextscale.models.macs import macs_per_token
+from nextscale.models.quantized import Quantize
+from nextscale.planning.cost import BlockMacs, StageCost, Workload, request_cost
+from nextscale.report import Stopwatch
 
 MATRIX_SIDE, COPIED_BYTES = 8192, 2**31  # on a GPU
 SMALL_SIDE, SMALL_BYTES = 256, 2**22  # elsewhere, where the roofline matters little

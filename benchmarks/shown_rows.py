@@ -1,8 +1,9 @@
 """Which rows of the results file the tables of speed show.
 
-Read are rows of `nextscale bench` and of the programs that it replaced ("dense", "methods"): their rows have fewer columns. Only rows of
-random weights on a GPU count, of one kind of GPU and one dtype; outside the waterfall only those with kernels. Of rows that are alike the
-last one counts, of engines captured graphs, and of methods those of one run. Rows "reference" are the models' reference implementations.
+Read are rows of `benchmarks.suites`, of `nextscale bench` and of older programs ("dense", "methods"): these have fewer columns. Only rows
+of random weights on a GPU count, of one kind of GPU and one dtype; outside the waterfall only those with kernels. Of rows that are alike
+the last one counts, of engines captured graphs, and of methods those of one run. Rows "reference" are the models' reference
+implementations.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ..evals.methods import DENSE
-from ..results import Row
-from .suites import APART, SPARSE
+from nextscale.eval.results import Row
+from nextscale.lab.evals.methods import DENSE
+
+from .suites import APART, SPARSE, step_of
 
 CaseKey = tuple[str, str, int]  # model, image, batch
 
@@ -35,18 +37,12 @@ def timed(rows: Iterable[Row]) -> list[Row]:
 def renewed(row: Row) -> Row:
     """Old runs differ by their day and commit."""
     engine, run = row["engine"], f"{row['date']} {row['commit']} {row['case']}"
-    return row | {
-        "engine_asked": engine,
-        "step": engine,
-        "run": run,
-        "kernels": True,
-        "method": OLD_NAMES.get(row["method"], row["method"]),
-    }
+    return row | {"engine_asked": engine, "run": run, "kernels": True, "method": OLD_NAMES.get(row["method"], row["method"])}
 
 
 def with_kernels(rows: Iterable[Row]) -> list[Row]:
     """Those that show what a user gets; others are steps of the waterfall."""
-    return [row for row in timed(rows) if row["kernels"] and row["step"] == row["engine_asked"]]
+    return [row for row in timed(rows) if row["kernels"] and step_of(row) == row["engine_asked"]]
 
 
 def references(rows: Iterable[Row]) -> dict[tuple[str, CaseKey], Row]:
@@ -120,4 +116,4 @@ def suite_rows(rows: Iterable[Row], suite: str) -> dict[CaseKey, list[Row]]:
 def is_step(row: Row) -> bool:
     """Eager generation with kernels is beside the chain; dense generation that could not be captured is no step of graphs."""
     ran_as_asked = row["engine"] == row["engine_asked"] or row["method"] != DENSE
-    return row["benchmark"] == "bench" and "error" not in row and row["step"] != "eager" and ran_as_asked
+    return row["benchmark"] == "bench" and "error" not in row and step_of(row) != "eager" and ran_as_asked

@@ -1,7 +1,6 @@
-"""Writes what the pages show: `python -m benchmarks.table`.
+"""Writes the tables and pictures of the pages: `python -m benchmarks.tables`.
 
-The tables of README.md, docs/benchmarks.md and docs/quality.md come from the results file, those of speed as `nextscale bench --table`
-writes them; the table of planned MACs in docs/methods.md is computed.
+The tables of README.md and docs/ come from the results file; the table of planned MACs in docs/methods.md is computed.
 """
 
 from __future__ import annotations
@@ -12,22 +11,21 @@ from pathlib import Path
 import torch
 
 from nextscale.accel import resolve_method
-from nextscale.lab.bench.cells import IMAGE, MACS, METHOD, Column, bounded, faster, table, table_of
-from nextscale.lab.bench.picture import pictured_row, stages_svg
-from nextscale.lab.bench.shown_rows import image
-from nextscale.lab.bench.tables import speed_tables, summary_table, with_tables
+from nextscale.eval.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
 from nextscale.lab.evals.frontier import frontier_svg
 from nextscale.lab.evals.methods import DENSE, sparsevar_decisions
-from nextscale.lab.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
 
+from .cells import IMAGE, MACS, METHOD, Column, bounded, faster, table, table_of, with_tables
 from .formats_table import format_tables
 from .load_table import load_table
 from .memory_table import memory_table
 from .results import RESULTS
 from .sample_table import sample_table
+from .shown_rows import image
+from .speed_tables import pictured_row, speed_tables, stages_svg, summary_table
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"

@@ -1,0 +1,59 @@
+"""Energy of a GPU, as its driver counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import statistics
+from typing import Any
+
+import torch
+
+from nextscale.eval.bench import Runner
+from nextscale.eval.results import Row, short_error
+
+METERED_SECONDS = 1.5  # duration of the requests whose energy is measured
+
+
+class EnergyMeter:
+    """Reads the counter of NVIDIA's management library, which comes with the driver. It moves about ten times a second."""
+
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        self._library, self._handle = library, handle
+
+    @staticmethod
+    def of(device: torch.device) -> EnergyMeter | None:
+        """Returns the meter of a device; None if there is no such library or counter."""
+        if device.type != "cuda":
+            return None
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return None
+        handle = ctypes.c_void_p()
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
+            return None
+        meter = EnergyMeter(library, handle)
+        return meter if meter.joules() is not None else None
+
+    def joules(self) -> float | None:
+        """Returns the energy since the driver was loaded; None if it cannot be read."""
+        millijoules = ctypes.c_ulonglong()
+        failed = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(millijoules))
+        return None if failed else millijoules.value / 1000
+
+
+def energy_columns(runner: Runner, prompts: Any, images: int, meter: EnergyMeter | None) -> Row:
+    """Measures requests one after the other, long enough for the counter to move often; idle power of the GPU is part of it."""
+    if meter is None:
+        return {"joules_per_image": None}
+    requests = max(2, math.ceil(METERED_SECONDS / statistics.median(timed.seconds for timed in runner.timed)))
+    before = meter.joules()
+    try:
+        for seed in range(requests):
+            runner.request(prompts, seed)
+    except Exception as error:  # the times stay as they are
+        return {"joules_per_image": None, "not_metered": short_error(error)}
+    after = meter.joules()
+    return {"joules_per_image": None if before is None or after is None else round((after - before) / (requests * images), 1)}

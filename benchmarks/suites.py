@@ -1,0 +1,288 @@
+"""Measures the cases of the speed tables: `python -m benchmarks.suites [NAME ...]`, where NAME is a case, a suite or a model.
+
+Each row is that of `nextscale bench` with more columns: stages, predicted memory, roofline and energy. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from nextscale import kernels
+from nextscale.accel import Method, SparseVAR, resolve_method
+from nextscale.cluster.shard import Shard
+from nextscale.errors import OutOfMemory
+from nextscale.eval.bench import ENGINES, Runner, bench, choose_engines, release, request_prompts, text_lengths
+from nextscale.eval.results import Row, read_rows, short_error, where
+from nextscale.lab.evals.methods import DENSE, GUIDANCE_OFF
+from nextscale.lab.timing import percentiles_ms
+from nextscale.loading.random_weights import random_pipeline
+from nextscale.models.quantized import FORMATS, Quantize
+from nextscale.pipeline import Pipeline
+from nextscale.placement import check_quantize, choose_device, choose_dtype
+from nextscale.planning.cost import Workload
+from nextscale.planning.memory import ASSUMED_KEPT, request_memory
+
+from .energy import EnergyMeter, energy_columns
+from .results import options, record
+from .roofline import Rates, request_roofline
+
+SPARSE = "SparseVAR, 30 % kept"
+SPARSEVAR = SparseVAR(keep=0.25)  # random weights have detail everywhere: no threshold is typical. With one anchor in 16 cells 30 %
+ALL = "all"
+
+TIMED_METHODS: Mapping[str, tuple[Method | str, ...]] = {
+    "skip the last two stages": ("skip:last=2",),
+    SPARSE: (SPARSEVAR,),
+    "FastVAR": ("fastvar",),
+    "StageVAR": ("stagevar",),
+    "StageVAR, guidance off only": (GUIDANCE_OFF,),
+    "FastVAR + guidance off": ("fastvar", GUIDANCE_OFF),
+    "SparseVAR, 30 % kept + guidance off": (SPARSEVAR, GUIDANCE_OFF),
+    "ToMe": ("tome",),
+}
+PEERS: Mapping[str, tuple[Method | str, ...]] = {
+    "ScaleKV": ("scalekv",),
+    "SkipVAR": ("skipvar",),
+    "CoDe": ("code",),
+    "PiToMe": ("pitome",),
+    "SparseViT": ("sparsevit",),
+    "ZipVL": ("zipvl",),
+    "LiteVAR": ("litevar",),
+    "SparVAR": ("sparvar",),
+    "SparVAR, windows alone": ("sparvar:choosing=0",),
+}
+"""The other methods of the papers' tables, at their own settings."""
+PUBLISHED = (SPARSE, "FastVAR", "StageVAR")
+SKIPPED_AND_PUBLISHED = ("skip the last two stages", *PUBLISHED)
+FROM_NINE = "sparsevar:keep=0.25,first_stage=9"  # a stage earlier than its default
+RANKS_ELSEWHERE = 0.177  # random weights have no ranks: the mean of Infinity-2B's at 40x40, for models without a published table
+
+
+@dataclass(frozen=True)
+class Case:
+    """Dense generation and some methods, on requests of one model, size and batch."""
+
+    name: str
+    model: str
+    size: tuple[int, int]
+    batch: int = 1
+    methods: tuple[str, ...] = ()  # besides dense generation
+    suite: str = "current"  # "growth" and "throughput" have tables of their own
+    ranks: float | None = None  # of StageVAR, for models without published ones
+    seconds: int = 30  # estimated on an H200 with five repeats: loading, capturing, timing, metering
+
+
+# Every row of the tables, so that all can be measured on one commit.
+CASES = (
+    Case("2b-1024", "infinity-2b", (1024, 1024), methods=(ALL,), seconds=110),
+    Case("2b-1024-peers", "infinity-2b", (1024, 1024), methods=("peers", FROM_NINE), seconds=120),
+    Case("2b-2:1", "infinity-2b", (1440, 720), methods=(ALL,), seconds=110),
+    Case("2b-1024-batch4", "infinity-2b", (1024, 1024), batch=4, methods=PUBLISHED, seconds=70),
+    Case("2b-1024-batch8", "infinity-2b", (1024, 1024), batch=8, methods=PUBLISHED, suite="throughput", seconds=90),
+    Case("growth-256", "infinity-2b", (256, 256), methods=SKIPPED_AND_PUBLISHED, suite="growth", seconds=40),
+    Case("growth-512", "infinity-2b", (512, 512), methods=SKIPPED_AND_PUBLISHED, suite="growth", seconds=40),
+    Case("growth-1024", "infinity-2b", (1024, 1024), methods=SKIPPED_AND_PUBLISHED, suite="growth", seconds=60),
+    Case("growth-2048", "infinity-2b", (2048, 2048), methods=SKIPPED_AND_PUBLISHED, suite="growth", seconds=100),
+    Case("2b-1344", "infinity-2b", (1344, 1344), methods=PUBLISHED, seconds=70),
+    Case("8b-1024", "infinity-8b", (1024, 1024), methods=PUBLISHED, ranks=RANKS_ELSEWHERE, seconds=110),
+    Case("8b-512", "infinity-8b-512", (512, 512), seconds=40),
+    Case("hart-1024", "hart-0.7b", (1024, 1024), methods=(ALL,), seconds=80),
+    Case("hart-1024-batch4", "hart-0.7b", (1024, 1024), batch=4, seconds=20),
+    Case("star-1024", "star-1024", (1024, 1024), methods=(ALL,), seconds=100),
+    Case("star-1024-batch4", "star-1024", (1024, 1024), batch=4, seconds=25),
+    Case("star-256", "star-256", (256, 256), seconds=20),
+    Case("star-512", "star-512", (512, 512), seconds=20),
+    Case("star-1024-sampler", "star-1024-sampler", (1024, 1024), seconds=40),
+    Case("var-d16-256", "var-d16", (256, 256), batch=8, seconds=15),
+    Case("var-d20-256", "var-d20", (256, 256), batch=8, seconds=15),
+    Case("var-d24-256", "var-d24", (256, 256), batch=8, seconds=15),
+    Case("var-d30-256", "var-d30", (256, 256), batch=8, methods=PUBLISHED, ranks=RANKS_ELSEWHERE, seconds=45),
+    Case("var-d36-512", "var-d36", (512, 512), seconds=25),
+    Case("flexvar-d24-256", "flexvar-d24", (256, 256), batch=8, seconds=20),
+    Case("flexvar-d24-512", "flexvar-d24", (512, 512), seconds=20),
+    Case("nano-512-batch32", "nano", (512, 512), batch=32, seconds=15),
+)
+APART = ("growth", "throughput")  # suites with tables of their own
+
+
+def chosen_cases(names: Sequence[str]) -> list[Case]:
+    """Returns the cases with such a name, suite or model; all without names."""
+    known = {word for case in CASES for word in (case.name, case.suite, case.model)}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"NAME must be one of {', '.join(sorted(known))}; got {unknown[0]!r}")
+    return [case for case in CASES if not names or {case.name, case.suite, case.model} & {*names}]
+
+
+def part_of(cases: Sequence[Case], part: int, parts: int) -> list[Case]:
+    """Returns neighboring cases that take about as long as every other part; parts count from 0."""
+    total, begun = sum(case.seconds for case in cases), 0
+    found = []
+    for case in cases:
+        if (begun + case.seconds / 2) * parts // total == part:
+            found.append(case)
+        begun += case.seconds
+    return found
+
+
+def left(cases: Sequence[Case], rows: Iterable[Row], here: Row) -> list[Case]:
+    """Returns the cases without rows of this machine, commit and format."""
+    known = {(row["suite"], row["case"]) for row in rows if "suite" in row and all(row.get(name) == here[name] for name in SAME)}
+    return [case for case in cases if (case.suite, case.name) not in known]
+
+
+SAME = ("hardware", "torch", "commit", "quantize")
+LISTS: Mapping[str, Iterable[str]] = {ALL: TIMED_METHODS, "peers": PEERS}
+
+
+def timed_methods(names: Iterable[str], ranks: float | None = None) -> dict[str, Method]:
+    """Returns the methods of names above, of the lists "all" and "peers", or of settings such as "fastvar + skip:last=1".
+
+    ranks: of StageVAR, instead of those published for the model.
+    """
+    known: dict[str, tuple[Method | str, ...]] = {**TIMED_METHODS, **PEERS}
+    if ranks is not None:
+        known["StageVAR"] = (f"stagevar:ranks={ranks}",)
+    return {one: resolve_method(known.get(one, one)) for name in names for one in LISTS.get(name, (name,))}
+
+
+# --- rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of a run that all cases share."""
+
+    device: torch.device
+    dtype: torch.dtype
+    engine: str | None
+    repeats: int
+    rates: Rates
+    meter: EnergyMeter | None = None
+    quantize: Quantize | None = None
+    step: str | None = None  # in the waterfall
+
+
+def rows_of(cases: Sequence[Case], plan: Plan) -> Iterator[Row]:
+    """Measures model by model, with the weights of one at a time in memory. A model that cannot be built is a row per method."""
+    for model in dict.fromkeys(case.model for case in cases):
+        pipe: Pipeline | Exception
+        try:
+            pipe = random_pipeline(model, device=plan.device, dtype=plan.dtype, quantize=plan.quantize)
+        except (RuntimeError, OutOfMemory) as error:
+            pipe = error
+        for case in (one for one in cases if one.model == model):
+            found = timed_rows(pipe, case, plan) if isinstance(pipe, Pipeline) else failed_rows(case, plan, pipe)
+            constant = {"suite": case.suite, "case": case.name, "guided": True, "weights": "random", "quality": None, **plan.rates.to_row()}
+            for row in found:
+                yield row | constant | {"step": plan.step or step_of(row), "run": f"{row['run']} {case.name}"}
+        del pipe
+        release(plan.device)
+
+
+def timed_rows(pipe: Pipeline, case: Case, plan: Plan) -> list[Row]:
+    return bench(
+        pipe,
+        timed_methods(case.methods, case.ranks),
+        size=case.size,
+        batch=case.batch,
+        engines=choose_engines(plan.engine, plan.device),
+        repeats=plan.repeats,
+        measure=partial(more_columns, case=case, plan=plan),
+    )
+
+
+def failed_rows(case: Case, plan: Plan, error: Exception) -> list[Row]:
+    shared = {
+        **{"benchmark": "bench", "model": case.model, "size": [*case.size], "batch": case.batch, "dtype": None, "quantize": plan.quantize},
+        **{"kernels": kernels.enabled(plan.device), **where(plan.device), "run": "not loaded", "error": short_error(error)},
+    }
+    methods = {DENSE: Method(), **timed_methods(case.methods, case.ranks)}
+    return [
+        shared | {"engine": engine, "engine_asked": engine, "method": name, "settings": method.label}
+        for engine in choose_engines(plan.engine, plan.device)
+        for name, method in methods.items()
+    ]
+
+
+def more_columns(runner: Runner, case: Case, plan: Plan) -> Row:
+    """Returns the columns that `nextscale bench` does not have."""
+    pipe, reports = runner.pipe, [one.report for one in runner.timed]
+    first, stages = reports[0], [*zip(*(report.stages for report in reports), strict=True)]  # per stage the reports of all rounds
+    workload = request_workload(pipe, case)
+    method = pipe.settled(runner.method, workload.schedule, workload.images)
+    plans = method.forecast(pipe.model, workload.schedule, workload.guided, ASSUMED_KEPT)
+    roofline = request_roofline(pipe.model, workload, [statistics.fmean(one.cost_share for one in stage) for stage in stages], plan.rates)
+    generate = statistics.median(one.generate_seconds for one in runner.timed)
+    return {
+        "choice": known_percentiles_ms([[stage.sampling_seconds for stage in report.stages] for report in reports]),
+        "residual": known_percentiles_ms([[stage.residual_seconds for stage in report.stages] for report in reports]),
+        "tokens": [stage.tokens for stage in first.stages],
+        "computed": [round(stage.computed, 1) for stage in first.stages],
+        "padding": [round(statistics.fmean(one.padding for one in stage), 4) for stage in stages],
+        "rows": [stage.rows for stage in first.stages],
+        "stage_median_ms": [percentiles_ms([one.seconds for one in stage])["median_ms"] for stage in stages],
+        "predicted_gb": round(request_memory(pipe.model, pipe.tokenizer, workload, plans).peak / 1e9, 2),  # of eager generation
+        "planned_gb": round(first.planned_memory / 1e9, 2),
+        "roofline_ms": round(1000 * roofline.both, 3),
+        "roofline_arithmetic_ms": round(1000 * roofline.arithmetic, 3),
+        "roofline_reading_ms": round(1000 * roofline.reading, 3),
+        "times_roofline": round(generate / roofline.both, 3),
+        **energy_columns(runner, request_prompts(pipe, case.batch, plan.repeats), case.batch, plan.meter),
+    }
+
+
+def request_workload(pipe: Pipeline, case: Case) -> Workload:
+    """Returns a request of the case as its MACs and memory are counted."""
+    text = max(text_lengths(pipe, case.batch)) if pipe.model.stack[0].has_text else 0
+    return Workload(pipe.settings.schedules.choose(case.size, None), case.batch, text_tokens=text, refine=pipe.settings.sampling.refine)
+
+
+def step_of(row: Row) -> str:
+    """Returns the step of the waterfall: the given name, or the engine and whether it ran without kernels."""
+    return row.get("step") or (row["engine_asked"] if row["kernels"] else f"{row['engine_asked']}, plain torch")
+
+
+def known_percentiles_ms(reports: Sequence[Sequence[float | None]]) -> dict[str, float] | None:
+    """Returns percentiles of the sums over measured stages; None if a report has none, as those of captured graphs."""
+    known = [[seconds for seconds in stages if seconds is not None] for stages in reports]
+    return percentiles_ms([sum(stages) for stages in known]) if all(known) else None
+
+
+# --- the program
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = options(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cases, suites or models; all without names")
+    parser.add_argument("--shard", default="0/1", metavar="i/N", help="part of the cases: 0/3 to 2/3, about equally long")
+    parser.add_argument("--resume", action="store_true", help="leave out cases with rows of this commit and machine")
+    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed rounds")
+    parser.add_argument("--engine", choices=ENGINES, help="default: graphs, on the CPU eager")
+    parser.add_argument("--step", metavar="NAME", help="name of the rows in the waterfall; they are in no other table")
+    parser.add_argument("--quantize", choices=FORMATS, help="format of the weights")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> list[Row]:
+    args: Any = parser().parse_args(words)
+    device = choose_device(args.device)
+    dtype, shard = choose_dtype(None, device), Shard.parse(args.shard)
+    cases = part_of(chosen_cases(args.names), shard.index, shard.count)
+    if args.resume and args.out.exists():
+        cases = left(cases, read_rows(args.out), {**where(device), "quantize": args.quantize})
+    quantize = check_quantize(args.quantize, device, dtype)
+    rates = Rates.measured(device, dtype, quantize)
+    plan = Plan(device, dtype, args.engine, args.repeats, rates, EnergyMeter.of(device), quantize, args.step)
+    return record(rows_of(cases, plan), args.out)
+
+
+if __name__ == "__main__":
+    main()

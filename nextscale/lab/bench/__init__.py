@@ -1,1 +1,0 @@
-"""How fast requests are, beside their roofline."""
