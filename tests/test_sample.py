@@ -253,6 +253,47 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
     assert contents(out) == before
 
 
+@pytest.mark.parametrize("other", [["--guidance", "2"], ["--batch", "2"], ["--seed", "7", "--greedy"]])
+def test_shards_of_one_folder_have_the_same_settings_and_batches(other: list[str], prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out, "--shard", "0/2").exit_code == 0
+    before = contents(out)
+    result = run(prompts, out, "--shard", "1/2", *other)
+    assert result.exit_code == 2 and "choose another folder" in result.output
+    assert contents(out) == before
+    assert run(prompts, out, "--shard", "1/2").exit_code == 0
+
+
+def test_shards_of_other_prompts_are_refused(prompts: Path, tmp_path: Path) -> None:
+    out, others = tmp_path / "out", written(tmp_path / "others.jsonl", [{"prompt": f"other {prompt}"} for prompt in PROMPTS])
+    assert run(prompts, out, "--shard", "0/2").exit_code == 0
+    result = run(others, out, "--shard", "1/2")
+    assert result.exit_code == 2 and "has prompt 'prompt number 0', and this run 'other prompt number 0'" in result.output
+
+
+def test_more_prompts_may_join_the_images_of_the_same_settings(prompts: Path, tmp_path: Path) -> None:
+    out, more = tmp_path / "out", written(tmp_path / "more.jsonl", [{"id": "more", "prompt": "more"}])
+    assert run(prompts, out, "--shard", "0/2").exit_code == 0
+    assert run(more, out, "--batch", "1").exit_code == 0
+    assert run(prompts, out, "--shard", "1/2").exit_code == 0
+    assert len(images(out)) == 11
+
+
+def test_a_shard_that_began_meanwhile_with_other_settings_is_named(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, generate = tmp_path / "out", Generator.output
+
+    def beside(self: Generator, batch: Batch) -> Any:
+        monkeypatch.setattr(Generator, "output", generate)
+        assert run(prompts, out, "--shard", "1/2", "--batch", "2").exit_code == 0
+        return generate(self, batch)
+
+    monkeypatch.setattr(Generator, "output", beside)
+    result = run(prompts, out, "--shard", "0/2")
+    assert result.exit_code == 2 and "manifest-1-of-2.jsonl says that" in result.output and "has batch 2" in result.output
+
+
 def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine, or a new profile, may choose another method: its images do not belong among these."""
     prompts, out = written(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"

@@ -79,12 +79,12 @@ def sample_on_ray(
     store: Store,
     ray_settings: RaySettings,
     on_images: OnImages = lambda _: None,
-    longest: LongestPrompts | None = None,
 ) -> Done:
     """Generates what is not there, on the actors of a cluster. They are sent `load` and `settings`: weights lie under the same paths."""
     there = store.verified(batches)
     on_images(len(there))
-    todo = missing(batches, there)
+    mine = store.shard.part(batches)
+    todo = missing(mine, there)
     if not todo:
         return Done(0, len(there), 0.0, 0)
     pictures = {(batch.number, place): picture for batch in todo for place, picture in enumerate(batch.pictures)}
@@ -94,7 +94,7 @@ def sample_on_ray(
         results = dataset.map_batches(
             Worker,
             batch_size=1,
-            fn_constructor_args=(load, settings, batches, longest or longest_prompts(batches)),
+            fn_constructor_args=(load, settings, mine, longest_prompts(batches)),
             concurrency=workers_for(ray_settings),
             num_cpus=CPUS,
             num_gpus=gpus_per_worker(ray_settings),
@@ -110,7 +110,7 @@ def sample_on_ray(
             if not started:  # actors have loaded their models, and begun
                 started, untimed = time.perf_counter(), written
         seconds = time.perf_counter() - started  # before a cluster that was started here ends
-    store.arrange(batches)
+    store.arrange(mine)
     return Done(written, len(there) - written, seconds, written - untimed)
 
 
