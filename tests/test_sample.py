@@ -426,6 +426,31 @@ def test_only_folders_of_shards_are_removed(tmp_path: Path) -> None:
     assert {*contents(tmp_path)} == {".sample/photos/file"}
 
 
+@pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1/lock"])
+def test_nothing_behind_a_symbolic_link_is_removed(link: str, tmp_path: Path) -> None:
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    for name in ("lock", "0-of-1/lock", "0-of-1/half.png"):
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).write_text("precious")
+    before = contents(mine)
+    (out / link).parent.mkdir(parents=True)
+    (out / link).symlink_to(mine / "lock" if link.endswith("lock") else mine)
+    with pytest.raises(NextscaleError, match="is a symbolic link"), working_folder(out, Shard()):
+        pass
+    assert contents(mine) == before
+
+
+def test_a_link_in_the_place_of_another_shard_is_left_alone(tmp_path: Path) -> None:
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    mine.mkdir()
+    (mine / "lock").write_text("precious")
+    (out / ".sample").mkdir(parents=True)
+    (out / ".sample" / "3-of-4").symlink_to(mine)
+    with working_folder(out, Shard()):
+        pass
+    assert (mine / "lock").read_text() == "precious"
+
+
 def test_half_a_line_of_a_full_disk_is_taken_back(tmp_path: Path) -> None:
     """The lines of images that were written before the error was seen come after it."""
     pictures = planned(4, 4)[0].pictures

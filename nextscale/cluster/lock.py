@@ -52,6 +52,8 @@ def working_folder(out: Path, shard: Shard) -> Iterator[Path]:
 
 def _locked(folder: Path) -> IO[str] | None:
     """The locked file of a folder, which is made where there is none; None where another process holds it."""
+    if links := [path for path in (folder.parent, folder, folder / LOCK) if path.is_symlink()]:
+        raise NextscaleError(f"{links[0]} is a symbolic link, and files are removed there: remove the link, or choose another folder")
     tries = TRIES
     while True:
         try:
@@ -91,7 +93,7 @@ def _owner(folder: Path) -> str:
 def _refuse_other_counts(out: Path, shard: Shard) -> None:
     """Runs that split the work into another number of shards would do some of it twice; what dead ones left is removed."""
     for folder in (out / WORK).iterdir():
-        if not folder.is_dir() or not SHARD_FOLDER.fullmatch(folder.name) or folder.name.endswith(f"-of-{shard.count}"):
+        if folder.is_symlink() or not folder.is_dir() or not SHARD_FOLDER.fullmatch(folder.name) or folder.name.endswith(f"-of-{shard.count}"):
             continue
         lock = _locked(folder)
         if lock is None:
