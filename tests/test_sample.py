@@ -279,9 +279,7 @@ def test_more_prompts_may_join_the_images_of_the_same_settings(prompts: Path, tm
     assert len(images(out)) == 11
 
 
-def test_a_shard_that_began_meanwhile_with_other_settings_is_named(
-    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_began_meanwhile_with_other_settings_is_named(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, generate = tmp_path / "out", Generator.output
 
     def beside(self: Generator, batch: Batch) -> Any:
@@ -424,6 +422,20 @@ def test_only_folders_of_shards_are_removed(tmp_path: Path) -> None:
     with working_folder(tmp_path, Shard()) as work:
         assert {file.name for file in work.iterdir()} == {"lock"}
     assert {*contents(tmp_path)} == {".sample/photos/file"}
+
+
+def test_a_read_only_folder_is_verified_and_not_written(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    before = {file: file.stat().st_mtime_ns for file in (out, *out.iterdir())}
+    access = os.access  # permissions do not stop root, who may run this
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    result = run(prompts, out)
+    assert result.exit_code == 0 and "10 were there" in result.output
+    assert {file: file.stat().st_mtime_ns for file in (out, *out.iterdir())} == before
+    (out / "00001_1.png").write_bytes(b"damaged")
+    result = run(prompts, out)
+    assert result.exit_code == 2 and "is read-only, and 1 of its images are missing" in result.output
 
 
 @pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1/lock"])

@@ -15,8 +15,9 @@ from typing import Any
 
 from PIL import Image
 
-from ..errors import SettingError
+from ..errors import NextscaleError, SettingError
 from ..io import encode_image, write_errors
+from .lock import is_read_only
 from .manifest import Entry, as_text, manifest_files, read_manifest
 from .plan import Batch, Picture
 from .shard import Shard
@@ -73,9 +74,9 @@ class Store:
         return lines
 
     def verified(self, batches: Sequence[Batch]) -> set[str]:
-        """Returns the names of the shard's pictures that are there, whole and as planned. Its manifest then has a line for these alone.
+        """Returns the names of the shard's pictures that are there, whole and as planned.
 
-        batches: those of all shards.
+        If some are missing, its manifest is written again, with lines for these alone. batches: those of all shards.
         """
         planned = {picture.file for batch in self.shard.part(batches) for picture in batch.pictures}
         lines = self.read(batches)
@@ -84,9 +85,13 @@ class Store:
             whole = list(threads.map(lambda one: one[1].matches(self.out), asked))
         good = {entry.file: (file, entry) for (file, entry), matches in zip(asked, whole, strict=True) if matches}
         kept = [entry for file, entry in good.values() if file == self._manifest]
+        self._warn_of_versions(entry for _, entry in good.values())
+        if not (lacking := len(planned - good.keys())):
+            return planned  # and nothing is written
+        if is_read_only(self.out):
+            raise NextscaleError(f"{self.out} is read-only, and {lacking} of its images are missing: choose a folder that can be written")
         others = [entry for file, entry in lines if file == self._manifest and entry.file not in planned]
         self._rewrite([*others, *kept])
-        self._warn_of_versions(entry for _, entry in good.values())
         return {*good}
 
     def write(self, picture: Picture, image: Encoded) -> Entry:
