@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -337,6 +338,36 @@ def test_edited_lines_of_a_manifest_are_refused(change: dict[str, Any], said: st
     result = run(prompts, out)
     assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output and said in result.output
     assert contents(out) == before
+
+
+@pytest.fixture
+def pipes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a pipe that nobody writes would wait without end; here it fails instead."""
+    opened = io.open
+
+    def checked(file: Any, *arguments: Any, **named: Any) -> Any:
+        assert isinstance(file, int) or not Path(file).is_fifo(), f"{file} is opened"
+        return opened(file, *arguments, **named)
+
+    monkeypatch.setattr(io, "open", checked)
+
+
+@pytest.mark.usefixtures("pipes_fail")
+def test_a_pipe_among_the_manifests_is_refused(prompts: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest-x.jsonl")
+    result = run(prompts, tmp_path)
+    assert result.exit_code == 2 and "manifest-x.jsonl is not a regular file" in result.output
+
+
+@pytest.mark.usefixtures("pipes_fail")
+def test_a_pipe_in_the_place_of_an_image_is_replaced(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    before = contents(out)
+    (out / "00001_1.png").unlink()
+    os.mkfifo(out / "00001_1.png")
+    assert "1 image written" in run(prompts, out).output
+    assert images(out) == images(out) | {name: content for name, content in before.items() if name == "00001_1.png"}
 
 
 def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Path) -> None:
