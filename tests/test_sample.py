@@ -116,7 +116,6 @@ def test_prompts_have_ids_seeds_and_sizes(tmp_path: Path) -> None:
         ('{"prompt": "a", "id": "b"}\n{"prompt": "c", "id": "b"}', "several prompts"),
         ("", "holds no prompt"),
         ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 has no prompt"),
-        ('{"prompt": "\\ud800"}', "half of a character"),
         ('{"prompt": ' + "[" * 100_000, "is no JSON"),
     ],
 )
@@ -186,13 +185,15 @@ def test_launchers_say_which_shard(environment: dict[str, str], expected: Shard)
     assert Shard.parse("auto", environment) == expected
 
 
-@pytest.mark.parametrize("text", ["3/3", "1", "-1/2", "a/b", "1/0", "auto"])
+@pytest.mark.parametrize("text", ["3/3", "1", "-1/2", "a/b", "1/0", "auto", f"0/{'9' * 5000}"])
 def test_wrong_shards_are_refused(text: str) -> None:
     with pytest.raises(SettingError, match="--shard"):
         Shard.parse(text, {})
 
 
-@pytest.mark.parametrize("environment", [{"RANK": rank, "WORLD_SIZE": size} for rank, size in (("4", "4"), ("", "4"), ("0", "x"))])
+@pytest.mark.parametrize(
+    "environment", [{"RANK": rank, "WORLD_SIZE": size} for rank, size in (("4", "4"), ("", "4"), ("0", "x"), ("0", "9" * 5000))]
+)
 def test_launchers_that_say_nonsense_are_refused(environment: dict[str, str]) -> None:
     with pytest.raises(SettingError, match="--shard auto: RANK"):
         Shard.parse("auto", environment)
@@ -389,6 +390,14 @@ def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Pa
 def test_options_that_do_not_go_together_are_refused(more: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
     result = run(prompts, tmp_path / "out", *more)
     assert result.exit_code == 2 and said in result.output and not images(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [({"prompt": "\ud800"}, "half of a character"), ({"prompt": "a", "size": "9" * 5000}, "unknown pixel budget")]
+)
+def test_prompts_that_no_pipeline_takes_are_refused(line: Any, said: str, tmp_path: Path) -> None:
+    result = run(written(tmp_path / "p.jsonl", [line]), tmp_path / "out", "-m", "nano")
+    assert result.exit_code == 2 and said in result.output and not (tmp_path / "out").exists()
 
 
 def test_a_size_that_no_schedule_has_is_refused_with_its_prompt(tmp_path: Path) -> None:
