@@ -33,7 +33,8 @@ from nextscale.cluster.lock import FolderInUse, working_folder
 from nextscale.cluster.manifest import Entry, read_folder, read_manifest
 from nextscale.cluster.plan import Batch, Picture, plan_batches
 from nextscale.cluster.prompts import SamplePrompt, read_sample_prompts
-from nextscale.cluster.sampler import Generator, longest_prompts, sample
+from nextscale.cluster.ray_sampler import RaySettings
+from nextscale.cluster.sampler import Done, Generator, longest_prompts, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Encoded, Store
 from nextscale.errors import NextscaleError, PromptError, SettingError
@@ -375,6 +376,16 @@ def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Pa
     (tmp_path / "manifest.jsonl").write_text("[" * 1_000_000 + "\n")
     result = run(prompts, tmp_path)
     assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output
+
+
+@pytest.mark.parametrize("more", [["--ray"], ["--ray", "--workers", "1"], ["--ray", "local"]])
+def test_ray_alone_starts_a_cluster_on_this_machine(
+    more: list[str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RaySettings] = []
+    monkeypatch.setattr("nextscale.cli.sample.sample_on_ray", lambda *given: asked.append(given[4]) or Done(0, 0, 0.0, 0))
+    assert run(prompts, tmp_path / "out", *more).exit_code == 0
+    assert [settings.address for settings in asked] == ["local"]
 
 
 @pytest.mark.parametrize(

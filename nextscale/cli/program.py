@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..cluster.ray_sampler import LOCAL
 from ..errors import NextscaleError, SettingError
 from ..lab.machine import version
 from ..loading.presets import MODELS
@@ -46,6 +47,7 @@ class Program(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """A command may have a name of two words, the first of which is a command too: `observe` and `observe ranks`."""
         require_values(args)
+        args = with_cluster(args)
         two_words = " ".join(args[:2])
         return (two_words, self.commands[two_words], args[2:]) if two_words in self.commands else super().resolve_command(ctx, args)
 
@@ -55,6 +57,12 @@ def require_values(words: Sequence[str]) -> None:
     for word, after in pairwise([*takewhile(lambda word: word != "--", words), "--"]):
         if word.startswith("-") and (not after or word.partition("=")[1:] == ("=", "")):
             raise SettingError(f"{word.rstrip('=')} has an empty value: give one, or leave the option out")
+
+
+def with_cluster(words: Sequence[str]) -> list[str]:
+    """Returns the words with the cluster that --ray means where it stands alone."""
+    pairs = pairwise([*words, "--"])
+    return [part for word, after in pairs for part in ((word, LOCAL) if word == "--ray" and after.startswith("-") else (word,))]
 
 
 def model_hint(message: str) -> str:
