@@ -214,10 +214,10 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: 
 
 
 def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
-    """Versions of the programs, and the machine; the device is None for those of a cluster."""
+    """Versions of the programs, and the device; without one, workers of a cluster add their own."""
     found = where(device or torch.device("cpu"))
-    hardware = "Ray cluster" if device is None else found["hardware"]
-    return {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "device": hardware, "batch": batch}
+    known = {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "batch": batch}
+    return known if device is None else {**known, "device": found["hardware"]}
 
 
 @contextmanager

@@ -94,11 +94,13 @@ class Store:
         self._rewrite([*others, *kept])
         return {*good}
 
-    def write(self, picture: Picture, image: Encoded) -> Entry:
-        """Writes the file; the manifest does not have it yet. May be called from several threads."""
+    def write(self, picture: Picture, image: Encoded, **versions: Any) -> Entry:
+        """Writes the file; the manifest does not have it yet. May be called from several threads. versions: those of this image alone."""
         self._put(self.out / picture.file, image.content)
         settings = self._settings_of(picture)
-        return Entry(picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, self._versions)
+        return Entry(
+            picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, {**self._versions, **versions}
+        )
 
     def record(self, entry: Entry) -> None:
         """Adds the line of an image that is written."""
@@ -159,7 +161,7 @@ class Store:
             name: (value, self._versions.get(name))
             for entry in entries
             for name, value in entry.versions.items()
-            if value != self._versions.get(name)
+            if value != self._versions.get(name, value)  # that of a cluster's devices is not known before
         }
         if differing:
             told = ", ".join(f"{name} {theirs!r}, now {ours!r}" for name, (theirs, ours) in differing.items())
