@@ -42,8 +42,8 @@ PROBES = {
         "it can start",
     ),
     "ray": Probe(
-        f"import nextscale\nfrom nextscale.cluster.ray_sampler import import_ray\ntry:\n    print(import_ray().data.__name__){SHOW_ERROR}",
-        "ray.data",
+        f"import nextscale\nfrom nextscale.cluster.ray_sampler import import_ray\ntry:\n    print(import_ray().__version__){SHOW_ERROR}",
+        "2.",
     ),
 }
 

@@ -44,6 +44,7 @@ from nextscale.stage import Tokens
 from . import tiny
 
 REPOSITORY = "nobody/tiny"
+MANY = "9" * 5000  # digits; Python reads up to 4300
 PUBLISHED_MODELS = dict(presets.MODELS)
 VAR_PIXELS = tiny.CELL_PIXELS * tiny.VAR_SIDES[-1]
 
@@ -632,7 +633,16 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 11), "class 11"),
         (("tiny-var", 3, "--negative", "dog"), "class 'dog'"),
         (("tiny-infinity", " "), "a prompt is empty"),
-        (("tiny-infinity", "a cat", "--negative", ""), "a prompt is empty"),
+        (("tiny-infinity", "a cat", "--negative", " "), "a prompt is empty"),
+        (("tiny-infinity", "a cat", "--negative", ""), "--negative has an empty value"),
+        (("tiny-infinity", "cut \ud83d"), "the prompt 'cut \\ud83d' holds half of a character"),
+        (("tiny-var", 3, "--size", MANY), f"size '{MANY}'"),
+        (("tiny-flexvar", 3, "--sides", f"1,{MANY}"), "give whole numbers"),
+        (("tiny-var", MANY), f"class '{MANY}'"),
+        (("tiny-var", 3, "--out", f"{'x' * 300}.png"), "File name too long"),
+        (("tiny-var", 3, "--out", ""), "--out has an empty value: give one, or leave the option out"),
+        (("tiny-var", 3, "--report="), "--report has an empty value"),
+        (("tiny-var", "--weights", "", 3), "--weights has an empty value"),
         (("tiny-var", 3, "--positive-prompt"), "tiny-var takes class numbers"),
         (("tiny-var", 3, "--prompts", "absent.txt"), "absent.txt"),
         (("tiny-var", 3, "--size", 256), "no schedule generates 256x256 (height x width); nearest: 64x64"),
@@ -677,6 +687,22 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
 def test_refusals_leave_nothing_behind(arguments: tuple[object, ...], message: str, tmp_path: Path) -> None:
     assert message in fail("generate", "-m", *arguments)
     assert names(tmp_path) == []
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped() -> None:
+    arguments = ["generate", "-m", "tiny-var", "3", "--seed", "1", "--out"]
+    result = CliRunner(charset="ascii").invoke(app, [*arguments, "füße"], catch_exceptions=False)
+    assert result.exit_code == 0 and "f\\xfc\\xdfe" in result.stdout
+    assert [path.parent.name for path in Path().rglob("*.png")] == ["füße"]
+
+
+def test_a_report_may_name_files_that_are_not_utf_8() -> None:
+    assert run("generate", "-m", "tiny-var", 3, "--out", "\udcff.png", "--report", "report.json").exit_code == 0
+    assert json.loads(Path("report.json").read_text())["calls"][0]["files"] == ["\udcff.png"]
+
+
+def test_values_after_two_dashes_are_prompts() -> None:
+    assert "class ''" in fail("generate", "-m", "tiny-var", "--", "-1", "")
 
 
 def test_prompt_file_without_prompts() -> None:

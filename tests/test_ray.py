@@ -30,6 +30,7 @@ from nextscale.cluster.store import Store
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
+from nextscale.report import hardware_name
 
 from . import tiny
 from .conftest import PROJECT
@@ -68,7 +69,8 @@ def on_ray(out: Path, on_images: Any = lambda _: None, workers: int = 1) -> Done
 
 def undisturbed(out: Path) -> dict[str, str]:
     with working_folder(out, Shard()) as work:
-        sample(tiny_pipeline, {}, BATCHES, Store(out, work, Shard(), {"model": SPEC.name}, {}))
+        store = Store(out, work, Shard(), {"model": SPEC.name}, {"device": hardware_name(torch.device("cpu"))})
+        sample(tiny_pipeline, {}, BATCHES, store)
     return contents(out)
 
 
@@ -87,18 +89,19 @@ def actor_processes(name: str) -> list[int]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_an_actor_killed_in_the_middle_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_actor_killed_in_the_middle_is_restarted_and_changes_nothing(workers: int, tmp_path: Path) -> None:
     whole = undisturbed(tmp_path / "whole")
     killed: list[int] = []
 
     def kill_once(images: int) -> None:
-        if images and not killed and (processes := actor_processes("MapWorker")):
+        if images and not killed and (processes := actor_processes("ray::Worker")):
             killed.append(processes[0])
             os.kill(processes[0], signal.SIGKILL)
 
-    done = on_ray(tmp_path / "out", kill_once, workers=2)
+    done = on_ray(tmp_path / "out", kill_once, workers)
     assert killed, "no actor was found to kill"
-    assert done.written == 20 // 2 and done.there == 0
+    assert done.written == 10 and done.there == 0
     assert contents(tmp_path / "out") == whole  # the manifest too, in the plan's order
 
 
@@ -107,8 +110,9 @@ def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
     whole = undisturbed(tmp_path / "whole")
     undisturbed(tmp_path / "out")
     (tmp_path / "out" / BATCHES[3].pictures[0].file).unlink()
-    done = on_ray(tmp_path / "out")
-    assert (done.written, done.there) == (1, 9)
+    counted: list[int] = []
+    done = on_ray(tmp_path / "out", counted.append)
+    assert (done.written, done.there, counted) == (1, 9, [9, 1])
     assert contents(tmp_path / "out") == whole
     assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 10
     assert on_ray(tmp_path / "out").written == 0
@@ -117,6 +121,26 @@ def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_without_gpus_there_is_one_worker() -> None:
     assert workers_for(RaySettings()) == 1 and workers_for(RaySettings(workers=3)) == 3
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ray_has_nothing_to_warn_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It does of arguments that are going to be removed, and of actors that may not start again."""
+    assert on_ray(tmp_path).written == 10
+    assert capfd.readouterr().err == ""
+
+
+def dying_pipeline() -> Pipeline:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_that_always_dies_ends_the_run(tmp_path: Path) -> None:
+    with working_folder(tmp_path, Shard()) as work:
+        store = Store(tmp_path, work, Shard(), {"model": SPEC.name}, {})
+        with pytest.raises(NextscaleError, match="^a Ray actor failed: "):
+            sample_on_ray(dying_pipeline, {}, BATCHES, store, RaySettings())
 
 
 def refusing_pipeline() -> Pipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -32,7 +33,8 @@ from nextscale.cluster.lock import FolderInUse, working_folder
 from nextscale.cluster.manifest import Entry, read_folder, read_manifest
 from nextscale.cluster.plan import Batch, Picture, plan_batches
 from nextscale.cluster.prompts import SamplePrompt, read_sample_prompts
-from nextscale.cluster.sampler import Generator, longest_prompts, sample
+from nextscale.cluster.ray_sampler import RaySettings
+from nextscale.cluster.sampler import Done, Generator, longest_prompts, sample
 from nextscale.cluster.shard import Shard
 from nextscale.cluster.store import Encoded, Store
 from nextscale.errors import NextscaleError, PromptError, SettingError
@@ -115,7 +117,6 @@ def test_prompts_have_ids_seeds_and_sizes(tmp_path: Path) -> None:
         ('{"prompt": "a", "id": "b"}\n{"prompt": "c", "id": "b"}', "several prompts"),
         ("", "holds no prompt"),
         ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 has no prompt"),
-        ('{"prompt": "\\ud800"}', "half of a character"),
         ('{"prompt": ' + "[" * 100_000, "is no JSON"),
     ],
 )
@@ -185,13 +186,15 @@ def test_launchers_say_which_shard(environment: dict[str, str], expected: Shard)
     assert Shard.parse("auto", environment) == expected
 
 
-@pytest.mark.parametrize("text", ["3/3", "1", "-1/2", "a/b", "1/0", "auto"])
+@pytest.mark.parametrize("text", ["3/3", "1", "-1/2", "a/b", "1/0", "auto", f"0/{'9' * 5000}"])
 def test_wrong_shards_are_refused(text: str) -> None:
     with pytest.raises(SettingError, match="--shard"):
         Shard.parse(text, {})
 
 
-@pytest.mark.parametrize("environment", [{"RANK": rank, "WORLD_SIZE": size} for rank, size in (("4", "4"), ("", "4"), ("0", "x"))])
+@pytest.mark.parametrize(
+    "environment", [{"RANK": rank, "WORLD_SIZE": size} for rank, size in (("4", "4"), ("", "4"), ("0", "x"), ("0", "9" * 5000))]
+)
 def test_launchers_that_say_nonsense_are_refused(environment: dict[str, str]) -> None:
     with pytest.raises(SettingError, match="--shard auto: RANK"):
         Shard.parse("auto", environment)
@@ -253,6 +256,45 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
     assert contents(out) == before
 
 
+@pytest.mark.parametrize("other", [["--guidance", "2"], ["--batch", "2"], ["--seed", "7", "--greedy"]])
+def test_shards_of_one_folder_have_the_same_settings_and_batches(other: list[str], prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out, "--shard", "0/2").exit_code == 0
+    before = contents(out)
+    result = run(prompts, out, "--shard", "1/2", *other)
+    assert result.exit_code == 2 and "choose another folder" in result.output
+    assert contents(out) == before
+    assert run(prompts, out, "--shard", "1/2").exit_code == 0
+
+
+def test_shards_of_other_prompts_are_refused(prompts: Path, tmp_path: Path) -> None:
+    out, others = tmp_path / "out", written(tmp_path / "others.jsonl", [{"prompt": f"other {prompt}"} for prompt in PROMPTS])
+    assert run(prompts, out, "--shard", "0/2").exit_code == 0
+    result = run(others, out, "--shard", "1/2")
+    assert result.exit_code == 2 and "has prompt 'prompt number 0', and this run 'other prompt number 0'" in result.output
+
+
+def test_more_prompts_may_join_the_images_of_the_same_settings(prompts: Path, tmp_path: Path) -> None:
+    out, more = tmp_path / "out", written(tmp_path / "more.jsonl", [{"id": "more", "prompt": "more"}])
+    assert run(prompts, out, "--shard", "0/2").exit_code == 0
+    assert run(more, out, "--batch", "1").exit_code == 0
+    assert run(prompts, out, "--shard", "1/2").exit_code == 0
+    assert len(images(out)) == 11
+
+
+def test_a_shard_that_began_meanwhile_with_other_settings_is_named(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, generate = tmp_path / "out", Generator.output
+
+    def beside(self: Generator, batch: Batch) -> Any:
+        monkeypatch.setattr(Generator, "output", generate)
+        assert run(prompts, out, "--shard", "1/2", "--batch", "2").exit_code == 0
+        return generate(self, batch)
+
+    monkeypatch.setattr(Generator, "output", beside)
+    result = run(prompts, out, "--shard", "0/2")
+    assert result.exit_code == 2 and "manifest-1-of-2.jsonl says that" in result.output and "has batch 2" in result.output
+
+
 def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine, or a new profile, may choose another method: its images do not belong among these."""
     prompts, out = written(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path / "out"
@@ -300,10 +342,50 @@ def test_edited_lines_of_a_manifest_are_refused(change: dict[str, Any], said: st
     assert contents(out) == before
 
 
+@pytest.fixture
+def pipes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a pipe that nobody writes would wait without end; here it fails instead."""
+    opened = io.open
+
+    def checked(file: Any, *arguments: Any, **named: Any) -> Any:
+        assert isinstance(file, int) or not Path(file).is_fifo(), f"{file} is opened"
+        return opened(file, *arguments, **named)
+
+    monkeypatch.setattr(io, "open", checked)
+
+
+@pytest.mark.usefixtures("pipes_fail")
+def test_a_pipe_among_the_manifests_is_refused(prompts: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest-x.jsonl")
+    result = run(prompts, tmp_path)
+    assert result.exit_code == 2 and "manifest-x.jsonl is not a regular file" in result.output
+
+
+@pytest.mark.usefixtures("pipes_fail")
+def test_a_pipe_in_the_place_of_an_image_is_replaced(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    before = contents(out)
+    (out / "00001_1.png").unlink()
+    os.mkfifo(out / "00001_1.png")
+    assert "1 image written" in run(prompts, out).output
+    assert images(out) == images(out) | {name: content for name, content in before.items() if name == "00001_1.png"}
+
+
 def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "manifest.jsonl").write_text("[" * 1_000_000 + "\n")
     result = run(prompts, tmp_path)
     assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output
+
+
+@pytest.mark.parametrize("more", [["--ray"], ["--ray", "--workers", "1"], ["--ray", "local"]])
+def test_ray_alone_starts_a_cluster_on_this_machine(
+    more: list[str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RaySettings] = []
+    monkeypatch.setattr("nextscale.cli.sample.sample_on_ray", lambda *given: asked.append(given[4]) or Done(0, 0, 0.0, 0))
+    assert run(prompts, tmp_path / "out", *more).exit_code == 0
+    assert [settings.address for settings in asked] == ["local"]
 
 
 @pytest.mark.parametrize(
@@ -319,6 +401,14 @@ def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Pa
 def test_options_that_do_not_go_together_are_refused(more: list[str], said: str, prompts: Path, tmp_path: Path) -> None:
     result = run(prompts, tmp_path / "out", *more)
     assert result.exit_code == 2 and said in result.output and not images(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [({"prompt": "\ud800"}, "half of a character"), ({"prompt": "a", "size": "9" * 5000}, "unknown pixel budget")]
+)
+def test_prompts_that_no_pipeline_takes_are_refused(line: Any, said: str, tmp_path: Path) -> None:
+    result = run(written(tmp_path / "p.jsonl", [line]), tmp_path / "out", "-m", "nano")
+    assert result.exit_code == 2 and said in result.output and not (tmp_path / "out").exists()
 
 
 def test_a_size_that_no_schedule_has_is_refused_with_its_prompt(tmp_path: Path) -> None:
@@ -383,6 +473,45 @@ def test_only_folders_of_shards_are_removed(tmp_path: Path) -> None:
     with working_folder(tmp_path, Shard()) as work:
         assert {file.name for file in work.iterdir()} == {"lock"}
     assert {*contents(tmp_path)} == {".sample/photos/file"}
+
+
+def test_a_read_only_folder_is_verified_and_not_written(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    assert run(prompts, out).exit_code == 0
+    before = {file: file.stat().st_mtime_ns for file in (out, *out.iterdir())}
+    access = os.access  # permissions do not stop root, who may run this
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    result = run(prompts, out)
+    assert result.exit_code == 0 and "10 were there" in result.output
+    assert {file: file.stat().st_mtime_ns for file in (out, *out.iterdir())} == before
+    (out / "00001_1.png").write_bytes(b"damaged")
+    result = run(prompts, out)
+    assert result.exit_code == 2 and "is read-only, and 1 of its images are missing" in result.output
+
+
+@pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1/lock"])
+def test_nothing_behind_a_symbolic_link_is_removed(link: str, tmp_path: Path) -> None:
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    for name in ("lock", "0-of-1/lock", "0-of-1/half.png"):
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).write_text("precious")
+    before = contents(mine)
+    (out / link).parent.mkdir(parents=True)
+    (out / link).symlink_to(mine / "lock" if link.endswith("lock") else mine)
+    with pytest.raises(NextscaleError, match="is a symbolic link"), working_folder(out, Shard()):
+        pass
+    assert contents(mine) == before
+
+
+def test_a_link_in_the_place_of_another_shard_is_left_alone(tmp_path: Path) -> None:
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    mine.mkdir()
+    (mine / "lock").write_text("precious")
+    (out / ".sample").mkdir(parents=True)
+    (out / ".sample" / "3-of-4").symlink_to(mine)
+    with working_folder(out, Shard()):
+        pass
+    assert (mine / "lock").read_text() == "precious"
 
 
 def test_half_a_line_of_a_full_disk_is_taken_back(tmp_path: Path) -> None:

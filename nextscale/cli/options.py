@@ -205,7 +205,7 @@ class RayOptions:
             "--ray",
             metavar="ADDRESS",
             rich_help_panel=MACHINE,
-            help=f"Run on a Ray cluster: {LOCAL} starts one on this machine, auto or an address joins one.",
+            help=f"Run on a Ray cluster: alone or with {LOCAL} it starts one on this machine, auto or an address joins one.",
         ),
     ] = None
     workers: Annotated[

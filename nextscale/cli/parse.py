@@ -11,6 +11,7 @@ import torch
 
 from ..accel.method import Method
 from ..accel.situation import Situation
+from ..cluster.prompts import is_unicode
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
 from ..loading.beside import local_weights, profile_folders, rank_table_of
@@ -34,11 +35,13 @@ def require_no_model_names(words: Sequence[str]) -> None:
 def parse_prompt(text: str, spec: ModelSpec) -> str | int:
     """A prompt of the command line: the text as it is, or a class number."""
     if spec.text_encoder is None:
-        number = int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text
+        number = int(text) if re.fullmatch(r"\s*-?\d{1,18}\s*", text) else text
         prompt_reader(spec, None, torch.device("cpu")).read(number)
         return number
     if not text.strip():
         raise PromptError("a prompt is empty: write at least one visible character, or leave it out")
+    if not is_unicode(text):
+        raise PromptError(f"the prompt {text!r:.80} holds half of a character (\\ud800 to \\udfff), which no file can hold: write it whole")
     return text
 
 
@@ -90,7 +93,7 @@ def choose_schedule(book: ScheduleBook, size: str | None, aspect: str | None = N
 
 def parse_size(text: str) -> tuple[int, int] | int | str:
     """HEIGHTxWIDTH or a side in numbers; any other text is left to the model as the name of a pixel budget."""
-    numbers = [int(part) for part in text.split("x") if part.isdecimal()]
+    numbers = [int(part) for part in text.split("x") if re.fullmatch(r"\d{1,18}", part)]
     if len(numbers) != text.count("x") + 1 or len(numbers) > 2:
         return text
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])

@@ -55,7 +55,8 @@ def report_json(settings: Mapping[str, Any], calls: Sequence[Call]) -> str:
         for call in calls
     ]
     content = {"nextscale": version(), "torch": torch.__version__, "settings": settings, "calls": described}
-    return json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
+    text = json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # names of files may hold bytes that are not UTF-8
 
 
 def show_results(calls: Sequence[Call]) -> None:

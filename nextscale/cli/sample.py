@@ -23,7 +23,7 @@ from ..cluster.plan import Batch as PlannedBatch
 from ..cluster.plan import plan_batches
 from ..cluster.prompts import SamplePrompt, read_sample_prompts
 from ..cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray
-from ..cluster.sampler import Done, OnImages, longest_prompts, sample
+from ..cluster.sampler import Done, OnImages, sample
 from ..cluster.shard import AUTO, Shard
 from ..cluster.store import Store
 from ..errors import SettingError, SizeError
@@ -152,8 +152,7 @@ def sample_command(
     settings = described(model, sampling, acceleration.label, run)
     if run.out.exists() and not run.out.is_dir():
         raise SettingError(f"--out {run.out} is a file: give a folder")
-    mine = shard.part(batches)
-    total = sum(len(one.pictures) for one in mine)
+    total = sum(len(one.pictures) for one in shard.part(batches))
     with (
         stopping(run.out),
         working_folder(run.out, shard) as work,
@@ -163,11 +162,9 @@ def sample_command(
         store = Store(run.out, work, shard, settings, versions(None if ray else model.torch_device, batch), chosen)
         load = partial(random, model) if run.random_weights else partial(model.load, as_released=sampling.as_released)
         call = {**arguments, "method": acceleration}
-        longest = longest_prompts(batches)
-        if ray is None:
-            done = sample(load, call, mine, store, on_images, longest)
-        else:
-            done = sample_on_ray(load, call, mine, store, ray, on_images, longest)
+        done = sample(load, call, batches, store, on_images) if ray is None else sample_on_ray(load, call, batches, store, ray, on_images)
+        if shard.count > 1:
+            store.read(batches)  # other shards may have begun meanwhile, with other settings
     show(done, run.out)
 
 
@@ -217,10 +214,10 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: 
 
 
 def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
-    """Versions of the programs, and the machine; the device is None for those of a cluster."""
+    """Versions of the programs, and the device; without one, workers of a cluster add their own."""
     found = where(device or torch.device("cpu"))
-    hardware = "Ray cluster" if device is None else found["hardware"]
-    return {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "device": hardware, "batch": batch}
+    known = {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "batch": batch}
+    return known if device is None else {**known, "device": found["hardware"]}
 
 
 @contextmanager

@@ -31,8 +31,12 @@ def working_folder(out: Path, shard: Shard) -> Iterator[Path]:
     """An empty folder for temporary files, which is this process's alone and gone at the end.
 
     The lock is released by the system when its process dies, so a killed run leaves only files that the next one of this shard removes.
+    Where nothing can be written there is nothing to lock: the folder is then not made, and the images of `out` can be verified.
     """
     folder = out / WORK / shard.name
+    if is_read_only(out):
+        yield folder
+        return
     lock = _locked(folder)
     if lock is None:
         owner = _owner(folder)
@@ -50,8 +54,14 @@ def working_folder(out: Path, shard: Shard) -> Iterator[Path]:
             (out / WORK).rmdir()
 
 
+def is_read_only(out: Path) -> bool:
+    return out.is_dir() and not os.access(out, os.W_OK)
+
+
 def _locked(folder: Path) -> IO[str] | None:
     """The locked file of a folder, which is made where there is none; None where another process holds it."""
+    if links := [path for path in (folder.parent, folder, folder / LOCK) if path.is_symlink()]:
+        raise NextscaleError(f"{links[0]} is a symbolic link, and files are removed there: remove the link, or choose another folder")
     tries = TRIES
     while True:
         try:
@@ -91,7 +101,8 @@ def _owner(folder: Path) -> str:
 def _refuse_other_counts(out: Path, shard: Shard) -> None:
     """Runs that split the work into another number of shards would do some of it twice; what dead ones left is removed."""
     for folder in (out / WORK).iterdir():
-        if not folder.is_dir() or not SHARD_FOLDER.fullmatch(folder.name) or folder.name.endswith(f"-of-{shard.count}"):
+        is_of_a_shard = SHARD_FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()
+        if not is_of_a_shard or folder.name.endswith(f"-of-{shard.count}"):
             continue
         lock = _locked(folder)
         if lock is None:

@@ -48,7 +48,8 @@ class Entry:
     def matches(self, folder: Path) -> bool:
         """Whether the file is there, with the content that it was written with."""
         try:
-            return sha256_of(folder / self.file) == self.sha256
+            file = folder / self.file
+            return file.is_file() and sha256_of(file) == self.sha256
         except OSError:
             return False
 
@@ -84,6 +85,8 @@ def as_text(entries: Iterable[Entry]) -> str:
 
 
 def _entries(file: Path) -> Iterator[Entry]:
+    if not file.is_file():  # a pipe may never end
+        raise NextscaleError(f"the manifest {file} is not a regular file: move it away, or choose another folder")
     try:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:

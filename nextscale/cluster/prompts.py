@@ -40,11 +40,6 @@ def read_sample_prompts(file: Path, limit: int | None = None) -> list[SampleProm
         prompts = [SamplePrompt(numbered(number, len(texts)), text) for number, text in enumerate(texts)]
     if twice := [name for name, times in Counter(prompt.id for prompt in prompts).items() if times > 1]:
         raise PromptError(f"{file}: the id {twice[0]!r} stands for several prompts; ids name files: give each prompt its own")
-    if broken := [prompt for prompt in prompts if not is_unicode(prompt.text)]:
-        raise PromptError(
-            f"{file}: the prompt {broken[0].text!r:.80} of {broken[0].id} holds half of a character (\\ud800 to \\udfff), which no file can"
-            f" hold: write it whole"
-        )
     return evenly_spread(prompts, limit)
 
 

@@ -1,7 +1,7 @@
 """The same run on a Ray cluster: actors generate and encode, and this process alone writes files and manifest.
 
-Ray Data gives batches to actors, restarts those that die and repeats what they had begun. What is done is known from our own files, so a
-run whose driver dies goes on as any other, and needs no checkpoint of Ray's. Machines need not share a file system.
+Ray restarts actors that die and repeats what they had begun. What is done is known from our own files, so a run whose driver dies goes on
+as any other, and needs no checkpoint of Ray's. Machines need not share a file system.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,13 +23,15 @@ from typing import Any
 
 from ..errors import MissingExtra, NextscaleError, SettingError
 from ..pipeline import Pipeline
+from ..report import hardware_name
 from .plan import Batch
 from .sampler import Done, Generator, LongestPrompts, OnImages, longest_prompts, missing
 from .store import WRITERS, Encoded, Store
 
 LOCAL = "local"
-CPUS = 0.5  # per actor: whole ones would leave none to Ray Data's own tasks on a small machine, and it would wait forever
-MOST_TASKS = 10_000
+CPUS = 0.5  # per actor: GPUs of a machine with few cores may be shared by more actors than it has cores
+CALLS = 2  # that wait at an actor, so that it generates while the images of the one before are written
+DEATHS = 3  # of an actor over one batch; the next one ends the run
 LISTENER_SECONDS = 10
 
 
@@ -45,31 +48,44 @@ class RaySettings:
             raise SettingError(f"GPUs per worker {self.gpus}: give a share of one, such as 0.25, or 1")
 
 
-class Worker:
-    """An actor: one pipeline, which is asked for batch after batch."""
+@dataclass(frozen=True)
+class Job:
+    """The part of a run that all its batches share."""
 
-    def __init__(
-        self, load: Callable[[], Pipeline], settings: Mapping[str, Any], batches: Sequence[Batch], longest: LongestPrompts
-    ) -> None:
-        self._batches = {batch.number: batch for batch in batches}
-        self._generator = Generator(load(), settings)
-        self._generator.prepare(batches, longest)
+    load: Callable[[], Pipeline]
+    settings: Mapping[str, Any]
+    shapes: Sequence[Batch]  # one of each shape
+    longest: LongestPrompts
+
+
+class Worker:
+    """An actor: one pipeline, which is asked for batch after batch.
+
+    Its constructor takes nothing, and calls take the job from the object store: Ray keeps the arguments of calls for retries, but may lose
+    those of constructors, and an actor that lost them cannot be restarted.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Generator | None = None
+        self._device = ""
         self._encoders = ThreadPoolExecutor(WRITERS, thread_name_prefix="encode")
 
-    def __call__(self, rows: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
-        for number in rows["number"]:
-            batch = self._batches[int(number)]
-            images = self._generator.output(batch).images[: len(batch.pictures)]
-            suffixes = [Path(picture.file).suffix for picture in batch.pictures]
-            encoded = list(self._encoders.map(Encoded.of, images, suffixes))
-            yield {
-                "number": [batch.number] * len(encoded),
-                "place": list(range(len(encoded))),
-                "content": [image.content for image in encoded],
-                "sha256": [image.sha256 for image in encoded],
-                "height": [image.size[0] for image in encoded],
-                "width": [image.size[1] for image in encoded],
-            }
+    def generator(self, job: Job) -> Generator:
+        if self._generator is None:
+            pipeline = job.load()
+            self._device = hardware_name(pipeline.model.device)
+            generator = Generator(pipeline, job.settings)
+            generator.prepare(job.shapes, job.longest)
+            self._generator = generator
+        return self._generator
+
+    def begin(self, job: Job) -> None:
+        self.generator(job)
+
+    def images(self, job: Job, batch: Batch) -> tuple[str, list[Encoded]]:
+        """Returns the name of the device and the images of the batch's pictures."""
+        images = self.generator(job).output(batch).images[: len(batch.pictures)]
+        return self._device, list(self._encoders.map(Encoded.of, images, [Path(picture.file).suffix for picture in batch.pictures]))
 
 
 def sample_on_ray(
@@ -79,49 +95,55 @@ def sample_on_ray(
     store: Store,
     ray_settings: RaySettings,
     on_images: OnImages = lambda _: None,
-    longest: LongestPrompts | None = None,
 ) -> Done:
     """Generates what is not there, on the actors of a cluster. They are sent `load` and `settings`: weights lie under the same paths."""
     there = store.verified(batches)
     on_images(len(there))
-    todo = missing(batches, there)
+    mine = store.shard.part(batches)
+    todo = missing(mine, there)
     if not todo:
         return Done(0, len(there), 0.0, 0)
-    pictures = {(batch.number, place): picture for batch in todo for place, picture in enumerate(batch.pictures)}
+    shapes = [*{(batch.schedule, batch.images): batch for batch in mine}.values()]
     written, untimed, started = 0, 0, 0.0
-    with cluster(ray_settings) as data:
-        dataset = data.from_items([{"number": batch.number} for batch in todo], override_num_blocks=min(len(todo), MOST_TASKS))
-        results = dataset.map_batches(
-            Worker,
-            batch_size=1,
-            fn_constructor_args=(load, settings, batches, longest or longest_prompts(batches)),
-            concurrency=workers_for(ray_settings),
-            num_cpus=CPUS,
-            num_gpus=gpus_per_worker(ray_settings),
-        )
-        for row in arriving(results):
-            picture = pictures[row["number"], row["place"]]
-            if picture.file in there:
-                continue
-            there.add(picture.file)
-            store.record(store.write(picture, Encoded(row["content"], row["sha256"], (row["height"], row["width"]))))
-            written += 1
-            on_images(1)
+    with connected(ray_settings) as ray:
+        job = Job(load, settings, shapes, longest_prompts(batches))
+        for batch, (device, images) in arriving(ray, ray_settings, job, todo):
+            chosen = [(picture, image) for picture, image in zip(batch.pictures, images, strict=True) if picture.file not in there]
+            for picture, image in chosen:
+                store.record(store.write(picture, image, device=device))
+            written += len(chosen)
+            on_images(len(chosen))
             if not started:  # actors have loaded their models, and begun
                 started, untimed = time.perf_counter(), written
         seconds = time.perf_counter() - started  # before a cluster that was started here ends
-    store.arrange(batches)
-    return Done(written, len(there) - written, seconds, written - untimed)
+    store.arrange(mine)
+    return Done(written, len(there), seconds, written - untimed)
 
 
-def arriving(results: Any) -> Iterator[Mapping[str, Any]]:
-    """The rows of a data set; what an actor refuses or dies of is said as it would be without Ray."""
-    from ray.exceptions import RayError
+def arriving(ray: Any, settings: RaySettings, job: Job, todo: Sequence[Batch]) -> Iterator[tuple[Batch, tuple[str, list[Encoded]]]]:
+    """Yields batches with what actors made of them, as it comes. An actor is asked first when it runs: some may wait for machines.
 
-    try:
-        yield from results.iter_rows()
-    except RayError as error:
-        raise NextscaleError(f"a Ray actor failed: {reason(str(error))}. What is written is kept: start it again to go on") from error
+    Raises NextscaleError for what an actor refuses or dies of.
+    """
+    actor = ray.remote(num_cpus=CPUS, num_gpus=gpus_per_worker(settings), max_restarts=-1, max_task_retries=DEATHS)(Worker)
+    kept, waiting, left = ray.put(job), deque(todo), len(todo)
+    asked: dict[Any, tuple[Any, Batch | None]] = {}
+    for _ in range(min(workers_for(settings), left)):
+        worker = actor.remote()
+        asked |= {worker.begin.remote(kept): (worker, None) for _ in range(CALLS)}
+    while left:
+        (answered,), _ = ray.wait([*asked])
+        worker, batch = asked.pop(answered)
+        if waiting:
+            following = waiting.popleft()
+            asked[worker.images.remote(kept, following)] = worker, following
+        try:
+            made = ray.get(answered)
+        except ray.exceptions.RayError as error:
+            raise NextscaleError(f"a Ray actor failed: {reason(str(error))}. What is written is kept: start it again to go on") from error
+        if batch is not None:
+            left -= 1
+            yield batch, made
 
 
 def reason(text: str) -> str:
@@ -130,21 +152,9 @@ def reason(text: str) -> str:
     return str(named[-1] if named else text.partition("\n")[0]).rstrip(".")
 
 
-@contextmanager
-def cluster(settings: RaySettings) -> Iterator[Any]:
-    """Ray Data on the cluster."""
-    with connected(settings) as ray:
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.WARNING)
-        yield ray.data
-
-
 def import_ray() -> Any:
-    """Ray, with its data sets."""
     try:
         import ray
-        import ray.data
     except ImportError as error:
         raise MissingExtra(f"--ray needs Ray ({error}): pip install 'nextscale[ray]'") from error
     return ray

@@ -104,16 +104,16 @@ def sample(
     batches: Sequence[Batch],
     store: Store,
     on_images: OnImages = lambda _: None,
-    longest: LongestPrompts | None = None,
 ) -> Done:
-    """Generates what is not there; the model is not loaded if that is nothing. longest: those of the whole run, if this is a part."""
+    """Generates the images of the store's shard that are missing. Loads the model only if there are any. batches: those of all shards."""
     there = store.verified(batches)
     on_images(len(there))
-    todo = missing(batches, there)
+    mine = store.shard.part(batches)
+    todo = missing(mine, there)
     if not todo:
         return Done(0, len(there), 0.0, 0)
     generator = Generator(load(), settings)
-    generator.prepare(batches, longest or longest_prompts(batches))
+    generator.prepare(mine, longest_prompts(batches))
     started, untimed, writing = time.perf_counter(), 0, Writing(store, on_images)
     with writing:
         for turn, batch in enumerate(todo):

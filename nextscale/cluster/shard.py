@@ -11,6 +11,7 @@ from typing import TypeVar
 from ..errors import SettingError
 
 AUTO = "auto"
+WHOLE = r"\d{1,18}"  # Python refuses to read thousands of digits
 LAUNCHERS = (  # variables of this process's number, of the number of processes, and of the first number
     ("RANK", "WORLD_SIZE", None),  # torchrun
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"),
@@ -38,7 +39,7 @@ class Shard:
         """From "2/8", counted from 0, or "auto": what torchrun or Slurm say."""
         if text == AUTO:
             return _launched(environment)
-        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        match = re.fullmatch(rf"({WHOLE})/({WHOLE})", text)
         if match is None or not int(match[1]) < int(match[2]):
             raise SettingError(f"--shard {text!r}: give i/N with i from 0 to N - 1, such as 0/8 to 7/8, or {AUTO} under torchrun or Slurm")
         return Shard(int(match[1]), int(match[2]))
@@ -48,7 +49,7 @@ def _launched(environment: Mapping[str, str]) -> Shard:
     for number, count, first in LAUNCHERS:
         if number in environment and count in environment:
             given = [environment[number], environment[count], environment.get(first or "", "0")]
-            if not all(value.isdecimal() for value in given):
+            if not all(re.fullmatch(WHOLE, value) for value in given):
                 raise SettingError(f"--shard {AUTO}: {number} and {count} are whole numbers; got {given[0]!r} and {given[1]!r}")
             index, total = int(given[0]) - int(given[2]), int(given[1])
             if not 0 <= index < total:

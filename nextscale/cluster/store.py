@@ -15,12 +15,14 @@ from typing import Any
 
 from PIL import Image
 
-from ..errors import SettingError
+from ..errors import NextscaleError, SettingError
 from ..io import encode_image, write_errors
+from .lock import is_read_only
 from .manifest import Entry, as_text, manifest_files, read_manifest
 from .plan import Batch, Picture
 from .shard import Shard
 
+PER_SIZE = ("stages", "chosen")  # settings that differ within a run
 WRITERS = min(16, os.cpu_count() or 1)  # threads; PNG of 512 x 512 pixels takes one about 12 ms, in which Python runs on
 
 
@@ -56,31 +58,49 @@ class Store:
         versions: Mapping[str, Any],
         chosen: Mapping[str, str] | None = None,
     ) -> None:
-        self.out, self._work = out, work
+        self.out, self._work, self.shard = out, work, shard
         self._settings, self._versions, self._chosen = settings, versions, chosen or {}
         self._manifest = out / ("manifest.jsonl" if shard.count == 1 else f"manifest-{shard.name}.jsonl")
-        self._known = {file: read_manifest(file) for file in manifest_files(out)}
+
+    def read(self, batches: Sequence[Batch]) -> list[tuple[Path, Entry]]:
+        """Returns the lines of all manifests, each with the manifest's path. Raises SettingError if one of them is of another run.
+
+        batches: those of all shards.
+        """
+        planned = {picture.file: picture for batch in batches for picture in batch.pictures}
+        lines = [(file, entry) for file in manifest_files(self.out) for entry in read_manifest(file)]
+        for file, entry in lines:
+            self._require_same(planned.get(entry.file), entry, file)
+        return lines
 
     def verified(self, batches: Sequence[Batch]) -> set[str]:
-        """Names of the pictures that are there, whole and as planned. The shard's own manifest then has a line for these alone."""
-        planned = {picture.file: picture for batch in batches for picture in batch.pictures}
-        asked = [(file, entry) for file, entries in self._known.items() for entry in entries if entry.file in planned]
-        for file, entry in asked:
-            self._require_same(planned[entry.file], entry, file)
+        """Returns the names of the shard's pictures that are there, whole and as planned.
+
+        If some are missing, its manifest is written again, with lines for these alone. batches: those of all shards.
+        """
+        planned = {picture.file for batch in self.shard.part(batches) for picture in batch.pictures}
+        lines = self.read(batches)
+        asked = [(file, entry) for file, entry in lines if entry.file in planned]
         with ThreadPoolExecutor(WRITERS) as threads:
             whole = list(threads.map(lambda one: one[1].matches(self.out), asked))
         good = {entry.file: (file, entry) for (file, entry), matches in zip(asked, whole, strict=True) if matches}
         kept = [entry for file, entry in good.values() if file == self._manifest]
-        others = [entry for entry in self._known.get(self._manifest, []) if entry.file not in planned]
-        self._rewrite([*others, *kept])
         self._warn_of_versions(entry for _, entry in good.values())
+        if not (lacking := len(planned - good.keys())):
+            return planned  # and nothing is written
+        if is_read_only(self.out):
+            raise NextscaleError(f"{self.out} is read-only, and {lacking} of its images are missing: choose a folder that can be written")
+        others = [entry for file, entry in lines if file == self._manifest and entry.file not in planned]
+        self._rewrite([*others, *kept])
         return {*good}
 
-    def write(self, picture: Picture, image: Encoded) -> Entry:
-        """Writes the file; the manifest does not have it yet. May be called from several threads."""
+    def write(self, picture: Picture, image: Encoded, **versions: Any) -> Entry:
+        """Writes the file; the manifest does not have it yet. May be called from several threads. versions: those of this image alone."""
         self._put(self.out / picture.file, image.content)
         settings = self._settings_of(picture)
-        return Entry(picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, self._versions)
+        return Entry(
+            picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, {**self._versions, **versions}
+        )
 
     def record(self, entry: Entry) -> None:
         """Adds the line of an image that is written."""
@@ -121,9 +141,14 @@ class Store:
         chosen = {"chosen": self._chosen[picture.stages]} if picture.stages in self._chosen else {}
         return {**self._settings, **chosen, "stages": picture.stages}
 
-    def _require_same(self, picture: Picture, entry: Entry, file: Path) -> None:
-        ours = {"prompt": picture.prompt, "seed": picture.seed, **self._settings_of(picture)}
-        theirs = {"prompt": entry.prompt, "seed": entry.seed, **entry.settings}
+    def _require_same(self, picture: Picture | None, entry: Entry, file: Path) -> None:
+        if picture is None:  # of other prompts
+            ours, theirs = {**self._settings}, {name: value for name, value in entry.settings.items() if name not in PER_SIZE}
+        else:
+            ours = {"prompt": picture.prompt, "seed": picture.seed, **self._settings_of(picture)}
+            theirs = {"prompt": entry.prompt, "seed": entry.seed, **entry.settings}
+        if self.shard.count > 1 and file.name.endswith(f"-of-{self.shard.count}.jsonl"):  # other batches would leave images to nobody
+            ours["batch"], theirs["batch"] = self._versions.get("batch"), entry.versions.get("batch")
         for name in {**theirs, **ours}:
             if ours.get(name) != theirs.get(name):
                 raise SettingError(
@@ -136,7 +161,7 @@ class Store:
             name: (value, self._versions.get(name))
             for entry in entries
             for name, value in entry.versions.items()
-            if value != self._versions.get(name)
+            if value != self._versions.get(name, value)  # that of a cluster's devices is not known before
         }
         if differing:
             told = ", ".join(f"{name} {theirs!r}, now {ours!r}" for name, (theirs, ours) in differing.items())
