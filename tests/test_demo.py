@@ -15,15 +15,16 @@ from PIL import Image, ImageFont
 from typer.testing import CliRunner, Result
 
 from nextscale import Schedule
-from nextscale.accel import resolve_method
+from nextscale.accel import Method, resolve_method
 from nextscale.cli import app, options, parse
-from nextscale.cli.demo import ON_CPU, PROMPTS, PUBLISHED, MethodImages, decibels, row_table, sheet
+from nextscale.cli.demo import ON_CPU, PROMPTS, PUBLISHED, MethodImages, RowMaker, decibels, row_table, sheet
 from nextscale.cli.parse import settled_method
 from nextscale.cli.results import darkened
 from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
 from nextscale.io import to_pil
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
+from nextscale.output import Output
 
 from . import tiny
 from .tiny_profiles import FAST, NEAR, POINTS, point, profile_of
@@ -62,8 +63,9 @@ def test_a_table_and_a_picture() -> None:
     table = [line.split() for line in result.stdout.splitlines()[:4]]
     assert [row[0] for row in table] == ["method", "dense", "SkipStages(last=1)", "SkipStages(last=2)"]
     assert table[1][2:] == ["1.00", "100%", "100%"]  # nothing to compare with itself
+    assert table[2][3].startswith("(") and table[2][4] == "to", "the range of the rounds"
     cells = [stage.cells for stage in tiny.INFINITY_SCHEDULE]
-    assert [row[4] for row in table[1:]] == [f"{100 * sum(cells[:run]) / sum(cells):.0f}%" for run in (4, 3, 2)]
+    assert [row[-3 if "dB" in row else -1] for row in table[1:]] == [f"{100 * sum(cells[:run]) / sum(cells):.0f}%" for run in (4, 3, 2)]
     assert table[3][-1] == "dB"
     assert f"8 images of {HEIGHT}x{WIDTH} per row, on cpu (eager)" in result.stdout
     assert "The images, and where each method computed (bright): demo.png" in result.stdout
@@ -209,28 +211,76 @@ def test_joined_methods_are_one_row() -> None:
     assert len([line for line in result.stdout.splitlines() if "dB" in line]) == 1
 
 
-def row(pixels: torch.Tensor, cost_shares: tuple[float, ...], batches: tuple[int, ...], padding: float = 0.0) -> MethodImages:
-    """One whose calls took a second each and ran half of their tokens."""
+def row(
+    pixels: torch.Tensor,
+    cost_shares: tuple[float, ...],
+    batches: tuple[int, ...],
+    padding: float = 0.0,
+    seconds: tuple[float, ...] | None = None,
+) -> MethodImages:
+    """One whose calls ran half of their tokens, and took a second each where it is not said."""
     stages = (SimpleNamespace(height=2, width=2, computed=2.0),)
     reports = tuple(
         SimpleNamespace(
             method="m",
-            seconds=1.0,
+            seconds=took,
             cost_share=share,
             stages=stages,
             padding=padding,
             seeds=(0,) * images,
             size=tuple(pixels.shape[2:]),
         )
-        for share, images in zip(cost_shares, batches, strict=True)
+        for share, images, took in zip(cost_shares, batches, seconds or (1.0,) * len(batches), strict=True)
     )
     masks = (torch.full((len(pixels), 2, 2), 0.5),)
     return MethodImages(pixels, masks, reports)  # type: ignore[arg-type]
 
 
-def test_numbers_are_means_over_images() -> None:
+def test_shares_are_means_over_images_and_times_medians_of_rounds() -> None:
     five = row(torch.zeros(5, 3, 4, 4), (1.0, 0.5), (4, 1))
-    assert (five.seconds, five.cost_share, five.tokens_share) == (0.4, 0.9, 0.5)
+    assert (five.cost_share, five.tokens_share) == (0.9, 0.5)
+    dense = row(torch.zeros(2, 3, 4, 4), (1.0,) * 3, (2,) * 3, seconds=(8.0, 40.0, 8.0))
+    quick = row(torch.zeros(2, 3, 4, 4), (0.5,) * 3, (2,) * 3, seconds=(4.0, 20.0, 2.0))
+    assert (dense.seconds["median"], dense.seconds["high"]) == (4, 20), "of an image"
+    assert [quick.speedup(dense)[name] for name in ("low", "median", "high")] == [2, 2, 4], "each with the dense call of its round"
+    assert list(row_table([dense, quick], None).columns[2].cells) == ["1.00", "2.00 (2.00 to 4.00)"]
+
+
+@pytest.mark.parametrize(("slow", "said"), [(1.2, False), (1.5, True)])
+def test_uneven_rounds_are_said(slow: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    even = row(torch.zeros(8, 3, HEIGHT, WIDTH), (1.0,) * 3, (1,) * 3)
+    uneven = row(torch.ones(8, 3, HEIGHT, WIDTH), (0.5,) * 3, (1,) * 3, seconds=(1.0, slow, 1.0))
+    for one in (even, uneven):
+        for report in one.reports:
+            vars(report).update(device="cpu", engine="eager")
+    monkeypatch.setattr("nextscale.cli.demo.RowMaker.rows", lambda *_: [even, uneven])
+    assert ("Rounds differ by more than a third" in run(*SKIPPING, "--device", "cpu").stdout) == said
+
+
+@pytest.mark.parametrize(("prompts", "batch", "calls"), [(2, 1, [0, 1, 0, 1]), (1, 4, [0, 0, 0]), (5, 1, [0, 1, 2, 3, 4])])
+def test_methods_take_turns_in_three_rounds_or_more_after_a_warm_up(prompts: int, batch: int, calls: list[int]) -> None:
+    pipeline, told, made = tiny.shared_pipeline("infinity"), [], []
+
+    class Counted(SimpleNamespace):
+        def __call__(self, *given: object, seed: int, method: Method, **more: object) -> Output:
+            made.append((seed, method.label))
+            return pipeline(*given, seed=seed, method=method, **more)  # type: ignore[arg-type]
+
+    maker = RowMaker(
+        Counted(model=pipeline.model),  # type: ignore[arg-type]
+        ["a cat"] * prompts,
+        tiny.INFINITY_SCHEDULE,
+        0,
+        batch,
+        lambda name, share: told.append(share),
+    )
+    dense, skip = maker.rows([("", Method()), ("fast", resolve_method("skip:last=1"))])
+    (warm, _), *turns = [(seed, label) for seed, label in made]
+    assert warm == 0 and made[0][1] == "SkipStages(last=1)"
+    assert [seed for seed, _ in turns] == [seed for seed in calls for _ in range(2)]
+    assert [label for _, label in turns] == ["dense", "SkipStages(last=1)"] * len(calls)
+    assert len(dense.pixels) == len(skip.pixels) == prompts and len(dense.reports) == len(calls)
+    assert told == sorted(told) and told[0] == 0 and told[-1] < 1
 
 
 def test_likeness() -> None:

@@ -33,7 +33,7 @@ from nextscale.lab.evals.frontier import frontier_svg, label_spots
 from nextscale.lab.evals.judges import Judges
 from nextscale.lab.evals.methods import LISTS, chosen_methods
 from nextscale.lab.evals.prompts import EvalPrompt, read_eval_prompts
-from nextscale.lab.evals.quality import Evaluation, Requests, evaluate, mixed_batches
+from nextscale.lab.evals.quality import Batch, Evaluation, Requests, evaluate, mixed_batches
 from nextscale.lab.metrics import Lpips
 from nextscale.lab.metrics.efficientnet import FEATURES, EfficientNetLite0
 from nextscale.lab.metrics.files import EFFICIENTNET, VARIABLE
@@ -158,13 +158,48 @@ def test_images_that_are_not_finite_are_a_failure(monkeypatch: pytest.MonkeyPatc
     tokenizer = pipeline().tokenizer
     decode, calls = tokenizer.decode, []
 
-    def every_second_one_breaks(latent: Tensor) -> Tensor:
-        calls.append(1)
-        return decode(latent) if len(calls) % 2 else decode(latent) * torch.nan
+    def the_third_one_breaks(latent: Tensor) -> Tensor:
+        calls.append(1)  # the warm-up, dense, skip
+        return decode(latent) * (torch.nan if len(calls) == 3 else 1)
 
-    monkeypatch.setattr(tokenizer, "decode", every_second_one_breaks)
+    monkeypatch.setattr(tokenizer, "decode", the_third_one_breaks)
     dense, skip = evaluate(pipeline(), chosen_methods(["skip:last=1"], 5, 3), PROMPTS, judges()).rows
     assert "not finite" in skip["error"] and "error" not in dense
+
+
+def test_times_are_medians_of_three_rounds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up does not count, and images of the later rounds are not judged again."""
+    seconds = iter((99.0, 4.0, 2.0, 4.0, 1.0, 8.0, 2.0))  # the warm-up, then dense and skip in turns
+    generate = Requests.generate
+
+    def timed(requests: Requests, method: Method, numbers: list[int]) -> Batch:
+        images, report = generate(requests, method, numbers)
+        stages = tuple(replace(stage, seconds=0.0) for stage in report.stages)
+        return Batch(images, replace(report, stages=stages, condition_seconds=next(seconds), decode_seconds=0.0))
+
+    monkeypatch.setattr(Requests, "generate", timed)
+    dense, skip = evaluate(pipeline(), chosen_methods(["skip:last=1"], 5, 3), PROMPTS[:2], judges()).rows
+    assert next(seconds, None) is None
+    assert (skip["speedup"]["median"], skip["speedup"]["low"], skip["speedup"]["high"]) == (4, 2, 4)
+    assert (dense["ms_per_image"]["median"], dense["ms_per_image"]["high"]) == (2000, 4000)
+    assert skip["cost_share"] == pytest.approx(evaluation().rows[1]["cost_share"], abs=1e-3)
+
+
+@pytest.mark.parametrize("width", [80, 300])
+def test_uneven_rounds_are_said(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(quality_command, "result_console", lambda: Console(width=width, highlight=False))
+    dense, skip = ({**row, "ms_per_image": steady(1000.0), "speedup": steady(2.0)} for row in evaluation().rows[:2])
+    quality_command.show_rows([dense, skip])
+    quiet = capsys.readouterr().out
+    quality_command.show_rows([dense, skip | {"speedup": {"median": 2.0, "low": 1.5, "high": 2.1}}])
+    noisy = capsys.readouterr().out
+    assert "differ by more than a third" not in quiet and "differ by more than a third" in " ".join(noisy.split())
+    assert ("2.00 (1.50 to 2.10)" in noisy) == (width == 300)
+    assert ("the rounds of a method differ by up to 40%" in noisy) == (width == 80)
+
+
+def steady(value: float) -> dict[str, float]:
+    return dict.fromkeys(("median", "p20", "p80", "low", "high"), value)
 
 
 def test_an_unreadable_prompt_is_refused_before_anything_is_generated() -> None:
@@ -181,7 +216,8 @@ def test_progress_and_the_size_of_the_batches() -> None:
     rows = evaluate(
         pipeline(), chosen_methods(["skip:last=1"], 5, 3), PROMPTS[:3], judges(), batch=64, on_progress=lambda *one: told.append(one)
     ).rows
-    assert told == [("dense", 0.0), ("skip:last=1", 0.5)]
+    assert [name for name, _ in told] == ["dense", "skip:last=1"] * 3, "one batch is timed in three rounds, in turns"
+    assert [share for _, share in told] == pytest.approx([number / 6 for number in range(6)])
     assert rows[0]["batch"] == 3, "times are those of three images at a time"
     assert "frechet_dense" not in rows[1], "three images say nothing about a set"
 

@@ -185,6 +185,34 @@ def test_dense_and_method_are_compared(page: Any) -> None:
     assert page.locator(".canvas .above").evaluate("node => node.style.clipPath").replace("0px", "0").startswith("inset(0 80%")
 
 
+@pytest.mark.parametrize(
+    ("rounds", "speedup", "said"),
+    [((300, 100, 320, 100, 340, 100), "3.20 (3.00 to 3.40)", False), ((400, 200, 300, 100, 900, 150), "3.00 (2.00 to 6.00)", True)],
+)
+def test_dense_and_method_are_timed_in_turns(page: Any, rounds: tuple[int, ...], speedup: str, said: bool) -> None:
+    """The first pair is the warm-up, whatever it takes."""
+    times = iter((9000, 9000, *rounds))
+    asked: list[tuple[str, str]] = []
+
+    def timed(route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        asked.append((body["method"], str(body["seed"])))
+        answer = route.fetch()
+        content = answer.json()
+        content["data"][0]["report"]["total_ms"] = next(times)
+        route.fulfill(response=answer, json=content)
+
+    page.route("**/v1/images/generations", timed)
+    page.click("#tab-compare")
+    page.fill("#method", "skip:last=1")
+    page.click("text=Compare with dense")
+    page.wait_for_function("() => document.querySelector('#rounds')?.innerText.startsWith('3 of 3')")
+    assert page.inner_text("#speedup") == speedup
+    assert [method for method, _ in asked[2:]] == ["dense", "skip:last=1"] * 3
+    assert len(asked) == 8 and len({seed for _, seed in asked}) == 1
+    assert page.locator("text=Rounds differ by more than a third").count() == (1 if said else 0)
+
+
 def test_a_grid_of_seeds_and_methods(page: Any) -> None:
     page.click("#tab-grid")
     page.check('label:text-is("skip the last stage") input')

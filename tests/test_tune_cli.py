@@ -6,14 +6,17 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
 from nextscale.accel import resolve_method
 from nextscale.cli import app, options, parse
-from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, starting_points
+from nextscale.cli.console import WholePercent, share_bar
+from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, provable, starting_points
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.lab.evals.quality import Evaluation, evaluate, mixed_batches
 from nextscale.lab.tune.log import FORMAT, TrialLog
@@ -73,14 +76,16 @@ SEARCH = ("--prompts", "train.txt", "--test", "test.txt", "--images", "2", "--mi
 
 def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, _ = run(monkeypatch, *SEARCH, stop_after=30)
-    assert killed.exit_code != 0
+    assert killed.exit_code == 130
+    assert killed.stderr.splitlines() == ["stopped: the trials so far are kept in x.trials.jsonl: the same command continues"]
     assert len(TRIALS.read_text().splitlines()) == 32  # the conditions, the foresight, and a line for each trial
     assert not PROFILE.exists()
     result, (bench,) = run(monkeypatch, *SEARCH, "--target", "speedup=1.5")
     assert result.exit_code == 0, result.output
     assert not TRIALS.exists()
     profile = Profile.load(PROFILE)
-    assert (profile.searched, profile.tested, profile.seed) == (2, 2, 0)  # it came no further than the first batch
+    assert (profile.tested, profile.seed) == (2, 0)
+    assert profile.searched in (2, 4)  # the first batch, or two of them: research plug-ins add trials
     assert profile.prompts == "train.txt for the search, test.txt for the proof"
     taken = profile.nearest(speedup=1.5)
     assert f"Auto(speedup=1.5) takes {resolve_method(taken.method).label}: {taken.label}" in result.stdout
@@ -111,7 +116,7 @@ def test_the_proof_takes_as_many_prompts_as_its_time_is_enough_for() -> None:
 
     assert count(minutes=2) == 30  # half a minute, ten methods with dense generation and skipping
     assert count(minutes=2, prompts=20) == 20
-    assert count(minutes=0.01) == 4
+    assert count(minutes=0.01) == 6
     assert count(minutes=0.01, test=Path("test.txt")) == count(start=Path("x.profile.json")) == 100
 
 
@@ -122,6 +127,36 @@ def test_the_proof_runs_batches_of_the_size_that_was_asked_for(count: int, batch
 
 
 def test_the_first_round_is_as_long_as_the_time_allows() -> None:
+    assert affordable(2, 0.1, 1000) == 24
+    assert affordable(2, 0.1, 65) == 10
+    assert affordable(2, 0.1, 1) == 2
+    assert affordable(32, 0.1, 1) == 24  # which is one batch
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "least"), [("2", 60.0, "65 min .*pass --minutes 78"), ("2", 10.0, "11 min "), ("0.01", 0.1, "1 min ")]
+)
+def test_too_few_minutes_are_refused_after_one_image(minutes: str, seconds: float, least: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round has 2 images; 65 trials take 0.75 times as long as dense generation, and the proof a quarter of the time."""
+    monkeypatch.setattr(CountedBench, "first_look", lambda _: seconds / 2)
+    result, (bench,) = run(monkeypatch, *SEARCH, "--minutes", minutes)
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2 and re.search(least, line), line
+    assert bench.runs == 0 and not TRIALS.exists() and not PROFILE.exists()
+
+
+def test_a_search_whose_needed_trials_take_too_long_stops_and_can_be_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of this bench takes a second: 45 s of --minutes 0.5 plus a third are 31 trials and what fits no more."""
+    stopped, (bench,) = run(monkeypatch, *SEARCH, "--minutes", "0.5")
+    assert stopped.exit_code == 2
+    assert re.search(r"3\d of about 65 are kept in x.trials.jsonl; run the same command with --minutes 1 to continue", stopped.stderr)
+    assert 0.75 * 30 < bench.runs <= 1.3 * 30
+    continued, (rest,) = run(monkeypatch, *SEARCH, "--minutes", "2")
+    assert continued.exit_code == 0, continued.output
+    assert rest.runs < 60 and PROFILE.exists()
+
+
+def test_the_proof_takes_as_many_winners_as_it_has_time_for() -> None:
     class Timed:
         batch = 2
 
@@ -129,11 +164,29 @@ def test_the_first_round_is_as_long_as_the_time_allows() -> None:
             return 0.1
 
     bench: Any = Timed()
-    assert affordable(bench, 1000) == 24
-    assert affordable(bench, 85) == 10
-    assert affordable(bench, 1) == 2
-    bench.batch = 32
-    assert affordable(bench, 1) == 24  # which is one batch
+    assert provable(bench, 30) == 45
+    assert provable(bench, 6.01) == 6
+    assert provable(bench, 1) == 4
+
+
+def test_progress_grows_and_is_never_complete_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[float, str]] = []
+    update = Progress.update
+
+    def told(self: Progress, *given: Any, **changes: Any) -> None:
+        shown.append((changes["completed"], changes["description"]))
+        update(self, *given, **changes)
+
+    monkeypatch.setattr(Progress, "update", told)
+    monkeypatch.setattr("nextscale.cli.tune.LATEST", 100)  # the needed trials take longer than was asked for
+    result, _ = run(monkeypatch, *SEARCH, "--minutes", "0.2")
+    assert result.exit_code == 0, result.output
+    shares = [share for share, _ in shown]
+    assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] < 1
+    assert shown[0][1].startswith("trial 1, dense") and any(words.startswith("proof: dense") for _, words in shown)
+    assert {share for share, words in shown if words.startswith("trial")} >= {0.75}, "where the time is over but the search is not"
+    (percent,) = [column for column in share_bar().columns if isinstance(column, WholePercent)]
+    assert percent.render(SimpleNamespace(percentage=99.9)).plain == "99 %"  # type: ignore[arg-type]
 
 
 def test_a_search_that_goes_on_has_the_first_round_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,16 @@ def result_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=UNLIMITED_WIDTH)
 
 
+class WholePercent(ProgressColumn):
+    """Rounds down: 100 % is shown for what is done."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{int(task.percentage)} %")
+
+
 def share_bar() -> Progress:
     """A bar for tasks with a total of 1."""
-    return _bar(TextColumn("{task.percentage:.0f} %"))
+    return _bar(WholePercent())
 
 
 def token_bar() -> Progress:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -15,7 +14,6 @@ import torch
 import typer
 from PIL import Image
 from rich.markup import escape
-from rich.progress import Progress, TaskID
 from rich.table import Table
 from torch import Tensor
 
@@ -25,13 +23,16 @@ from ..accel.situation import MeasuredPoint, MeasuredProfile
 from ..errors import PromptError, SettingError
 from ..io import to_pil, write_image
 from ..lab.evals.methods import parse_methods
+from ..lab.evals.quality import OnProgress
 from ..lab.metrics.lpips import Lpips
 from ..lab.metrics.pixels import psnr
+from ..lab.timing import UNEVEN_NOTE, is_uneven, percentiles_and_range, repeated, with_range
 from ..loading.presets import ModelSpec
+from ..output import Output
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
-from .console import result_console, token_bar
+from .console import result_console, share_bar
 from .files import require_image_name, require_writable
 from .groups import grouped
 from .options import BATCH_HELP, MACHINE, Force, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
@@ -51,7 +52,7 @@ PROMPTS = (
     "a photo of a red dress",
 )
 """One or two of every style in which nano was trained."""
-ON_CPU = 2  # of them where a profile asks for large images: a dense one of 512 px takes 16 s on two cores
+ON_CPU = 3  # of them where a profile asks for large images, one per round: a dense one of 512 px takes 16 s on two cores
 NEAR, FAST = 0.05, 3.0  # an LPIPS at which one has to look twice, and a speedup that pays for a visible difference
 PUBLISHED = ("sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar:alphas=[]", "stagevar")
 OWN_FILE = Path("demo.png")
@@ -92,15 +93,21 @@ def demo(
     for _, chosen in comparison.methods:
         model.settled(chosen, comparison.schedule, comparison.batch)
 
-    with token_bar() as progress:
-        task = progress.add_task("loading", total=comparison.schedule.tokens * len(columns) * (1 + len(comparison.methods)))
-        maker = RowMaker(model.load(), columns, comparison.schedule, seed, comparison.batch, progress, task)
-        maker.warm_up(comparison.methods[-1][1])
-        rows = [maker.row(name, chosen) for name, chosen in (("", Method()), *comparison.methods)]
+    methods = [("", Method()), *comparison.methods]
+    with share_bar() as progress:
+        task = progress.add_task("loading", total=1.0)
+
+        def on_progress(name: str, share: float) -> None:
+            progress.update(task, completed=share, description=escape(name))
+
+        rows = RowMaker(model.load(), columns, comparison.schedule, seed, comparison.batch, on_progress).rows(methods)
     write_image(sheet([str(prompt) for prompt in columns], rows), out)
     console = result_console()
     console.print(row_table(rows, Lpips.load_for(rows[0].reports[0].size, model.torch_device)))
+    if any(is_uneven(found) for found in (rows[0].seconds, *(row.speedup(rows[0]) for row in rows[1:]))):
+        console.print(UNEVEN_NOTE)
     console.print(f"{len(columns)} images of {size_of(rows[0])} per row, on {machine(rows)}, from the same seeds.")
+    console.print(f"Times are medians of {len(rows[0].reports)} rounds, with the range of the speedups.")
     console.print(escape(comparison.words), soft_wrap=True)
     console.print(f"The images, and where each method computed (bright): {escape(str(out))}")
 
@@ -112,7 +119,7 @@ class Comparison:
     schedule: Schedule
     methods: Sequence[tuple[str, Method]]  # with the name of their row; "": the method's own
     batch: int
-    words: str = "Speedups are measured here and now."
+    words: str = "Speedups are measured here and now, in turns with dense."
     measured: bool = False  # the methods are points of a profile
 
 
@@ -129,7 +136,7 @@ def measured_comparison(model: ModelOptions, size: SizeOptions, batch: int | Non
         return Comparison(schedule, [("", parse_methods(row)) for row in PUBLISHED], batch or OWN_BATCH, words)
     points = shown_points(profile)
     words = "".join(f"{name} is {point.as_method().label}: {point.label} in the profile.\n" for name, point in points.items())
-    words += f"That was measured on {profile.described}; speedups above are measured here and now."
+    words += f"That was measured on {profile.described}; speedups above are measured here and now, in turns with dense."
     methods = [(name, point.as_method()) for name, point in points.items()]
     return Comparison(schedule, methods, batch or min(profile.batch, images), words, measured=True)
 
@@ -161,7 +168,7 @@ class MethodImages:
 
     pixels: Tensor  # [B, 3, H, W]
     masks: tuple[Tensor, ...]  # by stage, [B, h, w]: the share of the network that ran for each cell
-    reports: tuple[Report, ...]  # one per call
+    reports: tuple[Report, ...]  # one per round
     name: str = ""  # of its row
 
     @property
@@ -169,9 +176,14 @@ class MethodImages:
         return self.name or self.reports[0].method
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> dict[str, float]:
         """Seconds that an image takes."""
-        return sum(report.seconds for report in self.reports) / len(self.pixels)
+        return percentiles_and_range([report.seconds / len(report.seeds or ()) for report in self.reports])
+
+    def speedup(self, dense: MethodImages) -> dict[str, float]:
+        """Compares each round with the dense call just before it."""
+        pairs = zip(dense.reports, self.reports, strict=True)
+        return percentiles_and_range([theirs.seconds / ours.seconds for theirs, ours in pairs])
 
     @property
     def cost_share(self) -> float:
@@ -197,40 +209,52 @@ class MethodImages:
 
 @dataclass(frozen=True, eq=False)
 class RowMaker:
-    """Generates the prompts once per method."""
+    """Generates the prompts with every method, in turns."""
 
     pipeline: Pipeline
     prompts: Sequence[str | int]
     schedule: Schedule
     seed: int
     batch: int
-    progress: Progress
-    task: TaskID
+    on_progress: OnProgress
 
-    def warm_up(self, method: Method) -> None:
-        """Not timed: whatever runs first pays for memory that all later calls find."""
-        self.pipeline(self.prompts[: self.batch], seed=self.seed, size=self.schedule, method=method)
-
-    def row(self, name: str, method: Method) -> MethodImages:
-        """Masks are read between stages, which graphs cannot: on a GPU they come from calls of their own."""
-        outputs, masked = [], []
+    def rows(self, methods: Sequence[tuple[str, Method]]) -> list[MethodImages]:
+        """Returns a row per method, dense first. Batches are repeated until there are enough rounds; images are those of the first time."""
+        self.warm_up([method for _, method in methods])
+        starts = range(0, len(self.prompts), self.batch)
         on_gpu = self.pipeline.model.device.type == "cuda"
-        self.progress.update(self.task, description=escape(name or method.label))
-        for first in range(0, len(self.prompts), self.batch):
-            together = self.prompts[first : first + self.batch]
-            generate = partial(self.pipeline, together, seed=self.seed + first, size=self.schedule, method=method)
-            for _ in range(UNTIMED if first == 0 and on_gpu else 0):
-                generate()
-            outputs.append(generate(compute_mask=not on_gpu))
-            masked.append(generate(compute_mask=True) if on_gpu else outputs[-1])
-            self.progress.advance(self.task, self.schedule.tokens * len(together))
-        masks = zip(*(output.compute_mask or () for output in masked), strict=True)
-        return MethodImages(
-            torch.cat([output.pixels for output in outputs]),
-            tuple(torch.cat(stage) for stage in masks),
-            tuple(output.report for output in outputs),
-            name,
-        )
+        outputs: list[list[Output]] = [[] for _ in methods]
+        masked: list[list[Output]] = [[] for _ in methods]
+        reports: list[list[Report]] = [[] for _ in methods]
+        turns = repeated(starts)
+        for turn, first in enumerate(turns):
+            for row, (name, method) in enumerate(methods):
+                self.on_progress(name or method.label, (turn + row / len(methods)) / len(turns))
+                output = self.generate(first, method, compute_mask=not on_gpu)
+                reports[row].append(output.report)
+                if turn < len(starts):  # masks are read between stages, which graphs cannot: on a GPU they come from calls of their own
+                    outputs[row].append(output)
+                    masked[row].append(self.generate(first, method, compute_mask=True) if on_gpu else output)
+        return [
+            MethodImages(
+                torch.cat([output.pixels for output in outputs[row]]),
+                tuple(map(torch.cat, zip(*(output.compute_mask or () for output in masked[row]), strict=True))),
+                tuple(reports[row]),
+                name,
+            )
+            for row, (name, _) in enumerate(methods)
+        ]
+
+    def warm_up(self, methods: Sequence[Method]) -> None:
+        """Runs what is not timed: whatever runs first pays for memory that all later calls find. On a GPU graphs are captured."""
+        on_gpu = self.pipeline.model.device.type == "cuda"
+        for method in methods if on_gpu else methods[-1:]:
+            for _ in range(UNTIMED if on_gpu else 1):
+                self.generate(0, method)
+
+    def generate(self, first: int, method: Method, compute_mask: bool = False) -> Output:
+        together = self.prompts[first : first + self.batch]
+        return self.pipeline(together, seed=self.seed + first, size=self.schedule, method=method, compute_mask=compute_mask)
 
 
 def row_table(rows: Sequence[MethodImages], lpips: Lpips | None) -> Table:
@@ -242,7 +266,7 @@ def row_table(rows: Sequence[MethodImages], lpips: Lpips | None) -> Table:
         table.add_column(heading, justify="right")
     dense = rows[0]
     for row in rows:
-        measures = [f"{row.seconds:.2f}", f"{dense.seconds / row.seconds:.2f}", percent(row.cost_share), percent(row.tokens_share)]
+        measures = [f"{row.seconds['median']:.2f}", with_range(row.speedup(dense)), percent(row.cost_share), percent(row.tokens_share)]
         if padded:
             measures.append(percent(row.padding))
         likeness = [decibels(psnr(row.pixels, dense.pixels))]
@@ -278,7 +302,7 @@ def sheet(prompts: Sequence[str], rows: Sequence[MethodImages]) -> Image.Image:
     for row in rows:
         images = to_pil(row.pixels)
         shares = f"{percent(row.cost_share)} of the MACs, {percent(row.tokens_share)} of the tokens"
-        columns[row.method if row is rows[0] else f"{rows[0].seconds / row.seconds:.2f}x: {row.method}, {shares}"] = images
+        columns[row.method if row is rows[0] else f"{row.speedup(rows[0])['median']:.2f}x: {row.method}, {shares}"] = images
         if row is not rows[0]:
             columns[f"computed by {row.method}"] = darkened(images, row.masks)
     return compared(list(columns), {prompt: [images[i] for images in columns.values()] for i, prompt in enumerate(prompts)})

@@ -26,6 +26,7 @@ from ..lab.evals.prompts import read_eval_prompts
 from ..lab.evals.quality import Evaluation, evaluate
 from ..lab.metrics.efficientnet import EfficientNetLite0
 from ..lab.metrics.files import EFFICIENTNET, VARIABLE, metric_file
+from ..lab.timing import UNEVEN_NOTE, difference, is_uneven, with_range
 from ..loading.presets import build_model
 from ..stage import Schedule
 from .console import UNLIMITED_WIDTH, result_console, share_bar
@@ -242,11 +243,13 @@ def show_rows(rows: Sequence[Row]) -> None:
     """Prints all measures with their intervals where the terminal is wide enough, else the main ones in 80 columns."""
     console = result_console()
     whole = table_of(rows, WHOLE)
+    dense, *others = [row for row in rows if "error" not in row]
+    rounds = [dense["ms_per_image"], *(row["speedup"] for row in others)]
     fits = console.measure(whole, options=console.options.update(max_width=UNLIMITED_WIDTH)).maximum <= console.width
     console.print(whole if fits else table_of(rows, BRIEF))
     if not fits:
         console.print("Speedup and MACs: relative to dense; PSNR and LPIPS: to the dense image; top-5: label among the first five.")
-    dense = rows[0]
+        console.print(f"Speedups are medians; the rounds of a method differ by up to {max(map(difference, rounds)):.0%}.")
     milliseconds = [dense[name]["median"] for name in ("ms_per_image", "decode_ms_per_image")]
     console.print(
         f"{dense['images']} images of {dense['size'][0]}x{dense['size'][1]}, batch {dense['batch']}, {dense['engine']},"
@@ -254,6 +257,8 @@ def show_rows(rows: Sequence[Row]) -> None:
     )
     if real := real_agreement(dense):
         console.print(f"Style and label are judged by probes; their accuracy on held-out real images: {real}.")
+    if any(map(is_uneven, rounds)):
+        console.print(UNEVEN_NOTE)
     for row in rows:
         if "error" in row:
             console.print(f"{row['method']} did not run: {row['error']}", markup=False)
@@ -295,8 +300,8 @@ BRIEF: dict[str, Column] = {
     "Fréchet": value("frechet_real", ".1f"),
 }
 WHOLE: dict[str, Column] = {
-    "ms per image": lambda row: f"{row['ms_per_image']['median']:.2f}",
-    "speedup": BRIEF["speedup"],
+    "ms per image": lambda row: with_range(row["ms_per_image"]),
+    "speedup": lambda row: with_range(row["speedup"]),
     "MACs": BRIEF["MACs"],
     "tokens": lambda row: "" if row["kept"] is None else f"{row['kept']:.0%}",
     "PSNR": value("psnr", ".1f", bounds=True),

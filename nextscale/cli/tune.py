@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,6 +21,7 @@ from ..errors import NextscaleError, PromptError, SettingError
 from ..eval.results import version, where
 from ..lab.evals.prompts import EvalPrompt, evenly_spread, read_eval_prompts
 from ..lab.metrics import Lpips
+from ..lab.timing import ROUNDS
 from ..lab.tune import tune as search
 from ..lab.tune.log import SUFFIX as TRIALS
 from ..lab.tune.log import TrialLog
@@ -41,9 +44,12 @@ from .program import MEASURE, app
 
 OWN_PROMPTS = 256  # of ours, where none are given
 PROVED = 0.25  # of the time, on the prompts of the proof
+LATEST = 1.4  # times the search's own time, after which it stops: with the proof that is 1.3 times --minutes
+FEWEST_PROVED = 4  # winners
 MINUTES, IMAGES = 10.0, 24
-NEEDED = 85  # trials, about, that no search goes without: every knob alone, other methods alone, and the best that is predicted
+NEEDED = 65  # trials, about, that no search goes without: every knob alone, other methods alone, and the best that is predicted
 NEEDED_SHARE = 0.6  # of the search's time, that they may take
+COST = 0.75  # of a trial, relative to dense generation, in the mean of the needed ones
 
 BAR = 36  # columns of a narrow terminal that the bar, the share and the time have beside what is done
 
@@ -172,8 +178,7 @@ def tune(
         task = progress.add_task("loading", total=1.0)
 
         def on_progress(what: str, share: float) -> None:
-            late = "past --minutes, but needed: " if share >= 1 else ""
-            progress.update(task, completed=share, description=escape(shorten(f"{late}{what}", progress.console.width - BAR)))
+            progress.update(task, completed=share, description=escape(shorten(what, progress.console.width - BAR)))
 
         pipeline = model.load()
         file = out or default_file(model, pipeline, schedule, batch)
@@ -190,19 +195,21 @@ def tune(
         lpips = Lpips.load(pipeline.model.device)
         bench = Bench(pipeline, schedule, prompts.seen, batch, seed, lpips, searching.images or IMAGES)
         log_file = searching.trials or file.with_name(file.name.removesuffix(SUFFIX) + TRIALS)
-        winners, searched = found_points(searching, bench, log_file, on_progress)
-        profile = prove(
-            pipeline,
-            winners,
-            [EvalPrompt(prompt) for prompt in proof_prompts(searching, bench, prompts.proof, len(winners))],
-            lpips,
-            schedule=schedule,
-            batch=batch,
-            seed=seed,
-            searched=searched,
-            source=prompts.source,
-            on_progress=on_progress,
-        )
+        with stopping(log_file):
+            winners, searched = found_points(searching, bench, log_file, on_progress)
+            before = 0.0 if searching.start is not None else 1 - PROVED
+            profile = prove(
+                pipeline,
+                winners,
+                [EvalPrompt(prompt) for prompt in proof_prompts(searching, bench, prompts.proof, len(winners))],
+                lpips,
+                schedule=schedule,
+                batch=batch,
+                seed=seed,
+                searched=searched,
+                source=prompts.source,
+                on_progress=lambda what, share: on_progress(f"proof: {what}", before + (1 - before) * share),
+            )
     profile.save(file)
     if searching.trials is None:
         log_file.unlink(missing_ok=True)
@@ -213,6 +220,17 @@ def tune(
     if wanted is not None:
         point = wanted.point_of(profile)
         console.print(f"{wanted.label} takes {point.as_method().label}: {point.label}", markup=False)
+
+
+@contextmanager
+def stopping(log_file: Path) -> Iterator[None]:
+    """Says what Ctrl-C leaves, and how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"the trials so far are kept in {log_file}: the same command continues" if log_file.exists() else "nothing is kept"
+        typer.echo(f"stopped: {kept}", err=True)
+        raise
 
 
 def shorten(text: str, columns: int) -> str:
@@ -235,28 +253,58 @@ def found_points(searching: SearchOptions, bench: Bench, log_file: Path, on_prog
     """The methods that are to be proved, those of another profile or what the search finds, and the number of prompts that it saw."""
     if searching.start is not None:
         return starting_points(searching.start, bench.pipeline, bench.schedule), 0
-    seconds = 60 * (searching.minutes or MINUTES) * (1 - PROVED)
-    if searching.images is None:
-        bench.least = TrialLog.first_round(log_file) or affordable(bench, NEEDED_SHARE * seconds)
+    minutes = searching.minutes or MINUTES
+    seconds = 60 * minutes * (1 - PROVED)
+    earlier = TrialLog.first_round(log_file)
+    if earlier is None:
+        per_image = bench.first_look()
+        bench.least = searching.images or affordable(bench.batch, per_image, NEEDED_SHARE * seconds)
+        require_time(minutes, bench.images(bench.unit) * per_image)
+    elif searching.images is None:
+        bench.least = earlier
     log = TrialLog.open(log_file, conditions(bench))
-    winners = search(bench, log, seconds, workload(bench), on_progress)
-    return [candidate.text for candidate in winners], max(trial.images for trial in log.trials.values())
+
+    def on_trial(what: str, share: float) -> None:
+        if share > LATEST:
+            raise NextscaleError(
+                f"the trials that every search needs take longer than --minutes {minutes:g} here: {len(log.trials)} of about {NEEDED}"
+                f" are kept in {log_file}; run the same command with --minutes {math.ceil(2 * minutes)} to continue"
+            )
+        on_progress(what, min(share, 1.0) * (1 - PROVED))
+
+    winners = [candidate.text for candidate in search(bench, log, seconds, workload(bench), on_trial)]
+    if searching.test is None:
+        winners = evenly_spread(winners, provable(bench, seconds * PROVED / (1 - PROVED)))
+    return winners, max(trial.images for trial in log.trials.values())
 
 
-def affordable(bench: Bench, seconds: float) -> int:
+def affordable(batch: int, per_image: float, seconds: float) -> int:
     """Images of a candidate's first round, so that the trials that every search needs take this time; one batch at least."""
-    if bench.batch >= IMAGES:
-        return IMAGES
-    return max(bench.batch, min(IMAGES, int(seconds / (NEEDED * bench.dense_seconds_per_image()))))
+    return IMAGES if batch >= IMAGES else max(batch, min(IMAGES, int(seconds / (NEEDED * per_image))))
+
+
+def require_time(minutes: float, dense: float) -> None:
+    """Refuses a search that cannot end in time, where a dense first round takes `dense` seconds."""
+    smallest = NEEDED * COST * dense / (1 - PROVED) / 60
+    if smallest > minutes:
+        raise SettingError(
+            f"the smallest search takes about {math.ceil(smallest)} min here ({NEEDED} trials; dense generation takes {dense:.1f} s):"
+            f" pass --minutes {math.ceil(1.2 * smallest)}, or a smaller --size, --batch or --images"
+        )
+
+
+def provable(bench: Bench, seconds: float) -> int:
+    """Winners that the proof has time for, with dense generation and plain skipping beside them."""
+    return max(FEWEST_PROVED, int(seconds / (ROUNDS * bench.batch * bench.dense_seconds_per_image())) - 1 - SKIPPED)
 
 
 def proof_prompts(searching: SearchOptions, bench: Bench, proof: Sequence[Any], winners: int) -> list[Any]:
-    """Those of --test; without it as many as the rest of the time is enough for, evenly spread, and two batches at least."""
+    """Those of --test; without it as many as the rest of the time is enough for, evenly spread, and three batches at least."""
     count = len(proof)
     if searching.test is None and searching.start is None:
         seconds = 60 * (searching.minutes or MINUTES) * PROVED
         longest = bench.dense_seconds_per_image() * (1 + SKIPPED + winners)  # nothing should take longer than dense generation
-        count = min(count, max(2 * bench.batch, int(seconds / longest)))
+        count = min(count, max(ROUNDS * bench.batch, int(seconds / longest)))
     return evenly_spread(proof, filling_batches(count, bench.batch))
 
 

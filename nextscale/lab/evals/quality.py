@@ -17,7 +17,7 @@ from ...pipeline import Pipeline
 from ...report import Report
 from ...schedules import SizeLike
 from ...stage import Schedule
-from ..timing import wait
+from ..timing import repeated, wait
 from .agreement import real_features
 from .judges import Judges, Measured
 from .methods import DENSE
@@ -95,8 +95,9 @@ def evaluate(
     """Generates every prompt with every method and judges the images as they would be stored, in 8 bits.
 
     Prompt i has seed + i with every method. Batches are mixed, each with prompts from the whole list, and all of one size. Methods take
-    turns batch by batch. On a GPU each first runs two batches that are not timed, in which requests that can be captured are: "engine"
-    in a row is the one that ran the timed batches. What fails becomes a row with an "error".
+    turns batch by batch. Fewer than three batches are timed several times. On a GPU each method first runs two batches that are not timed,
+    in which requests that can be captured are: "engine" in a row is the one that ran the timed batches. On a CPU the last method runs one.
+    What fails becomes a row with an "error".
 
     Times are per image in batches of this size, decoding included, encoding the prompts not. Where a method keeps another number of
     tokens in every image, as SparseVAR does, `cost_share` counts the padding of buckets and of rows that cannot be packed; `kept`, the
@@ -112,8 +113,7 @@ def evaluate(
     longest = requests.longest()
     has_images = all(prompt.encoded is not None for prompt in prompts)
     references = real_features(judges.features, requests.in_order) if has_images and judges.features is not None else None
-    if pipeline.model.device.type == "cuda":
-        warm_up(requests, chosen, measured, longest)
+    warm_up(requests, chosen, measured, longest)
     samples = take_turns(requests, chosen, measured, judges, on_progress)
     summary = Summary(measured[DENSE], requests.in_order, judges.agreement, references)
     common = conditions(requests, measured[DENSE].reports[0])
@@ -122,9 +122,11 @@ def evaluate(
 
 
 def warm_up(requests: Requests, methods: Mapping[str, Method], measured: Mapping[str, Measured], numbers: Sequence[int]) -> None:
-    """Batches that are not timed, of all methods in turns: the first is eager, and its report has the memory that this takes."""
-    for _ in range(WARM_UPS):
-        for name, method in methods.items():
+    """Runs batches that are not timed. On a GPU all methods take turns: the first batch is eager, and its report has the memory that
+    this takes. On a CPU one batch suffices: whatever runs first pays for memory that all later calls find."""
+    on_gpu = requests.pipeline.model.device.type == "cuda"
+    for _ in range(WARM_UPS if on_gpu else 1):
+        for name, method in [*methods.items()][0 if on_gpu else -1 :]:
             done = attempt(requests, name, method, measured[name], numbers)
             if done is not None:
                 measured[name].untimed.append(done.report)
@@ -133,18 +135,21 @@ def warm_up(requests: Requests, methods: Mapping[str, Method], measured: Mapping
 def take_turns(
     requests: Requests, methods: Mapping[str, Method], measured: Mapping[str, Measured], judges: Judges, on_progress: OnProgress | None
 ) -> dict[str, Tensor]:
-    """All timed batches, judged as they come; returns the first images of every method."""
+    """Runs all timed batches, judges each once as it comes, and returns the first images of every method."""
     samples: dict[str, Tensor] = {}
-    for turn, numbers in enumerate(requests.batches):
+    turns = repeated(requests.batches)
+    for turn, numbers in enumerate(turns):
         dense: Tensor | None = None
         for place, (name, method) in enumerate(methods.items()):
             if on_progress is not None:
-                on_progress(name, (turn + place / len(methods)) / len(requests.batches))
+                on_progress(name, (turn + place / len(methods)) / len(turns))
             done = attempt(requests, name, method, measured[name], numbers)
             if done is None:
                 continue
-            dense = done.images if dense is None else dense
             measured[name].reports.append(done.report)
+            if turn >= len(requests.batches):
+                continue
+            dense = done.images if dense is None else dense
             judges.measure(done.images, dense, measured[name])
             if turn == 0:
                 samples[name] = done.images[:SHOWN].cpu()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...eval.results import Row
 from ...report import Report
 from ..metrics.frechet import Directions, Moments, frechet_distance
-from ..timing import percentiles
+from ..timing import percentiles, percentiles_and_range
 from .agreement import Agreement
 from .bootstrap import mean_interval, set_interval
 from .judges import Measured
@@ -46,9 +46,9 @@ class Summary:
         reports, pairs = result.reports, list(zip(self.dense.reports, result.reports, strict=True))
         return {
             "engine": engine_of(reports),
-            "ms_per_image": percentiles([1000 * report.seconds / batch_of(report) for report in reports]),
+            "ms_per_image": percentiles_and_range([1000 * report.seconds / batch_of(report) for report in reports]),
             "decode_ms_per_image": percentiles([1000 * report.decode_seconds / batch_of(report) for report in reports]),
-            "speedup": percentiles([dense.seconds / report.seconds for dense, report in pairs]),
+            "speedup": percentiles_and_range([dense.seconds / report.seconds for dense, report in pairs]),
             "speedup_without_decoding": percentiles([without_decoding(dense) / without_decoding(report) for dense, report in pairs]),
             "cost_share": round(statistics.fmean(report.cost_share for report in reports), 4),
             "kept": round(computed_share(reports), 4),

@@ -31,7 +31,7 @@ WORTH = 1.03  # of dense generation's speed, that a winner has
 FEWEST, MOST_PREDICTED = 12, 500  # candidates of the predicted frontier that are run whatever the time, and at most
 
 Progress = Callable[[str, float], None]
-"""Called with what is done next, and the share of the time that is spent."""
+"""Called with the next step, and the share of the time that is spent: more than 1 where the needed trials take longer."""
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Search:
         timed = self.bench.times(timed)
         key = candidate.text, rounds, timed
         if key not in self.seen:
-            self.on_progress(f"{what}: {candidate.text}", min(self.spent, 1.0))
+            self.on_progress(f"trial {len(self.seen) + 1}, {what}: {candidate.text}", self.spent)
             self.tried[candidate.text] = candidate
             batches = rounds * self.bench.unit
             found = self.log.get(candidate.text, self.bench.images(batches), timed)

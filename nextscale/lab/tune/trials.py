@@ -158,6 +158,13 @@ class Bench:
             self._dense_seconds(),
         )
 
+    def first_look(self) -> float:
+        """Returns seconds per image of dense generation. On a CPU it generates one image, since there time grows with the batch."""
+        if self.on_gpu:
+            return self.dense_seconds_per_image()
+        prompts, seeds = self.part(0)
+        return self.pipeline(prompts[:1], seed=seeds[:1], size=self.schedule).report.seconds
+
     def dense_seconds_per_image(self) -> float:
         """Timed now where it was not yet."""
         if not self.dense_seconds:
