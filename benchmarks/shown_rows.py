@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from nextscale.eval.results import Row
-from nextscale.lab.evals.methods import DENSE
+from nextscale.eval.methods import DENSE
 
 from .suites import APART, SPARSE, step_of
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nextscale.eval.results import Row, append_rows, comparable, judged, read_rows
-from nextscale.lab.evals.methods import DENSE, LISTS
+from nextscale.eval.methods import DENSE, LISTS
 from nextscale.loading.presets import model_spec
 from nextscale_research.observe.plots import BLUE, GREY, STYLE, svg_of
 

@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .accel import (
+from .methods import (
     Auto,
     CoDe,
     DropGuidance,

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .accel.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCounts
+from .methods.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCounts
 from .cache import ComputedCells, StageMemory, Workspace
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
-from .given import checked_codes, fits_one_pass, read_in_one_pass, require_known
+from .prefix import checked_codes, fits_one_pass, read_in_one_pass, require_known
 from .guidance import GuidedRows
 from .models.attention import attention_backend
 from .models.base import Hidden, NextScaleModel
 from .models.blocks import Block, run_in_order
-from .models.env import Conditioning, Env
+from .models.context import Conditioning, Env
 from .parts import Part, joined
 from .planning.memory import reserved_cache
 from .request import Request, Revise, as_sampled

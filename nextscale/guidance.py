@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from .checks import is_finite, is_number
+from .validation import is_finite, is_number
 from .errors import SettingError
 from .stage import Schedule, Stage
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .errors import SettingError
 from .models.base import NextScaleModel
 from .output import Preview
-from .placement import check_quantize, choose_device, choose_dtype, place
+from .device import check_quantize, choose_device, choose_dtype, place
 from .stage import Schedule
 from .text.prompts import PromptReader, TextReader
 from .tokenizers.autoencoder import lay_out

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .accel.method import MethodRun
+from .methods.method import MethodRun
 from .canvas import Canvas
-from .models.env import Env
+from .models.context import Env
 from .request import Request, Revise, as_sampled
 from .sampling import ImageRng, Rng
 from .stage import Stage

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-from .accel.code import CoDe
-from .accel.method import Method
-from .accel.registry import MethodLike, resolve_method
-from .accel.situation import Situation
+from .methods.code import CoDe
+from .methods.method import Method
+from .methods.registry import MethodLike, resolve_method
+from .methods.selection import Situation
 from .collaborate import Refiners, collaborate, require_plain
 from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
-from .engine.stage_graphs import TooManyTokens
+from .engine.variants import TooManyTokens
 from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
 from .errors import SettingError

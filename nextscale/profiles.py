@@ -14,15 +14,15 @@ from typing import Any, get_args
 
 import torch
 
-from .accel.code import CoDe
-from .accel.method import Method
-from .accel.registry import resolve_method
-from .checks import is_whole
+from .methods.code import CoDe
+from .methods.method import Method
+from .methods.registry import resolve_method
+from .validation import is_whole
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
 from .io import write_text
 from .models.base import NextScaleModel
-from .profile_file import MOST, as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
+from .serialization import MOST, as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
 from .stage import Schedule
 
 log = logging.getLogger(__name__)

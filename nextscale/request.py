@@ -11,7 +11,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from .accel.method import Method, Plans
+from .methods.method import Method, Plans
 from .errors import SettingError
 from .guidance import GuidedRows
 from .report import Stopwatch

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .accel.registry import MethodLike, resolve_method
+from .methods.registry import MethodLike, resolve_method
 from .errors import SettingError
 from .generate import check_cache, check_plans
-from .given import checked_given
+from .prefix import checked_given
 from .guidance import GuidanceLike, GuidedRows, resolve_guidance
 from .planning.memory import ASSUMED_KEPT
 from .report import Stopwatch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .checks import is_number, is_share, is_whole
+from .validation import is_number, is_share, is_whole
 from .errors import SettingError
 from .stage import Schedule, Stage, Tokens
 

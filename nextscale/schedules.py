@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeVar
 
-from .checks import is_whole
+from .validation import is_whole
 from .errors import SizeError
 from .stage import Schedule
 

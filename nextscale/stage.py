@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .errors import SizeError
-from .packing import Packing
+from .varlen import Packing
 
 Rows = slice | Tensor
 """Some rows of a batch: a slice, or their numbers [K] on the device."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nextscale.accel import resolve_method
+from nextscale.methods import resolve_method
 from nextscale.errors import NextscaleError
-from nextscale.lab.tune.trials import Bench, Trial
+from nextscale.tune.trials import Bench, Trial
 from nextscale.planning.cost import Workload, request_cost
 
 

@@ -177,7 +177,7 @@ def by_torch_fidelity(folder: Path, given: dict[str, Tensor]) -> dict[str, Any]:
         cache=False,
         verbose=False,
     )
-    from nextscale.lab.evals.folders import ImageFolder, Judged, evaluate_folder
+    from nextscale.eval.folders import ImageFolder, Judged, evaluate_folder
 
     judged = Judged(torch.device("cpu"), weights, ["inception"], real=ImageFolder(folder / "real"), resamples=0, batch=8)
     row = evaluate_folder(ImageFolder(folder / "ours"), judged)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel import METHODS, Combined, method_names, resolve_method
-from nextscale.accel.combine import CombinedRun
-from nextscale.accel.method import MethodRun, Plans, Span, StagePlan, TokenCounts
-from nextscale.accel.registry import ENTRY_POINTS, method_class, parse_method, parse_value, plugins, split_settings
+from nextscale.methods import METHODS, Combined, method_names, resolve_method
+from nextscale.methods.combine import CombinedRun
+from nextscale.methods.method import MethodRun, Plans, Span, StagePlan, TokenCounts
+from nextscale.methods.registry import ENTRY_POINTS, method_class, parse_method, parse_value, plugins, split_settings
 from nextscale.errors import SettingError
 from nextscale.generate import settle_counts
 from nextscale.guidance import ConstantGuidance, StageGuidance
@@ -479,7 +479,7 @@ def test_guidance_inside_a_span_is_refused_in_our_own_words(method: Method) -> N
 def test_a_broken_plugin_is_named(value: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It harms no other method."""
     entry = EntryPoint("broken", value, ENTRY_POINTS)
-    monkeypatch.setattr("nextscale.accel.registry.plugins", lambda: {"broken": entry})
+    monkeypatch.setattr("nextscale.methods.registry.plugins", lambda: {"broken": entry})
     assert "broken" in method_names()
     with pytest.raises(SettingError, match=expected):
         resolve_method("broken")
@@ -488,7 +488,7 @@ def test_a_broken_plugin_is_named(value: str, expected: str, monkeypatch: pytest
 
 def test_plugins_do_not_replace_methods_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [EntryPoint("fastvar", "nextscale:StageVAR", ENTRY_POINTS), EntryPoint("other", "nextscale:StageVAR", ENTRY_POINTS)]
-    monkeypatch.setattr("nextscale.accel.registry.entry_points", lambda group: entries)
+    monkeypatch.setattr("nextscale.methods.registry.entry_points", lambda group: entries)
     plugins.cache_clear()
     assert isinstance(resolve_method("fastvar"), FastVAR)
     assert type(resolve_method("other")).__name__ == "StageVAR"

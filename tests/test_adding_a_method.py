@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from nextscale.accel import METHODS, Method, MethodRun, RunSetup
+from nextscale.methods import METHODS, Method, MethodRun, RunSetup
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
 from nextscale.sampling import ImageRng

@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages
-from nextscale.accel import Combined, Situation, resolve_method
-from nextscale.accel.auto import fitting_profile
+from nextscale.methods import Combined, Situation, resolve_method
+from nextscale.methods.auto import fitting_profile
 from nextscale.cli import app, options, parse
 from nextscale.errors import ProfileError, SettingError
 from nextscale.loading import presets

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from nextscale.engine.batcher import Batcher, BatchRecord, GeneratedImage, Handle, Job, Partial
-from nextscale.engine.batcher.filling import read_alone
-from nextscale.engine.batcher.jobs import Task
-from nextscale.engine.batcher.queue import PROBATION, Waiting
-from nextscale.engine.batcher.throughput import Throughput
+from nextscale.batching import Batcher, BatchRecord, GeneratedImage, Handle, Job, Partial
+from nextscale.batching.filling import read_alone
+from nextscale.batching.jobs import Task
+from nextscale.batching.queue import PROBATION, Waiting
+from nextscale.batching.throughput import Throughput
 from nextscale.errors import DeadlinePassed, JobCancelled, OutOfMemory, Overloaded, PromptError, SettingError, ShuttingDown, UnknownModel
 from nextscale.pipeline import Pipeline
 from nextscale.report import Report
@@ -552,7 +552,7 @@ def test_jobs_and_batchers_without_content_are_refused() -> None:
 def test_it_needs_no_packages_of_the_server() -> None:
     code = (
         "import sys\nfor name in ('fastapi', 'starlette', 'uvicorn', 'pydantic', 'prometheus_client'): sys.modules[name] = None\n"
-        "import nextscale.engine.batcher"
+        "import nextscale.batching"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nextscale.accel import Method, MethodRun, RunSetup, resolve_method
+from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.cli import app
 from nextscale.cli import bench as command
 from nextscale.errors import SettingError

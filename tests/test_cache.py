@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nextscale.accel import DENSE
+from nextscale.methods import DENSE
 from nextscale.cache import CacheSpec, DenseLayerCache, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
 from nextscale.models.attention import attend
-from nextscale.models.env import Conditioning, Env
+from nextscale.models.context import Conditioning, Env
 from nextscale.models.rope import HalvesRope
 from nextscale.planning.memory import reserved_bytes
 from nextscale.stage import Schedule, Stage, Tokens

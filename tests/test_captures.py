@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel.method import MethodRun, RunSetup, StagePlan
+from nextscale.methods.method import MethodRun, RunSetup, StagePlan
 from nextscale.canvas import Canvas
 from nextscale.engine import captures
 from nextscale.engine.memory import DeviceMemory

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.accel.combine import Combined
+from nextscale.methods.combine import Combined
 from nextscale.engine import captures
 from nextscale.engine.graphs import CapturedRequest
 from nextscale.loading.random_weights import random_pipeline

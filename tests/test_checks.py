@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nextscale.checks import is_number, is_share, is_whole
+from nextscale.validation import is_number, is_share, is_whole
 
 NEITHER: list[Any] = [True, False, None, "1", [1], 1j, np.array([1.0, 2.0])]
 

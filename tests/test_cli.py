@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
-from nextscale.accel import Method, MethodRun, RunSetup
-from nextscale.accel.registry import METHODS
+from nextscale.methods import Method, MethodRun, RunSetup
+from nextscale.methods.registry import METHODS
 from nextscale.checkpoints import published_slots
 from nextscale.cli import app, options
 from nextscale.cli.files import slug

@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from nextscale.accel import DENSE, Method, Plans, StagePlan
-from nextscale.accel.registry import METHODS
+from nextscale.methods import DENSE, Method, Plans, StagePlan
+from nextscale.methods.registry import METHODS
 from nextscale.cli import app
 from nextscale.cli.plan_table import short
 from nextscale.loading.presets import build_model, model_spec

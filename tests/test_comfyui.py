@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import nextscale
-from nextscale.accel import SparseVAR, resolve_method
+from nextscale.methods import SparseVAR, resolve_method
 from nextscale.errors import ProfileError, SettingError
 
 from . import tiny, tiny_profiles

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from nextscale.accel import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
-from nextscale.accel.method import Span
-from nextscale.accel.registry import resolve_method
+from nextscale.methods import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale.methods.method import Span
+from nextscale.methods.registry import resolve_method
 from nextscale.canvas import Canvas
 from nextscale.engine import eager
 from nextscale.generate import StageDone
@@ -31,7 +31,7 @@ from nextscale.loading.presets import build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.models.macs import SublayerTokens
 from nextscale.pipeline import Pipeline, Preview
 from nextscale.planning.cost import RequestCost, Workload, as_run, request_cost

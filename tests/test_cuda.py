@@ -11,8 +11,8 @@ import torch
 
 from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR, ToMe
 from nextscale.errors import OutOfMemory
-from nextscale.lab.evals import Agreement, Judges, chosen_methods, evaluate
-from nextscale.lab.metrics.pixels import psnr, ssim
+from nextscale.eval import Agreement, Judges, chosen_methods, evaluate
+from nextscale.metrics.pixels import psnr, ssim
 from nextscale.loading.random_weights import random_pipeline
 from nextscale_research.observe import Sample, observe, to_json, verdicts
 

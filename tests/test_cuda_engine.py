@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
-from nextscale.accel.combine import Combined
+from nextscale.methods.combine import Combined
 from nextscale.cache import real_entries
 from nextscale.engine import allocator
 from nextscale.generate import StageDone

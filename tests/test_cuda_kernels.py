@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nextscale import kernels
-from nextscale.packing import Packing
+from nextscale.varlen import Packing
 from nextscale.sampling import filter_logits, sample
 
 from .kernel_cases import DTYPES, Maker, compare, compare_rotation, poisoned

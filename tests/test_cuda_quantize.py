@@ -12,12 +12,12 @@ from torch import nn
 from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR
 from nextscale.errors import SettingError
 from nextscale.kernels.e4m3 import E4M3, to_e4m3
-from nextscale.lab.evals.format_errors import Seen, generate_seen, stage_errors
+from nextscale.eval.format_errors import Seen, generate_seen, stage_errors
 from nextscale.loading.quantizing import quantize_model
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.feed_forward import FeedForward, GatedFeedForward
 from nextscale.models.quantized import Fp8Linear, Int8Linear, Quantize, scaled_product, scaled_product_reference
-from nextscale.placement import FP8_FROM, check_quantize
+from nextscale.device import FP8_FROM, check_quantize
 
 from .test_cuda_graphs import eager
 from .test_peers import picked

@@ -15,7 +15,7 @@ from PIL import Image, ImageFont
 from typer.testing import CliRunner, Result
 
 from nextscale import Schedule
-from nextscale.accel import Method, resolve_method
+from nextscale.methods import Method, resolve_method
 from nextscale.cli import app, options, parse
 from nextscale.cli.demo import ON_CPU, PROMPTS, PUBLISHED, MethodImages, RowMaker, decibels, row_table, sheet
 from nextscale.cli.parse import settled_method

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale.accel import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR
-from nextscale.accel.combine import Combined
-from nextscale.accel.registry import parse_method
+from nextscale.methods import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR
+from nextscale.methods.combine import Combined
+from nextscale.methods.registry import parse_method
 from nextscale.errors import SettingError
 from nextscale.guidance import CfgBranch, ConstantGuidance, GuidedRows, RampGuidance, StageGuidance
 from nextscale.pipeline import Output

@@ -11,17 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, execute
-from nextscale.accel.combine import Combined
+from nextscale.methods.combine import Combined
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
-from nextscale.engine.stage_graphs import BUCKETS, bucket_sizes
+from nextscale.engine.variants import BUCKETS, bucket_sizes
 from nextscale.engine.tables import KEPT
 from nextscale.errors import SettingError
 from nextscale.generate import generate
 from nextscale.guidance import Guidance, GuidedRows, RampGuidance, StageGuidance
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.base import PromptInputs
-from nextscale.models.env import Conditioning
+from nextscale.models.context import Conditioning
 from nextscale.models.text_context import TextInputs
 from nextscale.output import Checks
 from nextscale.pipeline import Pipeline

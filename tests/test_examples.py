@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nextscale
-from nextscale.accel import METHODS
+from nextscale.methods import METHODS
 from nextscale.loading.presets import NANO
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.accel import DENSE, Method, SkipStages, StagePlan
-from nextscale.accel.combine import Combined
-from nextscale.accel.fastvar import FastVAR, RememberedBlocks, ThinnedBlocks
-from nextscale.accel.select import distance_from_mean, top_share
+from nextscale.methods import DENSE, Method, SkipStages, StagePlan
+from nextscale.methods.combine import Combined
+from nextscale.methods.fastvar import FastVAR, RememberedBlocks, ThinnedBlocks
+from nextscale.methods.token_ops import distance_from_mean, top_share
 from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig

@@ -17,7 +17,7 @@ from nextscale.errors import NonFiniteLogits, PromptError, SettingError, SizeErr
 from nextscale.guidance import GuidedRows, RampGuidance, StageGuidance
 from nextscale.loading.random_weights import fill_random, random_pipeline
 from nextscale.models import Hart, HartConfig
-from nextscale.models.env import Conditioning
+from nextscale.models.context import Conditioning
 from nextscale.models.residual_head import ResidualHead, diffusion_steps
 from nextscale.models.sinusoid import sinusoids
 from nextscale.pipeline import Output, Pipeline

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from nextscale import Method, SparseVAR, StageVAR
-from nextscale.accel.method import Plans
-from nextscale.engine.weights import WeightPlaces
+from nextscale.methods.method import Plans
+from nextscale.engine.weight_pointers import WeightPlaces
 from nextscale.errors import PromptError
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import NextScaleModel

@@ -605,7 +605,7 @@ def test_a_text_encoder_is_looked_for_in_the_home_and_not_fetched_without_leave(
 
 def download_model_encoder(to: Path) -> Path | None:
     from nextscale.loading.fetch import fetch
-    from nextscale.loading.parts import encoder_part
+    from nextscale.loading.artifacts import encoder_part
 
     part = encoder_part(MODELS["infinity-2b"])
     assert part is not None

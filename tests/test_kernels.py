@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Method, Pipeline, SparseVAR, StagePlan, StageVAR, kernels
-from nextscale.accel import Plans
-from nextscale.accel.select import distance_from_mean, row_mean
+from nextscale.methods import Plans
+from nextscale.methods.token_ops import distance_from_mean, row_mean
 from nextscale.cache import DenseLayerCache, StageMemory
 from nextscale.guidance import ConstantGuidance, Guidance
 from nextscale.loading.presets import ModelSpec

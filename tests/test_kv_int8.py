@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Method, Pipeline, SparseVAR, StageVAR
-from nextscale.accel.combine import Combined
-from nextscale.accel.drop_guidance import DropGuidance
-from nextscale.accel.scalekv import ScaleKV
+from nextscale.methods.combine import Combined
+from nextscale.methods.drop_guidance import DropGuidance
+from nextscale.methods.scalekv import ScaleKV
 from nextscale.cache import CacheSpec, DenseLayerCache, QuantizedLayerCache, QuantizedSpec, StageKeys, Workspace
 from nextscale.errors import SettingError
 from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference

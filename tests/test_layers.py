@@ -144,7 +144,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         ("from . import blocks, rope", {"models.blocks", "models.rope"}),
         ("import nextscale.pipeline", {"pipeline"}),
         ("from nextscale import load", {TOP}),
-        ("from nextscale.accel import method", {"accel.method"}),
+        ("from nextscale.methods import method", {"accel.method"}),
         ("def late():\n    from ..engine.graphs import Captures", {"engine.graphs"}),
         ("if TYPE_CHECKING:\n    from ..pipeline import Pipeline", {"pipeline"}),
         ("import torch\nfrom torch import nn", set()),

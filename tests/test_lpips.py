@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nextscale.assets import EMBEDDED
 from nextscale.errors import SizeError
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.metrics.files import VARIABLE
-from nextscale.lab.metrics.lpips import SMALLEST_SIDE
+from nextscale.metrics import Lpips
+from nextscale.metrics.files import VARIABLE
+from nextscale.metrics.lpips import SMALLEST_SIDE
 
 from .conftest import PROJECT
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
-from nextscale.accel.combine import Combined
-from nextscale.accel.drop_guidance import DropGuidance
-from nextscale.accel.method import DENSE, MethodRun, RunSetup
-from nextscale.accel.skip import SkipStages
+from nextscale.methods.combine import Combined
+from nextscale.methods.drop_guidance import DropGuidance
+from nextscale.methods.method import DENSE, MethodRun, RunSetup
+from nextscale.methods.skip import SkipStages
 from nextscale.cache import CacheSpec, DenseLayerCache, StageKeys, StageMemory, Workspace
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.pipeline import Output, Preview

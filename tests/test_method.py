@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.accel import DENSE, Combined, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, TokenCounts
+from nextscale.methods import DENSE, Combined, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, TokenCounts
 from nextscale.cache import CacheSpec, ComputedCells, DenseLayerCache, LayerCache, Workspace
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
@@ -18,7 +18,7 @@ from nextscale.generate import settle_counts
 from nextscale.guidance import CfgBranches, ConstantGuidance, StageGuidance
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.pipeline import Output, Preview
 from nextscale.stage import Schedule, Stage, Tokens
 

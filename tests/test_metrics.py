@@ -13,10 +13,10 @@ from PIL import Image
 
 from nextscale.errors import CheckpointError, SettingError
 from nextscale.io import from_pil
-from nextscale.lab.metrics import pixels
-from nextscale.lab.metrics.efficientnet import EfficientNetLite0, central_crop
-from nextscale.lab.metrics.frechet import Directions, frechet_distance
-from nextscale.lab.metrics.pixels import psnr, ssim
+from nextscale.metrics import pixels
+from nextscale.metrics.efficientnet import EfficientNetLite0, central_crop
+from nextscale.metrics.frechet import Directions, frechet_distance
+from nextscale.metrics.pixels import psnr, ssim
 
 from .conftest import PROJECT
 

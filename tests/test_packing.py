@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from nextscale import FastVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR, ToMe
-from nextscale.accel import Combined
-from nextscale.accel.sparsevar.run import SparseRun
-from nextscale.engine.stage_graphs import BUCKETS, buckets
+from nextscale.methods import Combined
+from nextscale.methods.sparsevar.run import SparseRun
+from nextscale.engine.variants import BUCKETS, buckets
 from nextscale.generate import StageDone
 from nextscale.models.attention import attend, attend_packed
-from nextscale.packing import Packing
+from nextscale.varlen import Packing
 from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import evenly
 from nextscale.stage import Stage, Tokens

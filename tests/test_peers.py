@@ -28,9 +28,9 @@ from nextscale import (
     Tokens,
     ToMe,
 )
-from nextscale.accel import DENSE, RunSetup, resolve_method, skipvar
-from nextscale.accel.code import released_sampling
-from nextscale.accel.scalekv import (
+from nextscale.methods import DENSE, RunSetup, resolve_method, skipvar
+from nextscale.methods.code import released_sampling
+from nextscale.methods.scalekv import (
     PUBLISHED,
     PUBLISHED_SIDES,
     key_scores,
@@ -40,9 +40,9 @@ from nextscale.accel.scalekv import (
     top_keys,
     window_places,
 )
-from nextscale.accel.skipvar import features_of, gradient, high_frequencies
-from nextscale.accel.skipvar_models import Classifier, Decisions, published_decisions
-from nextscale.attending import Attended
+from nextscale.methods.skipvar import features_of, gradient, high_frequencies
+from nextscale.methods.skipvar_models import Classifier, Decisions, published_decisions
+from nextscale.cache.attending import Attended
 from nextscale.cache import CacheSpec, Slot, Workspace
 from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
@@ -50,8 +50,8 @@ from nextscale.engine import captures
 from nextscale.engine.executor import Engine
 from nextscale.engine.routes import group_sizes
 from nextscale.errors import SettingError, SizeError
-from nextscale.lab.fit.decisions import fit, logistic_regression, measure, most_within
-from nextscale.lab.fit.roles import measure_roles
+from nextscale.eval.calibrate_skipvar import fit, logistic_regression, measure, most_within
+from nextscale.eval.calibrate_scalekv import measure_roles
 from nextscale.loading import presets
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
 from nextscale.loading.random_weights import random_pipeline
@@ -413,7 +413,7 @@ def test_scores_of_keys_by_hand() -> None:
 @pytest.mark.parametrize("family", ["var", "hart"])
 def test_compressed_caches_take_what_is_reserved(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, at every layer of every stage; and what is kept is what the budgets say."""
-    from nextscale.accel.scalekv import ScaleKVCache
+    from nextscale.methods.scalekv import ScaleKVCache
 
     pipe, method = tiny.shared_pipeline(family), PEERS["scalekv"][0]
     schedule, caches, held = tiny.schedule_of(family), [], {}

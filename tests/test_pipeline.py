@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import nextscale
-from nextscale.accel import Method, SkipStages, StagePlan
-from nextscale.accel.method import Plans
+from nextscale.methods import Method, SkipStages, StagePlan
+from nextscale.methods.method import Plans
 from nextscale.errors import NextscaleError, NonFiniteLogits, OutOfMemory, PromptError, SettingError, SizeError, UnknownModel
 from nextscale.generate import StageDone
 from nextscale.guidance import LARGEST_SCALE, ConstantGuidance, StageGuidance

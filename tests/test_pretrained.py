@@ -15,7 +15,7 @@ import nextscale
 from nextscale.errors import CheckpointError, SettingError, UnknownModel
 from nextscale.loading.plain_values import from_plain, to_plain
 from nextscale.loading.presets import MODELS, NANO
-from nextscale.loading.pretrained import ENCODERS, INDEX
+from nextscale.loading.saved import ENCODERS, INDEX
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.output import Preview
@@ -167,7 +167,7 @@ def test_an_interrupted_save_is_not_taken_for_whole(tmp_path: Path, monkeypatch:
     def full(*_: object, **__: object) -> None:
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr("nextscale.loading.pretrained.write_weights", full)
+    monkeypatch.setattr("nextscale.loading.saved.write_weights", full)
     with pytest.raises(CheckpointError, match="full"):
         pipe.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=f"has no {INDEX}.*interrupted"):

@@ -19,7 +19,7 @@ from nextscale import Profile
 from nextscale.cli import app, parse
 from nextscale.errors import NextscaleError, ProfileError, SettingError
 from nextscale.loading import presets
-from nextscale.profile_file import LARGEST
+from nextscale.serialization import LARGEST
 from nextscale.profiles import Interval, find_profiles, fingerprint, own_profiles, profile_folder, require_own
 
 from . import tiny

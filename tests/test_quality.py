@@ -20,23 +20,23 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from benchmarks.tables import judged_runs, quality_table
-from nextscale.accel import Method, MethodRun, RunSetup
+from nextscale.methods import Method, MethodRun, RunSetup
 from nextscale.checkpoints import Layout, write_weights
 from nextscale.cli import app, options
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
 from nextscale.eval.results import read_rows
-from nextscale.lab.evals import summary
-from nextscale.lab.evals.agreement import Agreement, Probe, vary
-from nextscale.lab.evals.bootstrap import mean_interval, set_interval
-from nextscale.lab.evals.frontier import frontier_svg, label_spots
-from nextscale.lab.evals.judges import Judges
-from nextscale.lab.evals.methods import LISTS, chosen_methods
-from nextscale.lab.evals.prompts import EvalPrompt, read_eval_prompts
-from nextscale.lab.evals.quality import Batch, Evaluation, Requests, evaluate, mixed_batches
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.metrics.efficientnet import FEATURES, EfficientNetLite0
-from nextscale.lab.metrics.files import EFFICIENTNET, VARIABLE
+from nextscale.eval import summary
+from nextscale.eval.agreement import Agreement, Probe, vary
+from nextscale.metrics.intervals import mean_interval, set_interval
+from nextscale.eval.frontier import frontier_svg, label_spots
+from nextscale.eval.judges import Judges
+from nextscale.eval.methods import LISTS, chosen_methods
+from nextscale.eval.prompts import EvalPrompt, read_eval_prompts
+from nextscale.eval.quality import Batch, Evaluation, Requests, evaluate, mixed_batches
+from nextscale.metrics import Lpips
+from nextscale.metrics.efficientnet import FEATURES, EfficientNetLite0
+from nextscale.metrics.files import EFFICIENTNET, VARIABLE
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline

@@ -23,8 +23,8 @@ from nextscale.cli import app
 from nextscale.errors import SettingError
 from nextscale.eval.results import CONDITIONS, comparable
 from nextscale.kernels.e4m3 import LARGEST, from_e4m3, to_e4m3
-from nextscale.lab.evals.format_errors import generate_seen, plant_outliers, stage_errors
-from nextscale.lab.evals.formats import OWN, Variant, compare_formats
+from nextscale.eval.format_errors import generate_seen, plant_outliers, stage_errors
+from nextscale.eval.formats import OWN, Variant, compare_formats
 from nextscale.loading.quantizing import quantize_model
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.blocks import Block

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale.cluster.lock import working_folder
-from nextscale.cluster.manifest import read_manifest
-from nextscale.cluster.ray_sampler import LOCAL, RaySettings, connected, sample_on_ray, workers_for
-from nextscale.cluster.sampler import Done, sample
-from nextscale.cluster.shard import Shard
-from nextscale.cluster.store import Store
+from nextscale.offline.lock import working_folder
+from nextscale.offline.manifest import read_manifest
+from nextscale.offline.ray import LOCAL, RaySettings, connected, sample_on_ray, workers_for
+from nextscale.offline.sampler import Done, sample
+from nextscale.offline.shard import Shard
+from nextscale.offline.store import Store
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
@@ -203,7 +203,7 @@ def free_port() -> int:
 def test_every_request_is_answered_when_a_replica_dies() -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
-    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.ray import RayServer
     from nextscale.serve.service import Content
     from nextscale.serve.settings import ServeSettings
 
@@ -226,7 +226,7 @@ def test_every_request_is_answered_when_a_replica_dies() -> None:
 @pytest.mark.usefixtures("cluster")
 def test_more_replicas_than_a_machine_has_room_for_are_refused() -> None:
     pytest.importorskip("fastapi")
-    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.ray import RayServer
     from nextscale.serve.service import Content
     from nextscale.serve.settings import ServeSettings
 
@@ -248,7 +248,7 @@ def test_sigterm_stays_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_ends_by_signals_and_can_be_stopped_while_it_starts(number: signal.Signals) -> None:
     pytest.importorskip("fastapi")
-    from nextscale.cluster.ray_server import serve_on_ray
+    from nextscale.serve.ray import serve_on_ray
 
     class Running:
         @contextmanager
@@ -277,7 +277,7 @@ def test_a_server_ends_by_signals_and_can_be_stopped_while_it_starts(number: sig
 
 def test_devices_are_rays_to_give() -> None:
     pytest.importorskip("fastapi")
-    from nextscale.cluster.ray_server import RayServer
+    from nextscale.serve.ray import RayServer
     from nextscale.serve.service import Content
     from nextscale.serve.settings import ServeSettings
 

@@ -13,9 +13,9 @@ from benchmarks.results import RESULTS
 from benchmarks.speed_tables import SUMMARY_METHODS, pictured_row, stages_svg
 from benchmarks.tables import FRONTIER, PICTURE, PROJECT, README, TUNED, judged_runs, page_tables
 from nextscale import MODELS
-from nextscale.accel import method_names
+from nextscale.methods import method_names
 from nextscale.eval.results import read_rows
-from nextscale.lab.evals.frontier import frontier_svg
+from nextscale.eval.frontier import frontier_svg
 from nextscale.profiles import Profile
 
 PAGES = [

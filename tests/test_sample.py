@@ -28,17 +28,17 @@ from benchmarks import sample as benchmark
 from benchmarks.sample_table import sample_table
 from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
-from nextscale.cluster import lock
-from nextscale.cluster.lock import FolderInUse, working_folder
-from nextscale.cluster.manifest import Entry, read_folder, read_manifest
-from nextscale.cluster.plan import Batch, Picture, plan_batches
-from nextscale.cluster.prompts import SamplePrompt, read_sample_prompts
-from nextscale.cluster.ray_sampler import RaySettings
-from nextscale.cluster.sampler import Done, Generator, longest_prompts, sample
-from nextscale.cluster.shard import Shard
-from nextscale.cluster.store import Encoded, Store
+from nextscale.offline import lock
+from nextscale.offline.lock import FolderInUse, working_folder
+from nextscale.offline.manifest import Entry, read_folder, read_manifest
+from nextscale.offline.plan import Batch, Picture, plan_batches
+from nextscale.offline.prompts import SamplePrompt, read_sample_prompts
+from nextscale.offline.ray import RaySettings
+from nextscale.offline.sampler import Done, Generator, longest_prompts, sample
+from nextscale.offline.shard import Shard
+from nextscale.offline.store import Encoded, Store
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.lab.evals.methods import parse_methods
+from nextscale.eval.methods import parse_methods
 from nextscale.loading import presets
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.output import Output

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import nextscale
-from nextscale.engine.batcher import Job
+from nextscale.batching import Job
 from nextscale.pipeline import Pipeline
 from nextscale.serve.pictures import CHUNK
 from nextscale.serve.service import Content, Service, Warmup

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.accel import DENSE, DropGuidance, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
-from nextscale.accel.combine import Combined
-from nextscale.accel.frequency import (
+from nextscale.methods import DENSE, DropGuidance, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
+from nextscale.methods.combine import Combined
+from nextscale.methods.frequency import (
     GridMap,
     anchor_cells,
     anchor_count,
@@ -33,8 +33,8 @@ from nextscale.accel.frequency import (
     neighbour_similarity,
     share_above,
 )
-from nextscale.accel.sparsevar import SparseVAR
-from nextscale.accel.sparsevar.run import SparseRun
+from nextscale.methods.sparsevar import SparseVAR
+from nextscale.methods.sparsevar.run import SparseRun
 from nextscale.cache import ComputedCells
 from nextscale.errors import SettingError
 from nextscale.generate import StageDone, settle_counts
@@ -43,7 +43,7 @@ from nextscale.loading.presets import ModelConfig, build_model
 from nextscale.models import Hart, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.base import Hidden
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.pipeline import Output, Preview
 from nextscale.sampling import ImageRng
 from nextscale.schedules import FLEXVAR_512, HART_1024, INFINITY_SIZES, VAR_256, VAR_512

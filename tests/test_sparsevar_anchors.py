@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.accel.frequency import GridMap, anchor_cells
-from nextscale.accel.sparsevar import SparseVAR
-from nextscale.accel.sparsevar.anchors import MOST_BLOCKS, covering_cells, rounds, typical_cells
+from nextscale.methods.frequency import GridMap, anchor_cells
+from nextscale.methods.sparsevar import SparseVAR
+from nextscale.methods.sparsevar.anchors import MOST_BLOCKS, covering_cells, rounds, typical_cells
 from nextscale.errors import SettingError
 from nextscale.stage import Tokens
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.accel import DENSE, Method, RunSetup, SkipStages, StagePlan
-from nextscale.accel.combine import Combined
-from nextscale.accel.method import MethodRun, Plans
-from nextscale.accel.registry import parse_method
-from nextscale.accel.stagevar.groups import LowRank, Remember
-from nextscale.accel.stagevar.lowrank import (
+from nextscale.methods import DENSE, Method, RunSetup, SkipStages, StagePlan
+from nextscale.methods.combine import Combined
+from nextscale.methods.method import MethodRun, Plans
+from nextscale.methods.registry import parse_method
+from nextscale.methods.stagevar.groups import LowRank, Remember
+from nextscale.methods.stagevar.lowrank import (
     Energy,
     Share,
     approximation,
@@ -34,21 +34,21 @@ from nextscale.accel.stagevar.lowrank import (
     squared_norms,
     zero_tail,
 )
-from nextscale.accel.stagevar.method import StageVAR
-from nextscale.accel.stagevar.ranks import published_table, published_tables
-from nextscale.accel.stagevar.settings import Variant
-from nextscale.accel.stagevar.variants import LeastSquaresRows, RepresentativeRows, SingularRows
+from nextscale.methods.stagevar.method import StageVAR
+from nextscale.methods.stagevar.ranks import published_table, published_tables
+from nextscale.methods.stagevar.settings import Variant
+from nextscale.methods.stagevar.variants import LeastSquaresRows, RepresentativeRows, SingularRows
 from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.guidance import StageGuidance
-from nextscale.lab.analysis import measure_ranks
-from nextscale.lab.analysis.ranks import measure_table
-from nextscale.lab.evals.format_errors import generate_seen
+from nextscale.eval import measure_ranks
+from nextscale.eval.calibrate_ranks import measure_table
+from nextscale.eval.format_errors import generate_seen
 from nextscale.loading.beside import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.models.rank_table import RankRow, RankTable, rank_file, read_rank_table, write_rank_table
 from nextscale.pipeline import Output
 from nextscale.planning.memory import ASSUMED_KEPT
@@ -1017,7 +1017,7 @@ def test_a_stage_that_a_run_skips_unannounced_is_named_where_it_is_missed() -> N
 
 
 def test_settings_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("nextscale.accel.registry", fromlist=["METHODS"]).METHODS, "stagevar", StageVAR)
+    monkeypatch.setitem(__import__("nextscale.methods.registry", fromlist=["METHODS"]).METHODS, "stagevar", StageVAR)
     assert parse_method("stagevar") == StageVAR()
     text = "stagevar:guidance_off=10,alphas={10: 0.9, 11: 0},ranks=[0.1,0.2],variant=least_squares"
     assert parse_method(text) == StageVAR(10, {10: 0.9, 11: 0}, (0.1, 0.2), variant="least_squares")

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nextscale.accel import DENSE, Method, SkipStages, StagePlan
-from nextscale.accel.fastvar import FastVAR
-from nextscale.accel.select import Destinations, Merge, merged_count
-from nextscale.accel.tome import MergedBlocks, ToMe
+from nextscale.methods import DENSE, Method, SkipStages, StagePlan
+from nextscale.methods.fastvar import FastVAR
+from nextscale.methods.token_ops import Destinations, Merge, merged_count
+from nextscale.methods.tome import MergedBlocks, ToMe
 from nextscale.errors import SettingError
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.macs import SublayerTokens

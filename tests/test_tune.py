@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.accel import SkipStages, resolve_method
-from nextscale.accel.method import Method
+from nextscale.methods import SkipStages, resolve_method
+from nextscale.methods.method import Method
 from nextscale.errors import NextscaleError
-from nextscale.lab.evals.prompts import EvalPrompt
-from nextscale.lab.tune.candidate import Candidate
-from nextscale.lab.tune.foresight import block_groups, captured, foresight
-from nextscale.lab.tune.frontier import frontier, gaps, near_frontier, thinned
-from nextscale.lab.tune.ladders import LADDERS, ladders, probed
-from nextscale.lab.tune.log import TrialLog
-from nextscale.lab.tune.predict import Predictor, fitted, interpolated
-from nextscale.lab.tune.prompts import own_prompts
-from nextscale.lab.tune.prove import prove
-from nextscale.lab.tune.search import Search, behind
-from nextscale.lab.tune.space import SHARES, Space, adjacent
-from nextscale.lab.tune.trials import Bench
+from nextscale.eval.prompts import EvalPrompt
+from nextscale.tune.candidate import Candidate
+from nextscale.tune.foresight import block_groups, captured, foresight
+from nextscale.tune.frontier import frontier, gaps, near_frontier, thinned
+from nextscale.tune.ladders import LADDERS, ladders, probed
+from nextscale.tune.log import TrialLog
+from nextscale.tune.predict import Predictor, fitted, interpolated
+from nextscale.tune.prompts import own_prompts
+from nextscale.tune.validate import prove
+from nextscale.tune.search import Search, behind
+from nextscale.tune.space import SHARES, Space, adjacent
+from nextscale.tune.trials import Bench
 from nextscale.profiles import Profile
 from nextscale.report import Report
 
@@ -217,7 +217,7 @@ class LoadedBench(Bench):
 def test_speedups_are_those_of_the_same_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_of("infinity", kind=LoadedBench)
     assert isinstance(bench, LoadedBench)
-    monkeypatch.setattr("nextscale.lab.tune.trials.time.perf_counter", lambda: bench.clock)
+    monkeypatch.setattr("nextscale.tune.trials.time.perf_counter", lambda: bench.clock)
     before = [bench.run("skip:last=1", 1) for _ in range(30)]
     spent = bench.clock
     bench.load = 3.0
@@ -292,9 +292,9 @@ def test_winners_are_a_frontier_and_beat_skipping() -> None:
 @pytest.mark.parametrize("family", ["var", "flexvar", "infinity", "hart", "star"])
 def test_a_real_search_and_its_proof_on_every_backbone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With little time it still measures what it must; the profile is written and read."""
-    monkeypatch.setattr("nextscale.lab.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
-    monkeypatch.setattr("nextscale.lab.tune.search.FEWEST", 3)
-    monkeypatch.setattr("nextscale.lab.evals.judges.ssim", difference)  # tiny images have no window
+    monkeypatch.setattr("nextscale.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
+    monkeypatch.setattr("nextscale.tune.search.FEWEST", 3)
+    monkeypatch.setattr("nextscale.eval.judges.ssim", difference)  # tiny images have no window
     bench = bench_of(family, count=4)
     winners, search = searched(bench, TrialLog.open(tmp_path / "x.trials.jsonl", {}), seconds=1e-3)
     assert all(trial.error is None or "Error" in trial.error for trial in search.seen.values())

@@ -13,14 +13,14 @@ import pytest
 from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
-from nextscale.accel import resolve_method
+from nextscale.methods import resolve_method
 from nextscale.cli import app, options, parse
 from nextscale.cli.console import WholePercent, share_bar
 from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, provable, starting_points
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.lab.evals.quality import Evaluation, evaluate, mixed_batches
-from nextscale.lab.tune.log import FORMAT, TrialLog
-from nextscale.lab.tune.trials import Trial
+from nextscale.eval.quality import Evaluation, evaluate, mixed_batches
+from nextscale.tune.log import FORMAT, TrialLog
+from nextscale.tune.trials import Trial
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 from nextscale.profiles import Profile
@@ -50,9 +50,9 @@ def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(parse, "profile_folders", lambda *_: [tmp_path / "weights"])
     monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
     monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
-    monkeypatch.setattr("nextscale.lab.evals.judges.ssim", difference)  # tiny images have no window
-    monkeypatch.setattr("nextscale.lab.tune.prove.evaluate", timed_by_macs)
-    monkeypatch.setattr("nextscale.lab.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
+    monkeypatch.setattr("nextscale.eval.judges.ssim", difference)  # tiny images have no window
+    monkeypatch.setattr("nextscale.tune.validate.evaluate", timed_by_macs)
+    monkeypatch.setattr("nextscale.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
     monkeypatch.chdir(tmp_path)
     Path("train.txt").write_text("".join(f"a {thing}\n" for thing in ("bee", "cat", "cow", "dog", "elk", "fox", "hen", "owl")))
     Path("test.txt").write_text("a ship\na car\n")
@@ -287,7 +287,7 @@ def test_a_proof_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch:
             row["engine"] = "eager and graphs"
         return found
 
-    monkeypatch.setattr("nextscale.lab.tune.prove.evaluate", mixed)
+    monkeypatch.setattr("nextscale.tune.validate.evaluate", mixed)
     profile_of(tiny.shared_pipeline("infinity")).save("start.profile.json")
     result, _ = run(monkeypatch, "--from", "start.profile.json", "--test", "test.txt")
     assert result.exit_code == 0, result.output

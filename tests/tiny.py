@@ -16,7 +16,7 @@ from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES, ModelSpec, Source, TextSource
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
-from nextscale.models.env import Conditioning, Env
+from nextscale.models.context import Conditioning, Env
 from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.pipeline import Output, Pipeline, Settings
 from nextscale.sampling import ImageRng, Refinement, Sampling

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.accel import SparseVAR
-from nextscale.accel.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
-from nextscale.accel.sparsevar.run import Choice, SparseRun
-from nextscale.accel.stagevar.lowrank import representatives
+from nextscale.methods import SparseVAR
+from nextscale.methods.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from nextscale.methods.sparsevar.run import Choice, SparseRun
+from nextscale.methods.stagevar.lowrank import representatives
 from nextscale.canvas import Canvas
 from nextscale.guidance import CfgBranches
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.stage import Schedule, Stage, Tokens
 
 from . import tiny
@@ -154,7 +154,7 @@ class HeldRepresentatives:
         self.batch = batch
         self.recorded: list[Tensor] = []  # per group of blocks: [branches * batch, rank]
         self.waiting: list[Tensor] | None = None  # None while it records
-        monkeypatch.setattr("nextscale.accel.stagevar.variants.representatives", self.choose)
+        monkeypatch.setattr("nextscale.methods.stagevar.variants.representatives", self.choose)
 
     def choose(self, weight: Tensor, noise: Tensor, rank: int, count: Tensor | None = None) -> Tensor:
         if self.waiting is None:

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from nextscale.lab.shards import Record
+from nextscale.eval.shards import Record
 
 PLACE = "{}"
 

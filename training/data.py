@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.io import from_levels
-from nextscale.lab.shards import DataError, Record, read_shard
+from nextscale.eval.shards import DataError, Record, read_shard
 
 
 class Pictures:

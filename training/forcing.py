@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nextscale.models.attention import attend
 from nextscale.models.blocks import ModulatedBlock
-from nextscale.models.env import Conditioning
+from nextscale.models.context import Conditioning
 from nextscale.models.infinity import Infinity
 from nextscale.models.modulation import Modulation
 from nextscale.stage import Schedule, Stage, Tokens

@@ -14,7 +14,7 @@ from nextscale.checkpoints import write_weights
 from nextscale.loading.load import load_module
 from nextscale.loading.presets import NANO
 from nextscale.models import Infinity
-from nextscale.models.env import Conditioning
+from nextscale.models.context import Conditioning
 from nextscale.models.text_context import Padding
 from nextscale.pipeline import Pipeline
 from nextscale.schedules import InfinityBook

@@ -11,7 +11,7 @@ from torch import Tensor
 from nextscale.checkpoints import write_weights
 from nextscale.errors import SettingError
 from nextscale.io import write_image
-from nextscale.lab.metrics import Lpips
+from nextscale.metrics import Lpips
 
 from .data import Pictures, fingerprint
 from .export import TOKENIZER as WEIGHTS

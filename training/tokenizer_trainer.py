@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.io import to_pil
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.metrics.pixels import psnr
+from nextscale.metrics import Lpips
+from nextscale.metrics.pixels import psnr
 from nextscale.stage import Schedule, Tokens
 from nextscale.tokenizers import InfinityTokenizer
 from nextscale.tokenizers.autoencoder import ResidualBlock

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nextscale.errors import SettingError
-from nextscale.lab.shards import Record
+from nextscale.eval.shards import Record
 from nextscale.text.encoder import TextEncoder
 from nextscale.text.features import TextFeatures
 from nextscale.text.files import EncoderFiles

@@ -14,7 +14,7 @@ from diffusers.modular_pipelines import ComponentSpec, InputParam, ModularPipeli
 from PIL import Image
 
 import nextscale
-from nextscale.checks import is_whole
+from nextscale.validation import is_whole
 
 COMPONENT = "next_scale"
 DEFAULT_MODEL = "nano"

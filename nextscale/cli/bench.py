@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..accel.registry import resolve_method
+from ..methods.registry import resolve_method
 from ..errors import SettingError
 from ..eval.bench import bench as time_methods
 from ..eval.bench import choose_engines, release
@@ -22,7 +22,7 @@ from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
 from ..loading.random_weights import random_encoder, random_pipeline
 from ..pipeline import Pipeline
-from ..placement import choose_dtype
+from ..device import choose_dtype
 from .console import result_console
 from .files import require_writable
 from .groups import grouped

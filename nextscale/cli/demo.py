@@ -17,16 +17,16 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..accel.auto import fitting_profile
-from ..accel.method import Method
-from ..accel.situation import MeasuredPoint, MeasuredProfile
+from ..methods.auto import fitting_profile
+from ..methods.method import Method
+from ..methods.selection import MeasuredPoint, MeasuredProfile
 from ..errors import PromptError, SettingError
 from ..io import to_pil, write_image
-from ..lab.evals.methods import parse_methods
-from ..lab.evals.quality import OnProgress
-from ..lab.metrics.lpips import Lpips
-from ..lab.metrics.pixels import psnr
-from ..lab.timing import UNEVEN_NOTE, is_uneven, percentiles_and_range, repeated, with_range
+from ..eval.methods import parse_methods
+from ..eval.quality import OnProgress
+from ..metrics.lpips import Lpips
+from ..metrics.pixels import psnr
+from ..eval.timing import UNEVEN_NOTE, is_uneven, percentiles_and_range, repeated, with_range
 from ..loading.presets import ModelSpec
 from ..output import Output
 from ..pipeline import Pipeline

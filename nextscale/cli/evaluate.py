@@ -13,8 +13,8 @@ from rich.table import Table
 
 from ..errors import SettingError
 from ..eval.results import Row, read_rows, write_rows
-from ..lab.evals.bootstrap import MOST_RESAMPLES
-from ..lab.evals.folders import NETWORKS, PAIR_METRICS, ImageFolder, Judged, evaluate_folder
+from ..metrics.intervals import MOST_RESAMPLES
+from ..eval.folders import NETWORKS, PAIR_METRICS, ImageFolder, Judged, evaluate_folder
 from ..loading.load import choose_device
 from .console import image_bar, result_console
 from .files import require_writable

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ..accel.scalekv import SHARE, ScaleKV
+from ..methods.scalekv import SHARE, ScaleKV
 from ..io import write_text
-from ..lab.fit.decisions import fit as fit_decisions
-from ..lab.fit.decisions import measure, require_similarity
-from ..lab.fit.roles import measure_roles
+from ..eval.calibrate_skipvar import fit as fit_decisions
+from ..eval.calibrate_skipvar import measure, require_similarity
+from ..eval.calibrate_scalekv import measure_roles
 from .console import share_bar
 from .files import require_writable
 from .groups import grouped

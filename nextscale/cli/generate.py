@@ -18,7 +18,7 @@ from ..errors import SettingError
 from ..guidance import GuidanceLike, resolve_guidance
 from ..io import grid as side_by_side
 from ..io import write_image, write_text
-from ..lab.evals.methods import parse_methods
+from ..eval.methods import parse_methods
 from ..loading.presets import ModelSpec
 from ..pipeline import Output, Pipeline, Preview
 from ..stage import Schedule

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..checks import is_share
+from ..validation import is_share
 from ..errors import SettingError
-from ..lab.analysis.ranks import TABLE_ALPHAS, measure_table
+from ..eval.calibrate_ranks import TABLE_ALPHAS, measure_table
 from ..loading.load import find
 from ..loading.presets import MODELS
 from ..models.rank_table import rank_file, write_rank_table

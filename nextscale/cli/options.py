@@ -11,11 +11,11 @@ import torch
 import typer
 from typer.models import OptionInfo
 
-from ..accel.method import Method
-from ..cluster.ray_sampler import LOCAL, RaySettings
+from ..methods.method import Method
+from ..offline.ray import LOCAL, RaySettings
 from ..errors import PromptError, SettingError
-from ..lab.evals.prompts import EvalPrompt, read_eval_prompts
-from ..lab.metrics.files import VARIABLE
+from ..eval.prompts import EvalPrompt, read_eval_prompts
+from ..metrics.files import VARIABLE
 from ..loading.load import choose_device, load
 from ..loading.presets import NANO, ModelSpec, model_spec
 from ..models.base import KvDtype

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from ..accel.method import Method
-from ..accel.situation import Situation
-from ..cluster.prompts import is_unicode
+from ..methods.method import Method
+from ..methods.selection import Situation
+from ..offline.prompts import is_unicode
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
 from ..loading.beside import local_weights, profile_folders, rank_table_of

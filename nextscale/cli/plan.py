@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from ..guidance import GuidedRows
-from ..lab.evals.methods import parse_methods
+from ..eval.methods import parse_methods
 from ..loading.beside import local_weights, rank_table_of
-from ..loading.parts import encoder_bytes
+from ..loading.artifacts import encoder_bytes
 from ..loading.presets import model_spec
 from ..loading.without_weights import without_weights
 from ..models.base import NextScaleModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..accel.code import CoDe
-from ..accel.method import DENSE, Method
+from ..methods.code import CoDe
+from ..methods.method import DENSE, Method
 from ..collaborate import Half, pair_cost, pair_memory, partner_name, require_pair
 from ..generate import check_cache
 from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models

@@ -15,7 +15,7 @@ from rich.table import Table
 from ..errors import SettingError
 from ..eval.results import Row
 from ..io import write_text
-from ..lab.evals.frontier import frontier_svg
+from ..eval.frontier import frontier_svg
 from ..loading.presets import MODELS, model_spec
 from ..profiles import Point, Profile
 from .console import result_console

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..cluster.ray_sampler import LOCAL
+from ..offline.ray import LOCAL
 from ..errors import NextscaleError, SettingError
 from ..eval.results import version
 from ..loading.presets import MODELS

@@ -18,17 +18,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..cluster.lock import working_folder
-from ..cluster.plan import Batch as PlannedBatch
-from ..cluster.plan import plan_batches
-from ..cluster.prompts import SamplePrompt, read_sample_prompts
-from ..cluster.ray_sampler import LOCAL, RaySettings, sample_on_ray
-from ..cluster.sampler import Done, OnImages, sample
-from ..cluster.shard import AUTO, Shard
-from ..cluster.store import Store
+from ..offline.lock import working_folder
+from ..offline.plan import Batch as PlannedBatch
+from ..offline.plan import plan_batches
+from ..offline.prompts import SamplePrompt, read_sample_prompts
+from ..offline.ray import LOCAL, RaySettings, sample_on_ray
+from ..offline.sampler import Done, OnImages, sample
+from ..offline.shard import AUTO, Shard
+from ..offline.store import Store
 from ..errors import SettingError, SizeError
 from ..eval.results import where
-from ..lab.evals.methods import parse_methods
+from ..eval.methods import parse_methods
 from ..loading.random_weights import random_pipeline
 from ..pipeline import Pipeline
 from ..stage import Schedule

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..errors import MissingExtra, SettingError
-from ..lab.evals.methods import parse_methods
+from ..eval.methods import parse_methods
 from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
 from ..pipeline import Pipeline
@@ -228,7 +228,7 @@ def serve(
     if ray is None:
         run(content, settings)
         return
-    from ..cluster.ray_server import RayServer, serve_on_ray
+    from ..serve.ray import RayServer, serve_on_ray
 
     serve_on_ray(RayServer(content, settings, ray))
 

@@ -15,19 +15,19 @@ import torch
 import typer
 from rich.markup import escape
 
-from ..accel.auto import Auto
-from ..accel.registry import parse_method
+from ..methods.auto import Auto
+from ..methods.registry import parse_method
 from ..errors import NextscaleError, PromptError, SettingError
 from ..eval.results import version, where
-from ..lab.evals.prompts import EvalPrompt, evenly_spread, read_eval_prompts
-from ..lab.metrics import Lpips
-from ..lab.timing import ROUNDS
-from ..lab.tune import tune as search
-from ..lab.tune.log import SUFFIX as TRIALS
-from ..lab.tune.log import TrialLog
-from ..lab.tune.prompts import own_prompts
-from ..lab.tune.prove import SKIPPED, prove
-from ..lab.tune.trials import Bench
+from ..eval.prompts import EvalPrompt, evenly_spread, read_eval_prompts
+from ..metrics import Lpips
+from ..eval.timing import ROUNDS
+from ..tune import tune as search
+from ..tune.log import SUFFIX as TRIALS
+from ..tune.log import TrialLog
+from ..tune.prompts import own_prompts
+from ..tune.validate import SKIPPED, prove
+from ..tune.trials import Bench
 from ..loading.beside import local_weights, profile_folders
 from ..loading.load import prompt_reader
 from ..loading.presets import ModelSpec

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..accel.code import CoDe
-from ..checks import is_hashable
+from ..methods.code import CoDe
+from ..validation import is_hashable
 from ..errors import OutOfMemory
 from ..models.base import NextScaleModel
 from ..planning.memory import reserved_bytes
@@ -28,10 +28,10 @@ from .graphs import CapturedRequest
 from .memory import DeviceMemory
 from .pool import GraphPool
 from .replay import Replay
-from .stage_graphs import TooManyTokens
+from .variants import TooManyTokens
 from .tables import ScheduleTables
 from .turns import turn_on
-from .weights import WeightPlaces
+from .weight_pointers import WeightPlaces
 
 log = logging.getLogger(__name__)
 

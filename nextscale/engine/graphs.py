@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..accel.method import MethodRun, TokenCounts
+from ..methods.method import MethodRun, TokenCounts
 from ..canvas import Canvas
 from ..generate import StageDone, begin, run_stage
 from ..models.base import NextScaleModel, PromptInputs
-from ..models.env import Conditioning, Env
+from ..models.context import Conditioning, Env
 from ..report import Stopwatch
 from ..request import Request
 from ..stage import Stage
@@ -26,7 +26,7 @@ from ..tokenizers.base import Tokenizer
 from .buffers import StaticInputs, StaticRng, positions, rewind
 from .pool import GraphPool
 from .routes import RouteCapture, RoutedGraphs
-from .stage_graphs import HostRead, StageGraph, StageVariants, TokenCounter, buckets
+from .variants import HostRead, StageGraph, StageVariants, TokenCounter, buckets
 from .state import State
 
 WARM_UPS = 2  # runs before the capture

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..accel.method import MethodRun
+from ..methods.method import MethodRun
 from ..canvas import Canvas
 from ..generate import StageDone, run_part, together
 from ..models.base import NextScaleModel
@@ -22,7 +22,7 @@ from ..request import Request
 from ..stage import Stage
 from .buffers import GatheredRng, StaticRng, positions, rewind
 from .pool import GraphPool
-from .stage_graphs import HostRead
+from .variants import HostRead
 from .state import State
 
 MADE = ("ids", "codes", "residual")  # what a stage leaves beside the canvas, where the model has it

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..accel.method import MethodRun
+from ..methods.method import MethodRun
 from ..cache import DenseLayerCache
 from ..canvas import Canvas
-from ..models.env import Env
+from ..models.context import Env
 
 
 @dataclass(eq=False)

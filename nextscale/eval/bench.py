@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..accel.method import Method
+from ..methods.method import Method
 from ..engine import Engine, WarmUp
 from ..errors import SettingError
-from ..lab.evals.methods import DENSE
-from ..lab.timing import percentiles, percentiles_ms, wait
+from .methods import DENSE
+from .timing import percentiles, percentiles_ms, wait
 from ..models import Infinity
 from ..pipeline import Pipeline
 from ..planning.memory import weights_bytes

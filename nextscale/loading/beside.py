@@ -10,7 +10,7 @@ from ..models.base import NextScaleModel
 from ..models.rank_table import RankTable, rank_file, read_rank_table
 from ..profiles import profile_folder
 from .fetch import locate
-from .parts import Weights
+from .artifacts import Weights
 from .presets import Embedded, ModelSpec
 
 

@@ -11,7 +11,7 @@ from ..hub import Folder, HubCache, download, listing
 from ..hub.remote import hub_package
 from ..io import home
 from .conversion import convert_beside, is_pickled
-from .parts import Part, Weights, encoder_part, weight_parts
+from .artifacts import Part, Weights, encoder_part, weight_parts
 from .presets import ModelSpec, model_spec
 
 

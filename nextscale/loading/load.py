@@ -16,7 +16,7 @@ from ..models.base import KvDtype
 from ..models.quantized import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
-from ..placement import check_quantize, choose_device, choose_dtype, choose_kv_dtype
+from ..device import check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..profiles import own_profiles
 from ..text import Encoder
 from ..text.files import EncoderSource
@@ -26,7 +26,7 @@ from .beside import profile_folders, rank_table_of
 from .fetch import locate, require_parts
 from .hart_config import check_pair
 from .modules import checkpoint_spec, load_module
-from .parts import Weights, encoder_part, weight_parts
+from .artifacts import Weights, encoder_part, weight_parts
 from .presets import Embedded, ModelSpec, Source, build_model, build_tokenizer, model_spec, require_shared_tokenizer, smaller_models
 from .quantizing import quantize_model
 

@@ -8,7 +8,7 @@ from inspect import formatannotation
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ..checks import is_finite, is_whole
+from ..validation import is_finite, is_whole
 from ..errors import CheckpointError, NextscaleError, SettingError
 from ..guidance import ConstantGuidance, RampGuidance, StageGuidance
 from ..pipeline import Settings

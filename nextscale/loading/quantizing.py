@@ -9,7 +9,7 @@ import torch
 from ..models.base import NextScaleModel
 from ..models.quantization import quantize_blocks
 from ..models.quantized import Quantize
-from ..placement import place
+from ..device import place
 from ..profiles import fingerprint
 
 

@@ -7,7 +7,7 @@ import torch
 from ..models.base import KvDtype, NextScaleModel
 from ..models.quantization import quantize_blocks
 from ..models.quantized import Quantize
-from ..placement import check_quantized_dtype, place
+from ..device import check_quantized_dtype, place
 from ..tokenizers.base import Tokenizer
 from .presets import ModelSpec, build_model, build_tokenizer
 

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..attending import Attended, AttendingCache
+from ..cache.attending import Attended, AttendingCache
 from ..cache import DenseLayerCache, NoCache, Slot, real_entries
 from ..kernels.e4m3 import E4M3
 from ..kernels.shapes import SMALLEST_SQUARE
-from ..packing import Packing
+from ..varlen import Packing
 from ..stage import Tokens
 from .block_config import BlockConfig, TextAttentionConfig
-from .env import Env
+from .context import Env
 from .quantized import input_scale_of, restored_input, restored_weight
 from .rope import PairRope
 

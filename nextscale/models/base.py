@@ -20,7 +20,7 @@ from ..stage import Schedule, Stage, Tokens
 from .attention import temperature
 from .block_config import BlockConfig
 from .blocks import Block, ModulatedBlock
-from .env import Conditioning, Env
+from .context import Conditioning, Env
 from .macs import macs_per_token
 from .modulation import HeadModulation
 from .quantized import Quantize

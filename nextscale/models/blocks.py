@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..packing import Packing
+from ..varlen import Packing
 from ..stage import Tokens
 from .attention import CrossAttention, SelfAttention
 from .block_config import BlockConfig
-from .env import Env
+from .context import Env
 from .feed_forward import FeedForward, GatedFeedForward
 from .modulation import Modulation
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..stage import Stage
-from .naming import CLASS_RULES
+from .weight_names import CLASS_RULES
 from .var import ClassConditioned, ClassConfig
 
 

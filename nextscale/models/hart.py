@@ -16,9 +16,9 @@ from ..text.features import TextFeatures
 from .base import Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
 from .block_config import BlockConfig
 from .blocks import build_blocks, rms_norm
-from .env import Conditioning
+from .context import Conditioning
 from .macs import macs_per_token
-from .naming import SHARED_RULES, block_rules
+from .weight_names import SHARED_RULES, block_rules
 from .residual_head import ResidualHead
 from .rope import GridPlaces, HalvesRope
 from .sinusoid import SinusoidEmbedding

@@ -17,9 +17,9 @@ from .attention import attend
 from .base import NextScaleModel, PromptInputs, check_levels, temperatures
 from .block_config import BlockConfig, TextAttentionConfig
 from .blocks import ModulatedBlock, plain_norm, rms_norm
-from .env import Conditioning, Env
+from .context import Conditioning, Env
 from .modulation import Modulation
-from .naming import SHARED_RULES, block_rules
+from .weight_names import SHARED_RULES, block_rules
 from .rope import PairRope, RopeMode, infinity_rotations
 from .text_context import Padding, TextInputs, check_channels
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..checks import is_share, is_whole
+from ..validation import is_share, is_whole
 from ..errors import SettingError
 from ..io import write_text
 

@@ -15,7 +15,7 @@ from .attention import attention_backend
 from .base import Hidden, temperatures
 from .block_config import BlockConfig
 from .blocks import Block, build_blocks, plain_norm, run_in_order
-from .env import Conditioning, Env
+from .context import Conditioning, Env
 from .macs import macs_per_token
 from .rope import Rope
 

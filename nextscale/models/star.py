@@ -15,8 +15,8 @@ from ..text.features import TextFeatures
 from .base import Hidden, ModelRequest, NextScaleModel, PromptInputs, check_levels, temperatures
 from .block_config import BlockConfig, TextAttentionConfig
 from .blocks import build_blocks, plain_norm
-from .env import Conditioning, Env
-from .naming import SHARED_RULES, block_rules
+from .context import Conditioning, Env
+from .weight_names import SHARED_RULES, block_rules
 from .refiner import Refiner
 from .rope import PairRope, star_rotations
 from .text_context import TextInputs, check_channels

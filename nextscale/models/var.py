@@ -15,9 +15,9 @@ from ..text.prompts import Labels
 from .base import NextScaleModel, PromptInputs, temperatures
 from .block_config import BlockConfig
 from .blocks import build_blocks, plain_norm
-from .env import Conditioning
+from .context import Conditioning
 from .modulation import Modulation
-from .naming import CLASS_RULES
+from .weight_names import CLASS_RULES
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..accel.method import DENSE, Span, StagePlan
+from ..methods.method import DENSE, Span, StagePlan
 from ..models.base import NextScaleModel
 from ..models.macs import SublayerTokens, macs_per_token
 from ..sampling import Refinement

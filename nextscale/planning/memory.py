@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..accel.method import DENSE, StagePlan
+from ..methods.method import DENSE, StagePlan
 from ..cache import CacheSpec, StageKeys
-from ..compressed import CompressedSpec
+from ..cache.compressed import CompressedSpec
 from ..models.base import NextScaleModel
 from ..models.feed_forward import PIECE
 from ..models.text_context import context_bytes

@@ -7,8 +7,8 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..accel.method import Method, Plans, StagePlan
-from ..checks import is_hashable
+from ..methods.method import Method, Plans, StagePlan
+from ..validation import is_hashable
 from ..models.base import NextScaleModel
 from ..stage import Schedule
 from .cost import RequestCost, Workload, request_cost

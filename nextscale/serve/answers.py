@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..engine.batcher import GeneratedImage, Partial
+from ..batching import GeneratedImage, Partial
 from .catalogue import Asked
 from .metrics import tokens
 from .pictures import encoded, mask_picture

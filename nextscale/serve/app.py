@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from ..guidance import GuidedRows
-from ..lab.evals.methods import standard
+from ..eval.methods import standard
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, fitting, parsed_method
 from .compare import Comparer

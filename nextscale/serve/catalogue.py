@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..accel.code import CoDe
-from ..accel.combine import Combined
-from ..accel.method import Method
-from ..accel.skip import SkipStages
+from ..methods.code import CoDe
+from ..methods.combine import Combined
+from ..methods.method import Method
+from ..methods.skip import SkipStages
 from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
 from ..generate import check_plans
 from ..guidance import GuidedRows, resolve_guidance
-from ..lab.evals.methods import parse_methods
+from ..eval.methods import parse_methods
 from ..pipeline import Pipeline
 from ..planning.memory import ASSUMED_KEPT
 from ..schedules import InfinityBook

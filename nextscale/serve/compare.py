@@ -12,9 +12,9 @@ from starlette.requests import Request
 from torch import Tensor
 
 from ..errors import CheckpointError, JobCancelled, Overloaded
-from ..lab.metrics import Lpips
-from ..lab.metrics.lpips import SMALLEST_SIDE
-from ..lab.metrics.pixels import WINDOW, psnr, ssim
+from ..metrics import Lpips
+from ..metrics.lpips import SMALLEST_SIDE
+from ..metrics.pixels import WINDOW, psnr, ssim
 from .errors import refused
 from .generations import gone, read_body
 from .pictures import decoded_png

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..engine.batcher import GeneratedImage, Handle, Partial
+from ..batching import GeneratedImage, Handle, Partial
 from ..errors import JobCancelled, PromptError
 from .answers import Answer, event_text
 from .catalogue import Asked, Catalogue

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine.batcher import Batcher, BatchRecord
+from ..batching import Batcher, BatchRecord
 from ..errors import OutOfMemory
 from ..pipeline import Pipeline
 from ..report import Report

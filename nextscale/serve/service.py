@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Literal
 
-from ..engine.batcher import Batcher, Handle, Job
+from ..batching import Batcher, Handle, Job
 from ..errors import NextscaleError, SettingError
-from ..lab.evals.methods import parse_methods
+from ..eval.methods import parse_methods
 from ..pipeline import Pipeline
 from ..text.prompts import ClassReader
 from .catalogue import SIZE, Asked, Catalogue, Served

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checks import is_number, is_whole
-from ..engine.batcher.batcher import require_batching
+from ..validation import is_number, is_whole
+from ..batching.batcher import require_batching
 from ..errors import NextscaleError, SettingError
 
 SHORTEST_KEY = 16  # characters

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_slots, write_whole
-from ..checks import is_whole
+from ..validation import is_whole
 from ..errors import CheckpointError, PromptError, SettingError
 from .encoder import check_prompts
 from .features import TextFeatures

@@ -13,8 +13,8 @@ from nextscale.cli.files import require_writable
 from nextscale.cli.options import Force
 from nextscale.errors import MissingExtra
 from nextscale.io import write_text
-from nextscale.lab.tune.frontier import frontier
-from nextscale.lab.tune.log import TrialLog
+from nextscale.tune.frontier import frontier
+from nextscale.tune.log import TrialLog
 
 from .observe.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, label_lines, svg_of
 from .program import app

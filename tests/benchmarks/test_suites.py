@@ -31,7 +31,7 @@ from benchmarks.suites import (
     rows_of,
     timed_methods,
 )
-from nextscale.accel import Method, MethodRun, RunSetup, resolve_method
+from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.errors import OutOfMemory, SettingError
 from nextscale.eval.bench import WARM_ROUNDS
 from nextscale.eval.results import read_rows

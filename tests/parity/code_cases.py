@@ -18,7 +18,7 @@ from nextscale import CoDe, Pipeline, RampGuidance, Sampling, Schedule, sampling
 from nextscale.canvas import to_map
 from nextscale.checkpoints import published_slots
 from nextscale.models import Var, VarConfig
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.pipeline import Settings
 from nextscale.schedules import SquareBook
 from nextscale.stage import Tokens

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from nextscale import Method, Schedule, Stage, Tokens
-from nextscale.accel import fastvar
-from nextscale.accel.fastvar import FastVAR, ThinnedBlocks, memory_key
-from nextscale.accel.select import distance_from_mean, top_share
+from nextscale.methods import fastvar
+from nextscale.methods.fastvar import FastVAR, ThinnedBlocks, memory_key
+from nextscale.methods.token_ops import distance_from_mean, top_share
 from nextscale.cache import StageMemory
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 
 from . import hart_cases, infinity_cases
 from .accelerated import SAMPLING, SettledBits, stated_tolerance

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nextscale import ScaleKV, Schedule
-from nextscale.accel.method import MethodRun, RunSetup
-from nextscale.accel.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
-from nextscale.attending import Attended
+from nextscale.methods.method import MethodRun, RunSetup
+from nextscale.methods.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
+from nextscale.cache.attending import Attended
 from nextscale.cache import CacheSpec, LayerCache, Workspace
 from nextscale.models import Infinity
 

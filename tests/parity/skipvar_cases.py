@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nextscale import SkipVAR
-from nextscale.accel import skipvar
-from nextscale.accel.skipvar import features_of, gradient, preview_of, shrunk
-from nextscale.accel.skipvar_models import Decisions, decisions_named, published_decisions
-from nextscale.lab.fit.decisions import constant
+from nextscale.methods import skipvar
+from nextscale.methods.skipvar import features_of, gradient, preview_of, shrunk
+from nextscale.methods.skipvar_models import Decisions, decisions_named, published_decisions
+from nextscale.eval.calibrate_skipvar import constant
 
 from . import infinity_cases
 from .accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
-from nextscale.accel import frequency
-from nextscale.accel.frequency import GridMap, anchor_cells, best_anchor, feature_change
-from nextscale.accel.method import MethodRun, RunSetup
+from nextscale.methods import frequency
+from nextscale.methods.frequency import GridMap, anchor_cells, best_anchor, feature_change
+from nextscale.methods.method import MethodRun, RunSetup
 from nextscale.canvas import Canvas, on_grid
 from nextscale.generate import StageDone
 from nextscale.models import Infinity
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 
 from . import infinity_cases
 from .accelerated import SAMPLING, stated_tolerance

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule
-from nextscale.accel.stagevar import StageVAR, variants
+from nextscale.methods.stagevar import StageVAR, variants
 
 from . import infinity_cases
 from .accelerated import SAMPLING, SettledBits, stated_tolerance

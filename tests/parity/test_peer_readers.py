@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from nextscale import Schedule, sampling
-from nextscale.accel.skipvar_models import Outcome
+from nextscale.methods.skipvar_models import Outcome
 from nextscale.schedules import INFINITY_SIZES
 
 from . import code_cases, scalekv_cases, skipvar_cases

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextscale import Schedule
-from nextscale.accel.frequency import best_anchor
+from nextscale.methods.frequency import best_anchor
 from nextscale.errors import SettingError
 
 from .accelerated import SettledBits

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import MethodRun, Plans, RunSetup, Span, TokenCounts
+from nextscale.methods.method import MethodRun, Plans, RunSetup, Span, TokenCounts
 from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageDone
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.sampling import SharedRng
 
 

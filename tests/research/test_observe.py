@@ -19,14 +19,14 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.cells import with_tables
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
-from nextscale.accel.method import Method, Plans, StagePlan
-from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
+from nextscale.methods.method import Method, Plans, StagePlan
+from nextscale.methods.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.cli import app as nextscale_app
 from nextscale.cli import options
 from nextscale.errors import MissingExtra, SettingError
 from nextscale.generate import as_sampled
-from nextscale.lab.analysis.probe import FeatureProbe
-from nextscale.lab.analysis.ranks import energies
+from nextscale.eval.probe import FeatureProbe
+from nextscale.eval.calibrate_ranks import energies
 from nextscale.loading import presets
 from nextscale.models import NextScaleModel
 from nextscale.models.rank_table import read_rank_table

@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks.cells import with_tables
 from benchmarks.details import block_of
 from benchmarks.observations import FOLDER, PAGE
-from nextscale.accel import Method
-from nextscale.accel.registry import resolve_method
-from nextscale.lab.evals.methods import LISTS, chosen_methods
+from nextscale.methods import Method
+from nextscale.methods.registry import resolve_method
+from nextscale.eval.methods import LISTS, chosen_methods
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.pipeline import Pipeline
 from nextscale.request import Randomness

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from nextscale.cluster.manifest import Entry, sha256_of
-from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
+from nextscale.offline.manifest import Entry, sha256_of
+from nextscale.offline.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.lab.evals.methods import DENSE, parse_methods
+from nextscale.eval.methods import DENSE, parse_methods
 from nextscale.loading.presets import MODELS, build_model, model_spec
 from nextscale_research.__main__ import app
 from nextscale_research.suites import SUITES, export, layouts, suite

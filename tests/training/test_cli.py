@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import nextscale
 import training.__main__ as commands
 from nextscale.checkpoints import write_weights
-from nextscale.lab.shards import CAPTIONS, Record
+from nextscale.eval.shards import CAPTIONS, Record
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.models import Infinity
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder

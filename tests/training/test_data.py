@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nextscale.lab.shards import CAPTIONS, DataError, Record, read_shard
+from nextscale.eval.shards import CAPTIONS, DataError, Record, read_shard
 from training.data import Pictures, fingerprint, read_pictures
 
 
@@ -109,7 +109,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_members_larger_than_their_shard_or_the_limit_are_refused(
     large: str, sparse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nextscale.lab.shards.LARGEST_MEMBER", 1000)
+    monkeypatch.setattr("nextscale.eval.shards.LARGEST_MEMBER", 1000)
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
         for name, content in {CAPTIONS: lines(FOX), "fox.png": picture()}.items():
             info = tarfile.TarInfo(name)

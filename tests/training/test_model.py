@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.guidance import ConstantGuidance
-from nextscale.lab.shards import Record
+from nextscale.eval.shards import Record
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.rope import PairRope

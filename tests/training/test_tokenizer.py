@@ -13,9 +13,9 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.metrics.pixels import psnr
-from nextscale.lab.shards import Record
+from nextscale.metrics import Lpips
+from nextscale.metrics.pixels import psnr
+from nextscale.eval.shards import Record
 from nextscale.loading.load import load_module
 from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig

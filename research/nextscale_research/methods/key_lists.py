@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nextscale.attending import Attended
+from nextscale.cache.attending import Attended
 from nextscale.cache import CacheSpec, Slot
 from nextscale.errors import SettingError
 from nextscale.models.attention import reads_lengths

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, Plans, StagePlan
-from nextscale.accel.select import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
-from nextscale.accel.stages import late_stages, stage_indices
-from nextscale.accel.tome import MergedBlocks, SublayerName, sublayer_names
-from nextscale.checks import is_finite, is_one_of, is_share
+from nextscale.methods.method import DENSE, Method, Plans, StagePlan
+from nextscale.methods.token_ops import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
+from nextscale.methods.stages import late_stages, stage_indices
+from nextscale.methods.tome import MergedBlocks, SublayerName, sublayer_names
+from nextscale.validation import is_finite, is_one_of, is_share
 from nextscale.errors import SettingError
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.stage import Schedule, Tokens, repeat_tail
 
 if TYPE_CHECKING:

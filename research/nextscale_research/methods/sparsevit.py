@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, Plans, Span, StagePlan
-from nextscale.accel.select import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
-from nextscale.accel.stages import late_stages, stage_indices
-from nextscale.checks import is_share, is_whole
+from nextscale.methods.method import DENSE, Method, Plans, Span, StagePlan
+from nextscale.methods.token_ops import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
+from nextscale.methods.stages import late_stages, stage_indices
+from nextscale.validation import is_share, is_whole
 from nextscale.errors import SettingError
 from nextscale.models.blocks import run_in_order
-from nextscale.models.env import Env
+from nextscale.models.context import Env
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 
 if TYPE_CHECKING:

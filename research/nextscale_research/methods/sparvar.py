@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.attending import Attended, AttendingCache
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.cache.attending import Attended, AttendingCache
 from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from nextscale.checks import is_share, is_whole
+from nextscale.validation import is_share, is_whole
 from nextscale.errors import SettingError
 from nextscale.models.attention import attend_slot
 from nextscale.stage import Rows, Schedule, Stage

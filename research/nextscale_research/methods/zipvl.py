@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.accel.select import pick, put_, real_counts, real_tokens, share_of, top_share
-from nextscale.accel.stages import late_stages, stage_indices
-from nextscale.attending import Attended, AttendingCache
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.methods.token_ops import pick, put_, real_counts, real_tokens, share_of, top_share
+from nextscale.methods.stages import late_stages, stage_indices
+from nextscale.cache.attending import Attended, AttendingCache
 from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Slot, Workspace, real_entries
-from nextscale.checks import is_share
+from nextscale.validation import is_share
 from nextscale.errors import SettingError
 from nextscale.models.attention import attend_slot
 from nextscale.stage import Schedule, Tokens, repeat_tail

@@ -30,8 +30,8 @@ from nextscale.cli.options import (
 from nextscale.cli.parse import parse_prompt
 from nextscale.errors import SettingError
 from nextscale.io import write_image, write_text
-from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.metrics import Lpips
+from nextscale.eval.methods import parse_methods
+from nextscale.metrics import Lpips
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
 

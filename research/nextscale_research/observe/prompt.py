@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nextscale.accel.method import Method, Plans, StagePlan
+from nextscale.methods.method import Method, Plans, StagePlan
 from nextscale.guidance import GuidedRows
-from nextscale.lab.metrics import Lpips
+from nextscale.metrics import Lpips
 from nextscale.models.base import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.request import Revise, as_sampled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nextscale.cluster.manifest import read_folder
+from nextscale.offline.manifest import read_folder
 from nextscale.errors import NextscaleError
 
 from .layouts import Samples

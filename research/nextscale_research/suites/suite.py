@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, is_unicode
+from nextscale.offline.prompts import SAFE_ID, SamplePrompt, is_unicode
 from nextscale.errors import PromptError, SettingError
 
 from . import layouts, prompts
