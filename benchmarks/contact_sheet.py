@@ -13,9 +13,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 import nextscale
 from nextscale.cli.sheet import wrapped
-from nextscale.io import write_image
 from nextscale.eval.prompts import evenly_spread
 from nextscale.eval.shards import read_shard
+from nextscale.io import write_image
 
 COLUMNS, ROWS = 8, 6
 SIDE, LETTERS, LINES = 192, 12, 3  # pixels of an image and of a letter; lines of caption

@@ -104,9 +104,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         inputs = qkv, temperature, rotation, None, keys, values, 697
         yield case(rotate_into_cache, rotate_into_cache_reference, tuple(qkv.shape), 2 * size(qkv), *inputs)
         keys, values = (part.contiguous() for part in qkv.unbind(2)[:2])
-        store = Int8Tokens(
-            *torch.zeros(2, *keys.shape, dtype=torch.int8, device=device), *torch.ones(2, *keys.shape[:3], device=device)
-        )
+        store = Int8Tokens(*torch.zeros(2, *keys.shape, dtype=torch.int8, device=device), *torch.ones(2, *keys.shape[:3], device=device))
         moved = size(keys, values, *store)
         yield case(quantize_tokens, quantize_tokens_reference, tuple(keys.shape), moved, keys, values, 0, tokens, store)
         yield case(dequantize_tokens, dequantize_tokens_reference, tuple(keys.shape), moved, store, keys, values)

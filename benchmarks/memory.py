@@ -25,8 +25,8 @@ import torch
 
 from nextscale import Pipeline, load
 from nextscale.eval.bench import TEXT_TOKENS, request_prompts
-from nextscale.eval.results import Row
 from nextscale.eval.methods import parse_methods
+from nextscale.eval.results import Row
 from nextscale.eval.timing import wait
 from nextscale.loading.artifacts import encoder_bytes
 from nextscale.loading.presets import model_spec

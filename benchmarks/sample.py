@@ -19,6 +19,10 @@ from typing import Any
 import torch
 
 from nextscale import Pipeline, load
+from nextscale.eval.methods import parse_methods
+from nextscale.eval.results import Row
+from nextscale.eval.timing import percentiles, wait
+from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods.method import Method
 from nextscale.offline.lock import working_folder
 from nextscale.offline.plan import Batch, plan_batches
@@ -26,11 +30,7 @@ from nextscale.offline.prompts import SamplePrompt
 from nextscale.offline.sampler import Generator, longest_prompts, sample
 from nextscale.offline.shard import Shard
 from nextscale.offline.store import Store
-from nextscale.eval.results import Row
-from nextscale.eval.methods import parse_methods
-from nextscale.eval.timing import percentiles, wait
 from nextscale.tune.prompts import own_prompts
-from nextscale.loading.random_weights import random_pipeline
 
 from .results import measure, options, record
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from nextscale.methods import resolve_method
-from nextscale.eval.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
 from nextscale.eval.frontier import frontier_svg
 from nextscale.eval.methods import DENSE, sparsevar_decisions
+from nextscale.eval.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
 from nextscale.loading.presets import build_model, model_spec
+from nextscale.methods import resolve_method
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
 

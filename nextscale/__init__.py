@@ -1,5 +1,8 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
+from .errors import NextscaleError
+from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
+from .loading import MODELS, ModelSpec, load
 from .methods import (
     Auto,
     CoDe,
@@ -15,9 +18,6 @@ from .methods import (
     StageVAR,
     ToMe,
 )
-from .errors import NextscaleError
-from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
-from .loading import MODELS, ModelSpec, load
 from .pipeline import Output, Pipeline, Preview
 from .profiles import Profile
 from .report import Report

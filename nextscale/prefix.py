@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .cache.attending import AttendingCache
 from .cache import LayerCache
+from .cache.attending import AttendingCache
 from .errors import SettingError
 from .models.blocks import run_in_order
-from .models.rope import PairRope
+from .models.rope import InterleavedRope
 from .stage import Rows, Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
     from .models.base import NextScaleModel
-    from .models.context import Env
+    from .models.context import ForwardContext
 
 
 def checked_given(given: Sequence[Tensor], model: NextScaleModel, schedule: Schedule, batch: int) -> tuple[Tensor, ...]:
@@ -64,27 +64,27 @@ def require_known(codes: Sequence[Tensor], name: str, model: NextScaleModel) -> 
         raise SettingError(f"{name} must have codes from 0 to {choices - 1}, and mixtures without NaN and infinity; got others")
 
 
-def fits_one_pass(model: NextScaleModel, env: Env) -> bool:
+def fits_one_pass(model: NextScaleModel, ctx: ForwardContext) -> bool:
     """Whether several stages can stand side by side: their positions and levels, in caches that take them at once."""
-    rope = env.cond.rope
-    positions = env.cond.prefix is None and (rope is None or isinstance(rope, PairRope))
+    rope = ctx.cond.rope
+    positions = ctx.cond.prefix is None and (rope is None or isinstance(rope, InterleavedRope))
     return (
         positions
         and not any(block.changes_input for block in model.stack)
-        and not any(isinstance(cache, AttendingCache) for cache in env.cache)
+        and not any(isinstance(cache, AttendingCache) for cache in ctx.cache)
     )
 
 
 @torch.inference_mode()
-def read_in_one_pass(model: NextScaleModel, env: Env, stages: Sequence[Stage], seen: Sequence[Tensor | None]) -> None:
+def read_in_one_pass(model: NextScaleModel, ctx: ForwardContext, stages: Sequence[Stage], seen: Sequence[Tensor | None]) -> None:
     """Puts keys and values of these stages, the first ones, into the caches; `seen` is what the canvas shows of each."""
-    x = torch.cat([model.embed(shown, stage, env) for stage, shown in zip(stages, seen, strict=True)], dim=1)
+    x = torch.cat([model.embed(shown, stage, ctx) for stage, shown in zip(stages, seen, strict=True)], dim=1)
     joined = Stage(0, 1, x.shape[1], 0, False)
     number = torch.cat([torch.full((stage.cells,), stage.index, device=x.device) for stage in stages])
     mask = (number[:, None] >= number)[None, None]  # [1, 1, T, T]
-    rope = env.cond.rope
-    tables = PairRope([torch.cat([rope.table(stage) for stage in stages])]) if isinstance(rope, PairRope) else None
-    part = replace(env, cond=replace(env.cond, rope=tables), cache=[BlockCausal(cache, mask) for cache in env.cache], computed=None)
+    rope = ctx.cond.rope
+    tables = InterleavedRope([torch.cat([rope.table(stage) for stage in stages])]) if isinstance(rope, InterleavedRope) else None
+    part = replace(ctx, cond=replace(ctx.cond, rope=tables), cache=[BlockCausal(cache, mask) for cache in ctx.cache], computed=None)
     run_in_order(model.stack, x, Tokens(joined), part)
 
 

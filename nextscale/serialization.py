@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .validation import is_number
 from .errors import ProfileError
+from .validation import is_number
 
 LARGEST = 2**20  # bytes of a file, which has a few thousand
 LONGEST = 1000  # letters of a text in it

@@ -20,12 +20,12 @@ def is_finite(value: object) -> bool:
     return is_number(value) and bool(abs(number) <= sys.float_info.max)
 
 
-def is_whole(value: object, least: int = 0) -> bool:
+def is_int(value: object, least: int = 0) -> bool:
     """A whole number, `least` or more."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
-def is_share(value: object, above_zero: bool = False) -> bool:
+def is_fraction(value: object, above_zero: bool = False) -> bool:
     """A number from 0 to 1; with `above_zero` not 0 itself."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class VarlenLayout:
     """Where the tokens of B images lie, of which each has its own number: one image after another, T entries together.
 
     Both rows of a guided pair have the same cells, so that hidden states are [F, T, C], one entry per cfg branch, where padded rows are
@@ -24,7 +24,7 @@ class Packing:
     width: int  # N
 
     @classmethod
-    def of(cls, index: Tensor, count: Tensor, total: int, prefix: int = 0) -> Packing:
+    def of(cls, index: Tensor, count: Tensor, total: int, prefix: int = 0) -> VarlenLayout:
         """`index` [B, N]: cells of padded rows, of which count[b] are real, with `prefix` tokens before them; `total`: T.
 
         Nothing is read back from the device. Where `total` is too small the last tokens are left out.
@@ -77,13 +77,13 @@ class Packing:
         """The row of every entry among F * B, [F, T]."""
         return torch.arange(branches, device=self.image.device)[:, None] * self.images + self.image
 
-    def without_prefix(self, x: Tensor, grid: Packing) -> Tensor:
+    def without_prefix(self, x: Tensor, grid: VarlenLayout) -> Tensor:
         """x [F, T, C] at the tokens that lie on the grid, which are packed as `grid` says."""
         prefix = self.width - grid.width
         entry = self.starts[grid.image] + prefix + grid.place
         return x.index_select(1, entry.clamp(max=self.total - 1))
 
-    def with_prefix(self, prefix: Tensor, x: Tensor, grid: Packing) -> Tensor:
+    def with_prefix(self, prefix: Tensor, x: Tensor, grid: VarlenLayout) -> Tensor:
         """x of the tokens on the grid, packed as `grid` says, with those before them: [F * B, P, C] and [F, T, C] to this packing."""
         before = prefix.shape[1]
         both = torch.cat([self._of_images(prefix), x], dim=1)

@@ -28,8 +28,7 @@ import torch
 import nextscale
 from nextscale import Pipeline
 from nextscale.loading.random_weights import random_pipeline
-
-from . import tiny
+from tests.helpers import tiny
 
 PREFIX = "given"  # the argument of a call that takes codes of the first stages
 FILE = Path(__file__).parent / "data" / "image_hashes.json"

@@ -17,19 +17,20 @@ import nextscale
 PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("basics", ("errors", "checks", "io", "kernels", "packing", "stage", "report", "checkpoints", "assets", "hub")),
-    ("parts", ("cache", "attending", "compressed", "canvas", "guidance", "sampling", "schedules")),
+    ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "report", "checkpoints", "assets", "hub")),
+    ("parts", ("cache", "canvas", "guidance", "sampling", "schedules", "metrics")),
     ("models", ("models", "tokenizers", "text")),
-    ("method interface", ("accel.method", "accel.situation")),
+    ("method interface", ("methods.method", "methods.selection")),
     ("planning", ("planning",)),
-    ("methods", ("accel",)),
-    ("generate", ("generate", "given", "parts", "request")),
+    ("methods", ("methods",)),
+    ("generate", ("generate", "prefix", "parts", "request")),
     ("engine", ("engine",)),
-    ("profiles", ("profiles", "profile_file")),
-    ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "placement", "notebook")),
+    ("profiles", ("profiles", "serialization")),
+    ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "device", "notebook")),
     ("loading", ("loading",)),
-    ("products", ("serve", "cluster", "lab.metrics", "lab.evals.methods", "lab.evals.prompts", "lab.shards")),
-    ("evaluation", ("eval", "lab")),
+    ("batching", ("batching",)),
+    ("products", ("serve", "offline", "eval.methods", "eval.prompts", "eval.shards")),
+    ("evaluation", ("eval", "tune")),
     ("command line", ("cli", "__main__")),
 )
 """Layer to the modules and packages that it consists of, by their longest name; within a layer anything may import anything."""

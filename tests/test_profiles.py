@@ -19,11 +19,10 @@ from nextscale import Profile
 from nextscale.cli import app, parse
 from nextscale.errors import NextscaleError, ProfileError, SettingError
 from nextscale.loading import presets
-from nextscale.serialization import LARGEST
 from nextscale.profiles import Interval, find_profiles, fingerprint, own_profiles, profile_folder, require_own
-
-from . import tiny
-from .tiny_profiles import FAST, NEAR, POINTS, SKIP, point, profile_of
+from nextscale.serialization import LARGEST
+from tests.helpers import tiny
+from tests.helpers.tiny_profiles import FAST, NEAR, POINTS, SKIP, point, profile_of
 
 PROFILE = profile_of(tiny.shared_pipeline("infinity"))
 

@@ -14,10 +14,10 @@ from nextscale.cli.groups import grouped
 from nextscale.cli.options import MACHINE, Device, Force, out_option
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
-from nextscale.metrics import Lpips
 from nextscale.eval.shards import read_shard
 from nextscale.loading.load import choose_device, load_module
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
+from nextscale.metrics import Lpips
 from nextscale.models import Infinity
 from nextscale.text.words import FILE_NAME, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from nextscale.io import from_levels
 from nextscale.eval.shards import DataError, Record, read_shard
+from nextscale.io import from_levels
 
 
 class Pictures:

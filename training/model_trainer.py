@@ -17,7 +17,7 @@ from nextscale.models import Infinity
 from nextscale.models.context import Conditioning
 from nextscale.models.text_context import Padding
 from nextscale.pipeline import Pipeline
-from nextscale.schedules import InfinityBook
+from nextscale.schedules import InfinitySchedules
 from nextscale.stage import Schedule
 from nextscale.text.prompts import TextReader
 from nextscale.text.words import WordEncoder, WordTextEncoder
@@ -177,7 +177,7 @@ class ModelTrainer:
     def pipeline(self) -> Pipeline:
         """Generates with the averaged weights."""
         words = WordTextEncoder(self.words.vocabulary, self.average_words.module)
-        settings = replace(NANO.settings, schedules=InfinityBook("0.06M", self.tokenizer.pixels_per_token))
+        settings = replace(NANO.settings, schedules=InfinitySchedules("0.06M", self.tokenizer.pixels_per_token))
         return Pipeline(self.average.module, self.tokenizer, TextReader(lambda: words), settings, "in training")
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float16) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ..validation import is_number, is_whole
 from ..errors import SettingError, ShuttingDown, UnknownModel
+from ..validation import is_int, is_number
 from .jobs import Handle, Job, Task
 from .queue import Waiting
 from .throughput import Throughput
@@ -22,7 +22,7 @@ def measures_nothing(record: BatchRecord) -> None:
 def require_batching(max_batch: int, batch_delay: float, max_queue: int) -> None:
     """Raises SettingError for values that a Batcher does not take, so that a server can say so before it loads its models."""
     for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
-        if not is_whole(count, least=1):
+        if not is_int(count, least=1):
             raise SettingError(f"{name} {count!r}: give a whole number of images, 1 or more")
     if not is_number(batch_delay) or not 0 <= batch_delay < 60:
         raise SettingError(f"batch_delay {batch_delay!r}: give seconds, 0 or more and below 60")

@@ -206,9 +206,7 @@ def decoded(preview: Any, rows: Sequence[int]) -> Tensor:
     return preview.tokenizer.decode(preview.latent[list(rows)])
 
 
-def generated(
-    output: Any, report: Report, tasks: Sequence[Task], lengths: Sequence[int], waited: Sequence[float]
-) -> list[GeneratedImage]:
+def generated(output: Any, report: Report, tasks: Sequence[Task], lengths: Sequence[int], waited: Sequence[float]) -> list[GeneratedImage]:
     """`lengths`: tokens of each prompt. `waited`: seconds in the queue, of each task. What there is beyond the tasks is dropped."""
     masks = None if output.compute_mask is None else [stage.cpu() for stage in output.compute_mask]
     return [

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import DenseLayerCache, Slot
 from ..stage import Tokens
+from . import DenseLayerCache, Slot
 
 
-class Attended(NamedTuple):
+class AttentionCall(NamedTuple):
     """One attention of one layer, whose keys and values are in the cache already."""
 
     projected: Callable[[], tuple[Tensor, Tensor]]  # x [R, N, C] and the weights [3 * C, C] that made queries, keys and values of it
@@ -26,6 +26,6 @@ class Attended(NamedTuple):
 class AttendingCache(DenseLayerCache):
     """Base of caches with an attention of their own: it reads some of the keys, or changes the cache when it has read them."""
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         """What attention returns before its projection, [R, N, H * D]."""
         raise NotImplementedError

@@ -12,9 +12,9 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from .attending import AttendingCache
-from . import CacheSpec, Slot, copy_wide, row_count
 from ..stage import Rows, Tokens
+from . import CacheSpec, Slot, copy_wide, row_count
+from .attending import AttendingCache
 
 
 @dataclass(frozen=True)

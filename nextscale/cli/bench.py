@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..methods.registry import resolve_method
+from ..device import choose_dtype
 from ..errors import SettingError
 from ..eval.bench import bench as time_methods
 from ..eval.bench import choose_engines, release
@@ -21,8 +21,8 @@ from ..eval.results import Row, append_rows
 from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
 from ..loading.random_weights import random_encoder, random_pipeline
+from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
-from ..device import choose_dtype
 from .console import result_console
 from .files import require_writable
 from .groups import grouped

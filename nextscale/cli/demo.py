@@ -17,17 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from ..errors import PromptError, SettingError
+from ..eval.methods import parse_methods
+from ..eval.quality import OnProgress
+from ..eval.timing import UNEVEN_NOTE, is_uneven, percentiles_and_range, repeated, with_range
+from ..io import to_pil, write_image
+from ..loading.presets import ModelSpec
 from ..methods.auto import fitting_profile
 from ..methods.method import Method
 from ..methods.selection import MeasuredPoint, MeasuredProfile
-from ..errors import PromptError, SettingError
-from ..io import to_pil, write_image
-from ..eval.methods import parse_methods
-from ..eval.quality import OnProgress
 from ..metrics.lpips import Lpips
 from ..metrics.pixels import psnr
-from ..eval.timing import UNEVEN_NOTE, is_uneven, percentiles_and_range, repeated, with_range
-from ..loading.presets import ModelSpec
 from ..output import Output
 from ..pipeline import Pipeline
 from ..report import Report

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ..methods.scalekv import SHARE, ScaleKV
-from ..io import write_text
+from ..eval.calibrate_scalekv import measure_roles
 from ..eval.calibrate_skipvar import fit as fit_decisions
 from ..eval.calibrate_skipvar import measure, require_similarity
-from ..eval.calibrate_scalekv import measure_roles
+from ..io import write_text
+from ..methods.scalekv import SHARE, ScaleKV
 from .console import share_bar
 from .files import require_writable
 from .groups import grouped

@@ -15,10 +15,10 @@ from PIL import Image
 from rich.progress import Progress, TaskID
 
 from ..errors import SettingError
+from ..eval.methods import parse_methods
 from ..guidance import GuidanceLike, resolve_guidance
 from ..io import grid as side_by_side
 from ..io import write_image, write_text
-from ..eval.methods import parse_methods
 from ..loading.presets import ModelSpec
 from ..pipeline import Output, Pipeline, Preview
 from ..stage import Schedule

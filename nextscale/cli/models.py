@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..io import home
 from ..loading.presets import MODELS, Embedded, ModelSpec, Source, TextSource, build_model
-from ..schedules import BUDGETS, INFINITY_SIZES, STRIDE_8_BUDGETS, InfinityBook, ScheduleBook
+from ..schedules import BUDGETS, INFINITY_SIZES, STRIDE_8_BUDGETS, InfinitySchedules, Schedules
 from .program import app
 
 
@@ -94,7 +94,7 @@ def short_count(parameters: int) -> str:
     return f"{parameters / 1e6:.0f}M" if parameters < 1e9 else f"{parameters / 1e9:.1f}B"
 
 
-def short_sizes(book: ScheduleBook) -> str:
-    if isinstance(book, InfinityBook):
+def short_sizes(book: Schedules) -> str:
+    if isinstance(book, InfinitySchedules):
         return f"{len(INFINITY_SIZES)} aspect ratios\nof {book.budget} pixels"
     return "\n".join(f"{height}x{width}" for height, width in book.offers())

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from ..methods.method import Method
-from ..methods.selection import Situation
-from ..offline.prompts import is_unicode
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
 from ..loading.beside import local_weights, profile_folders, rank_table_of
 from ..loading.load import choose_device, prompt_reader
 from ..loading.presets import MODELS, ModelSpec, build_model, build_tokenizer
+from ..methods.method import Method
+from ..methods.selection import SelectionContext
+from ..offline.prompts import is_unicode
 from ..profiles import Profile, find_profiles
-from ..schedules import ScheduleBook
+from ..schedules import Schedules
 from ..stage import Schedule
 
 
@@ -52,13 +52,13 @@ def method_name(text: str) -> str:
 
 def situation_of(
     spec: ModelSpec, device: torch.device, profiles: Sequence[Profile], schedule: Schedule | None, batch: int, weights: Path | None = None
-) -> Situation:
+) -> SelectionContext:
     """A request as it is known without weights, but with the ranks that lie beside them."""
     with torch.device("meta"):
         model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
     place = weights or local_weights(spec)
     model.rank_table = None if place is None else rank_table_of(model, place)
-    return Situation(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
+    return SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
 
 
 def settled_method(
@@ -79,7 +79,7 @@ def named_profiles(spec: ModelSpec, weights: Path | None = None) -> dict[Path, P
     return {path: profile for path, profile in find_profiles(folders).items() if profile.model == spec.name}
 
 
-def choose_schedule(book: ScheduleBook, size: str | None, aspect: str | None = None, sides: str | None = None) -> Schedule:
+def choose_schedule(book: Schedules, size: str | None, aspect: str | None = None, sides: str | None = None) -> Schedule:
     if sides is None:
         return book.choose(None if size is None else parse_size(size), aspect)
     if size is not None or aspect is not None:

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..guidance import GuidedRows
 from ..eval.methods import parse_methods
-from ..loading.beside import local_weights, rank_table_of
+from ..guidance import ResolvedGuidance
 from ..loading.artifacts import encoder_bytes
+from ..loading.beside import local_weights, rank_table_of
 from ..loading.presets import model_spec
 from ..loading.without_weights import without_weights
 from ..models.base import NextScaleModel
@@ -51,7 +51,7 @@ class RequestOptions:
     unguided: Annotated[bool, typer.Option("--unguided", help="Without guidance: one row per image.")] = False
 
     def workload(self, model: NextScaleModel, settings: Settings, schedule: Schedule) -> Workload:
-        guided = not self.unguided and GuidedRows(settings.guidance, schedule, len(model.blocks)).needs_both
+        guided = not self.unguided and ResolvedGuidance(settings.guidance, schedule, len(model.blocks)).needs_both
         read = self.text_tokens if model.stack[0].has_text else 0
         return Workload(schedule, self.batch, guided, read, settings.sampling.refine)
 

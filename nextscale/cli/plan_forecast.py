@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..methods.code import CoDe
-from ..methods.method import DENSE, Method
 from ..collaborate import Half, pair_cost, pair_memory, partner_name, require_pair
 from ..generate import check_cache
 from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
 from ..loading.without_weights import without_weights
+from ..methods.code import CoDe
+from ..methods.method import DENSE, Method
 from ..models.base import NextScaleModel
 from ..planning.cost import RequestCost, StageCost, Workload, request_cost
 from ..planning.memory import ASSUMED_KEPT, RequestMemory, request_memory, reserved_bytes, reserved_cache

@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import SettingError
+from ..eval.frontier import frontier_svg
 from ..eval.results import Row
 from ..io import write_text
-from ..eval.frontier import frontier_svg
 from ..loading.presets import MODELS, model_spec
 from ..profiles import Point, Profile
 from .console import result_console
@@ -41,9 +41,7 @@ def profiles(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot", metavar="FILE", rich_help_panel=OUTPUT, help="Plot one profile as an .svg file."
-        ),
+        typer.Option("--plot", metavar="FILE", rich_help_panel=OUTPUT, help="Plot one profile as an .svg file."),
     ] = None,
     force: Force = False,
 ) -> None:

@@ -65,7 +65,7 @@ def show_results(calls: Sequence[Call]) -> None:
     reports = [call.report for call in calls]
     prompts, decoding = sum(report.condition_seconds for report in reports), sum(report.decode_seconds for report in reports)
     total = sum(report.seconds for report in reports)
-    for reason in dict.fromkeys(report.chosen_by for report in reports if report.chosen_by is not None):
+    for reason in dict.fromkeys(report.selection_reason for report in reports if report.selection_reason is not None):
         console.print(escape(reason), soft_wrap=True)
     console.print(
         f"{total:.2f} s ({engines(reports)}): prompts {prompts:.2f}, stages {total - prompts - decoding:.2f}, decoding {decoding:.2f};"

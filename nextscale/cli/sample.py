@@ -18,6 +18,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..errors import SettingError, SizeError
+from ..eval.methods import parse_methods
+from ..eval.results import where
+from ..loading.random_weights import random_pipeline
 from ..offline.lock import working_folder
 from ..offline.plan import Batch as PlannedBatch
 from ..offline.plan import plan_batches
@@ -26,10 +30,6 @@ from ..offline.ray import LOCAL, RaySettings, sample_on_ray
 from ..offline.sampler import Done, OnImages, sample
 from ..offline.shard import AUTO, Shard
 from ..offline.store import Store
-from ..errors import SettingError, SizeError
-from ..eval.results import where
-from ..eval.methods import parse_methods
-from ..loading.random_weights import random_pipeline
 from ..pipeline import Pipeline
 from ..stage import Schedule
 from .console import image_bar

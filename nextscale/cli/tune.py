@@ -15,26 +15,26 @@ import torch
 import typer
 from rich.markup import escape
 
-from ..methods.auto import Auto
-from ..methods.registry import parse_method
 from ..errors import NextscaleError, PromptError, SettingError
-from ..eval.results import version, where
 from ..eval.prompts import EvalPrompt, evenly_spread, read_eval_prompts
-from ..metrics import Lpips
+from ..eval.results import version, where
 from ..eval.timing import ROUNDS
-from ..tune import tune as search
-from ..tune.log import SUFFIX as TRIALS
-from ..tune.log import TrialLog
-from ..tune.prompts import own_prompts
-from ..tune.validate import SKIPPED, prove
-from ..tune.trials import Bench
 from ..loading.beside import local_weights, profile_folders
 from ..loading.load import prompt_reader
 from ..loading.presets import ModelSpec
+from ..methods.auto import Auto
+from ..methods.registry import parse_method
+from ..metrics import Lpips
 from ..pipeline import Pipeline
 from ..planning.cost import Workload
 from ..profiles import SUFFIX, Profile, fingerprint, profile_folder, profile_name
 from ..stage import Schedule
+from ..tune import tune as search
+from ..tune.log import SUFFIX as TRIALS
+from ..tune.log import TrialLog
+from ..tune.prompts import own_prompts
+from ..tune.trials import Bench
+from ..tune.validate import SKIPPED, prove
 from .console import result_console, share_bar
 from .files import require_writable
 from .groups import given_by_user, grouped

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..methods.method import TokenCounts
 from ..canvas import Canvas
-from ..generate import StageDone
+from ..generate import StageOutput
+from ..methods.method import TokenCounts
 
 # Shares of the cells for which a data-dependent stage is captured: close together where few tokens are kept and each of them tells, so
 # that padding is a few percent of what is run.
@@ -46,7 +46,7 @@ class StageGraph:
     """A stage with one number of tokens: its graph and what it leaves. Most skipped stages launch nothing and have no graph."""
 
     graph: torch.cuda.CUDAGraph | None
-    done: StageDone
+    done: StageOutput
 
     def replay(self) -> None:
         if self.graph is not None:

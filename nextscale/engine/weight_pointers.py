@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class WeightPlaces:
+class WeightPointers:
     """The addresses of all weights and buffers of some modules.
 
     Walking through a model takes milliseconds, so what the walk has found is remembered for as long as the tree of modules is the same.

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import SettingError
 from ..methods.combine import Combined
 from ..methods.stagevar import StageVAR
 from ..methods.stagevar.lowrank import energy_ranks
 from ..methods.stagevar.ranks import counted_tokens
 from ..methods.stagevar.settings import PUBLISHED_ALPHA, group_layers
-from ..validation import is_share
-from ..errors import SettingError
 from ..models.rank_table import RankRow, RankTable, identity
 from ..pipeline import Pipeline
 from ..stage import Schedule, Stage
+from ..validation import is_fraction
 from .probe import FeatureProbe
 
 TABLE_ALPHAS = (0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999)
@@ -79,7 +79,7 @@ def measure_ranks(
     unknown = [stage for stage in measured if not 0 <= stage < len(schedule)]
     if unknown or not measured:
         raise SettingError(f"no ranks to measure at stages {measured}: {schedule} has stages 0 to {len(schedule) - 1}")
-    if not all(is_share(alpha, above_zero=True) for alpha in alphas) or not alphas:
+    if not all(is_fraction(alpha, above_zero=True) for alpha in alphas) or not alphas:
         raise SettingError(f"alphas {alphas!r}: give one or more numbers above 0 and up to 1")
     layers = tuple(blocks.start for blocks in group_layers(pipe.model, method.groups))
     watcher = RankWatcher(layers, alphas)

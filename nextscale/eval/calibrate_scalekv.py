@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import CacheSpec, LayerCache, Workspace
+from ..cache.attending import AttendingCache, AttentionCall
 from ..methods.method import Method, MethodRun, RunSetup
 from ..methods.scalekv import LAYERS_PER_DRAFTER, ScaleKV, window_places
-from ..cache.attending import Attended, AttendingCache
-from ..cache import CacheSpec, LayerCache, Workspace
 from ..models.attention import attend_slot
 from ..pipeline import Pipeline
 from ..stage import Schedule
@@ -68,14 +68,14 @@ class MeasuringCache(AttendingCache):
         super().__init__(spec, workspace)
         self.method, self.layer = method, layer
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
         if seen.slot.end > self.method.capacity and seen.tokens.stage.index != self.spec.final:  # nothing is kept for a stage after that
             self.method.seen.append((self.layer, lost_attention(seen, self.method.capacity, self.method.window)))
         return out
 
 
-def lost_attention(seen: Attended, capacity: int, window: int) -> float:
+def lost_attention(seen: AttentionCall, capacity: int, window: int) -> float:
     """The share of the window's attention outside the `capacity` keys that receive most of it, mean over rows and heads."""
     places = window_places(seen.tokens, seen.q.shape[:2], min(window, seen.q.shape[1]), seen.q.device)
     asking = seen.q.gather(1, places[..., None, None].expand(-1, -1, *seen.q.shape[2:])).transpose(1, 2)

@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import SettingError
 from ..methods.method import DENSE, Method, Plans, StagePlan
 from ..methods.skip import SkipStages
 from ..methods.skipvar import MOST, SkipVAR, features_of, preview_of
 from ..methods.skipvar_models import Classifier, Decisions
-from ..errors import SettingError
+from ..metrics.pixels import ssim
 from ..models.base import NextScaleModel
 from ..output import Preview
 from ..pipeline import Pipeline
 from ..stage import Schedule
-from ..metrics.pixels import ssim
 
 STRENGTH = 1.0  # of the data against the squared weights, as in the published fits
 STEPS = 500

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from ..device import DTYPES as TORCH_DTYPES
-from ..methods.method import Method
 from ..errors import SettingError
-from .bench import release
-from .results import Row
 from ..loading.quantizing import quantize_model
+from ..methods.method import Method
 from ..models.base import NextScaleModel
 from ..models.quantization import PRODUCTS, find
 from ..models.quantized import FORMATS, Quantize
@@ -21,9 +19,11 @@ from ..pipeline import Pipeline
 from ..planning.memory import weights_bytes
 from ..schedules import SizeLike
 from .agreement import real_features
+from .bench import release
 from .judges import Judges, Measured
 from .prompts import EvalPrompt
 from .quality import WARM_UPS, Requests, conditions, mixed_batches
+from .results import Row
 from .summary import Summary
 
 BENCHMARK = "formats"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..io import from_levels
-from ..report import Report
 from ..metrics import Lpips
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.pixels import psnr, ssim
+from ..report import Report
 from .agreement import Agreement
 
 METRIC_BATCH = 64  # images that are measured at a time

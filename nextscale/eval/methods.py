@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from ..errors import SettingError
 from ..methods.method import Method
 from ..methods.registry import resolve_method
-from ..errors import SettingError
 
 DENSE = "dense"
 GUIDANCE_OFF = "stagevar:alphas=[]"

@@ -31,7 +31,7 @@ class FeatureProbe(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         layers = tuple(range(len(model.blocks))) if self.layers is None else self.layers
         watched = {stage.index for stage in schedule} if self.stages is None else self.stages
-        return tuple(StagePlan(taps=layers if stage.index in watched else ()) for stage in schedule)
+        return tuple(StagePlan(observed=layers if stage.index in watched else ()) for stage in schedule)
 
     def start(self, setup: RunSetup) -> MethodRun:
         return ProbeRun(self.watchers)

@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..methods.method import Method
 from ..errors import NextscaleError, SettingError
-from .results import BENCHMARK, Row, short_error, where
 from ..io import to_levels
+from ..methods.method import Method
 from ..pipeline import Pipeline
 from ..report import Report
 from ..schedules import SizeLike
 from ..stage import Schedule
-from .timing import repeated, wait
 from .agreement import real_features
 from .judges import Judges, Measured
 from .methods import DENSE
 from .prompts import EvalPrompt
+from .results import BENCHMARK, Row, short_error, where
 from .summary import Summary
+from .timing import repeated, wait
 
 SHOWN = 8  # images per method on a sheet
 WARM_UPS = 2  # untimed batches of every method on a GPU: programs are loaded in the first, graphs are captured in the second

@@ -10,14 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .results import Row
-from ..report import Report
 from ..metrics.frechet import Directions, Moments, frechet_distance
-from .timing import percentiles, percentiles_and_range
-from .agreement import Agreement
 from ..metrics.intervals import mean_interval, set_interval
+from ..report import Report
+from .agreement import Agreement
 from .judges import Measured
 from .prompts import EvalPrompt
+from .results import Row
+from .timing import percentiles, percentiles_and_range
 
 DIRECTIONS = 64  # principal directions of the features along which Fréchet distances are taken; see metrics.frechet
 IMAGES_PER_DIRECTION = 4  # fewer images than that determine no covariance,

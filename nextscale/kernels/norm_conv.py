@@ -94,7 +94,7 @@ def group_norm_silu_conv(
     [O, C, 3, 3] of at most 256 channels to at most 4. What is normalised is rounded to the dtype of x, the result is in float32.
 
     With the sums of x a pass less.
-   """
+    """
     images, channels, _ = image_sizes(x)
     height, width = x.shape[2:]
     out_channels = weight.shape[0]

@@ -9,8 +9,8 @@ from ..io import home
 from ..models.base import NextScaleModel
 from ..models.rank_table import RankTable, rank_file, read_rank_table
 from ..profiles import profile_folder
-from .fetch import locate
 from .artifacts import Weights
+from .fetch import locate
 from .presets import Embedded, ModelSpec
 
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 import torch
 
+from ..device import place
 from ..models.base import NextScaleModel
 from ..models.quantization import quantize_blocks
 from ..models.quantized import Quantize
-from ..device import place
 from ..profiles import fingerprint
 
 

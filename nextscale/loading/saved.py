@@ -12,6 +12,7 @@ import torch
 
 from ..checkpoints import write_weights
 from ..checkpoints.files import read_object
+from ..device import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..errors import CheckpointError, SettingError
 from ..io import write_text
 from ..models.base import KvDtype
@@ -19,7 +20,6 @@ from ..models.quantized import Quantize
 from ..models.rank_table import rank_file, write_rank_table
 from ..models.var import ClassConfig
 from ..pipeline import Pipeline, Settings
-from ..device import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder
 from ..text.files import is_hub_name
 from ..text.prompts import ClassReader, EncoderOpener, TextReader

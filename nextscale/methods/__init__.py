@@ -8,7 +8,7 @@ from .fastvar import FastVAR
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
 from .registry import METHODS, MethodLike, method_names, resolve_method
 from .scalekv import ScaleKV
-from .selection import Situation
+from .selection import SelectionContext
 from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
@@ -29,7 +29,7 @@ __all__ = [
     "Plans",
     "RunSetup",
     "ScaleKV",
-    "Situation",
+    "SelectionContext",
     "SkipStages",
     "SkipVAR",
     "Span",

@@ -7,15 +7,15 @@ import shlex
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
-from ..validation import is_number
 from ..errors import SettingError
 from ..report import hardware_name
+from ..validation import is_number
 from .method import Method, Plans
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..stage import Schedule
-    from .selection import MeasuredPoint, MeasuredProfile, Situation
+    from .selection import MeasuredPoint, MeasuredProfile, SelectionContext
 
 DEFAULT_LPIPS = 0.1
 SAME_BUDGET = 0.1  # cells of the last stage may differ by this share: another aspect ratio of the same pixel budget
@@ -48,14 +48,14 @@ class Auto(Method):
     def _targets(self) -> dict[str, float]:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
-    def settle(self, situation: Situation) -> Method:
+    def settle(self, situation: SelectionContext) -> Method:
         """Takes the point for this situation; while the size is not known it stays open, and some profile has to meet the target."""
         if situation.schedule is None:
             self._require_possible(situation)
             return self
         return self._point(fitting_profile(situation), situation).as_method()
 
-    def reason(self, situation: Situation) -> str | None:
+    def reason(self, situation: SelectionContext) -> str | None:
         profile = fitting_profile(situation)
         return f"{self.label}: {self._point(profile, situation).label} in the profile of {profile.described}"
 
@@ -70,7 +70,7 @@ class Auto(Method):
             return profile.within(self.ms)
         return profile.fastest(DEFAULT_LPIPS if self.lpips is None else self.lpips)
 
-    def _point(self, profile: MeasuredProfile, situation: Situation) -> MeasuredPoint:
+    def _point(self, profile: MeasuredProfile, situation: SelectionContext) -> MeasuredPoint:
         if self.ms is not None and profile.hardware != hardware_name(situation.device):
             raise SettingError(
                 f"auto:ms={self.ms:g}: the profile of {profile.described} says nothing of times on {hardware_name(situation.device)};"
@@ -78,7 +78,7 @@ class Auto(Method):
             )
         return self.point_of(profile)
 
-    def _require_possible(self, situation: Situation) -> None:
+    def _require_possible(self, situation: SelectionContext) -> None:
         error = SettingError(no_profile(situation))
         for profile in on_device(situation):
             try:
@@ -90,7 +90,7 @@ class Auto(Method):
         raise error
 
 
-def fitting_profile(situation: Situation) -> MeasuredProfile:
+def fitting_profile(situation: SelectionContext) -> MeasuredProfile:
     """The profile for a request: of the same grids before one of another aspect ratio, of the same hardware before any other on the same
     kind of device, then of the nearest batch; of equals the last."""
     fitting = [profile for profile in on_device(situation) if same_budget(profile, situation)]
@@ -99,11 +99,11 @@ def fitting_profile(situation: Situation) -> MeasuredProfile:
     return min(reversed(fitting), key=lambda profile: _distance(profile, situation))
 
 
-def on_device(situation: Situation) -> list[MeasuredProfile]:
+def on_device(situation: SelectionContext) -> list[MeasuredProfile]:
     return [profile for profile in situation.profiles if profile.device == situation.device.type]
 
 
-def same_budget(profile: MeasuredProfile, situation: Situation) -> bool:
+def same_budget(profile: MeasuredProfile, situation: SelectionContext) -> bool:
     """Whether it has as many stages, and about as many cells in the last one."""
     if len(profile.grids) != len(situation.sizes):
         return False
@@ -111,7 +111,7 @@ def same_budget(profile: MeasuredProfile, situation: Situation) -> bool:
     return abs(cells - own) <= SAME_BUDGET * own
 
 
-def _distance(profile: MeasuredProfile, situation: Situation) -> tuple[bool, bool, float]:
+def _distance(profile: MeasuredProfile, situation: SelectionContext) -> tuple[bool, bool, float]:
     batch = abs(math.log(profile.batch) - math.log(situation.batch))  # a file may have any number, larger than floats too
     return profile.grids != situation.sizes, profile.hardware != hardware_name(situation.device), batch
 
@@ -119,13 +119,13 @@ def _distance(profile: MeasuredProfile, situation: Situation) -> tuple[bool, boo
 # --- in words
 
 
-def no_profile(situation: Situation) -> str:
+def no_profile(situation: SelectionContext) -> str:
     request = " ".join([situation.name, *([f"at {situation.size}"] if situation.size else []), "on", situation.device.type])
     known = "; ".join(profile.described for profile in situation.profiles)
     return f"auto takes methods from a profile, and none fits {request}{f' (there are: {known})' if known else ''}: {advice(situation)}"
 
 
-def advice(situation: Situation) -> str:
+def advice(situation: SelectionContext) -> str:
     size = f" --size {situation.size}" if situation.size else ""
     weights = f" --weights {shlex.quote(str(situation.weights))}" if situation.weights else ""
     return f"measure it with `nextscale tune {situation.name}{weights}{size} --batch {situation.batch} --device {situation.device.type}`"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..validation import is_whole, require_flags
 from ..errors import SettingError
 from ..stage import Schedule
+from ..validation import is_int, require_flags
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class CoDe(Method):
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")
-        if self.draft is not None and not is_whole(self.draft, 1):
+        if self.draft is not None and not is_int(self.draft, 1):
             raise SettingError(f"draft is the number of stages that the large model generates, 1 or more; got {self.draft!r}")
         if self.refiner is not None and not isinstance(self.refiner, str):
             raise SettingError(f"refiner is the name of a model; got {self.refiner!r}")

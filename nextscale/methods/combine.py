@@ -18,7 +18,7 @@ from .method import Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
-    from .selection import Situation
+    from .selection import SelectionContext
 
 
 def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
@@ -89,7 +89,7 @@ class Combined(Method):
     def capturable(self) -> bool:
         return all(method.capturable for method in self.methods)
 
-    def settle(self, situation: Situation) -> Method:
+    def settle(self, situation: SelectionContext) -> Method:
         return Combined(tuple(method.settle(situation) for method in self.methods))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:

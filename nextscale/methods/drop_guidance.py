@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from ..validation import is_one_of, is_whole
 from ..errors import SettingError
 from ..guidance import CfgBranch
 from ..stage import Schedule
+from ..validation import is_int, is_one_of
 from .method import Method, Plans, StagePlan
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ class DropGuidance(Method):
     fade: int = 0
 
     def __post_init__(self) -> None:
-        if self.first_stage is not None and not is_whole(self.first_stage):
+        if self.first_stage is not None and not is_int(self.first_stage):
             raise SettingError(f"first_stage is the first stage without guidance, a whole number from 0; got {self.first_stage!r}")
         check_kept_rows(self.kept_rows)
-        if not is_whole(self.fade):
+        if not is_int(self.fade):
             raise SettingError(f"fade is a number of stages, 0 or more; got {self.fade!r}")
         if self.fade and self.kept_rows != "cond":
             raise SettingError(f'fade {self.fade}: the scale fades to 1, which is kept_rows "cond"; got {self.kept_rows!r}')
@@ -56,4 +56,4 @@ class DropGuidance(Method):
         """What a stage does that lies this number of stages before the first without guidance."""
         if before <= 0:
             return StagePlan(cfg_branches=self.kept_rows)
-        return StagePlan(guidance_share=before / (self.fade + 1) if before <= self.fade else 1.0)
+        return StagePlan(guidance_decay=before / (self.fade + 1) if before <= self.fade else 1.0)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from .. import kernels
-from ..validation import is_share, is_whole, require_flags
 from ..errors import SettingError
 from ..models.blocks import FusedSublayer, run_fused
-from ..models.context import Env
+from ..models.context import ForwardContext
 from ..stage import Schedule, Tokens, repeat_tail
+from ..validation import is_fraction, is_int, require_flags
 from .method import DENSE, Method, Plans, Span, StagePlan
 from .token_ops import distance_from_mean, pick, put_, require_separate_sublayers, share_of, top_share
 
@@ -94,7 +94,7 @@ class FastVAR(Method):
             raise SettingError("as_released fixes ratios, cache_stage and layers: leave them out, or as_released")
         if self.ratios is not None:
             object.__setattr__(self, "ratios", normalised(self.ratios))
-        if self.cache_stage is not None and not is_whole(self.cache_stage):
+        if self.cache_stage is not None and not is_int(self.cache_stage):
             raise SettingError(f"cache_stage is the index of a stage, 0 or more; got {self.cache_stage!r}")
         if self.layers is not None:
             object.__setattr__(self, "layers", block_range(self.layers))
@@ -154,7 +154,7 @@ def normalised(ratios: Mapping[int, float] | Iterable[Sequence[float]]) -> Ratio
     except (TypeError, ValueError):
         raise SettingError(f"{expected}; got {ratios!r}") from None
     for stage, share in pairs:
-        if not is_whole(stage) or not is_share(share):
+        if not is_int(stage) or not is_fraction(share):
             raise SettingError(f"{expected}; got {stage!r}: {share!r}")
         if stage == 0 and share > 0:
             raise SettingError(f"{expected}; stage 0 is a single token that everything starts from")
@@ -166,7 +166,7 @@ def normalised(ratios: Mapping[int, float] | Iterable[Sequence[float]]) -> Ratio
 def block_range(layers: Sequence[int]) -> tuple[int, int]:
     """Returns a checked pair of the first block and the one after the last."""
     pair = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
-    if len(pair) != 2 or not all(is_whole(layer) for layer in pair) or pair[0] >= pair[1]:
+    if len(pair) != 2 or not all(is_int(layer) for layer in pair) or pair[0] >= pair[1]:
         raise SettingError(f"layers is (first block, last block + 1), such as (3, 28); got {layers!r}")
     return int(pair[0]), int(pair[1])
 
@@ -216,7 +216,7 @@ def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int
 
 
 def memory_key(block: Block, sublayer: int) -> Hashable:
-    """The key in `env.memory` of what a sublayer has added."""
+    """The key in `ctx.memory` of what a sublayer has added."""
     return "fastvar", block.layer, sublayer
 
 
@@ -246,20 +246,20 @@ class RememberedBlocks(Span):
     def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
         return {name: len(block.sublayers) for block in blocks for name in memory_names(range(block.layer, block.layer + 1))}
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         if tokens.index is not None:
             raise SettingError(
                 f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
                 f" {tokens.num_tokens} tokens there: choose a cache_stage that the other method leaves whole"
             )
-        fused = [block.fused_sublayers(x, env) for block in blocks]
+        fused = [block.fused_sublayers(x, ctx) for block in blocks]
         if all(fused):
             chain = [remembering(block, i, one) for block, several in zip(blocks, fused, strict=True) for i, one in enumerate(several)]
-            return run_fused(chain, x, tokens, env)
+            return run_fused(chain, x, tokens, ctx)
         for block in blocks:
             for number, sublayer in enumerate(block.sublayers):
-                update = sublayer(x, tokens, env)
-                env.memory.store(memory_key(block, number), update, tokens)
+                update = sublayer(x, tokens, ctx)
+                ctx.memory.store(memory_key(block, number), update, tokens)
                 x = x + update
         return x
 
@@ -267,9 +267,9 @@ class RememberedBlocks(Span):
 def remembering(block: Block, number: int, fused: FusedSublayer) -> FusedSublayer:
     """Returns the sublayer, changed so that it keeps what it computes before the gain."""
 
-    def run(y: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        update = fused.run(y, tokens, env)
-        env.memory.store(memory_key(block, number), update, tokens)
+    def run(y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        update = fused.run(y, tokens, ctx)
+        ctx.memory.store(memory_key(block, number), update, tokens)
         return update
 
     return fused._replace(run=run)
@@ -290,27 +290,29 @@ class ThinnedBlocks(Span):
     def needs(self) -> frozenset[Hashable]:
         return memory_names(self.layers)
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
-            fused = block.fused_sublayers(x, env)
+            fused = block.fused_sublayers(x, ctx)
             for number, sublayer in enumerate(block.sublayers):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
-                if env.computed is not None:
-                    env.computed.add(kept, selection, 1)
+                if ctx.computed is not None:
+                    ctx.computed.add(kept, selection, 1)
                 if fused:  # the kernels normalise as they gather
-                    gain, update = fused[number].gain, fused[number].run(fused[number].normed(x, selection), kept, env)
+                    gain, update = fused[number].gain, fused[number].run(fused[number].normed(x, selection), kept, ctx)
                 else:
-                    gain, update = None, sublayer(pick(x, selection), kept, env)
-                x = restored(x, update, gain, selection, memory_key(block, number), tokens, env)
+                    gain, update = None, sublayer(pick(x, selection), kept, ctx)
+                x = restored(x, update, gain, selection, memory_key(block, number), tokens, ctx)
         return repeat_tail(x, tokens.count)
 
 
-def restored(x: Tensor, update: Tensor, gain: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, env: Env) -> Tensor:
+def restored(
+    x: Tensor, update: Tensor, gain: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, ctx: ForwardContext
+) -> Tensor:
     """x [R, N, C] with the update [R, K, C] added at the selected tokens, and what an earlier stage has kept at the others."""
     if kernels.available(x):
-        memory, size = remembered(env.memory.stored, key, tokens)
+        memory, size = remembered(ctx.memory.stored, key, tokens)
         return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=gain, cells=tokens.index)
-    filled = remembered(partial(env.memory.fill, tokens=tokens), key, tokens)
+    filled = remembered(partial(ctx.memory.fill, tokens=tokens), key, tokens)
     return put_(x + filled, selection, pick(x, selection) + update)
 
 

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from torch import Tensor
 
 from ..cache import CacheSpec, LayerCache, Workspace, plain_cache
-from ..validation import is_share
 from ..guidance import CfgBranches
-from ..models.context import Env
+from ..models.context import ForwardContext
 from ..models.macs import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
+from ..validation import is_fraction
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
     from ..sampling import Rng
-    from .selection import Situation
+    from .selection import SelectionContext
 
 Plans = tuple["StagePlan", ...]
 """One plan per stage."""
@@ -54,7 +54,7 @@ class TokenCounts:
 class Span(Protocol):
     """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass.
 
-    A span is a value without state. What it needs of the request is in `env`: outputs of earlier stages (`memory`), random numbers
+    A span is a value without state. What it needs of the request is in `ctx`: outputs of earlier stages (`memory`), random numbers
     (`method_rng`), and the counter of computed cells (`computed`) where the caller wants to see them.
     """
 
@@ -69,12 +69,12 @@ class Span(Protocol):
 
     @property
     def stores(self) -> frozenset[Hashable]:
-        """Names of what it keeps in `env.memory` for later stages."""
+        """Names of what it keeps in `ctx.memory` for later stages."""
         return frozenset()
 
     @property
     def needs(self) -> frozenset[Hashable]:
-        """Names of what it reads from `env.memory`, each stored by a span of an earlier stage."""
+        """Names of what it reads from `ctx.memory`, each stored by a span of an earlier stage."""
         return frozenset()
 
     def sublayer_tokens(self, tokens: int) -> SublayerTokens:
@@ -89,7 +89,7 @@ class Span(Protocol):
         """Number of maps [rows, cells, dim] that it keeps under each name in `stores` when it runs `blocks`."""
         return dict.fromkeys(self.stores, 1)
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor: ...
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,16 @@ class StagePlan:
     cfg_branches: CfgBranches = "both"
     num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
     spans: tuple[Span, ...] = ()
-    taps: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
-    guidance_share: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
-    residual_tokens: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
+    observed: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
+    guidance_decay: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
+    propagates: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
     packed: int | None = None  # tokens of all images of a cfg branch, padding included, where rows run one after another
     kept_keys: tuple[int, ...] | None = None  # of a row, that each layer keeps of all stages so far when it has run; None: all
     attended: tuple[float, ...] | None = None  # share of the pairs of a query and a key that attention computes, per layer; None: all
 
     def __post_init__(self) -> None:
-        if not is_share(self.guidance_share):
-            raise ValueError(f"guidance_share is a number from 0 to 1; got {self.guidance_share!r}")
+        if not is_fraction(self.guidance_decay):
+            raise ValueError(f"guidance_share is a number from 0 to 1; got {self.guidance_decay!r}")
         for span in self.spans:
             if span.layers.step != 1 or len(span.layers) == 0:
                 raise ValueError(f"a span runs one or more consecutive blocks; {span.key} asks for {span.layers}")
@@ -118,7 +118,7 @@ class StagePlan:
             if second.layers.start < first.layers.stop:
                 raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
         for span in self.spans:
-            inside = [layer for layer in self.taps if layer in span.layers]
+            inside = [layer for layer in self.observed if layer in span.layers]
             if span.whole_stage and self.num_tokens is not None:
                 raise ValueError(
                     f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.num_tokens} are kept"
@@ -143,7 +143,7 @@ class StagePlan:
             hidden = [layer for layer in guided_layers if layer in span.layers[:-1]]
             if hidden:
                 raise ValueError(f"guidance after block {hidden[0]} would be lost inside the span {span.layers} ({span.key})")
-        absent = [layer for layer in self.taps if not 0 <= layer < depth]
+        absent = [layer for layer in self.observed if not 0 <= layer < depth]
         if absent:
             raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
 
@@ -162,9 +162,9 @@ class StagePlan:
         dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
         if len(dropped) > 1:
             raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones: set kept_rows of one")
-        shares = {self.guidance_share, other.guidance_share} - {1.0}
+        shares = {self.guidance_decay, other.guidance_decay} - {1.0}
         if len(shares) > 1:
-            raise ValueError(f"two methods fade guidance, to {self.guidance_share:.3g} and to {other.guidance_share:.3g} of its strength")
+            raise ValueError(f"two methods fade guidance, to {self.guidance_decay:.3g} and to {other.guidance_decay:.3g} of its strength")
         if None not in (self.kept_keys, other.kept_keys):
             raise ValueError("two methods compress the cache")
         if None not in (self.attended, other.attended):
@@ -172,12 +172,12 @@ class StagePlan:
         return StagePlan(
             skip=self.skip or other.skip,
             cfg_branches=next(iter(dropped), "both"),
-            guidance_share=next(iter(shares), 1.0),
-            residual_tokens=self.residual_tokens if other.residual_tokens is None else other.residual_tokens,
+            guidance_decay=next(iter(shares), 1.0),
+            propagates=self.propagates if other.propagates is None else other.propagates,
             num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
             packed=self.packed if other.packed is None else other.packed,
             spans=self.spans + other.spans,
-            taps=tuple(sorted({*self.taps, *other.taps})),
+            observed=tuple(sorted({*self.observed, *other.observed})),
             kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
             attended=self.attended if other.attended is None else other.attended,
         )
@@ -222,11 +222,11 @@ class Method:
         """Whether CUDA graphs can stand for its runs: the host reads nothing but the results of `count_tokens` and `routing_inputs`."""
         return True
 
-    def settle(self, situation: Situation) -> Method:
+    def settle(self, situation: SelectionContext) -> Method:
         """Returns the method that runs such a request: this one, except where it chooses. SettingError where it finds none."""
         return self
 
-    def reason(self, situation: Situation) -> str | None:
+    def reason(self, situation: SelectionContext) -> str | None:
         """Returns why `settle` chose what it did; None where there was nothing to choose."""
         return None
 

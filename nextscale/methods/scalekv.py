@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache.attending import Attended
 from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from ..validation import is_share, is_whole, require_flags
+from ..cache.attending import AttentionCall
 from ..cache.compressed import CompressedLayerCache, CompressedSpec
 from ..errors import SettingError
 from ..models.attention import attend_slot
 from ..stage import Schedule, Tokens
+from ..validation import is_fraction, is_int, require_flags
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from .scalekv_budgets import PUBLISHED, PUBLISHED_SIDES, Budgets, checked_budgets, normalised, published_budgets, ruled_budgets
 
@@ -62,14 +62,14 @@ class ScaleKV(Method):
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")
-        if not is_share(self.share, above_zero=True):
+        if not is_fraction(self.share, above_zero=True):
             raise SettingError(f"share is above 0 and at most 1 (nothing is dropped); got {self.share!r}")
-        if not is_whole(self.window, 1) or not is_whole(self.pooling, 1) or self.pooling % 2 == 0:
+        if not is_int(self.window, 1) or not is_int(self.pooling, 1) or self.pooling % 2 == 0:
             raise SettingError(f"window is a number of tokens, pooling an odd number of them; got {self.window!r} and {self.pooling!r}")
         if self.budgets is not None and (self.drafters is not None or self.share != SHARE):
             raise SettingError("budgets say what every layer keeps: leave out share and drafters, or budgets")
         if self.drafters is not None:
-            if not isinstance(self.drafters, Sequence) or not all(is_whole(layer) for layer in self.drafters):
+            if not isinstance(self.drafters, Sequence) or not all(is_int(layer) for layer in self.drafters):
                 raise SettingError(f"drafters is a tuple of layer numbers; got {self.drafters!r}")
             object.__setattr__(self, "drafters", tuple(sorted({int(layer) for layer in self.drafters})))
         if self.budgets is not None:
@@ -122,7 +122,7 @@ class ScaleKVCache(CompressedLayerCache):
         super().__init__(spec, workspace)
         self.method = method
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
         stage = seen.tokens.stage.index
         if stage != self.spec.final:
@@ -130,12 +130,12 @@ class ScaleKVCache(CompressedLayerCache):
             self.keep(seen.slot, None if keep is None else self.selected(seen, keep))
         return out
 
-    def selected(self, seen: Attended, keep: int) -> Tensor:
+    def selected(self, seen: AttentionCall, keep: int) -> Tensor:
         """The entries of the cache to keep, [R, K, H], ascending."""
         choose = top_as_released if self.method.as_released else top_keys
         return choose(*self.scores(seen), keep).transpose(1, 2)
 
-    def scores(self, seen: Attended) -> tuple[Tensor, Tensor]:
+    def scores(self, seen: AttentionCall) -> tuple[Tensor, Tensor]:
         """Scores of all entries, [R, H, T], and the places of the window among them, [R, W]."""
         slot, heads = seen.slot, seen.q.shape[2]
         if self.method.as_released and seen.tokens.index is None and slot.lengths is None:

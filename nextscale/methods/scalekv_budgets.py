@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..validation import is_whole
 from ..errors import SettingError
 from ..stage import Schedule
+from ..validation import is_int
 
 Budgets = tuple[tuple[int, tuple[int, ...]], ...]
 """Stage index and the keys that every layer keeps when that stage has run, ordered by stage."""
@@ -54,10 +54,10 @@ def normalised(budgets: Mapping[int, int | Sequence[int]] | Iterable[Sequence[ob
     expected = "budgets are {stage index: keys kept, a number or one per layer}"
     try:
         pairs = list(budgets.items() if isinstance(budgets, Mapping) else budgets)
-        entries = [(stage, (kept,) if is_whole(kept) else tuple(kept)) for stage, kept in pairs]  # type: ignore[arg-type]
+        entries = [(stage, (kept,) if is_int(kept) else tuple(kept)) for stage, kept in pairs]  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise SettingError(f"{expected}; got {budgets!r}") from None
-    if not all(is_whole(stage) and kept and all(is_whole(one, 1) for one in kept) for stage, kept in entries):
+    if not all(is_int(stage) and kept and all(is_int(one, 1) for one in kept) for stage, kept in entries):
         raise SettingError(f"{expected}, all of them whole numbers; got {budgets!r}")
     return tuple(sorted((int(stage), tuple(map(int, kept))) for stage, kept in entries))  # type: ignore[call-overload]
 

@@ -45,7 +45,7 @@ class MeasuredProfile(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class SelectionContext:
     """What is known of a request before its method is."""
 
     name: str  # of the model

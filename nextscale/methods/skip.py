@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..validation import is_whole
 from ..errors import SettingError
 from ..stage import Schedule
+from ..validation import is_int
 from .method import DENSE, Method, Plans, StagePlan
 from .stages import present_stages, stage_indices
 
@@ -27,7 +27,7 @@ class SkipStages(Method):
     stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not is_whole(self.last):
+        if not is_int(self.last):
             raise SettingError(f"last is how many of the last stages are skipped, a whole number from 0; got {self.last!r}")
         object.__setattr__(self, "stages", stage_indices(self.stages))
         if 0 in self.stages:

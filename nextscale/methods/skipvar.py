@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..validation import is_number, is_whole, require_flags
 from ..errors import SettingError
 from ..stage import Schedule, Stage
+from ..validation import is_int, is_number, require_flags
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from .skipvar_models import Decisions, Outcome, decisions_named, published_decisions
 
@@ -108,7 +108,7 @@ class SkipVAR(Method):
             raise SettingError(f"models is one of {', '.join(published_decisions())}, or a file; got {self.models!r}")
         for name, least in (("most", 0), ("decide_after", 1), ("preview", 0)):
             value = getattr(self, name)
-            if not is_whole(value, least) and not (value is None and name != "most"):
+            if not is_int(value, least) and not (value is None and name != "most"):
                 raise SettingError(f"{name} is a whole number, {least} or more; got {value!r}")
         if self.as_released and (self.most, self.decide_after, self.preview) != (MOST, None, None):
             raise SettingError("as_released fixes most, decide_after and preview: leave them out, or as_released")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..validation import is_finite, is_whole
 from ..errors import SettingError
+from ..validation import is_finite, is_int
 
 
 class Classifier(NamedTuple):
@@ -41,7 +41,7 @@ class Classifier(NamedTuple):
             raise SettingError(
                 f"{where}: mean and scale are one number per feature, weights one such row and bias one number per class, all finite"
             )
-        if not all(is_whole(number) for number in found.classes):
+        if not all(is_int(number) for number in found.classes):
             raise SettingError(f"{where}: classes are numbers of stages; got {list(found.classes)}")
         return found
 

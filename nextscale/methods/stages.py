@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..validation import is_whole
 from ..errors import SettingError
 from ..stage import Schedule
+from ..validation import is_int
 
 LAST_STAGES = 3
 FIRST_COMPARED = 10  # the stage from which on SparseVAR's appendix B reduces tokens: 40 x 40 on Infinity, 27 x 27 on HART
@@ -14,7 +14,7 @@ FIRST_COMPARED = 10  # the stage from which on SparseVAR's appendix B reduces to
 
 def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
     """Returns checked stage indices in order, each once."""
-    if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(is_whole(stage) for stage in stages):
+    if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(is_int(stage) for stage in stages):
         raise SettingError(f"stages is a tuple of stage indices, 0 or more; got {stages!r}")
     return tuple(sorted({int(stage) for stage in stages}))
 

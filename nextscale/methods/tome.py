@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..validation import is_share, require_flags
 from ..errors import SettingError
-from ..models.context import Env
+from ..models.context import ForwardContext
 from ..models.macs import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
+from ..validation import is_fraction, require_flags
 from .method import DENSE, Method, Plans, Span, StagePlan
-from .token_ops import Destinations, Merge, block_count, merged_count, require_separate_sublayers
 from .stages import LAST_STAGES, present_stages, stage_indices
+from .token_ops import Destinations, Merge, block_count, merged_count, require_separate_sublayers
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
@@ -49,7 +49,7 @@ class ToMe(Method):
 
     def __post_init__(self) -> None:
         require_flags(self, "random")
-        if not is_share(self.ratio):
+        if not is_fraction(self.ratio):
             raise SettingError(f"ratio is a share of the tokens from 0 to 1; got {self.ratio!r}")
         if self.stages is not None:
             object.__setattr__(self, "stages", stage_indices(self.stages))
@@ -104,29 +104,29 @@ class MergedBlocks(Span):
         """MACs of one row: one product compares tokens with destinations, and one for every sublayer makes the means."""
         return len(self.layers) * (1 + len(self.sublayers)) * tokens * min(tokens, self.destinations) * dim
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        merging = self.merging(x, tokens, env)
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        merging = self.merging(x, tokens, ctx)
         for block in blocks:
             merge = merging(block, x)
             for name, sublayer in zip(sublayers_of(block), block.sublayers, strict=True):
                 merged = name in self.sublayers
-                x = x + (merge.unmerge(sublayer(merge.merge(x), merge.tokens, env)) if merged else sublayer(x, tokens, env))
-            if env.computed is not None:
-                env.computed.add(merge.tokens, merge.selection, len(self.sublayers))
-                env.computed.add(tokens, x, len(block.sublayers) - len(self.sublayers))
+                x = x + (merge.unmerge(sublayer(merge.merge(x), merge.tokens, ctx)) if merged else sublayer(x, tokens, ctx))
+            if ctx.computed is not None:
+                ctx.computed.add(merge.tokens, merge.selection, len(self.sublayers))
+                ctx.computed.add(tokens, x, len(block.sublayers) - len(self.sublayers))
         return x
 
-    def merging(self, x: Tensor, tokens: Tokens, env: Env) -> Callable[[Block, Tensor], Merge]:
+    def merging(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Callable[[Block, Tensor], Merge]:
         """How a block merges its input, for a stage that begins with x."""
-        into = Destinations.lowest(tokens, self._priority(x.shape[0], tokens.stage, x.device, env))
+        into = Destinations.lowest(tokens, self._priority(x.shape[0], tokens.stage, x.device, ctx))
         return lambda block, x: Merge.closest(x, tokens, into, self.ratio)
 
-    def _priority(self, rows: int, stage: Stage, device: torch.device, env: Env) -> Tensor:
+    def _priority(self, rows: int, stage: Stage, device: torch.device, ctx: ForwardContext) -> Tensor:
         """Returns an order of the cells [R, cells], by which the first of every 2x2 block is its destination.
 
         Both rows of a guided pair have the same.
         """
         if not self.random:
             return torch.arange(stage.cells, device=device).expand(rows, -1)
-        noise = env.method_rng.uniform((env.batch, stage.cells), device)
-        return noise.argsort(dim=1).argsort(dim=1).repeat(rows // env.batch, 1)  # also where the noise is equal
+        noise = ctx.method_rng.uniform((ctx.batch, stage.cells), device)
+        return noise.argsort(dim=1).argsort(dim=1).repeat(rows // ctx.batch, 1)  # also where the noise is equal

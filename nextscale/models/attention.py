@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..cache.attending import Attended, AttendingCache
 from ..cache import DenseLayerCache, NoCache, Slot, real_entries
+from ..cache.attending import AttendingCache, AttentionCall
 from ..kernels.e4m3 import E4M3
 from ..kernels.shapes import SMALLEST_SQUARE
-from ..varlen import Packing
 from ..stage import Tokens
+from ..varlen import VarlenLayout
 from .block_config import BlockConfig, TextAttentionConfig
-from .context import Env
+from .context import ForwardContext
 from .quantized import input_scale_of, restored_input, restored_weight
-from .rope import PairRope
+from .rope import InterleavedRope
 
 LARGEST_LOG_TEMPERATURE = math.log(100)
 FEW_QUERIES = 512  # over all rows: torch's kernels are not made for them; ours costs the host more, which a captured graph does not pay
@@ -99,7 +99,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def attend_slot(
-    q: Tensor, slot: Slot, scale: float, captured: bool, packing: Packing | None = None, e4m3_scale: float | None = None
+    q: Tensor, slot: Slot, scale: float, captured: bool, packing: VarlenLayout | None = None, e4m3_scale: float | None = None
 ) -> Tensor:
     """Attention over all that a cache holds; rows of different length need no mask, which fast kernels do not take.
 
@@ -121,7 +121,7 @@ def attend_packed(
     v: Tensor,
     lengths: Tensor | None,
     scale: float,
-    packing: Packing,
+    packing: VarlenLayout,
     captured: bool,
     *,
     unit: bool = False,
@@ -142,7 +142,7 @@ def attend_packed(
     return packing.pack(attend(packing.unpack(q), k, v, mask, scale))
 
 
-def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: Packing) -> Tensor:
+def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: VarlenLayout) -> Tensor:
     """The same row by row, where the host knows the lengths without waiting for them."""
     starts = packing.starts.tolist()
     known = [k.shape[1]] * k.shape[0] if lengths is None else lengths.tolist()
@@ -174,43 +174,43 @@ class SelfAttention(nn.Module):
         """The scale at which it takes tokens as e4m3; None: as they are."""
         return input_scale_of(self.qkv)
 
-    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        rope, cache, packing = env.cond.rope, env.cache[self.layer], tokens.packing
-        turns_pairs = rope is None or (isinstance(rope, PairRope) and not tokens.prefix)
+    def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        rope, cache, packing = ctx.cond.rope, ctx.cache[self.layer], tokens.packing
+        turns_pairs = rope is None or (isinstance(rope, InterleavedRope) and not tokens.prefix)
         if turns_pairs and isinstance(cache, DenseLayerCache) and kernels.available(x):
             masked = not reads_lengths(x)
             # At the last stage it frees memory that the rest can use.
             slot = cache.reserve(tokens.rows_of(x), tokens.num_tokens, tokens, finite_tails=masked)
             qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
-            rotation = rope.table(tokens.stage) if isinstance(rope, PairRope) else None
+            rotation = rope.table(tokens.stage) if isinstance(rope, InterleavedRope) else None
             index, packed = tokens.index, None
             if packing is not None:
                 index, packed = packing.cell[None], (packing.image, packing.place, packing.starts)
             stores = (slot.keys, slot.values, slot.start)
-            q = kernels.rotate_into_cache(qkv, env.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
+            q = kernels.rotate_into_cache(qkv, ctx.cond.temperatures[self.layer], rotation, index, *stores, packed=packed)
             cache.written(slot, tokens.num_tokens)
             del qkv  # three times the queries, which attention and what follows can use
-            return self.proj(self._attend(x, q, slot, tokens, env))
+            return self.proj(self._attend(x, q, slot, tokens, ctx))
         turn = None if rope is None else lambda qk: rope.turn(qk, tokens)
-        q, k, v = self.queries_keys_values(x, env.cond.temperatures[self.layer], turn)
+        q, k, v = self.queries_keys_values(x, ctx.cond.temperatures[self.layer], turn)
         if packing is not None and isinstance(cache, DenseLayerCache | NoCache):
-            return self.proj(self._attend(x, q.to(v.dtype), cache.append_packed(k, v, tokens), tokens, env))
+            return self.proj(self._attend(x, q.to(v.dtype), cache.append_packed(k, v, tokens), tokens, ctx))
         if isinstance(cache, AttendingCache):
-            return self.proj(self._attend(x, q.to(v.dtype), cache.put(k, v, tokens), tokens, env))
+            return self.proj(self._attend(x, q.to(v.dtype), cache.put(k, v, tokens), tokens, ctx))
         q, k, v = (tokens.unpack(part) for part in (q, k, v))
         keys, values, mask = cache.append(q, k, v, tokens)
         return self.proj(tokens.pack(attend(q.to(v.dtype), keys, values, mask, self.scale)))
 
-    def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, env: Env) -> Tensor:
+    def _attend(self, x: Tensor, q: Tensor, slot: Slot, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Queries [R, N, H, D] over what the cache holds, in the cache's own way if it has one: [R, N, H * D]; packed as they are."""
-        cache = env.cache[self.layer]
+        cache = ctx.cache[self.layer]
         if not isinstance(cache, AttendingCache):
-            return attend_slot(q, slot, self.scale, env.captured, tokens.packing, input_scale_of(self.proj))
+            return attend_slot(q, slot, self.scale, ctx.captured, tokens.packing, input_scale_of(self.proj))
 
         def projected() -> tuple[Tensor, Tensor]:
             return tokens.unpack(restored_input(self.qkv, x, q.dtype)), restored_weight(self.qkv, q.dtype)
 
-        seen = Attended(projected, tokens.unpack(q), slot, tokens.unpacked(), self.scale, env.captured, env.batch)
+        seen = AttentionCall(projected, tokens.unpack(q), slot, tokens.unpacked(), self.scale, ctx.captured, ctx.batch)
         return tokens.pack(cache.attend(seen))
 
     def queries_keys_values(
@@ -261,14 +261,14 @@ class CrossAttention(nn.Module):
         keys = unit_vectors(kv[:, 0].float()) * temperature(self.log_temperature)
         return torch.stack([keys.to(kv.dtype), kv[:, 1]], dim=1)
 
-    def forward(self, x: Tensor, env: Env, packing: Packing | None = None) -> Tensor:
-        text = env.cond.text
+    def forward(self, x: Tensor, ctx: ForwardContext, packing: VarlenLayout | None = None) -> Tensor:
+        text = ctx.cond.text
         assert text is not None
         rows, e4m3_scale = x.shape[0], input_scale_of(self.proj)
         keys, values = text.keys_values[self.layer]
         if packing is not None:
             attended = attend_packed(
-                self.queries(x), keys, values, text.lengths, self.scale, packing, env.captured, unit=self.unit, e4m3_scale=e4m3_scale
+                self.queries(x), keys, values, text.lengths, self.scale, packing, ctx.captured, unit=self.unit, e4m3_scale=e4m3_scale
             )
             return self.proj(attended)
         q = self.queries(x[: keys.shape[0]])  # a single row of text serves all rows: see TextContext

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..varlen import Packing
 from ..stage import Tokens
+from ..varlen import VarlenLayout
 from .attention import CrossAttention, SelfAttention
 from .block_config import BlockConfig
-from .context import Env
+from .context import ForwardContext
 from .feed_forward import FeedForward, GatedFeedForward
 from .modulation import Modulation
 
 NORM_EPS = 1e-6
 
-Sublayer = Callable[[Tensor, Tokens, Env], Tensor]
+Sublayer = Callable[[Tensor, Tokens, ForwardContext], Tensor]
 """A residual sublayer: returns what the block adds to its input."""
 
 
@@ -55,26 +55,26 @@ class Block(nn.Module):
         text = (self.text_sublayer,) if self.has_text else ()
         return (self.attention_sublayer, *text, self.feed_forward_sublayer)
 
-    def attention_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.attention(self.norm(x), tokens, env)
+    def attention_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return self.attention(self.norm(x), tokens, ctx)
 
-    def text_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.text_attention(self.text_norm(x), env, tokens.packing)
+    def text_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return self.text_attention(self.text_norm(x), ctx, tokens.packing)
 
-    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         return self.feed_forward(self.norm(x))
 
-    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Runs all sublayers in order; with kernels each addition fused with the next norm."""
-        fused = self.fused_sublayers(x, env)
-        return run_fused(fused, x, tokens, env) if fused else self.one_by_one(x, tokens, env)
+        fused = self.fused_sublayers(x, ctx)
+        return run_fused(fused, x, tokens, ctx) if fused else self.one_by_one(x, tokens, ctx)
 
-    def one_by_one(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def one_by_one(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for sublayer in self.sublayers:
-            x = x + sublayer(x, tokens, env)
+            x = x + sublayer(x, tokens, ctx)
         return x
 
-    def fused_sublayers(self, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
+    def fused_sublayers(self, x: Tensor, ctx: ForwardContext) -> tuple[FusedSublayer, ...]:
         """The sublayers in the form that the kernels take; empty where those cannot be used."""
         if not kernels.available(x):
             return ()
@@ -89,10 +89,10 @@ class Block(nn.Module):
         norm, scale = self.text_norm, self.text_attention.input_scale
         return attention, FusedSublayer(norm.weight, norm.bias, None, self._run_text, input_scale=scale), feed_forward
 
-    def _run_text(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.text_attention(y, env, tokens.packing)
+    def _run_text(self, y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return self.text_attention(y, ctx, tokens.packing)
 
-    def _run_feed_forward(self, y: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def _run_feed_forward(self, y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         return self.feed_forward(y)
 
 
@@ -117,14 +117,14 @@ class FusedSublayer(NamedTuple):
         )
 
 
-def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
     """Runs sublayers of one block or of several in order: an addition and the norm that follows are one pass."""
     last = sublayers[-1]
     image = None if tokens.packing is None else tokens.packing.image
     y = sublayers[0].normed(x, image=image)
     for sublayer, following in pairwise(sublayers):
-        x, y = following.normed_sum(x, sublayer, sublayer.run(y, tokens, env), image)
-    update = last.run(y, tokens, env)
+        x, y = following.normed_sum(x, sublayer, sublayer.run(y, tokens, ctx), image)
+    update = last.run(y, tokens, ctx)
     return x + update if last.gain is None else torch.addcmul(x, tokens.of_rows(last.gain), update)
 
 
@@ -138,43 +138,43 @@ class ModulatedBlock(Block):
         else:
             self.modulation = nn.Linear(config.dim, 6 * config.dim)
 
-    def fused_sublayers(self, x: Tensor, env: Env) -> tuple[FusedSublayer, ...]:
+    def fused_sublayers(self, x: Tensor, ctx: ForwardContext) -> tuple[FusedSublayer, ...]:
         if not self.centred or not kernels.available(x):
             return ()
-        m = env.cond.modulation[self.layer]
+        m = ctx.cond.modulation[self.layer]
         scale, shift, gain = m.attention_scale, m.attention_shift, m.attention_gain
         attention = FusedSublayer(scale, shift, gain, self.attention, input_scale=self.attention.input_scale)
         scale, shift, gain = m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain
         feed_forward = FusedSublayer(scale, shift, gain, self._run_feed_forward, input_scale=self.feed_forward.input_scale)
         return self.with_text(attention, feed_forward)
 
-    def attention_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return tokens.of_rows(env.cond.modulation[self.layer].attention_gain) * self._attention(x, tokens, env)
+    def attention_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return tokens.of_rows(ctx.cond.modulation[self.layer].attention_gain) * self._attention(x, tokens, ctx)
 
-    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return tokens.of_rows(env.cond.modulation[self.layer].feed_forward_gain) * self._feed_forward(x, tokens, env)
+    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return tokens.of_rows(ctx.cond.modulation[self.layer].feed_forward_gain) * self._feed_forward(x, tokens, ctx)
 
-    def one_by_one(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def one_by_one(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Each gain is fused with the addition."""
-        m = env.cond.modulation[self.layer]
-        x = torch.addcmul(x, tokens.of_rows(m.attention_gain), self._attention(x, tokens, env))
+        m = ctx.cond.modulation[self.layer]
+        x = torch.addcmul(x, tokens.of_rows(m.attention_gain), self._attention(x, tokens, ctx))
         if self.has_text:
-            x = x + self.text_sublayer(x, tokens, env)
-        return torch.addcmul(x, tokens.of_rows(m.feed_forward_gain), self._feed_forward(x, tokens, env))
+            x = x + self.text_sublayer(x, tokens, ctx)
+        return torch.addcmul(x, tokens.of_rows(m.feed_forward_gain), self._feed_forward(x, tokens, ctx))
 
-    def _attention(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.attention(self.attention_input(x, env.cond.modulation[self.layer], tokens.packing), tokens, env)
+    def _attention(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return self.attention(self.attention_input(x, ctx.cond.modulation[self.layer], tokens.packing), tokens, ctx)
 
-    def _feed_forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return self.feed_forward(self.feed_forward_input(x, env.cond.modulation[self.layer], tokens.packing))
+    def _feed_forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return self.feed_forward(self.feed_forward_input(x, ctx.cond.modulation[self.layer], tokens.packing))
 
-    def attention_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
+    def attention_input(self, x: Tensor, m: Modulation, packing: VarlenLayout | None = None) -> Tensor:
         return self._modulated(x, m.attention_scale, m.attention_shift, packing, self.attention.input_scale)
 
-    def feed_forward_input(self, x: Tensor, m: Modulation, packing: Packing | None = None) -> Tensor:
+    def feed_forward_input(self, x: Tensor, m: Modulation, packing: VarlenLayout | None = None) -> Tensor:
         return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing, self.feed_forward.input_scale)
 
-    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None, e4m3_scale: float | None) -> Tensor:
+    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: VarlenLayout | None, e4m3_scale: float | None) -> Tensor:
         if self.centred and kernels.available(x):
             return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image, e4m3_scale=e4m3_scale)
         if packing is not None:
@@ -182,16 +182,16 @@ class ModulatedBlock(Block):
         return torch.addcmul(shift, self.norm(x), scale)
 
 
-def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
     """Runs one block after another; with kernels, neighbours as one chain of sublayers."""
     chain: list[FusedSublayer] = []
     for block in blocks:
-        fused = () if block.changes_input else block.fused_sublayers(x, env)
+        fused = () if block.changes_input else block.fused_sublayers(x, ctx)
         if not fused:
-            x = block(run_fused(chain, x, tokens, env) if chain else x, tokens, env)
+            x = block(run_fused(chain, x, tokens, ctx) if chain else x, tokens, ctx)
             chain = []
         chain += fused
-    return run_fused(chain, x, tokens, env) if chain else x
+    return run_fused(chain, x, tokens, ctx) if chain else x
 
 
 def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:

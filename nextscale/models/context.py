@@ -48,7 +48,7 @@ class Conditioning:
 
 
 @dataclass(slots=True)
-class Env:
+class ForwardContext:
     """Everything that has one entry per running row: the conditional rows first, then the unconditional ones while they run."""
 
     batch: int
@@ -72,13 +72,13 @@ class Env:
         self._keep_rows(slice(0, self.batch) if cfg_branches == "cond" else slice(self.batch, None))
         self.cfg_branches = cfg_branches
 
-    def only(self, images: Tensor, method_rng: Rng) -> Env:
+    def only(self, images: Tensor, method_rng: Rng) -> ForwardContext:
         """What some of the images [K] need, in memory of its own: they go on without the others."""
         part = self._without_caches(images, method_rng)
         part.cache = [gathered(cache, self._rows_of(images)) for cache in self.cache]
         return part
 
-    def split(self, groups: Sequence[Tensor], method_rngs: Sequence[Rng]) -> list[Env]:
+    def split(self, groups: Sequence[Tensor], method_rngs: Sequence[Rng]) -> list[ForwardContext]:
         """What each of several groups of images needs. Layer by layer: keys and values of one layer at a time are there twice, and none are
         left here."""
         caches, self.cache = list(self.cache), ()
@@ -96,7 +96,7 @@ class Env:
     def _rows_of(self, images: Tensor) -> Tensor:
         return torch.cat([images, self.batch + images]) if self.cfg_branches == "both" else images
 
-    def _without_caches(self, images: Tensor, method_rng: Rng) -> Env:
+    def _without_caches(self, images: Tensor, method_rng: Rng) -> ForwardContext:
         part = replace(
             self,
             batch=images.shape[0],

@@ -17,11 +17,11 @@ from .attention import attend
 from .base import NextScaleModel, PromptInputs, check_levels, temperatures
 from .block_config import BlockConfig, TextAttentionConfig
 from .blocks import ModulatedBlock, plain_norm, rms_norm
-from .context import Conditioning, Env
+from .context import Conditioning, ForwardContext
 from .modulation import Modulation
-from .weight_names import SHARED_RULES, block_rules
-from .rope import PairRope, RopeMode, infinity_rotations
+from .rope import InterleavedRope, RopeMode, infinity_rotations
 from .text_context import Padding, TextInputs, check_channels
+from .weight_names import SHARED_RULES, block_rules
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class ChunkStart(ModulatedBlock):
         super().__init__(layer, config)
         self._level_embed = [level_embed]  # in a list: the model owns the parameter
 
-    def forward(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        return super().forward(x + self._level_embed[0].weight[tokens.stage.index], tokens, env)
+    def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        return super().forward(x + self._level_embed[0].weight[tokens.stage.index], tokens, ctx)
 
 
 class Infinity(NextScaleModel):
@@ -137,10 +137,10 @@ class Infinity(NextScaleModel):
             rows, lengths = torch.cat([rows, rest.to(rows.dtype)]), lengths + rest_lengths
         return PromptInputs(text=TextInputs(rows.float(), lengths))
 
-    def schedule_tables(self, schedule: Schedule) -> PairRope:
-        return PairRope(self.rotations(schedule))
+    def schedule_tables(self, schedule: Schedule) -> InterleavedRope:
+        return InterleavedRope(self.rotations(schedule))
 
-    def condition_from(self, inputs: PromptInputs, tables: PairRope) -> Conditioning:
+    def condition_from(self, inputs: PromptInputs, tables: InterleavedRope) -> Conditioning:
         assert inputs.text is not None
         conditioning = self.read(inputs.text.rows, inputs.text.padding())
         conditioning.rope = tables
@@ -188,6 +188,6 @@ class Infinity(NextScaleModel):
     def logit_shape(self) -> tuple[int, ...]:
         return self.head.out_features // 2, 2
 
-    def logits(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def logits(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """[R, N, bits, 2]: for every bit the logit of 0 and of 1."""
-        return super().logits(x, tokens, env).unflatten(-1, (-1, 2))
+        return super().logits(x, tokens, ctx).unflatten(-1, (-1, 2))

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..validation import is_share, is_whole
 from ..errors import SettingError
 from ..io import write_text
+from ..validation import is_fraction, is_int
 
 if TYPE_CHECKING:
     from .base import NextScaleModel
@@ -90,7 +90,7 @@ def read_rank_table(path: Path) -> RankTable:
         raise SettingError(f"ranks {path} cannot be read ({error}): {ADVICE}") from error
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list) or not isinstance(found.get("family"), str):
         raise SettingError(f"ranks {path}: expected an object with family, depth, dim and rows; {ADVICE}")
-    if not all(is_whole(found.get(name), least=1) for name in ("depth", "dim")):
+    if not all(is_int(found.get(name), least=1) for name in ("depth", "dim")):
         raise SettingError(f"ranks {path}: depth and dim are whole numbers; got {found.get('depth')!r} and {found.get('dim')!r}; {ADVICE}")
     rows = checked_rows(found["rows"], path)
     return RankTable(found["family"], found["depth"], found["dim"], rows)
@@ -101,8 +101,8 @@ def checked_rows(found: Iterable[Any], path: Path) -> tuple[RankRow, ...]:
     for row in found:
         given = row if isinstance(row, dict) else {}
         ratios = given.get("ratios")
-        good = isinstance(ratios, list) and ratios and all(is_share(ratio, above_zero=True) for ratio in ratios)
-        if not good or not is_share(given.get("alpha"), above_zero=True) or not is_whole(given.get("cells"), least=1):
+        good = isinstance(ratios, list) and ratios and all(is_fraction(ratio, above_zero=True) for ratio in ratios)
+        if not good or not is_fraction(given.get("alpha"), above_zero=True) or not is_int(given.get("cells"), least=1):
             raise SettingError(f"ranks {path}: rows have alpha and ratios, above 0 and up to 1, and cells; got {row!r}; {ADVICE}")
         rows.append(RankRow(float(given["alpha"]), given["cells"], tuple(float(ratio) for ratio in given["ratios"])))
     if not rows or len({len(row.ratios) for row in rows}) > 1 or len({row[:2] for row in rows}) < len(rows):

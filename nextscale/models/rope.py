@@ -90,7 +90,7 @@ def star_rotations(stage: Stage, head_dim: int, span: float, theta: float, devic
     return rotations(columns, rows, head_dim, theta)
 
 
-class PairRope:
+class InterleavedRope:
     """Turns the channel pairs (2i, 2i + 1), alike in all rows (Infinity, STAR). A prefix stays as it is."""
 
     def __init__(self, stages: Iterable[Tensor]) -> None:
@@ -114,7 +114,7 @@ class PairRope:
         pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * self.at(tokens)).flatten(-2)
 
-    def rows(self, rows: Rows) -> PairRope:
+    def rows(self, rows: Rows) -> InterleavedRope:
         return self
 
 
@@ -134,7 +134,7 @@ class GridPlaces:
         return cls(torch.cat(rows), torch.cat(columns), tuple(stage.cells for stage in later))
 
 
-class HalvesRope:
+class RotateHalfRope:
     """HART: channels i and i + D / 2 are partners; the image's positions begin where the text's end, which differs from row to row.
 
     On the grid the first half of the channels takes its angles from the cell's row and the second half from its column, so partners
@@ -146,7 +146,7 @@ class HalvesRope:
         self.tables = tuple(tables)
 
     @classmethod
-    def over_text_and_grid(cls, places: GridPlaces, head_dim: int, text_positions: Tensor) -> HalvesRope:
+    def over_text_and_grid(cls, places: GridPlaces, head_dim: int, text_positions: Tensor) -> RotateHalfRope:
         """`text_positions` [R, T]; the last one is where the row's image begins."""
         half, quarter = (speeds(head_dim // part, THETA, text_positions.device) for part in (2, 4))
         text = (text_positions[..., None] * half).repeat(1, 1, 2)
@@ -174,5 +174,5 @@ class HalvesRope:
         first, second = x.chunk(2, dim=-1)
         return torch.addcmul(x * cosines, torch.cat([-second, first], dim=-1), sines)
 
-    def rows(self, rows: Rows) -> HalvesRope:
-        return HalvesRope((cosines[rows], sines[rows]) for cosines, sines in self.tables)
+    def rows(self, rows: Rows) -> RotateHalfRope:
+        return RotateHalfRope((cosines[rows], sines[rows]) for cosines, sines in self.tables)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..validation import is_whole
 from ..errors import PromptError
 from ..eval.prompts import evenly_spread, read_eval_prompts
 from ..eval.shards import TEXT_FIELDS
+from ..validation import is_int
 
 PROMPT_FIELDS = (*TEXT_FIELDS, "class")
 SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
@@ -67,7 +67,7 @@ def _read_line(line: str, source: str, default_id: str) -> SamplePrompt:
     if not isinstance(fields, dict):
         raise PromptError(f"{source} is {line[:80]!r}; expected an object with a prompt")
     seed = fields.get("seed")
-    if seed is not None and not is_whole(seed):
+    if seed is not None and not is_int(seed):
         raise PromptError(f"{source}: seed {seed!r} is no whole number from 0 on")
     return SamplePrompt(
         _id(fields.get("id"), source, default_id),
@@ -79,7 +79,7 @@ def _read_line(line: str, source: str, default_id: str) -> SamplePrompt:
 
 def _text(fields: Mapping[str, Any], source: str) -> str:
     text = next((fields[name] for name in PROMPT_FIELDS if fields.get(name) is not None), None)
-    if is_whole(text, -1):
+    if is_int(text, -1):
         return str(text)
     if not isinstance(text, str) or not text.strip():
         raise PromptError(
@@ -94,7 +94,7 @@ def is_unicode(text: str) -> bool:
 
 
 def _id(given: Any, source: str, default: str) -> str:
-    name = default if given is None else str(given) if is_whole(given) else given
+    name = default if given is None else str(given) if is_int(given) else given
     if not isinstance(name, str) or not SAFE_ID.fullmatch(name):
         raise PromptError(
             f"{source}: the id {name!r:.80} cannot name files: use up to 120 letters, digits, dots, underscores and dashes, or leave it out"
@@ -106,8 +106,8 @@ def _word(fields: Mapping[str, Any], name: str, source: str) -> str | None:
     value = fields.get(name)
     if value is None or isinstance(value, str):
         return value
-    if is_whole(value, 1):
+    if is_int(value, 1):
         return str(value)
-    if isinstance(value, Sequence) and len(value) == 2 and all(is_whole(side, 1) for side in value):
+    if isinstance(value, Sequence) and len(value) == 2 and all(is_int(side, 1) for side in value):
         return "x".join(map(str, value))
     raise PromptError(f"{source}: {name} {value!r:.80} is written as on the command line, such as '512x512' or '16:9'")

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..methods.method import Method, Plans, StagePlan
-from ..validation import is_hashable
 from ..models.base import NextScaleModel
 from ..stage import Schedule
+from ..validation import is_hashable
 from .cost import RequestCost, Workload, request_cost
 from .memory import reserved_bytes
 

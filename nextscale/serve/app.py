@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from ..guidance import GuidedRows
 from ..eval.methods import standard
+from ..guidance import ResolvedGuidance
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, fitting, parsed_method
 from .compare import Comparer
@@ -139,7 +139,7 @@ def studio_model(served: Served) -> dict[str, Any]:
 
 def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
     """Those of `nextscale quality` that fit the model with so many stages."""
-    guided = GuidedRows(served.pipeline.settings.guidance, schedule, len(served.pipeline.model.blocks))
+    guided = ResolvedGuidance(served.pipeline.settings.guidance, schedule, len(served.pipeline.model.blocks))
     found = {"dense": "dense"}
     for name, text in standard(len(schedule), len(served.pipeline.model.blocks)).items():
         with suppress(ApiError):

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
+from ..eval.methods import parse_methods
+from ..generate import check_plans
+from ..guidance import ResolvedGuidance, resolve_guidance
 from ..methods.code import CoDe
 from ..methods.combine import Combined
 from ..methods.method import Method
 from ..methods.skip import SkipStages
-from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
-from ..generate import check_plans
-from ..guidance import GuidedRows, resolve_guidance
-from ..eval.methods import parse_methods
 from ..pipeline import Pipeline
 from ..planning.memory import ASSUMED_KEPT
-from ..schedules import InfinityBook
+from ..schedules import InfinitySchedules
 from ..stage import Schedule
 from ..text.prompts import ClassReader
 from .errors import ApiError, as_api_error, refused
@@ -77,7 +77,7 @@ class Served:
     @property
     def budgets(self) -> tuple[str, ...]:
         book = self.pipeline.settings.schedules
-        return tuple(book.budgets) if isinstance(book, InfinityBook) else ()
+        return tuple(book.budgets) if isinstance(book, InfinitySchedules) else ()
 
 
 class Catalogue:
@@ -164,16 +164,18 @@ class Catalogue:
         return given
 
     @staticmethod
-    def _guided(served: Served, request: ImageRequest, schedule: Schedule, settings: dict[str, Any]) -> GuidedRows:
+    def _guided(served: Served, request: ImageRequest, schedule: Schedule, settings: dict[str, Any]) -> ResolvedGuidance:
         scale = request.guidance_scale
         guidance = tuple(scale) if isinstance(scale, list) else scale
         with about("guidance_scale"):
-            guided = GuidedRows(resolve_guidance(guidance, served.pipeline.settings.guidance), schedule, len(served.pipeline.model.blocks))
+            guided = ResolvedGuidance(
+                resolve_guidance(guidance, served.pipeline.settings.guidance), schedule, len(served.pipeline.model.blocks)
+            )
         if guidance is not None:
             settings["guidance"] = guidance
         return guided
 
-    def _method(self, served: Served, request: ImageRequest, schedule: Schedule, guided: GuidedRows) -> Method:
+    def _method(self, served: Served, request: ImageRequest, schedule: Schedule, guided: ResolvedGuidance) -> Method:
         method = self._default if request.method is None else parsed_method(request.method)
         with about("method"):
             method = served.pipeline.settled(method, schedule)  # for one image: `auto` must not depend on who shares the batch
@@ -236,7 +238,7 @@ def parsed_method(text: str) -> Method:
         return quietly(lambda: parse_methods(text), f"method {text!r} cannot be read")
 
 
-def fitting(served: Served, method: Method, schedule: Schedule, guided: GuidedRows, param: str) -> Sequence[Any]:
+def fitting(served: Served, method: Method, schedule: Schedule, guided: ResolvedGuidance, param: str) -> Sequence[Any]:
     """The plans of all stages, where the method fits the model and the size."""
     with about(param):
 

@@ -15,10 +15,10 @@ from threading import Event
 from typing import Any
 
 from ..errors import MissingExtra, SettingError
+from ..offline.ray import CPUS, LOCAL, RaySettings, connected, gpus_per_worker, workers_for
 from .app import create_app
 from .service import Content, Service
 from .settings import ServeSettings
-from ..offline.ray import CPUS, LOCAL, RaySettings, connected, gpus_per_worker, workers_for
 
 NAME = "nextscale"
 WAITING_SECONDS = 1.0

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..validation import is_number, is_whole
 from ..batching.batcher import require_batching
 from ..errors import NextscaleError, SettingError
+from ..validation import is_int, is_number
 
 SHORTEST_KEY = 16  # characters
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -31,7 +31,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("prompt_chars", "images", "pixels", "body_bytes", "compared_bytes"):
-            if not is_whole(getattr(self, name), least=1):
+            if not is_int(getattr(self, name), least=1):
                 raise SettingError(f"{name} {getattr(self, name)!r}: give a whole number, 1 or more")
 
 
@@ -54,7 +54,7 @@ class ServeSettings:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        if not is_whole(self.port) or self.port > 65535:
+        if not is_int(self.port) or self.port > 65535:
             raise SettingError(f"port {self.port!r}: give a whole number from 0 (any that is free) to 65535")
         require_batching(self.max_batch, self.batch_delay, self.max_queue)
         for name in ("request_timeout", "shutdown_timeout"):

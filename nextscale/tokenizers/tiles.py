@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .. import kernels
 from ..errors import OutOfMemory
 from .autoencoder import Decoder, Level, PixelAttention, Upsample
-from .layers import GroupNorm, as_laid_out, convolve, fusable, upsample_nearest
+from .layers import GroupNorm, convolve, fusable, to_channels_last, upsample_nearest
 
 MEMORY = 4 * 2**30  # bytes for the activations of the decoder, where that is enough
 # Pixels x channels of what the last level is given that keep a large GPU busy: one image of 1024 x 1024 with Infinity's 256 channels, 16 of
@@ -148,7 +148,7 @@ def runs_whole(decoder: Decoder, number: int, height: int, strips: Strips | None
 
 def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
     """Decodes like `decoder.at_once`, in strips. One image at a time takes the least memory."""
-    x = decoder.middle(decoder.conv_in(as_laid_out(z)))
+    x = decoder.middle(decoder.conv_in(to_channels_last(z)))
     resize: Upsample | None = None
     for number, level in enumerate(decoder.stack):
         if runs_whole(decoder, number, x.shape[2] * (1 if resize is None else 2), strips):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..guidance import CfgBranch
 from ..methods.method import Method
 from ..methods.registry import resolve_method
-from ..guidance import CfgBranch
 
 Amounts = tuple[tuple[int, float], ...]
 

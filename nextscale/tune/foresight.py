@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..eval.probe import FeatureProbe
 from ..methods.frequency import GridMap, feature_change, image_change
 from ..output import Preview
 from ..pipeline import Pipeline
 from ..stage import Schedule, Stage
-from ..eval.probe import FeatureProbe
 
 TOP = 0.4  # of the cells
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..validation import is_whole
 from ..errors import NextscaleError
 from ..eval.results import write_rows
 from ..io import append_text
+from ..validation import is_int
 from .trials import Trial
 
 FORMAT = "nextscale trials 2"
@@ -54,7 +54,7 @@ class TrialLog:
         """The images of a candidate's first round in an earlier start; None where there was none."""
         lines = complete_lines(file)[0] if file.exists() else []
         images = TrialLog.of_lines(file, lines[:1]).conditions.get("images")
-        return images if is_whole(images, 1) else None
+        return images if is_int(images, 1) else None
 
     @classmethod
     def read(cls, file: Path) -> TrialLog:

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..methods.method import Method
-from ..methods.registry import resolve_method
-from ..validation import is_number, is_whole
 from ..errors import NextscaleError
 from ..eval.results import short_error
+from ..eval.timing import wait
 from ..io import from_levels, to_levels
+from ..methods.method import Method
+from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
-from ..eval.timing import wait
+from ..validation import is_int, is_number
 
 Distance = Callable[[Tensor, Tensor], Tensor]
 """Distances [B] of two batches of images [B, 3, H, W] in [-1, 1]: LPIPS."""
@@ -62,7 +62,7 @@ class Trial:
         trial = cls(**{**values, "stages": tuple(values["stages"])})
         numbers = (trial.lpips, trial.seconds, *trial.stages, trial.cost_share, trial.dense, trial.took, trial.predicted)
         texts = (trial.text, "" if trial.error is None else trial.error)
-        if not all(isinstance(text, str) for text in texts) or not is_whole(trial.images, 1):
+        if not all(isinstance(text, str) for text in texts) or not is_int(trial.images, 1):
             raise ValueError(f"text, images or error of the trial {trial.text!r}")
         if not all(is_number(number) and 0 <= number <= LARGEST for number in numbers):
             raise ValueError(f"a number of the trial {trial.text!r}")

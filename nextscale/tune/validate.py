@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..methods.registry import resolve_method
 from ..errors import NextscaleError
-from ..eval.results import Row, version
-from ..pipeline import Pipeline
-from ..profiles import Interval, Point, Profile, fingerprint
-from ..stage import Schedule
 from ..eval.judges import Judges
 from ..eval.methods import DENSE
 from ..eval.prompts import EvalPrompt
 from ..eval.quality import evaluate
+from ..eval.results import Row, version
+from ..methods.registry import resolve_method
+from ..pipeline import Pipeline
+from ..profiles import Interval, Point, Profile, fingerprint
+from ..stage import Schedule
 from .frontier import frontier
 from .trials import Distance
 

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nextscale.errors import NextscaleError
 from nextscale.methods.drop_guidance import DropGuidance
 from nextscale.methods.method import Method
 from nextscale.methods.registry import METHODS, resolve_method
 from nextscale.methods.skip import SkipStages
 from nextscale.methods.sparsevar import SparseVAR
-from nextscale.errors import NextscaleError
 from nextscale.tune.candidate import Candidate
 from nextscale.tune.ladders import LADDERS
 from nextscale.tune.log import Foresight, TrialLog

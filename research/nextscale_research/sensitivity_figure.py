@@ -46,7 +46,7 @@ def sensitivity_svg(found: Sensitivities) -> str:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra('figures need matplotlib: pip install matplotlib; the trials do not') from error
+        raise MissingExtra("figures need matplotlib: pip install matplotlib; the trials do not") from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         panels = figure.subplots(2, 3)

@@ -31,18 +31,17 @@ from benchmarks.suites import (
     rows_of,
     timed_methods,
 )
-from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.errors import OutOfMemory, SettingError
 from nextscale.eval.bench import WARM_ROUNDS
 from nextscale.eval.results import read_rows
 from nextscale.loading import presets
 from nextscale.loading.presets import model_spec
+from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.pipeline import Pipeline
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.stage import Schedule
-
-from ..test_bench import CPU, SIDES, SPEC, pipeline
-from ..tiny import shared_pipeline
+from tests.eval.test_bench import CPU, SIDES, SPEC, pipeline
+from tests.helpers.tiny import shared_pipeline
 
 Row = dict[str, Any]
 PLAN = Plan(CPU, torch.float32, "eager", 1, Rates(flops=1e12, bytes=1e11))

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from nextscale import ScaleKV, Schedule
+from nextscale.cache import CacheSpec, LayerCache, Workspace
+from nextscale.cache.attending import AttentionCall
 from nextscale.methods.method import MethodRun, RunSetup
 from nextscale.methods.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
-from nextscale.cache.attending import Attended
-from nextscale.cache import CacheSpec, LayerCache, Workspace
 from nextscale.models import Infinity
-
-from . import infinity_cases
-from .accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
-from .compare import Expected, Tolerance
-from .infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of
-from .settings import understood
-from .trace import Trace, TraceRun
+from tests.parity import infinity_cases
+from tests.parity.accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of
+from tests.parity.settings import understood
+from tests.parity.trace import Trace, TraceRun
 
 FIXED = {"pooling": "maxpool"}
 SAID = {"budgets", "first_compressed_stage", "budget_entry_after_stage", "window_size", "base_capacity", "kernel_size"}
@@ -83,7 +82,7 @@ class TracedSelections(Trace):
 
     def __init__(self, method: ScaleKV, budgets: dict[int, tuple[int, ...]], case: dict[str, Any], expected: Expected) -> None:
         config = case["config"]
-        super().__init__(taps=(config["depth"] - 1,), method=method)
+        super().__init__(observed=(config["depth"] - 1,), method=method)
         self.budgets, self.case, self.expected = budgets, case, expected
         self.before, self.after = (torch.zeros(len(config["scale_schedule"]), config["depth"], dtype=torch.int32) for _ in range(2))
         self.selections: dict[tuple[int, int], Tensor] = {}  # by stage and layer, [R, H, K]
@@ -151,7 +150,7 @@ class TracedCache(ScaleKVCache):
         super().__init__(spec, workspace, trace.method)
         self.trace, self.layer = trace, layer
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         trace, stage = self.trace, seen.tokens.stage
         out = super().attend(seen)
         trace.before[stage.index, self.layer] = seen.slot.end
@@ -164,7 +163,7 @@ class TracedCache(ScaleKVCache):
         trace.after[stage.index, self.layer] = after
         return out
 
-    def selected(self, seen: Attended, keep: int) -> Tensor:
+    def selected(self, seen: AttentionCall, keep: int) -> Tensor:
         trace, stage, name = self.trace, seen.tokens.stage.index, f"s{seen.tokens.stage.index}.layer{self.layer}"
         found, score = super().selected(seen, keep).transpose(1, 2), self.scores(seen)[0]
         selection = trace.as_stored(found, score, stage, self.layer)

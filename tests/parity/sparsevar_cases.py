@@ -19,22 +19,21 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
+from nextscale.canvas import Canvas, on_grid
+from nextscale.generate import StageOutput
 from nextscale.methods import frequency
 from nextscale.methods.frequency import GridMap, anchor_cells, best_anchor, feature_change
 from nextscale.methods.method import MethodRun, RunSetup
-from nextscale.canvas import Canvas, on_grid
-from nextscale.generate import StageDone
 from nextscale.models import Infinity
-from nextscale.models.context import Env
-
-from . import infinity_cases
-from .accelerated import SAMPLING, stated_tolerance
-from .compare import Expected, Tolerance
-from .fastvar_cases import mask_of, packed_bits
-from .infinity_cases import Read, schedule_of, to_cells, to_tokens
-from .settings import understood
-from .supplied import with_area_inputs
-from .trace import Trace, TraceRun
+from nextscale.models.context import ForwardContext
+from tests.parity import infinity_cases
+from tests.parity.accelerated import SAMPLING, stated_tolerance
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.fastvar_cases import mask_of, packed_bits
+from tests.parity.infinity_cases import Read, schedule_of, to_cells, to_tokens
+from tests.parity.settings import understood
+from tests.parity.supplied import with_area_inputs
+from tests.parity.trace import Trace, TraceRun
 
 SETTINGS = {"start_prune_stage", "compress_ratio", "specific_mse_layer", "local_window_size", "beta"}
 NO_AUTOENCODER = {"base_ch": 24, "ch_mult": [1], "num_res_blocks": 1}  # the code sum is the result
@@ -120,7 +119,7 @@ def every_cell(grid: Tensor, step: int) -> Tensor:
     return grid[..., ::step, ::step]
 
 
-def sum_readings(expected: Expected, name: str, done: StageDone, latent: Tensor) -> Read:
+def sum_readings(expected: Expected, name: str, done: StageOutput, latent: Tensor) -> Read:
     """The codes of a stage and the sum so far, of which every so many are stored."""
     read: Read = {}
     for stored in ends(expected, f"{name}.codes.sub"):
@@ -161,7 +160,7 @@ class StoredFilling(Trace):
     """
 
     def __init__(self, rules: Rules, expected: Expected, batch: int, depth: int) -> None:
-        super().__init__(taps=(rules.blocks[0], rules.blocks[-1], depth - 1), method=rules.method)
+        super().__init__(observed=(rules.blocks[0], rules.blocks[-1], depth - 1), method=rules.method)
         self.rules, self.expected, self.batch, self.depth = rules, expected, batch, depth
         self.method_kept: dict[int, Tensor] = {}  # by stage, [B, cells], as the method would go on
         self.method_change: dict[int, Tensor] = {}  # [B, cells], of the method
@@ -179,8 +178,8 @@ class StoredFilling(Trace):
         """The head runs on all cells, of which some were copied."""
         head = model.logits
 
-        def filled(x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-            return head(self.fill(x), tokens, env)
+        def filled(x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+            return head(self.fill(x), tokens, ctx)
 
         with mock.patch.object(model, "logits", filled):
             yield

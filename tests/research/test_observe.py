@@ -19,15 +19,15 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.cells import with_tables
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
-from nextscale.methods.method import Method, Plans, StagePlan
-from nextscale.methods.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.cli import app as nextscale_app
 from nextscale.cli import options
 from nextscale.errors import MissingExtra, SettingError
-from nextscale.generate import as_sampled
-from nextscale.eval.probe import FeatureProbe
 from nextscale.eval.calibrate_ranks import energies
+from nextscale.eval.probe import FeatureProbe
+from nextscale.generate import as_sampled
 from nextscale.loading import presets
+from nextscale.methods.method import Method, Plans, StagePlan
+from nextscale.methods.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.models import NextScaleModel
 from nextscale.models.rank_table import read_rank_table
 from nextscale.pipeline import Output, Pipeline
@@ -51,8 +51,7 @@ from nextscale_research.observe.prompt import (
 )
 from nextscale_research.observe.ranks import spread_layers
 from nextscale_research.observe.verdicts import late_stages
-
-from .. import tiny
+from tests.helpers import tiny
 
 GRID = Schedule([1, 2, 4])
 

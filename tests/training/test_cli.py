@@ -22,13 +22,12 @@ from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.models import Infinity
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
+from tests.training.test_data import lines, picture, shard
 from training.__main__ import app
 from training.model_settings import ModelTraining
 from training.model_trainer import initialise
 from training.settings import changed
 from training.tokenizer_settings import TokenizerTraining
-
-from .test_data import lines, picture, shard
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 COMMANDS = [shlex.split(line)[3:] for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
@@ -38,7 +37,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def run(*arguments: object) -> Result:
     words = [str(argument) for argument in arguments]
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False, prog_name="python -m training")
+    return CliRunner(ctx={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False, prog_name="python -m training")
 
 
 def succeed(*arguments: object) -> Result:

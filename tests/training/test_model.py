@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
-from nextscale.guidance import ConstantGuidance
 from nextscale.eval.shards import Record
+from nextscale.guidance import ConstantGuidance
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
-from nextscale.models.rope import PairRope
+from nextscale.models.rope import InterleavedRope
 from nextscale.models.text_context import Padding
 from nextscale.pipeline import Pipeline, Settings
 from nextscale.sampling import Sampling
-from nextscale.schedules import InfinityBook
+from nextscale.schedules import InfinitySchedules
 from nextscale.stage import Schedule, Stage
 from nextscale.text.prompts import TextReader
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
@@ -84,7 +84,7 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
     schedule = Schedule([1, 2, (3, 4), 6], extent=(8, 8))
     prompts = words(["a red square", "blue circle a a"])
     drawn: list[tuple[Tensor, Tensor]] = []
-    settings = Settings(InfinityBook(), ConstantGuidance(strength=1.0), Sampling())
+    settings = Settings(InfinitySchedules(), ConstantGuidance(strength=1.0), Sampling())
     pipe = Pipeline(model, tokenizer, TextReader(lambda: words), settings)
     seen: list[Tensor] = []
 
@@ -99,7 +99,7 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
 
     with torch.no_grad():
         condition = model.read(rows, Padding(lengths, CPU))
-        assert isinstance(model.condition(prompts, False, schedule).rope, PairRope)
+        assert isinstance(model.condition(prompts, False, schedule).rope, InterleavedRope)
         forced = ForcedPass(model, schedule, 4).logits(torch.cat(seen, dim=1), condition)
     expected = torch.cat([logits[..., 1] - logits[..., 0] for logits, _ in drawn], dim=1)
     torch.testing.assert_close(forced, expected, rtol=1e-4, atol=1e-4)

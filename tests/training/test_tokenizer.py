@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.metrics import Lpips
-from nextscale.metrics.pixels import psnr
 from nextscale.eval.shards import Record
 from nextscale.loading.load import load_module
+from nextscale.metrics import Lpips
+from nextscale.metrics.pixels import psnr
 from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from training.data import Pictures

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ...errors import NextscaleError, SettingError
-from ..results import Row, where
 from ...io import from_levels
 from ...metrics.dists import Dists
 from ...metrics.frechet import Moments, frechet_distance
+from ...metrics.intervals import Interval, mean_interval, set_interval
 from ...metrics.library import inception_score, kernel_distance, torchmetrics_image
 from ...metrics.lpips import Lpips
 from ...metrics.neighbours import precision_recall
 from ...metrics.pixels import psnr, ssim
-from ...metrics.intervals import Interval, mean_interval, set_interval
+from ..results import Row, where
 from .cache import OnImages, features_of
 from .images import ImageFolder, by_shape
 from .networks import INCEPTION_FEATURES, NETWORKS, Network
@@ -34,7 +34,7 @@ PairMetric = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class EvaluationSetup:
     """What folders are judged by; set metrics need `real`, pair metrics `dense`."""
 
     device: torch.device
@@ -67,7 +67,7 @@ class Judged:
         found: PairMetric = self._loaded[name]
         return found
 
-    def watched(self, on_images: OnImages) -> Judged:
+    def watched(self, on_images: OnImages) -> EvaluationSetup:
         """The same, with what is loaded; `on_images` is told how many images were seen."""
         return replace(self, on_images=on_images)
 
@@ -91,7 +91,7 @@ class Judged:
             self.pair_metric(name)
 
 
-def evaluate_folder(folder: ImageFolder, judged: Judged) -> Row:
+def evaluate_folder(folder: ImageFolder, judged: EvaluationSetup) -> Row:
     """A row for the results file. Intervals are 95 % and come from resampled images, for kernel distances and the Inception score
     from the deviation over subsets."""
     row = described(folder, judged)
@@ -104,7 +104,7 @@ def evaluate_folder(folder: ImageFolder, judged: Judged) -> Row:
     return row
 
 
-def described(folder: ImageFolder, judged: Judged) -> Row:
+def described(folder: ImageFolder, judged: EvaluationSetup) -> Row:
     """What the row is about; model, method and settings are those of the manifest where all images agree."""
     settings = [entry.settings for entry in folder.entries.values()]
     alike = {name: value for name, value in settings[0].items() if all(one.get(name) == value for one in settings)} if settings else {}
@@ -123,7 +123,7 @@ def described(folder: ImageFolder, judged: Judged) -> Row:
     }
 
 
-def by_set(ours: Tensor, network: Network, judged: Judged) -> Row:
+def by_set(ours: Tensor, network: Network, judged: EvaluationSetup) -> Row:
     """Distances of the whole set to the real images, and the Inception score, which needs none."""
     row: Row = {}
     logits = ours[:, INCEPTION_FEATURES:] if network.name == "inception" else None
@@ -173,7 +173,7 @@ def by_text(ours: Tensor, network: Network, folder: ImageFolder) -> Row:
 
 
 @torch.inference_mode()
-def by_pairs(folder: ImageFolder, dense: ImageFolder, judged: Judged) -> Row:
+def by_pairs(folder: ImageFolder, dense: ImageFolder, judged: EvaluationSetup) -> Row:
     """Means of the distances of every image to the dense one of the same name."""
     measures = {name: judged.pair_metric(name) for name in judged.pairs}
     values: dict[str, list[Tensor]] = {name: [] for name in measures}

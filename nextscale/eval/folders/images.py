@@ -13,9 +13,9 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from ...offline.manifest import Entry, manifest_files, read_folder
 from ...errors import NextscaleError
 from ...io import IMAGE_FORMATS
+from ...offline.manifest import Entry, manifest_files, read_folder
 
 
 @dataclass(frozen=True)

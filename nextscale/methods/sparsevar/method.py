@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from ...validation import is_number, is_one_of, is_share, is_whole, require_flags
 from ...errors import SettingError
 from ...stage import Schedule, Stage
+from ...validation import is_fraction, is_int, is_number, is_one_of, require_flags
 from ..frequency import anchor_count
 from ..method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from ..token_ops import require_own_text
@@ -113,19 +113,19 @@ class SparseVAR(Method):
     reduces_stages = True
 
     def __post_init__(self) -> None:
-        if not is_share(self.tau):
+        if not is_fraction(self.tau):
             raise SettingError(f"tau is a share of the largest change, from 0 to 1; got {self.tau!r}")
         if not is_number(self.beta) or not -1 <= self.beta <= 1:
             raise SettingError(f"beta is a cosine similarity, from -1 (always copy from an anchor) to 1; got {self.beta!r}")
-        if self.alpha is not None and not is_whole(self.alpha, 1):
+        if self.alpha is not None and not is_int(self.alpha, 1):
             raise SettingError(f"alpha is a whole number of cells from 1, or None for no anchors; got {self.alpha!r}")
         for name, choices in CHOICES.items():
             if not is_one_of(getattr(self, name), choices):
                 raise SettingError(f"{name} is one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        if self.first_stage is not None and not is_whole(self.first_stage, self._earliest):
+        if self.first_stage is not None and not is_int(self.first_stage, self._earliest):
             why = f"with metric {self.metric} from {self._earliest}, since the stages before it are compared"
             raise SettingError(f"first_stage is a stage index, {why}; got {self.first_stage!r}")
-        if not is_one_of(self.candidates, ["all"]) and not is_whole(self.candidates, 1):
+        if not is_one_of(self.candidates, ["all"]) and not is_int(self.candidates, 1):
             raise SettingError(f'candidates is a whole number of anchors from 1, or "all"; got {self.candidates!r}')
         require_flags(self, "edges")
         if self.anchors == "content" and (self.alpha is None or self.edges or self.candidates != "all"):
@@ -147,7 +147,7 @@ class SparseVAR(Method):
     def _check_budget(self) -> None:
         if self.select != "threshold":
             raise SettingError(f"keep={self.keep!r} and select={self.select!r} both say how many cells are kept: leave out one of them")
-        if self.first_stage is not None and not is_share(self.keep):
+        if self.first_stage is not None and not is_fraction(self.keep):
             raise SettingError(
                 f"first_stage={self.first_stage} and keep={self.keep!r} both name the first reduced stage: leave out first_stage"
             )
@@ -217,13 +217,13 @@ class SparseVAR(Method):
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         first, blocks, alpha = self.first_reduced(model, schedule), self.tapped_blocks(model), self.anchor_spacing(model)
-        taps = tuple(sorted({blocks[0], blocks[-1]}))
+        observed = tuple(sorted({blocks[0], blocks[-1]}))
         plans, budgets = [], self.budgets(model, schedule)
         for stage in schedule:
             tapped = self.metric == "mse" and first - 1 <= stage.index and not stage.last
-            plan = StagePlan(taps=taps) if tapped else DENSE
+            plan = StagePlan(observed=observed) if tapped else DENSE
             if stage.last and model.adds_residual and alpha is not None:
-                plan = replace(plan, residual_tokens=stage.cells)  # anchors propagate to the others
+                plan = replace(plan, propagates=stage.cells)  # anchors propagate to the others
             if self.keep is not None:
                 plans.append(replace(plan, num_tokens=budgets.get(stage.index)))
                 continue

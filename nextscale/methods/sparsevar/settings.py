@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...validation import is_share, is_whole
 from ...errors import SettingError
+from ...validation import is_fraction, is_int
 
 if TYPE_CHECKING:
     from ...models.base import NextScaleModel
@@ -72,24 +72,24 @@ def change_blocks(model: NextScaleModel) -> range:
 
 def checked_blocks(given: object) -> tuple[int, int]:
     """The first block and the last block + 1."""
-    if is_whole(given):
+    if is_int(given):
         return int(given), int(given) + 1  # type: ignore[call-overload]
     pair: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
-    if len(pair) != 2 or not all(is_whole(block) for block in pair) or pair[0] >= pair[1]:
+    if len(pair) != 2 or not all(is_int(block) for block in pair) or pair[0] >= pair[1]:
         raise SettingError(f"blocks is a block, or (first block, last block + 1) such as (12, 16), counted from 0; got {given!r}")
     return int(pair[0]), int(pair[1])
 
 
 def checked_keep(keep: Any, earliest: int) -> float | Shares:
     """The share of every reduced stage, or pairs of stage index and share in order."""
-    if is_share(keep):
+    if is_fraction(keep):
         return float(keep)
     expected = f"keep is a share from 0 to 1, or {{stage index: share}} with indices from {earliest}"
     try:
         pairs = [(stage, share) for stage, share in (keep.items() if isinstance(keep, Mapping) else keep)]
     except (TypeError, ValueError):
         raise SettingError(f"{expected}; got {keep!r}") from None
-    stages = {stage for stage, share in pairs if is_whole(stage, earliest) and is_share(share)}
+    stages = {stage for stage, share in pairs if is_int(stage, earliest) and is_fraction(share)}
     if not pairs or len(stages) < len(pairs):
         raise SettingError(f"{expected}, each once; got {keep!r}")
     return tuple(sorted((int(stage), float(share)) for stage, share in pairs))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import SettingError
 from ...models.blocks import run_in_order
-from ...models.context import Env
+from ...models.context import ForwardContext
 from ...sampling import Noise, cell_noise
 from ...stage import Tokens, repeat_tail
 from ..method import Span
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from ...models.blocks import Block
 
 
-def race_noise(x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+def race_noise(x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
     """Unit exponential numbers [R, N] for all tokens of x, the same for both rows of a guided pair."""
-    return _noise(env.method_rng.exponential, x, tokens, env)
+    return _noise(ctx.method_rng.exponential, x, tokens, ctx)
 
 
-def normal_noise(x: Tensor, tokens: Tokens, env: Env, columns: int) -> Tensor:
+def normal_noise(x: Tensor, tokens: Tokens, ctx: ForwardContext, columns: int) -> Tensor:
     """Standard normal numbers [R, N, columns] for all tokens of x, the same for both rows of a guided pair."""
-    return _noise(env.method_rng.normal, x, tokens, env, columns)
+    return _noise(ctx.method_rng.normal, x, tokens, ctx, columns)
 
 
-def _noise(noise: Noise, x: Tensor, tokens: Tokens, env: Env, *columns: int) -> Tensor:
-    numbers = cell_noise(noise, tokens.rows(slice(0, env.batch)), (env.batch, x.shape[1], *columns), x.device)
-    return numbers.repeat(x.shape[0] // env.batch, *[1] * (numbers.ndim - 1))
+def _noise(noise: Noise, x: Tensor, tokens: Tokens, ctx: ForwardContext, *columns: int) -> Tensor:
+    numbers = cell_noise(noise, tokens.rows(slice(0, ctx.batch)), (ctx.batch, x.shape[1], *columns), x.device)
+    return numbers.repeat(x.shape[0] // ctx.batch, *[1] * (numbers.ndim - 1))
 
 
 def sublayers_in(blocks: Sequence[Block]) -> int:
@@ -64,9 +64,9 @@ class Remember(Span):
     def num_tokens(self, tokens: int) -> int:
         return tokens
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        x = run_in_order(blocks, x, tokens, env)
-        env.memory.store(memory_name(self.group), x, tokens)
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        x = run_in_order(blocks, x, tokens, ctx)
+        ctx.memory.store(memory_name(self.group), x, tokens)
         return x
 
 
@@ -105,40 +105,42 @@ class LowRank(Span):
         """MACs of the projection of one row; decompositions do not count."""
         return tokens * self.num_tokens(tokens) * dim
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        out = repeat_tail(self.replaced(blocks, x, tokens, env).to(x.dtype), tokens.count)
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        out = repeat_tail(self.replaced(blocks, x, tokens, ctx).to(x.dtype), tokens.count)
         if self.remember:
-            env.memory.store(memory_name(self.group), out, tokens)
+            ctx.memory.store(memory_name(self.group), out, tokens)
         return out
 
-    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """The group's output [R, N, C] for its input x. Entries beyond the count of a row may be anything."""
         raise NotImplementedError
 
-    def ranks(self, x: Tensor, tokens: Tokens, env: Env) -> tuple[int, Tensor | None]:
+    def ranks(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> tuple[int, Tensor | None]:
         """The rank of x [R, N, C]: the largest of the batch, and where they differ, that of each row [R]."""
         rows, ranks = self.rank.of(x, tokens)
         if isinstance(self.rank, Energy):  # the forecast could only assume it
-            env.measured[self.layers] = replace(self, rank=Share(1.0, most=rows))
+            ctx.measured[self.layers] = replace(self, rank=Share(1.0, most=rows))
         return rows, ranks
 
-    def remembered(self, tokens: Tokens, env: Env) -> Tensor:
+    def remembered(self, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """The same group's output at the previous stage that ran, resized to these tokens (equation 7)."""
         try:
-            return env.memory.fill(memory_name(self.group), tokens)
+            return ctx.memory.fill(memory_name(self.group), tokens)
         except KeyError:
             raise SettingError(
                 f"stage {tokens.stage.index} cannot be restored: another method skipped the stage before it, whose outputs StageVAR"
                 " needs. Skip stages with StageVAR's own alphas (0), which know what is skipped"
             ) from None
 
-    def report_rows(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env, computed: int, ranks: Tensor | None) -> None:
+    def report_rows(
+        self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext, computed: int, ranks: Tensor | None
+    ) -> None:
         """Reports that every token had the same part in the rows that the blocks computed."""
-        if env.computed is None:
+        if ctx.computed is None:
             return
         rows = torch.full((x.shape[0],), computed, device=x.device) if ranks is None else ranks
         share = rows / (x.shape[1] if tokens.count is None else tokens.count)
-        env.computed.add(tokens, x, sublayers_in(blocks), share)
+        ctx.computed.add(tokens, x, sublayers_in(blocks), share)
 
 
 def first_tokens(tokens: Tokens, rows: Tensor, count: Tensor | None) -> Tokens:

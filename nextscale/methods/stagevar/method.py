@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from ...validation import is_one_of, is_whole, require_flags
 from ...errors import SettingError
 from ...guidance import CfgBranch, CfgBranches
 from ...models.base import NextScaleModel
 from ...models.rank_table import RankTable
 from ...stage import Schedule, Stage
+from ...validation import is_int, is_one_of, require_flags
 from ..drop_guidance import check_kept_rows
 from ..method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from ..token_ops import require_own_text
@@ -78,9 +78,9 @@ class StageVAR(Method):
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")
-        if self.guidance_off is not None and not is_whole(self.guidance_off):
+        if self.guidance_off is not None and not is_int(self.guidance_off):
             raise SettingError(f"guidance_off is the first stage without guidance, a whole number from 0; got {self.guidance_off!r}")
-        if self.groups is not None and not is_whole(self.groups, least=1):
+        if self.groups is not None and not is_int(self.groups, least=1):
             raise SettingError(f"groups is a number of blocks per group, 1 or more; got {self.groups!r}")
         if not is_one_of(self.variant, get_args(Variant)):
             raise SettingError(f"variant {self.variant!r}: choose one of {', '.join(get_args(Variant))}")

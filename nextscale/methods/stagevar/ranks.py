@@ -13,7 +13,7 @@ from ...models.rank_table import RankRow, RankTable
 from .settings import PUBLISHED, published_for
 
 ADVICE = (
-    "Set ranks to a ratio such as 0.05, to one per group, or to \"measured\"; or measure a table of this model with"
+    'Set ranks to a ratio such as 0.05, to one per group, or to "measured"; or measure a table of this model with'
     " `nextscale observe ranks`, which is then found beside its weights, or given as ranks=FILE"
 )
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...validation import is_share, is_whole
 from ...errors import SettingError
 from ...models.base import NextScaleModel
 from ...models.rank_table import RankTable, read_rank_table
 from ...schedules import HART_1024
+from ...validation import is_fraction, is_int
 
 Variant = Literal["vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative"]
 Alphas = tuple[tuple[int, float], ...]
@@ -74,7 +74,7 @@ def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[r
 
 def checked_alphas(given: object) -> Alphas:
     pairs = pairs_of(given)
-    if pairs is None or not all(is_whole(stage) and is_share(alpha) for stage, alpha in pairs):
+    if pairs is None or not all(is_int(stage) and is_fraction(alpha) for stage, alpha in pairs):
         raise SettingError(f"alphas is a mapping of stages to numbers from 0 (skip) to 1 (full rank), or such pairs; got {given!r}")
     if len({stage for stage, _ in pairs}) < len(pairs):
         raise SettingError(f"alphas names a stage twice: {given!r}")
@@ -82,17 +82,17 @@ def checked_alphas(given: object) -> Alphas:
 
 
 def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios | RankTable:
-    if is_share(given, above_zero=True):
+    if is_fraction(given, above_zero=True):
         return float(given)
     if isinstance(given, RankTable) or (isinstance(given, str) and given == "measured"):
         return given
     if isinstance(given, str | Path) and str(given).endswith(".json"):
         return read_rank_table(Path(given).expanduser())
-    if isinstance(given, Sequence) and given and all(is_share(ratio, above_zero=True) for ratio in given):
+    if isinstance(given, Sequence) and given and all(is_fraction(ratio, above_zero=True) for ratio in given):
         return tuple(float(ratio) for ratio in given)
     pairs = pairs_of(given)
     if not pairs or not all(
-        is_whole(stage) and isinstance(ratios, Sequence) and ratios and all(is_share(ratio, above_zero=True) for ratio in ratios)
+        is_int(stage) and isinstance(ratios, Sequence) and ratios and all(is_fraction(ratio, above_zero=True) for ratio in ratios)
         for stage, ratios in pairs
     ):
         raise SettingError(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nextscale.cache.attending import Attended
 from nextscale.cache import CacheSpec, Slot
+from nextscale.cache.attending import AttentionCall
 from nextscale.errors import SettingError
 from nextscale.models.attention import reads_lengths
 from nextscale.stage import Schedule, Stage
@@ -59,7 +59,7 @@ def attend_listed(q: Tensor, slot: Slot, lists: KeyLists, scale: float) -> Tenso
     return attend_lists(q, keys, values, lists.numbers, lists.counts, lists.group, scale)
 
 
-def require_whole(seen: Attended, there: KeyMap, method: str) -> None:
+def require_whole(seen: AttentionCall, there: KeyMap, method: str) -> None:
     """Raises SettingError where another method runs a part of the cells of a stage: keys could not be told by where they lie."""
     if seen.tokens.index is not None or seen.slot.lengths is not None or seen.slot.end != there.keys:
         raise SettingError(

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.cache.attending import Attended, AttendingCache
 from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from nextscale.validation import is_share, is_whole, require_flags
+from nextscale.cache.attending import AttendingCache, AttentionCall
 from nextscale.errors import SettingError
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from nextscale.models.attention import attend_slot, chosen_kernels
 from nextscale.stage import Schedule, Stage
+from nextscale.validation import is_fraction, is_int, require_flags
 
 from .key_lists import KeyMap, key_map, require_whole
 
@@ -55,9 +55,9 @@ class LiteVAR(Method):
     own_cache = True
 
     def __post_init__(self) -> None:
-        if not is_share(self.width, above_zero=True):
+        if not is_fraction(self.width, above_zero=True):
             raise SettingError(f"width is a share of a stage's keys, above 0 and at most 1; got {self.width!r}")
-        if not is_whole(self.first):
+        if not is_int(self.first):
             raise SettingError(f"first is the index of a stage, 0 or more; got {self.first!r}")
         require_flags(self, "share_rows", "as_released")
 
@@ -95,7 +95,7 @@ class LiteVARCache(AttendingCache):
         super().__init__(spec, workspace)
         self.method, self.masks = method, masks
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         method, stage = self.method, seen.tokens.stage
         paired = method.share_rows and seen.q.shape[0] == 2 * seen.batch
         banded = method.bands(stage)

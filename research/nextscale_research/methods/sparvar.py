@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.cache.attending import Attended, AttendingCache
 from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from nextscale.validation import is_share, is_whole
+from nextscale.cache.attending import AttendingCache, AttentionCall
 from nextscale.errors import SettingError
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from nextscale.models.attention import attend_slot
 from nextscale.stage import Rows, Schedule, Stage
+from nextscale.validation import is_fraction, is_int
 
 from .key_lists import KeyLists, KeyMap, attend_listed, centres, key_map, require_whole
 
@@ -61,11 +61,11 @@ class SparVAR(Method):
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("sinks", self.sinks), ("choosing", 0 if self.choosing is None else self.choosing)):
-            if not is_whole(value):
+            if not is_int(value):
                 raise SettingError(f"{name} is a whole number, 0 or more; got {value!r}")
-        if not is_share(self.keys, above_zero=True):
+        if not is_fraction(self.keys, above_zero=True):
             raise SettingError(f"keys is a share above 0 and at most 1; got {self.keys!r}")
-        if not isinstance(self.windows, tuple | list) or not all(is_whole(side, 1) for side in self.windows) or not self.windows:
+        if not isinstance(self.windows, tuple | list) or not all(is_int(side, 1) for side in self.windows) or not self.windows:
             raise SettingError(f"windows is a tuple of sides, 1 or more, of the last stage and those before it; got {self.windows!r}")
         object.__setattr__(self, "windows", tuple(self.windows))
 
@@ -145,7 +145,7 @@ class SparVARCache(AttendingCache):
         self.chosen: KeyLists | None = None
         self.left_out: tuple[Tensor, tuple[int, int]] | None = None  # [R, cells, C], what the choice left out, and the size of that stage
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         stage = seen.tokens.stage
         if stage.index < self.first:
             return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
@@ -162,7 +162,7 @@ class SparVARCache(AttendingCache):
         self.chosen = carried(self.chosen, stage, seen.slot.start, *around)
         return attend_listed(seen.q, seen.slot, self.chosen, seen.scale) + resized(*self.left_out, stage.size)
 
-    def _choose(self, seen: Attended) -> Tensor:
+    def _choose(self, seen: AttentionCall) -> Tensor:
         """Dense attention, which says what later stages read."""
         out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
         if seen.tokens.stage.index != self.spec.final:

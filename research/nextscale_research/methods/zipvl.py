@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.methods.token_ops import pick, put_, real_counts, real_tokens, share_of, top_share
-from nextscale.methods.stages import late_stages, stage_indices
-from nextscale.cache.attending import Attended, AttendingCache
 from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Slot, Workspace, real_entries
-from nextscale.validation import is_share
+from nextscale.cache.attending import AttendingCache, AttentionCall
 from nextscale.errors import SettingError
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.methods.stages import late_stages, stage_indices
+from nextscale.methods.token_ops import pick, put_, real_counts, real_tokens, share_of, top_share
 from nextscale.models.attention import attend_slot
 from nextscale.stage import Schedule, Tokens, repeat_tail
+from nextscale.validation import is_fraction
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel
@@ -48,11 +48,11 @@ class ZipVL(Method):
     own_cache = True
 
     def __post_init__(self) -> None:
-        if not is_share(self.ratio) or self.ratio == 1:
+        if not is_fraction(self.ratio) or self.ratio == 1:
             raise SettingError(f"ratio is a share of the tokens from 0 to below 1; got {self.ratio!r}")
-        if self.tau is not None and not is_share(self.tau, above_zero=True):
+        if self.tau is not None and not is_fraction(self.tau, above_zero=True):
             raise SettingError(f"tau is a share of the attention, above 0 and at most 1; got {self.tau!r}")
-        if not is_share(self.probes, above_zero=True):
+        if not is_fraction(self.probes, above_zero=True):
             raise SettingError(f"probes is a share of the queries, above 0 and at most 1; got {self.probes!r}")
         if self.stages is not None:
             object.__setattr__(self, "stages", stage_indices(self.stages))
@@ -93,7 +93,7 @@ class ZipVLCache(AttendingCache):
         super().__init__(spec, workspace)
         self.method, self.acts = run.method, run.acts
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         if seen.tokens.stage.index not in self.acts:
             return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
         selection, kept = self._select(seen)
@@ -102,7 +102,7 @@ class ZipVLCache(AttendingCache):
         out = attend_slot(q, slot, seen.scale, seen.captured)
         return repeat_tail(put_(out.new_zeros(*seen.q.shape[:2], out.shape[-1]), selection, out), seen.tokens.count)
 
-    def _select(self, seen: Attended) -> tuple[Tensor, Tokens]:
+    def _select(self, seen: AttentionCall) -> tuple[Tensor, Tokens]:
         tokens, method = seen.tokens, self.method
         sums = received_attention(seen, method.probes)
         if method.tau is None:
@@ -111,7 +111,7 @@ class ZipVLCache(AttendingCache):
             sums = sums * real
         return tokens.top(sums, fewest(sums, method.tau), sums.shape[1])
 
-    def _keep(self, seen: Attended, selection: Tensor, kept: Tokens) -> Slot:
+    def _keep(self, seen: AttentionCall, selection: Tensor, kept: Tokens) -> Slot:
         """Moves the keys and values of the tokens that stay to the front of the stage's own."""
         slot, final = seen.slot, seen.tokens.stage.index == self.spec.final
         places = own_places(slot, seen.q.shape[1], seen.q.device).expand(seen.q.shape[0], -1)
@@ -142,7 +142,7 @@ def own_places(slot: Slot, new: int, device: torch.device) -> Tensor:
     return (start + torch.arange(new, device=device)).view(-1, new)
 
 
-def received_attention(seen: Attended, probes: float) -> Tensor:
+def received_attention(seen: AttentionCall, probes: float) -> Tensor:
     """Attention that the tokens of a stage receive from the probe queries, mean over heads and sum over queries: [R, N]."""
     q, slot = seen.q, seen.slot
     rows, queries = q.shape[:2]

@@ -29,8 +29,8 @@ from nextscale.cli.options import (
 )
 from nextscale.cli.parse import parse_prompt
 from nextscale.errors import SettingError
-from nextscale.io import write_image, write_text
 from nextscale.eval.methods import parse_methods
+from nextscale.io import write_image, write_text
 from nextscale.metrics import Lpips
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
@@ -81,7 +81,7 @@ class FigureOptions:
             self._write_figures(found)
         else:
             again = f"python -m nextscale_research observe --plot {self.out / NUMBERS}"
-            typer.echo(f'no figures without matplotlib: pip install matplotlib, then {again}')
+            typer.echo(f"no figures without matplotlib: pip install matplotlib, then {again}")
 
     def require_details_writable(self) -> None:
         files = [DETAILS, *(f"{name}.png" for name in DETAIL_SHEETS), *(f"{name}.svg" for name in DETAIL_FIGURES)]
@@ -96,7 +96,7 @@ class FigureOptions:
             for name, figure in detail_figures(found).items():
                 write_text(figure, self.out / f"{name}.svg")
         else:
-            typer.echo('no figures without matplotlib: pip install matplotlib')
+            typer.echo("no figures without matplotlib: pip install matplotlib")
 
     @property
     def _figure_files(self) -> list[Path]:

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from nextscale.eval.probe import FeatureProbe
 from nextscale.methods.frequency import GridMap, neighbour_similarity
 from nextscale.methods.method import Method
-from nextscale.eval.probe import FeatureProbe
 from nextscale.output import Preview
 from nextscale.pipeline import Output, Pipeline
 from nextscale.request import Randomness

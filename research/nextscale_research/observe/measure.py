@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.eval.probe import FeatureProbe
 from nextscale.eval.calibrate_ranks import RankWatcher
+from nextscale.eval.probe import FeatureProbe
 from nextscale.metrics import Lpips
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule

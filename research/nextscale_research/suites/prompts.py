@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nextscale.offline.prompts import SamplePrompt
 from nextscale.errors import PromptError
 from nextscale.eval.prompts import evenly_spread
+from nextscale.offline.prompts import SamplePrompt
 
 HPS_STYLES = ("anime", "concept-art", "paintings", "photo")
 IMAGENET_CLASSES = 1000
