@@ -145,7 +145,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         ("from . import blocks, rope", {"models.blocks", "models.rope"}),
         ("import nextscale.pipeline", {"pipeline"}),
         ("from nextscale import load", {TOP}),
-        ("from nextscale.methods import method", {"accel.method"}),
+        ("from nextscale.methods import method", {"methods.method"}),
         ("def late():\n    from ..engine.graphs import Captures", {"engine.graphs"}),
         ("if TYPE_CHECKING:\n    from ..pipeline import Pipeline", {"pipeline"}),
         ("import torch\nfrom torch import nn", set()),
@@ -158,5 +158,5 @@ def test_imports_are_found(source: str, expected: set[str], tmp_path: Path) -> N
 
 
 def test_the_longest_name_decides_the_layer() -> None:
-    assert layer_of("accel.method") < layer_of("planning.cost") < layer_of("accel.tome") == layer_of("accel")
+    assert layer_of("methods.method") < layer_of("planning.cost") < layer_of("methods.tome") == layer_of("methods")
     assert layer_of(TOP) > layer_of("cli.program")
