@@ -80,7 +80,7 @@ def test_transparent_becomes_white(tmp_path: Path) -> None:
         ({CAPTIONS: lines({"file": "fox.png"}), "fox.png": picture()}, "line 1 must have a text"),
         ({CAPTIONS: lines({"caption": "a fox"})}, "lacks 1 images .* such as ''"),
         ({CAPTIONS: lines(FOX | {"caption": " "}), "fox.png": picture()}, "must have a text"),
-        ({CAPTIONS: lines(FOX | {"caption": 3}), "fox.png": picture()}, "must have a text"),
+        ({CAPTIONS: lines(FOX | {"caption": 3}), "fox.png": picture()}, "caption must be a string"),
         ({CAPTIONS: lines(FOX | {"file": ["fox.png"]})}, "file must be a string"),
         ({CAPTIONS: lines(FOX | {"keywords": "bird"}), "fox.png": picture()}, "keywords must be a list"),
         ({CAPTIONS: lines(FOX), "fox.png": b"not a picture"}, "fox.png is no picture"),
