@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..batching.ray_cluster import LOCAL, RaySettings
 from ..errors import SettingError, SizeError
 from ..eval.methods import parse_methods
 from ..eval.results import where
@@ -26,7 +27,7 @@ from ..offline.lock import working_folder
 from ..offline.plan import Batch as PlannedBatch
 from ..offline.plan import plan_batches
 from ..offline.prompts import SamplePrompt, read_sample_prompts
-from ..offline.ray import LOCAL, RaySettings, sample_on_ray
+from ..offline.ray import sample_on_ray
 from ..offline.sampler import Done, OnImages, sample
 from ..offline.shard import AUTO, Shard
 from ..offline.store import Store
