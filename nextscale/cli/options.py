@@ -17,10 +17,10 @@ from . import parse
 if TYPE_CHECKING:
     import torch
 
-    from ..eval.prompts import EvalPrompt
     from ..guidance import GuidanceLike
     from ..loading import ModelSpec
     from ..methods import Method
+    from ..offline.prompts import EvalPrompt
     from ..pipeline import Pipeline
     from ..stage import Schedule
 
@@ -128,7 +128,7 @@ class PromptFile:
     limit: Limit = None
 
     def read_file(self) -> list[EvalPrompt]:
-        from ..eval.prompts import read_eval_prompts
+        from ..offline.prompts import read_eval_prompts
 
         if self.prompts_file is not None:
             return read_eval_prompts(self.prompts_file, self.limit)

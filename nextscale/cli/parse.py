@@ -13,10 +13,10 @@ from ..errors import PromptError, SettingError, SizeError
 if TYPE_CHECKING:
     import torch
 
+    from ..batching.ray_cluster import RaySettings
     from ..guidance import Guidance, GuidanceLike
     from ..loading import ModelSpec
     from ..methods import Method
-    from ..offline.ray import RaySettings
     from ..profiles import Profile
     from ..schedules import Schedules
     from ..stage import Schedule
@@ -188,7 +188,7 @@ def parse_ray(text: str | None) -> RaySettings | None:
     """Reads ADDRESS,workers=N,gpus=X, in which every part may be missing."""
     if text is None:
         return None
-    from ..offline.ray import RaySettings
+    from ..batching.ray_cluster import RaySettings
 
     pairs = dict(part.strip().partition("=")[::2] if "=" in part else ("address", part.strip()) for part in text.split(","))
     try:

@@ -19,7 +19,6 @@ from ..eval.agreement import Agreement, real_features
 from ..eval.frontier import frontier_svg
 from ..eval.judges import Judges
 from ..eval.methods import LISTS, chosen_methods
-from ..eval.prompts import read_eval_prompts
 from ..eval.quality import Evaluation, evaluate
 from ..eval.results import Row, comparable, judged, read_rows, real_agreement, write_rows
 from ..eval.timing import UNEVEN_NOTE, difference, is_uneven, with_range
@@ -28,6 +27,7 @@ from ..loading.presets import build_model
 from ..methods.method import Method
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.files import EFFICIENTNET, VARIABLE, metric_file
+from ..offline.prompts import read_eval_prompts
 from ..stage import Schedule
 from .files import require_image_name, require_writable
 from .old_options import (

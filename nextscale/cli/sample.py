@@ -25,10 +25,10 @@ from .show import image_bar, show_next
 if TYPE_CHECKING:
     import torch
 
+    from ..batching.ray_cluster import RaySettings
     from ..methods import Method
     from ..offline.plan import Batch as PlannedBatch
     from ..offline.prompts import SamplePrompt
-    from ..offline.ray import RaySettings
     from ..offline.sampler import Done, OnImages
     from ..pipeline import Pipeline
     from ..stage import Schedule
