@@ -39,7 +39,9 @@ def plan(
     text_tokens: Annotated[
         int, option("--text-tokens", "N", "Tokens of a prompt, for models that attend to them.", min=1, max=MAX_COUNT)
     ] = 64,
-    guidance: Annotated[str | None, option("--guidance", "SCALE", "CFG scale; 1 is without guidance.", None, "as published")] = None,
+    guidance: Annotated[
+        str | None, option("--guidance", "SCALE", "CFG scale; constant:1 is without guidance.", None, "as published")
+    ] = None,
     keep_ratio: Annotated[
         float, option("--keep-ratio", "SHARE", "Share of the tokens that data-dependent methods are assumed to compute.", min=0, max=1)
     ] = 0.5,

@@ -36,7 +36,7 @@ RENAMED = {  # commands and options of earlier versions
     "--no-refine": "--sampling refine=false",
     "--as-released": "--sampling as_released",
     "--positive-prompt": "--sampling positive_prompt",
-    "--unguided": "--guidance 1",
+    "--unguided": "--guidance constant:1",
     "--workers": "--ray ADDRESS,workers=N",
     "--gpus": "--ray ADDRESS,gpus=SHARE",
     "--max-images": "--limit images=N",

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages
-from nextscale.cli import app, options, parse
+from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages, loading
 from nextscale.errors import ProfileError, SettingError
-from nextscale.loading import presets
+from nextscale.loading import beside, presets
 from nextscale.methods import Combined, SelectionContext, resolve_method
 from nextscale.methods.auto import fitting_profile
 from nextscale.report import hardware_name
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 from tests.helpers.tape import play_graphs_on_the_cpu
 from tests.helpers.tiny_profiles import FAST, NEAR, point, profile_of
 
@@ -214,14 +214,14 @@ def tuned_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pipe = tiny.shared_pipeline("infinity")
     profile_of(pipe, model="nano").save(tmp_path / "a.profile.json")
     monkeypatch.setitem(presets.MODELS, "nano", replace(tiny.SPECS["infinity"], name="nano"))
-    monkeypatch.setattr(parse, "local_weights", lambda *_: tmp_path)
-    monkeypatch.setattr(options, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
+    monkeypatch.setattr(beside, "local_weights", lambda *_: tmp_path)
+    monkeypatch.setattr(loading, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner(ctx={"COLUMNS": "300"}).invoke(app, list(arguments), catch_exceptions=False)
+    return run_cli(*arguments, columns=300)
 
 
 def test_generate_says_what_auto_took(tuned_nano: Path) -> None:
@@ -237,11 +237,11 @@ def test_plan_takes_auto(tuned_nano: Path) -> None:
     assert (ours.exit_code, ours.stdout) == (0, theirs.stdout)
 
 
-@pytest.mark.parametrize("command", [("generate", "a cat"), ("plan",), ("demo",)])
+@pytest.mark.parametrize("command", [("generate", "a cat"), ("plan",)])
 def test_what_no_profile_meets_is_refused_before_weights_are_loaded(
     command: tuple[str, ...], tuned_nano: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
     result = run(*command, "--method", "auto:speedup=9")
     assert result.exit_code == 2
     assert "no point with a speedup of at least 9" in result.stderr
@@ -258,7 +258,7 @@ def test_sample_chooses_for_its_own_batch(tuned_nano: Path) -> None:
 def test_where_there_are_no_weights_there_are_no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
     assert "auto takes methods from a profile, and none fits var-d16 at 256x256" in run("plan", "-m", "var-d16", "--method", "auto").stderr
-    assert "No profile found of var-d16" in run("profiles", "-m", "var-d16").stdout
+    assert "nextscale download -m var-d16" in run("models", "-m", "var-d16").stdout
 
 
 def test_the_command_that_makes_a_profile_is_one_for_the_same_weights(tuned_nano: Path) -> None:

@@ -31,7 +31,7 @@ from nextscale import (
 from nextscale.cache import CacheSpec, Slot, Workspace
 from nextscale.cache.attending import AttentionCall
 from nextscale.cli import app
-from nextscale.cli.options import ModelOptions
+from nextscale.cli.old_options import ModelOptions
 from nextscale.engine import captures
 from nextscale.engine.executor import Engine
 from nextscale.engine.routes import group_sizes
@@ -716,7 +716,7 @@ def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
     monkeypatch.setattr(ModelOptions, "load", lambda self: tiny.shared_pipeline("flexvar"))
     monkeypatch.chdir(tmp_path)
     shared = ["-m", "tiny", "--sides", "1,2,4,8,12,14", "--batch", "2"]
-    return lambda method, *settings: CliRunner(ctx={"COLUMNS": "300"}).invoke(app, ["fit", method, *shared, *settings])
+    return lambda method, *settings: CliRunner(env={"COLUMNS": "300"}).invoke(app, ["fit", method, *shared, *settings])
 
 
 def test_one_command_fits_decisions(fitted: Callable[..., Result], tmp_path: Path) -> None:
