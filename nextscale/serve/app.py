@@ -30,7 +30,7 @@ STUDIO = Path(__file__).parent / "studio"
 
 def create_app(service: Service) -> FastAPI:
     metrics, settings, content = service.metrics, service.settings, service.content
-    app = FastAPI(title="nextscale", version="1", docs_url=None, redoc_url=None, root_path=settings.root_path)
+    app = FastAPI(title="nextscale", version="1", docs_url=None, redoc_url=None)
     comparer = Comparer(settings.limits)
     names = [*content.models, *content.aliases]
     page = (STUDIO / "index.html").read_text(encoding="utf-8").replace('"/studio/', f'"{settings.root_path}/studio/')

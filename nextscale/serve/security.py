@@ -64,7 +64,10 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, begun, status, path = f"req_{secrets.token_hex(12)}", time.monotonic(), 0, route_of(scope)
+        request_id, begun, status = f"req_{secrets.token_hex(12)}", time.monotonic(), 0
+        root, path = self._settings.root_path, scope["path"]
+        path = path.removeprefix(root) if path.startswith(f"{root}/") else path  # proxies may strip the root path or pass it on
+        scope = {**scope, "root_path": root, "path": root + path}
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def answer(message: Message) -> None:
@@ -124,12 +127,6 @@ class Gate:
             return message
 
         return counted
-
-
-def route_of(scope: Scope) -> str:
-    """Returns the path without the root path, as the router does."""
-    path, root = scope["path"], scope.get("root_path", "")
-    return str(path.removeprefix(root) if path.startswith(f"{root}/") else path)
 
 
 def content_security(page: str) -> str:
