@@ -498,9 +498,7 @@ def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) 
     assert pipe(1, seed=1).report.engine == "graphs"
 
 
-@pytest.mark.parametrize(
-    "method", [StageVARVariants(ranks="measured"), StageVARVariants(variant="least_squares"), StageVARVariants(variant="svd")]
-)
+@pytest.mark.parametrize("settings", [{"ranks": "measured"}, {"variant": "least_squares"}, {"variant": "svd"}])
 def test_what_reads_from_the_device_is_not_captured(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
