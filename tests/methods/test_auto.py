@@ -221,7 +221,7 @@ def tuned_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner(ctx={"COLUMNS": "300"}).invoke(app, list(arguments), catch_exceptions=False)
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, list(arguments), catch_exceptions=False)
 
 
 def test_generate_says_what_auto_took(tuned_nano: Path) -> None:
