@@ -203,7 +203,11 @@ def changed(index: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("tokenizer.blocks_per_level", 1024, "tokenizer.blocks_per_level must be int with numbers above 0 and up to 128"),
         ("tokenizer.channels", 5, "VarTokenizerConfig.* cannot be built .*divisible"),
         ("settings.schedules", 5, "settings.schedules must be .*Schedules"),
-        ("settings.schedules", {"type": "InfinitySchedules", "pixels_per_token": 7}, "no schedules for budget '1M' with 7 pixels per token"),
+        (
+            "settings.schedules",
+            {"type": "InfinitySchedules", "pixels_per_token": 7},
+            "no schedules for budget '1M' with 7 pixels per token",
+        ),
         ("settings.schedules.sides", [[]], "schedules.sides must be tuple"),
         ("settings.guidance.strength", float("nan"), "guidance.strength must be float"),
         ("settings.guidance.strength", "x", "guidance.strength must be float"),
