@@ -40,7 +40,7 @@ class ScaleKV(Method):
     The knobs that matter:
     share: mean share of the keys before the last stage that the layers keep, where no budgets are published. 1 keeps all.
     drafters: layers that keep as much as fits the mean. None is the published choice for Infinity of 32 and 40 layers at its 13 square
-        stages, with the published budgets; everywhere else it is ours, the first layers, one in about 13. `nextscale fit scalekv`
+        stages, with the published budgets; everywhere else it is ours, the first layers, one in about 13. `nextscale calibrate scalekv`
         measures a model's own.
 
     To tinker with:

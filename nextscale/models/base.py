@@ -24,7 +24,6 @@ from .context import Conditioning, ForwardContext
 from .macs import macs_per_token
 from .modulation import HeadModulation
 from .quantized import Quantize
-from .rank_table import RankTable
 from .text_context import TextBuffer, TextInputs
 
 
@@ -82,7 +81,7 @@ class NextScaleModel(nn.Module):
     adds_residual: ClassVar[bool] = False  # `residual` has something to add to the last stage
     replaces_codes: ClassVar[bool] = False  # a stage replaces what earlier ones have generated, and is no residual to them
     rotates_in_float32: ClassVar[bool] = False  # queries and keys are rotated by torch in float32, not by a kernel
-    rank_table: RankTable | None = None  # measured of these weights, if it lies beside them
+    rank_table: Any = None  # methods.stagevar_ranks.RankTable, measured of these weights
     quantize: Quantize | None = None  # the format in which the blocks have their weights; None: the model's dtype
     fingerprint: str | None = None  # of the weights before they were quantised
     kv_dtype: KvDtype | None = None  # in which keys and values are kept for later stages; None: as they are computed

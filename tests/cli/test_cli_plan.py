@@ -230,7 +230,7 @@ def test_short_numbers() -> None:
         (("var-d30", "--method", "code + skip:last=1"), "cannot be combined"),
         (("infinity-2b", "--method", "code"), "none has its family, tokenizer and stages"),
         (("infinity-1b", "--method", "code"), "as in code:refiner=infinity-125m"),
-        (("star-512", "--method", "stagevar"), "1920 channels trained for a grid of 32x32 cells; there are published ones"),
+        (("star-512", "--method", "stagevar"), "no ranks for star with 30 blocks"),
     ],
 )
 def test_refusals(arguments: tuple[object, ...], message: str) -> None:

@@ -71,13 +71,13 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
         ("--method skip:last=99", "cannot skip 99"),
         ("--warmup 100x100:1", "no model has 100x100"),
         ("--warmup 256x256", "WIDTHxHEIGHT:BATCH"),
-        ("--alias x=y", "alias 'x' of 'y'"),
+        ("--alias x=y", "alias"),
         ("--api-key-file nowhere", "cannot be read"),
         ("-m nano -m infinity-2b --weights x", "need a single model"),
         ("--port 99999", "65535"),
         ("--batch-delay-ms 60000", "batch_delay"),
-        ("--cors-origin https://a.example/", "CORS origin"),
-        ("--allow-host a.example:8443", "allowed host"),
+        ("--cors-origin https://a.example/", "cors_origin"),
+        ("--allow-host a.example:8443", "allowed_host"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(started: list[tuple[Content, ServeSettings]], words: str, message: str) -> None:

@@ -310,7 +310,7 @@ def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.Monkey
     result = run(prompts, out, *more)
     assert result.exit_code == 2 and "says that 00000_0.png has chosen" in result.output
     refused = run(prompts, out, *more, "--ray", "auto", "--dtype", "float32")
-    assert refused.exit_code == 2 and "name the method" in refused.output
+    assert refused.exit_code == 2 and "Name the method" in refused.output
 
 
 def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: Path) -> None:
