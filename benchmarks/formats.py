@@ -30,7 +30,7 @@ from nextscale.eval.judges import Judges
 from nextscale.eval.prompts import read_eval_prompts
 from nextscale.eval.results import Row
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models.quantized import FORMATS
+from nextscale.models.quantization import FORMATS
 
 from .formats_table import ERRORS
 from .results import measure, options, record

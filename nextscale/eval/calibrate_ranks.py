@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..errors import SettingError
 from ..methods.combine import Combined
+from ..methods.rank_table import RankRow, RankTable, identity
 from ..methods.stagevar import StageVAR
 from ..methods.stagevar.lowrank import energy_ranks
 from ..methods.stagevar.ranks import counted_tokens
 from ..methods.stagevar.settings import PUBLISHED_ALPHA, group_layers
-from ..models.rank_table import RankRow, RankTable, identity
 from ..pipeline import Pipeline
 from ..stage import Schedule, Stage
 from ..validation import is_fraction

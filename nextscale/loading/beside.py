@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..errors import SettingError
 from ..io import home
+from ..methods.rank_table import RankTable, rank_file, read_rank_table
 from ..models.base import NextScaleModel
-from ..models.rank_table import RankTable, rank_file, read_rank_table
 from ..profiles import profile_folder
 from .artifacts import Weights
 from .fetch import locate

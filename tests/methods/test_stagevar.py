@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
+from nextscale.cache import CacheView, ComputedCells, LayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.eval.calibrate_ranks import measure_ranks, measure_table
 from nextscale.eval.format_errors import generate_seen
@@ -24,6 +24,7 @@ from nextscale.loading.presets import MODELS, build_model
 from nextscale.methods import DENSE, Method, RunSetup, SkipStages, StagePlan
 from nextscale.methods.combine import Combined
 from nextscale.methods.method import MethodRun, Plans
+from nextscale.methods.rank_table import RankRow, RankTable, rank_file, read_rank_table, write_rank_table
 from nextscale.methods.registry import parse_method
 from nextscale.methods.stagevar.groups import LowRank, Remember
 from nextscale.methods.stagevar.lowrank import (
@@ -48,7 +49,6 @@ from nextscale.methods.stagevar.variants import LeastSquaresRows, Representative
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig, Var, VarConfig
 from nextscale.models.blocks import Block
 from nextscale.models.context import ForwardContext
-from nextscale.models.rank_table import RankRow, RankTable, rank_file, read_rank_table, write_rank_table
 from nextscale.pipeline import Output
 from nextscale.planning.memory import ASSUMED_KEPT
 from nextscale.sampling import ImageRng, Rng
@@ -260,11 +260,8 @@ class Doubling:
     """A block."""
 
     layer = 0
-    sublayers = (None,)
+    num_sublayers = 1
     changes_input = False
-
-    def fused_sublayers(self, x: Tensor, ctx: ForwardContext) -> tuple[()]:
-        return ()
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tokens]] = []
@@ -832,15 +829,15 @@ def test_a_span_reports_what_its_blocks_computed(kind: type[LowRank], share: flo
     assert ctx.computed.take(1).tolist() == [[1, 0, 1, 0] if share is None else [share] * 4]
 
 
-class CountingCache(DenseLayerCache):
+class CountingCache(LayerCache):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.read: list[int] = []
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        found = super().append(q, k, v, tokens)
-        self.read.append(found[0].shape[1])
-        return found
+    def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
+        view = super().append(k, v, tokens)
+        self.read.append(view.end)
+        return view
 
 
 @dataclass(frozen=True)

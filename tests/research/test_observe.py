@@ -27,9 +27,9 @@ from nextscale.eval.probe import FeatureProbe
 from nextscale.generate import as_sampled
 from nextscale.loading import presets
 from nextscale.methods.method import Method, Plans, StagePlan
+from nextscale.methods.rank_table import read_rank_table
 from nextscale.methods.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.models import NextScaleModel
-from nextscale.models.rank_table import read_rank_table
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule
 from nextscale_research.__main__ import app

@@ -37,7 +37,7 @@ def _noise(noise: Noise, x: Tensor, tokens: Tokens, ctx: ForwardContext, *column
 
 
 def sublayers_in(blocks: Sequence[Block]) -> int:
-    return sum(len(block.sublayers) for block in blocks)
+    return sum(block.num_sublayers for block in blocks)
 
 
 def memory_name(group: int) -> Hashable:

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from ...errors import SettingError
 from ...guidance import CfgBranch, CfgBranches
+from ...methods.rank_table import RankTable
 from ...models.base import NextScaleModel
-from ...models.rank_table import RankTable
 from ...stage import Schedule, Stage
 from ...validation import is_int, is_one_of, require_flags
 from ..drop_guidance import check_kept_rows

@@ -8,8 +8,8 @@ from importlib.resources import files
 from typing import Any
 
 from ...errors import SettingError
+from ...methods.rank_table import RankRow, RankTable
 from ...models.base import NextScaleModel
-from ...models.rank_table import RankRow, RankTable
 from .settings import PUBLISHED, published_for
 
 ADVICE = (

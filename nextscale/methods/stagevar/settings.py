@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import SettingError
+from ...methods.rank_table import RankTable, read_rank_table
 from ...models.base import NextScaleModel
-from ...models.rank_table import RankTable, read_rank_table
 from ...schedules import HART_1024
 from ...validation import is_fraction, is_int
 
