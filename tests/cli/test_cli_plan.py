@@ -32,7 +32,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: object, columns: int = 100) -> Result:
-    return CliRunner(ctx={"COLUMNS": str(columns)}).invoke(
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(
         app, ["plan", "-m", *map(str, arguments)], catch_exceptions=False, prog_name="nextscale"
     )
 

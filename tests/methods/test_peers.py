@@ -715,7 +715,7 @@ def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
     monkeypatch.setattr(ModelOptions, "load", lambda self: tiny.shared_pipeline("flexvar"))
     monkeypatch.chdir(tmp_path)
     shared = ["-m", "tiny", "--sides", "1,2,4,8,12,14", "--batch", "2"]
-    return lambda method, *settings: CliRunner(ctx={"COLUMNS": "300"}).invoke(app, ["fit", method, *shared, *settings])
+    return lambda method, *settings: CliRunner(env={"COLUMNS": "300"}).invoke(app, ["fit", method, *shared, *settings])
 
 
 def test_one_command_fits_decisions(fitted: Callable[..., Result], tmp_path: Path) -> None:
