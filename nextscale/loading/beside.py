@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import SettingError
 from ..io import home
-from ..methods.rank_table import RankTable, rank_file, read_rank_table
+from ..methods.stagevar_ranks import RankTable, rank_file, read_rank_table
 from ..models.base import NextScaleModel
 from ..profiles import profile_folder
 from .artifacts import Weights

@@ -15,7 +15,7 @@ from ..checkpoints.files import read_object
 from ..device import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..errors import CheckpointError, SettingError
 from ..io import write_text
-from ..methods.rank_table import rank_file, write_rank_table
+from ..methods.stagevar_ranks import rank_file, write_rank_table
 from ..models.base import KvDtype
 from ..models.quantization import Quantize
 from ..models.var import ClassConfig

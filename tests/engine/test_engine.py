@@ -30,6 +30,7 @@ from nextscale.report import Stopwatch
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
+from nextscale_research.methods import StageVARVariants
 from tests.helpers.tape import Dispatched, Tape, play_graphs_on_the_cpu
 from tests.helpers.tiny import (
     CLASS_FAMILIES,
@@ -497,10 +498,11 @@ def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) 
     assert pipe(1, seed=1).report.engine == "graphs"
 
 
-@pytest.mark.parametrize("method", [StageVAR(ranks="measured"), StageVAR(variant="least_squares"), StageVAR(variant="svd")])
+@pytest.mark.parametrize("settings", [{"ranks": "measured"}, {"variant": "least_squares"}, {"variant": "svd"}])
 def test_what_reads_from_the_device_is_not_captured(
-    method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    method = StageVARVariants(**settings)
     play_graphs_on_the_cpu(monkeypatch)
     pipe, prompt = with_graphs("infinity"), prompts("infinity", 1)
     pipe.warmup(prompt)

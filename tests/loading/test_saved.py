@@ -17,7 +17,7 @@ from nextscale.loading.plain_values import from_plain, to_plain
 from nextscale.loading.presets import MODELS, NANO
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.loading.saved import ENCODERS, INDEX
-from nextscale.methods.rank_table import RankRow, RankTable, identity
+from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.output import Preview
 from nextscale.pipeline import Pipeline
 from nextscale.schedules import InfinitySchedules

@@ -23,6 +23,7 @@ from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import Workload, as_run
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory, reserved_cache, stored_bytes
 from nextscale.stage import Schedule, Tokens
+from nextscale_research.methods import StageVARVariants
 from tests.helpers import tiny
 from tests.methods.test_peers import three_routes
 
@@ -208,7 +209,7 @@ DATA_DEPENDENT = {
     "sparsevar": SparseVAR(tau=0.95, first_stage=2),
     "sparsevar, everything": SparseVAR(tau=0.0, first_stage=1),
     "sparsevar, hardly anything": SparseVAR(tau=1.0, first_stage=1, alpha=None),
-    "measured ranks": StageVAR(alphas={2: 0.96, 3: 0.9}, variant="svd"),
+    "measured ranks": StageVARVariants(alphas={2: 0.96, 3: 0.9}, variant="svd"),
     "sparsevar + guidance off": Combined((SparseVAR(tau=0.9, first_stage=2), StageVAR(guidance_off=2, alphas=()))),
 }
 
