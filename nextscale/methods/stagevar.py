@@ -296,7 +296,7 @@ class LowRankGroup(Span):
         places = tokens.take(chosen, ranks)
         y = run_in_order(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, ctx)
         if ctx.computed is not None:
-            ctx.computed.add(places, rows, sum(len(block.sublayers) for block in blocks))
+            ctx.computed.add(places, rows, sum(block.num_sublayers for block in blocks))
         return self.restored(tokens, ctx).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
 
     def ranks(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
