@@ -14,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from ..errors import NextscaleError
 from ..eval.methods import standard
+from ..methods.registry import resolve_method
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, parse_method, text_of
 from .compare import Comparer
@@ -26,6 +28,7 @@ from .security import COMPARE_PATH, OPEN_FOLDER, Gate, content_security
 from .service import Service
 
 STUDIO = Path(__file__).parent / "studio"
+AUTO_POINTS = ("auto:lpips=0.05", "auto:speedup=2", "auto:speedup=3")  # choices of the studio
 
 
 def create_app(service: Service) -> FastAPI:
@@ -121,6 +124,7 @@ def studio_model(served: Served) -> dict[str, Any]:
         "stages": len(served.default),
         "sizes": [{"size": text_of(size), "stages": len(schedules[size])} for size in sizes],
         "methods": {stages: named_methods(served, schedule) for stages, schedule in by_stages.items()},
+        "points": {stages: measured_points(served, schedule) for stages, schedule in by_stages.items()},
     }
 
 
@@ -132,4 +136,14 @@ def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
         with suppress(ApiError):
             served.plans(parse_method(text), schedule, guided, "method")
             found[name] = text
+    return found
+
+
+def measured_points(served: Served, schedule: Schedule) -> dict[str, str]:
+    """Returns the points of auto that a profile of the model holds at a number of stages, with what was measured."""
+    found = {}
+    for text in AUTO_POINTS:
+        with suppress(NextscaleError):
+            reason = resolve_method(text).reason(served.pipeline.situation(schedule))
+            found[text] = (reason or "").partition(": ")[2]
     return found
