@@ -34,7 +34,7 @@ from nextscale.checkpoints import (
     fits,
     load_weights,
     open_checkpoint,
-    published_slots,
+    published_tensors,
 )
 from nextscale.checkpoints import weights as weights_module
 from nextscale.errors import CheckpointError
@@ -168,7 +168,7 @@ def test_initial_values_are_left_out_on_the_meta_device_alone() -> None:
 
 
 def test_slots_say_where_each_published_tensor_goes() -> None:
-    slots = published_slots(meta_toy(), TOY_LAYOUT)
+    slots = published_tensors(meta_toy(), TOY_LAYOUT)
     assert slots.keys() == published_weights().keys()
     assert slots["blocks.1.attn.q_bias"] == Slot("blocks.1.attention.qkv.bias", slice(0, DIM), (DIM,))
     assert slots["blocks.1.attn.v_bias"] == Slot("blocks.1.attention.qkv.bias", slice(2 * DIM, 3 * DIM), (DIM,))
@@ -189,11 +189,11 @@ def test_slots_say_where_each_published_tensor_goes() -> None:
 )
 def test_an_impossible_layout_is_refused(rule: Rule, complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        published_slots(meta_toy(), Layout(rules=(rule,)))
+        published_tensors(meta_toy(), Layout(rules=(rule,)))
 
 
 def test_check_names_every_kind_of_mismatch(weights: dict[str, Tensor]) -> None:
-    slots = published_slots(meta_toy(), TOY_LAYOUT)
+    slots = published_tensors(meta_toy(), TOY_LAYOUT)
     shapes = {key: tuple(tensor.shape) for key, tensor in weights.items()}
     assert fits(slots, shapes, TOY_LAYOUT)
     assert not check(slots, shapes, TOY_LAYOUT)
@@ -219,7 +219,7 @@ def test_check_names_every_kind_of_mismatch(weights: dict[str, Tensor]) -> None:
 )
 def test_only_cut_rows_may_be_longer(weights: dict[str, Tensor], key: str, shape: tuple[int, ...], does_fit: bool) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()} | {key: shape}
-    assert fits(published_slots(meta_toy(), TOY_LAYOUT), shapes, TOY_LAYOUT) is does_fit
+    assert fits(published_tensors(meta_toy(), TOY_LAYOUT), shapes, TOY_LAYOUT) is does_fit
 
 
 # --- sources

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
-from nextscale.checkpoints import published_slots
+from nextscale.checkpoints import published_tensors
 from nextscale.cli import app, options
 from nextscale.cli.files import slug
 from nextscale.cli.groups import grouped
@@ -80,7 +80,7 @@ SPECS = {
 def publish(module: nn.Module, target: Path) -> None:
     fill_random(module, torch.Generator().manual_seed(0), torch.float32, module.float32)
     ours = module.state_dict()
-    slots = published_slots(module, module.layout)
+    slots = published_tensors(module, module.layout)
     torch.save({key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}, target)
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextscale import Pipeline, Schedule, SkipStages
-from nextscale.checkpoints import published_slots, write_weights
+from nextscale.checkpoints import published_tensors, write_weights
 from nextscale.cli.plan_forecast import forecast_of
 from nextscale.errors import SizeError, WeightsMismatch
 from nextscale.io import from_pil
@@ -129,7 +129,7 @@ def test_its_files_are_read_strictly(tmp_path: Path) -> None:
             loaded = fresh(made.PebbleConfig())
         load_module(loaded, path, CPU, torch.float32)
         assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True))
-    assert {"labels.weight", "layers.0.attention.qkv.weight"} <= set(published_slots(pipe.model, pipe.model.layout))
+    assert {"labels.weight", "layers.0.attention.qkv.weight"} <= set(published_tensors(pipe.model, pipe.model.layout))
     tensors = load_file(path)
     tensors["vae.tea"] = tensors.pop("vae.codebook")
     save_file(tensors, path)

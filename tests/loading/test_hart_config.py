@@ -22,7 +22,7 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import nextscale
-from nextscale.checkpoints import published_slots
+from nextscale.checkpoints import published_tensors
 from nextscale.checkpoints.files import LARGEST_JSON
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, PromptError, SettingError, WeightsMismatch
@@ -114,7 +114,7 @@ def published(config: ModelConfig | TokenizerConfig, seed: int = 0) -> dict[str,
         module = build(config)
     fill_random(module, torch.Generator().manual_seed(seed), torch.float32, module.float32)
     ours = module.state_dict()
-    slots = published_slots(module, module.layout)
+    slots = published_tensors(module, module.layout)
     return {key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}
 
 

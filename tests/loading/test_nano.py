@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import nextscale
 from nextscale.assets import EMBEDDED
-from nextscale.checkpoints import published_slots
+from nextscale.checkpoints import published_tensors
 from nextscale.cli import app
 from nextscale.cli.demo import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
@@ -82,7 +82,7 @@ def test_files_hold_the_published_names_in_half_precision(parts: tuple[Infinity,
     for module, file in zip(parts[:2], FILES, strict=False):
         stored = load_file(bundle / file)
         assert {key: tensor.shape for key, tensor in stored.items()} == {
-            key: torch.Size(slot.shape) for key, slot in published_slots(module, module.layout).items()
+            key: torch.Size(slot.shape) for key, slot in published_tensors(module, module.layout).items()
         }
         assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
 
