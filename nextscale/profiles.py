@@ -139,7 +139,7 @@ class Profile:
         require(self, "an int of at least 1", lambda value: is_int(value, 1), "batch", "tested")
         for name, known in (("dtype", DTYPES), ("engine", get_args(Engine)), ("device", DEVICES)):
             require(self, f"one of {', '.join(known)}", known.__contains__, name)
-        require(self, "64 hexadecimal digits", lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value), "fingerprint")
+        require(self, "64 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-f]{64}", str(value))), "fingerprint")
         require(
             self, "(height, width) in pixels", lambda size: len(size) == 2 and all(is_int(n, 1) and n <= MAX_SIDE for n in size), "size"
         )

@@ -86,8 +86,8 @@ def _read(kind: Any, value: Any, where: str, choices: Mapping[Any, tuple[type, .
         return value
     if kind in choices or origin in (Union, UnionType):
         options = choices.get(kind, inner)
-        if isinstance(value, dict) and any(map(is_dataclass, options)):
-            options = tuple(one for one in options if getattr(one, "__name__", None) == value.get(TYPE))
+        if isinstance(value, dict) and (classes := [one for one in options if is_dataclass(one)]):
+            options = tuple(one for one in classes if value.get(TYPE, len(classes) == 1 and one.__name__) == one.__name__)
         for option in options:
             if len(options) == 1:
                 return _read(option, value, where, choices)
@@ -95,7 +95,7 @@ def _read(kind: Any, value: Any, where: str, choices: Mapping[Any, tuple[type, .
                 return _read(option, value, where, choices)
             except ValueError:
                 continue
-    elif is_dataclass(kind):
+    elif isinstance(kind, type) and is_dataclass(kind):
         if isinstance(value, dict):
             return _build(kind, value, where, choices)
     elif origin is Literal:

@@ -139,7 +139,7 @@ def hub_package() -> ModuleType:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise MissingExtra("downloads need the package 'huggingface_hub': pip install 'nextscale[hub]'") from error
+        raise MissingExtra("downloads need the package 'huggingface_hub': pip install 'nextscale[hub]'.") from error
     return huggingface_hub
 
 

@@ -118,7 +118,7 @@ def write_weights(module: nn.Module, target: str | Path, layout: Layout, dtype: 
 
 def _require_target(target: Path, checkpoint: Checkpoint) -> None:
     if target.is_dir() or not target.parent.is_dir():
-        raise CheckpointError(f"The target must be a file in an existing folder; got {target}. Create the folder {target.parent} first.")
+        raise CheckpointError(f"The target must be a file in an existing folder; got {target}. Pass the path of the file to write.")
     if target.exists() and any(target.samefile(file) for file in {checkpoint.path, *(e.shard for e in checkpoint.entries.values())}):
         raise CheckpointError(f"The target must not be the source; got {target}. Pass another file name.")
 

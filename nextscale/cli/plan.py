@@ -10,10 +10,9 @@ import typer
 
 from ..eval.methods import parse_methods
 from ..guidance import ResolvedGuidance
-from ..loading.artifacts import encoder_bytes
-from ..loading.beside import local_weights, rank_table_of
+from ..loading.artifacts import encoder_bytes, local_weights, rank_table_of
+from ..loading.load import without_weights
 from ..loading.presets import model_spec
-from ..loading.without_weights import without_weights
 from ..models.base import NextScaleModel
 from ..pipeline import Settings
 from ..planning.cost import Workload

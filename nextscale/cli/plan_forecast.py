@@ -7,8 +7,8 @@ from typing import Any
 
 from ..collaborate import Half, pair_cost, pair_memory, partner_name, require_pair
 from ..generate import check_cache
+from ..loading.load import without_weights
 from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
-from ..loading.without_weights import without_weights
 from ..methods.code import CoDe
 from ..methods.method import DENSE, Method
 from ..models.base import NextScaleModel

@@ -127,18 +127,22 @@ def find(given: str | Path | None, source: Source | Embedded | None, what: str) 
         return Path(given).expanduser()
     if source is None:
         raise CheckpointError(f"the {what} have not been released: pass weights=... with your own file.")
-    path = local_path(source)
-    if not os.path.exists(path):
-        remedy = "Install nextscale again" if isinstance(source, Embedded) else f"Fetch {source.url}, pass its path, or allow downloads"
-        raise CheckpointError(f"{what}: {path} is absent. {remedy}.")
+    if isinstance(source, Embedded):
+        if not source.path.is_file():
+            raise CheckpointError(f"{what}: {source.path} is absent. Install nextscale, or save the pipeline, again.")
+        return source.path
+    if (path := locate(Artifact(what, source))) is None:
+        raise CheckpointError(
+            f"{what}: {home() / source.local} is absent, and not in the hub's cache. Fetch {source.url} and put it there, pass its path, "
+            "or allow downloads."
+        )
     return path
 
 
-def local_path(source: Source | Embedded) -> Path:
-    """Returns where weights are, or where they are looked for first."""
-    if isinstance(source, Embedded):
-        return source.path
-    return locate(Artifact("weights", source)) or home() / source.local
+def local_weights(spec: ModelSpec) -> Path | None:
+    """Returns where a model's weights are, or where they are looked for first; None if none are released."""
+    source = spec.weights
+    return source and (source.path if isinstance(source, Embedded) else locate(Artifact("weights", source)) or home() / source.local)
 
 
 def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
@@ -146,16 +150,14 @@ def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
     return [*([profile_folder(spec.weights.path)] if isinstance(spec.weights, Embedded) else []), profile_folder(weights)]
 
 
-def sidecar_ranks(model: NextScaleModel, weights: Path) -> RankTable | None:
+def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
     """Returns StageVAR's rank table beside the weights, if there is one. Raises SettingError for another model's."""
     file = rank_file(weights)
     if not file.is_file():
         return None
     table = read_rank_table(file)
     if not table.belongs_to(model):
-        raise SettingError(
-            f"{file} must be of the model beside it; got {table!r}. Remove it, or write it again with `nextscale calibrate`."
-        )
+        raise SettingError(f"{file} must be of the model beside it; got {table!r}. Remove it, or write it with `nextscale calibrate`.")
     return table
 
 
@@ -190,7 +192,7 @@ def fetch_missing(spec: ModelSpec, needed: Sequence[Artifact], with_encoder: boo
         raise type(error)(f"{error} By hand: {', and '.join(places)}." if places else str(error)) from error
 
 
-def download_model(name: str, to: Path | None = None, offline: bool = False, room: float = 1.0) -> Mapping[Artifact, Path]:
+def download_artifacts(name: str, to: Path | None, offline: bool, room: float) -> Mapping[Artifact, Path]:
     """Finds everything that a model needs, or fetches it into the hub's cache or below `to`.
 
     Files below `to` with another content than the hub's are fetched again. Offline, missing and changed files are errors.

@@ -115,7 +115,10 @@ def hart_model_config(preset: HartConfig, path: Path) -> HartConfig:
     if config.dim % (4 * config.heads if known_heads else head_dim):  # rotation takes two coordinates of two channels each
         found.problems.append(f"dim {config.dim} must be a multiple of 4 num_heads, which {CONFIG_NAME} says; got {config.heads} heads")
     if hidden is not None and config.block.hidden_dim != hidden:
-        config = replace(config, mlp_ratio=1.5 * hidden / config.dim)
+        fitting = replace(config, mlp_ratio=1.5 * hidden / config.dim)
+        if "mlp_ratio" in found.said or fitting.block.hidden_dim != hidden:
+            found.problems.append(f"mlp_ratio {config.mlp_ratio:g} must give {hidden} channels; got {config.block.hidden_dim}")
+        config = fitting
     found.raise_problems()
     return config
 
@@ -186,7 +189,7 @@ class Findings:
         for setting in self.format.settings:
             said, seen = (found.get(setting.field) for found in (self.said, self.seen))
             if None not in (said, seen) and said != seen:
-                self.problems.append(f"{CONFIG_NAME} says {setting.key}: {setting.field} is {shortened(said)}; the weights have {seen}")
+                self.problems.append(f"{CONFIG_NAME} says {setting.key}: {setting.field} {shortened(said)}; the weights have {seen}")
         return replace(preset, **(self.said | self.seen))
 
     def size(self, key: str, axis: int) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,12 @@ from ..tokenizers import HartTokenizerConfig
 from ..tokenizers.base import Tokenizer
 from .artifacts import (
     converted_file,
-    download_model,
+    download_artifacts,
     encoder_artifact,
     fetch_missing,
     find,
     profile_folders,
-    sidecar_ranks,
+    rank_table_of,
     weight_artifacts,
 )
 from .hart_config import check_pair, checkpoint_spec, dump_config, own_config_file
@@ -98,26 +98,27 @@ def load(
         fetch_missing(spec, needed, with_encoder=text_encoder is None)
     weights = find(weights, spec.weights, f"weights of {spec.name}")
     tokenizer = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {spec.name}")
-    spec = checkpoint_spec(spec, weights, tokenizer)
+    if not isinstance(spec.tokenizer_weights, Embedded):  # what comes with the package or a saved pipeline says it all
+        spec = checkpoint_spec(spec, weights, tokenizer)
     model, images = build_on_meta(spec, kv_dtype)
     load_module(model, weights, device if quantize is None else torch.device("cpu"), dtype)
     if quantize is not None:
         quantize_model(model, quantize, device)
     load_module(images, tokenizer, device, dtype)
-    model.rank_table = sidecar_ranks(model, weights)
+    model.rank_table = rank_table_of(model, weights)
     if isinstance(spec.model, HartConfig) and isinstance(spec.tokenizer, HartTokenizerConfig):
         check_pair(spec.model, spec.tokenizer)  # not earlier: a part of another model has a clearer refusal of its own
-    options.setdefault("profiles", own_profiles(profile_folders(spec, weights), model))
+    profiles = own_profiles(profile_folders(spec, weights), model)
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
-    pipeline = Pipeline(model, images, reader, spec.settings, spec.name, **options)
+    pipeline = Pipeline(model, images, reader, spec.settings, spec.name, profiles=profiles, **options)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
     pipeline.refiners.fitting = smaller_models(spec)
 
     def open_partner(other: str) -> Pipeline:
         require_shared_tokenizer(spec, model_spec(other))
-        own = {"tokenizer": tokenizer, "text_encoder": text_encoder, "offload_text": offload_text, "download": download}
-        made = {"device": model.device, "dtype": model.dtype, "quantize": quantize, "kv_dtype": model.kv_dtype, "as_released": as_released}
-        return load(other, **own, **made, **{name: value for name, value in options.items() if name != "profiles"})
+        own: dict[str, Any] = {"text_encoder": text_encoder, "offload_text": offload_text, "download": download} | options
+        own |= {"device": model.device, "dtype": model.dtype, "quantize": quantize, "kv_dtype": model.kv_dtype, "as_released": as_released}
+        return load(other, tokenizer=tokenizer, **own)
 
     pipeline.refiners.open = open_partner
     return pipeline
@@ -199,12 +200,11 @@ def identify(path: Path) -> list[str]:
     found = []
     for spec in MODELS.values():
         names = (f"the model {spec.name}", f"the tokenizer of {spec.name}")
-        for name, module in zip(names, build_on_meta(spec), strict=True):
-            try:
+        modules: tuple[NextScaleModel | Tokenizer, ...] = build_on_meta(spec)
+        for name, module in zip(names, modules, strict=True):
+            with suppress(CheckpointError):
                 shapes = open_checkpoint(path, module.layout).shapes
-            except CheckpointError:
-                continue
-            found += [name] if fits(published_tensors(module, module.layout), shapes, module.layout) else []
+                found += [name] if fits(published_tensors(module, module.layout), shapes, module.layout) else []
     return found
 
 
@@ -236,16 +236,19 @@ def convert_weights(spec: ModelSpec, source: Path, target: Path, is_model: bool,
     return tensors
 
 
-def download_and_convert(name: str, to: Path | None = None, offline: bool = False) -> dict[str, Path]:
-    """Downloads a model, and writes pickled weights as safetensors where `load` finds them first."""
+def download_model(name: str, to: Path | None = None, convert: bool = False, offline: bool = False) -> dict[str, Path]:
+    """Finds everything that a model needs, or fetches it into the hub's cache or below `to`. Returns paths by description.
+
+    Files below `to` with another content than the hub's are fetched again. Offline, missing and changed files are errors.
+    convert: also write pickled weights as safetensors where `load` finds them first.
+    """
     spec, paths = model_spec(name), {}
-    for artifact, path in download_model(name, to, offline, room=2.0).items():
+    for artifact, path in download_artifacts(name, to, offline, room=2.0 if convert else 1.0).items():
         files = path.iterdir() if path.is_dir() else [path]
-        if artifact.encoder is None and not any(file.suffix == ".safetensors" for file in files):
-            target = converted_file(path)
-            convert_weights(spec, path, target, is_model=artifact.source is spec.weights)
-            path = target
         paths[artifact.what] = path
+        if convert and artifact.encoder is None and not any(file.suffix == ".safetensors" for file in files):
+            paths[artifact.what] = converted_file(path)
+            convert_weights(spec, path, converted_file(path), is_model=artifact.source is spec.weights)
     return paths
 
 

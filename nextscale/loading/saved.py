@@ -110,16 +110,17 @@ class Pretrained:
 
 def save(pipeline: Pipeline, folder: Path) -> Path:
     """Writes the index last and removes it first, so that a folder with an index is complete."""
+    model: Any = pipeline.model
+    tokenizer: Any = pipeline.tokenizer
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"the target must be a folder; got the file {folder}.")
-    if pipeline.model.quantize is not None:
+    if model.quantize is not None:
         raise SettingError(
-            f"the model must not be quantized; got {pipeline.model.quantize}. Save the pipeline loaded without quantize, and pass "
+            f"the model must not be quantized; got {model.quantize}. Save the pipeline loaded without quantize, and pass "
             "quantize to from_pretrained."
         )
-    dtype: Any = str(pipeline.model.dtype).removeprefix("torch.")
-    parts: Any = (pipeline.model.config, pipeline.tokenizer.config, pipeline.settings)
-    index = Index(pipeline.name, dtype, *parts, encoder_entry(pipeline.reader))
+    dtype: Any = str(model.dtype).removeprefix("torch.")
+    index = Index(pipeline.name, dtype, model.config, tokenizer.config, pipeline.settings, encoder_entry(pipeline.reader))
     content = {field.name: to_plain(getattr(index, field.name)) for field in fields(index)}
     try:
         Index.from_plain(content, "the pipeline")
@@ -129,18 +130,18 @@ def save(pipeline: Pipeline, folder: Path) -> Path:
     profiles = {profile for pattern in PROFILES for profile in beside.glob(pattern)} if beside else set()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INDEX).unlink(missing_ok=True)
-    write_weights(pipeline.model, folder / MODEL, pipeline.model.layout, dtype=None)
-    write_weights(pipeline.tokenizer, folder / TOKENIZER, pipeline.tokenizer.layout, dtype=None)
+    write_weights(model, folder / MODEL, model.layout, dtype=None)
+    write_weights(tokenizer, folder / TOKENIZER, tokenizer.layout, dtype=None)
     if isinstance(pipeline.reader, TextReader) and index.text_encoder is not None and index.text_encoder.kind == "words":
         pipeline.reader.encoder.save(folder / WORDS)  # type: ignore[attr-defined]
     for profile in profiles:
         if profile.resolve().parent != folder.resolve():
             shutil.copyfile(profile, folder / profile.name)
     ranks = rank_file(folder / MODEL)
-    if pipeline.model.rank_table is None:
+    if model.rank_table is None:
         ranks.unlink(missing_ok=True)  # of a model that was saved here before
     else:
-        write_rank_table(pipeline.model.rank_table, ranks)
+        write_rank_table(model.rank_table, ranks)
     write_text(json.dumps({"format": FORMAT} | content, indent=2) + "\n", folder / INDEX)
     return folder
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nextscale.checkpoints import Slot, check, fits, published_tensors
+from nextscale.checkpoints import PublishedTensor, check, fits, published_tensors
 from nextscale.loading.presets import INFINITY_TOKENIZERS, MODELS, STRIDE_8, Embedded, TokenizerConfig, build_model, build_tokenizer
 from nextscale.models import NextScaleModel
 from nextscale.tokenizers import FlexVarTokenizerConfig, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
@@ -92,7 +92,7 @@ def on_meta(name: str) -> tuple[NextScaleModel | Tokenizer, ...]:
 
 
 @cache
-def first_slots(name: str) -> dict[str, Slot]:
+def first_slots(name: str) -> dict[str, PublishedTensor]:
     module = on_meta(name)[0]
     return published_tensors(module, module.layout)
 

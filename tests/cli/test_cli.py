@@ -34,8 +34,8 @@ from nextscale.cli.parse import parse_guidance, parse_size
 from nextscale.cli.show import darkened, engines
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading import presets
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
-from nextscale.loading.random_weights import fill_random
 from nextscale.methods import Method, MethodRun, RunSetup
 from nextscale.methods.registry import METHODS
 from nextscale.pipeline import Output

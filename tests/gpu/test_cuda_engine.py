@@ -14,7 +14,7 @@ from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR
 from nextscale.cache import real_entries
 from nextscale.engine import allocator
 from nextscale.generate import StageOutput
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.models import feed_forward as feed_forward_module
 from nextscale.models.attention import attend, reads_lengths

@@ -12,7 +12,7 @@ from torch import Tensor
 from nextscale import FastVAR, Schedule, kernels
 from nextscale.eval.format_errors import generate_seen
 from nextscale.kernels.e4m3 import E4M3, LARGEST, to_e4m3
-from nextscale.loading.quantizing import quantize_model
+from nextscale.loading.load import quantize_model
 from nextscale.models import attention
 from nextscale.models.quantized import Fp8Linear
 from tests.helpers import tiny

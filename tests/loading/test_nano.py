@@ -21,8 +21,8 @@ from nextscale.cli import app
 from nextscale.cli.demo import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
 from nextscale.loading import presets
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import NANO, Embedded, build_model, build_tokenizer
-from nextscale.loading.random_weights import fill_random
 from nextscale.models import Infinity
 from nextscale.text import RandomEncoder
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder

@@ -39,8 +39,8 @@ from nextscale.errors import SettingError, SizeError
 from nextscale.eval.calibrate_scalekv import measure_roles
 from nextscale.eval.calibrate_skipvar import fit, logistic_regression, measure, most_within
 from nextscale.loading import presets
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import DENSE, RunSetup, resolve_method, skipvar
 from nextscale.methods.code import released_sampling
 from nextscale.methods.scalekv import (
