@@ -86,7 +86,7 @@ def _read(kind: Any, value: Any, where: str, choices: Mapping[Any, tuple[type, .
         return value
     if kind in choices or origin in (Union, UnionType):
         options = choices.get(kind, inner)
-        if isinstance(value, dict) and (classes := [one for one in options if is_dataclass(one)]):
+        if isinstance(value, dict) and (classes := [one for one in options if isinstance(one, type) and is_dataclass(one)]):
             options = tuple(one for one in classes if value.get(TYPE, len(classes) == 1 and one.__name__) == one.__name__)
         for option in options:
             if len(options) == 1:

@@ -214,7 +214,7 @@ def require_room(folder: Path, needed: int) -> None:
     if free < needed:
         raise DownloadError(
             f"the disk of {folder} must have {size_text(needed)} free; it has {size_text(free)}. "
-            "Free some space, or choose another disk: nextscale download MODEL --to DIR, or HF_HOME."
+            "Free some space, or choose another disk: nextscale download -m MODEL --to FOLDER, or HF_HOME."
         )
 
 

@@ -12,7 +12,7 @@ from ..errors import SettingError
 from ..eval.calibrate_ranks import TABLE_ALPHAS, measure_table
 from ..loading.load import find
 from ..loading.presets import MODELS
-from ..models.rank_table import rank_file, write_rank_table
+from ..methods.stagevar_ranks import rank_file, write_rank_table
 from ..validation import is_fraction
 from .files import require_writable
 from .old_options import Force, ModelOptions, PromptOptions, Seed, Sizes, given_by_user, out_option

@@ -12,8 +12,8 @@ from ..checkpoints.files import INDEX_SUFFIX, indexed_shards
 from ..checkpoints.hub import Folder, HubCache, RemoteFile, cached_snapshot, download, hub_package, list_files
 from ..errors import CheckpointError, DownloadError, MissingExtra, SettingError
 from ..io import home
+from ..methods.stagevar_ranks import RankTable, rank_file, read_rank_table
 from ..models.base import NextScaleModel
-from ..models.rank_table import RankTable, rank_file, read_rank_table
 from ..profiles import profile_folder
 from ..text import TextEncoder
 from ..text.files import EncoderFiles
@@ -142,7 +142,9 @@ def find(given: str | Path | None, source: Source | Embedded | None, what: str) 
 def local_weights(spec: ModelSpec) -> Path | None:
     """Returns where a model's weights are, or where they are looked for first; None if none are released."""
     source = spec.weights
-    return source and (source.path if isinstance(source, Embedded) else locate(Artifact("weights", source)) or home() / source.local)
+    if source is None or isinstance(source, Embedded):
+        return None if source is None else source.path
+    return locate(Artifact("weights", source)) or home() / source.local
 
 
 def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
@@ -157,7 +159,7 @@ def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
         return None
     table = read_rank_table(file)
     if not table.belongs_to(model):
-        raise SettingError(f"{file} must be of the model beside it; got {table!r}. Remove it, or write it with `nextscale calibrate`.")
+        raise SettingError(f"{file} must be of the model beside it; got {table!r}. Remove it, or run `nextscale calibrate stagevar`.")
     return table
 
 

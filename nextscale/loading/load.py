@@ -19,8 +19,7 @@ from ..errors import CheckpointError, SettingError, WeightsMismatch
 from ..io import home, write_text
 from ..models import HartConfig, InfinityConfig, StarConfig
 from ..models.base import KvDtype, NextScaleModel
-from ..models.quantization import quantize_blocks
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize, quantize_blocks
 from ..models.var import ClassConfig
 from ..pipeline import Pipeline
 from ..profiles import fingerprint, own_profiles

@@ -15,7 +15,7 @@ from ..device import DTYPES
 from ..errors import CheckpointError, SettingError
 from ..guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from ..io import write_text
-from ..models.rank_table import rank_file, write_rank_table
+from ..methods.stagevar_ranks import rank_file, write_rank_table
 from ..models.var import ClassConfig
 from ..pipeline import Pipeline, Settings
 from ..schedules import InfinitySchedules, Schedules, SquareSchedules

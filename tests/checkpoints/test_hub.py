@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from typer.testing import CliRunner
 
 import nextscale
 from nextscale.checkpoints.hub import WORK, Folder, HubCache, RemoteFile, cached_snapshot, download, list_files
-from nextscale.cli import app
 from nextscale.errors import CheckpointError, DownloadError, MissingExtra, NextscaleError, SettingError, TextEncoderUnavailable
 from nextscale.io import home
 from nextscale.loading import presets
@@ -29,6 +27,7 @@ from nextscale.loading.load import download_model
 from nextscale.loading.presets import MODELS, ModelSpec, Source, build_model, build_tokenizer
 from tests.cli.test_cli import publish
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 from tests.helpers.hub_stand_in import COMMIT, Hub, serving
 
 PROJECT = Path(__file__).parents[2]
@@ -136,7 +135,7 @@ def test_offline_refuses(known: Hub, command: tuple[str, ...]) -> None:
     with pytest.raises(CheckpointError, match="allow downloads") as raised:
         nextscale.load(SPEC.name, device="cpu", download=False)
     assert "https://huggingface.co/lab/tiny/resolve/main/tiny_var.pth" in str(raised.value)
-    result = CliRunner().invoke(app, command)
+    result = run_cli(*command, catch=True)
     assert result.exit_code == 2 and "weights of tiny-var" in result.stderr
     assert known.requests == []
 
@@ -387,7 +386,7 @@ def test_a_whole_blob_is_linked_and_never_grows_or_shrinks(hub: Hub, cache: Path
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["download", "-m", *map(str, arguments)])
+    result = run_cli("download", "-m", *arguments, catch=True)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -419,7 +418,7 @@ def test_download_to_compares_what_is_there(known: Hub, tmp_path: Path) -> None:
     run(SPEC.name, "--to", folder)
     asked = len(known.requests)
     change(weights)
-    result = CliRunner().invoke(app, ["download", "-m", SPEC.name, "--to", str(folder), "--offline"])
+    result = run_cli("download", "-m", SPEC.name, "--to", folder, "--offline", catch=True)
     assert result.exit_code == 2 and "missing or changed: weights of tiny-var. Leave out --offline" in result.stderr
     assert len(known.requests) == asked
     run(SPEC.name, "--to", folder)

@@ -16,7 +16,7 @@ from nextscale.errors import CheckpointError, SettingError, UnknownModel
 from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import MODELS, NANO
 from nextscale.loading.saved import ENCODERS, INDEX, EncoderEntry, Index
-from nextscale.models.rank_table import RankRow, RankTable, identity
+from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.output import Preview
 from nextscale.pipeline import Pipeline
 from nextscale.schedules import InfinitySchedules, SquareSchedules

@@ -27,12 +27,12 @@ from nextscale.eval.probe import FeatureProbe
 from nextscale.generate import as_sampled
 from nextscale.loading import presets
 from nextscale.methods.method import Method, Plans, StagePlan
-from nextscale.methods.stagevar.lowrank import energy_ranks, singular_energies
+from nextscale.methods.stagevar_ranks import energy_ranks, read_rank_table
 from nextscale.models import NextScaleModel
-from nextscale.models.rank_table import read_rank_table
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule
 from nextscale_research.__main__ import app
+from nextscale_research.methods.stagevar_variants import singular_energies
 from nextscale_research.observe import Observations, Sample, observe, read_observations, to_json, verdicts
 from nextscale_research.observe.blocks import BlockWatcher, block_relations
 from nextscale_research.observe.detail import extreme_quarters, local_detail, rank_correlation, ranks
