@@ -71,8 +71,8 @@ class FastVAR(Method):
         and 0.5 in the last two stages of every other model or number of stages.
     cache_stage: the stage whose sublayer outputs are kept. None is the last one that runs before the first pruned one, which the paper
         found best (table A.4).
-    layers: (first, last + 1) or a single block: the blocks that are pruned. None is all blocks, but for Infinity (3, 28) of 32 as in the reference
-        implementation, and the same share of other depths: (1, 7) of 8, (4, 35) of 40.
+    layers: (first, last + 1) or a single block: the blocks that are pruned. None is all blocks, but for Infinity (3, 28) of 32 as in the
+        reference implementation, and the same share of other depths: (1, 7) of 8, (4, 35) of 40.
     as_released: does what the reference implementation does, which finds stages by their side, on square images of Infinity and HART. It
         fixes all other settings.
     """
