@@ -29,7 +29,7 @@ from nextscale.eval.formats import Variant, compare_formats, products_of
 from nextscale.eval.judges import Judges
 from nextscale.eval.results import Row
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models.quantized import FORMATS
+from nextscale.models.quantization import FORMATS
 from nextscale.offline.prompts import read_eval_prompts
 
 from .formats_table import ERRORS

@@ -1,10 +1,10 @@
 """The command line: one file per command."""
 
-from . import convert, download, generate, models, sample, serve
+from . import convert, download, generate, models, plan, sample, serve
 from .options import grouped
 from .program import Command, app
 
-for module in (generate, sample, serve, models, download, convert):
+for module in (generate, sample, serve, models, download, convert, plan):
     app.command(cls=Command)(grouped(vars(module)[module.__name__.rpartition(".")[2]]))
 
 from . import (  # noqa: E402, F401 - each registers its command
@@ -13,7 +13,6 @@ from . import (  # noqa: E402, F401 - each registers its command
     evaluate,
     fit,
     observe_ranks,
-    plan,
     quality,
     tune,
 )

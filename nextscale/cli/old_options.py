@@ -18,7 +18,7 @@ from ..loading.presets import NANO, ModelSpec, model_spec
 from ..methods.method import Method
 from ..metrics.files import VARIABLE
 from ..models.base import KvDtype
-from ..models.quantized import FORMATS, Quantize
+from ..models.quantization import FORMATS, Quantize
 from ..offline.prompts import EvalPrompt, read_eval_prompts
 from ..pipeline import Pipeline
 from ..stage import Schedule

@@ -13,8 +13,7 @@ from ..errors import SettingError
 from ..loading.quantizing import quantize_model
 from ..methods.method import Method
 from ..models.base import NextScaleModel
-from ..models.quantization import PRODUCTS, find
-from ..models.quantized import FORMATS, Quantize
+from ..models.quantization import FORMATS, PRODUCTS, Quantize, find
 from ..offline.prompts import EvalPrompt
 from ..pipeline import Pipeline
 from ..planning.memory import weights_bytes

@@ -21,7 +21,7 @@ def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
         return None
     table = read_rank_table(file)
     if not table.belongs_to(model):
-        raise SettingError(f"{file} lies beside these weights, and has {table!r}: remove it, or write it with `nextscale observe ranks`")
+        raise SettingError(f"{file} lies beside these weights, and has {table!r}: remove it, or run `nextscale calibrate stagevar`")
     return table
 
 

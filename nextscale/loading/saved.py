@@ -17,7 +17,7 @@ from ..errors import CheckpointError, SettingError
 from ..io import write_text
 from ..methods.stagevar_ranks import rank_file, write_rank_table
 from ..models.base import KvDtype
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Pipeline, Settings
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder

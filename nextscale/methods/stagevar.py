@@ -61,7 +61,7 @@ class StageVAR(Method):
         stage 11 on).
     alphas: {stage index: alpha}. 0 skips the stage, 1 runs it in full, and in between it runs at the rank that holds this share of its
         energy. None is as published (Infinity {10: 0.96, 11: 0, 12: 0}, STAR and HART {13: 0.96}), elsewhere the last stage at 0.96.
-    ranks: the ranks of an alpha. None is the table of the model, the one beside its weights (`nextscale observe ranks`) or the published
+    ranks: the ranks of an alpha. None is the table of the model, the one beside its weights (`nextscale calibrate stagevar`) or published
         one (Infinity-2B, STAR-1024, HART), at the stage with the nearest number of cells. The name of a .json file is such a table too. A
         number is the same ratio for all groups, a tuple has one per group, a mapping a tuple per stage. A ratio makes
         int(ratio * tokens) + 1 rows, where backbones other than Infinity count at most as many tokens as the network has channels.
@@ -297,7 +297,7 @@ class LowRankGroup(Span):
         places = tokens.take(chosen, ranks)
         y = run_in_order(blocks, rows, first_tokens(tokens, rows, ranks) if self.first_positions else places, ctx)
         if ctx.computed is not None:
-            ctx.computed.add(places, rows, sum(len(block.sublayers) for block in blocks))
+            ctx.computed.add(places, rows, sum(block.num_sublayers for block in blocks))
         return self.restored(tokens, ctx).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
 
     def ranks(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".ranks.json"
 ADVICE = (
-    "Set ranks to a ratio such as 0.05, or to one per group; or measure a table of this model with `nextscale observe ranks`, which is then"
+    "Set ranks to a ratio such as 0.05, or to one per group; or measure a table of this model with `nextscale calibrate stagevar`, which is"
     " found beside its weights, or given as ranks=FILE."
 )
 
@@ -95,7 +95,7 @@ def read_rank_table(path: Path) -> RankTable:
     try:
         return table_of(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, SettingError) as error:
-        raise SettingError(f"ranks {path} cannot be read ({error}): write it again with `nextscale observe ranks`.") from error
+        raise SettingError(f"ranks {path} cannot be read ({error}): write it again with `nextscale calibrate stagevar`.") from error
 
 
 def table_of(found: Any) -> RankTable:

@@ -109,7 +109,7 @@ def test_two_points_of_the_profile_on_few_images(profile_beside: Path) -> None:
     assert f"{ON_CPU} images of {HEIGHT}x{WIDTH} per row" in result.stdout
     assert f"auto:lpips=0.05 is {resolve_method(NEAR).label}: 1.50x at LPIPS 0.030 in the profile.\n" in result.stdout
     assert "auto:speedup=3 is SkipStages(last=2): 4.00x at LPIPS 0.400 in the profile.\n" in result.stdout
-    assert "measured on tiny-infinity at 8x6, batch 2" in result.stdout
+    assert "measured on tiny-infinity at 6x8, batch 2" in result.stdout
     assert "speedups above are measured here and now" in result.stdout
 
 
@@ -136,7 +136,7 @@ def test_without_a_profile_it_says_so_and_shows_published_settings(monkeypatch: 
     assert result.exit_code == 0, result.stderr
     assert len([line for line in result.stdout.splitlines() if line.endswith("dB")]) == 2
     assert "These are published settings, which were found for other models" in result.stdout
-    assert "`nextscale tune tiny-infinity --size 8x6 --batch 8 --device cpu`" in result.stdout
+    assert "`nextscale tune -m tiny-infinity --size 6x8 --batch 8 --device cpu`" in result.stdout
 
 
 def test_a_profile_with_one_point_near_enough(profile_beside: Path) -> None:

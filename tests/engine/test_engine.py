@@ -370,9 +370,9 @@ def test_what_one_request_leaves_behind_shorter_texts_harms_no_other() -> None:
     fixed.load(PromptInputs(text=TextInputs(torch.ones(4, 4), (3, 1))))
     room = fixed.value.text
     assert room is not None and room.rows.isfinite().all()
-    padding = room.padding()
-    assert torch.equal(padding.pad(room.rows)[:, :, 0].bool(), padding.mask[:, 0, 0])
-    assert padding.lengths.tolist() == [3, 1]
+    context = room.context()
+    assert torch.equal(context.pad(room.rows)[:, :, 0].bool(), context.mask[:, 0, 0])
+    assert context.lengths.tolist() == [3, 1]
 
 
 def test_tables_of_the_last_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

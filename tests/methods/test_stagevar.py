@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
+from nextscale.cache import CacheView, ComputedCells, LayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.eval.calibrate_ranks import measure_ranks, measure_table
 from nextscale.eval.format_errors import generate_seen
@@ -183,11 +183,8 @@ class Doubling:
     """A block."""
 
     layer = 0
-    sublayers = (None,)
+    num_sublayers = 1
     changes_input = False
-
-    def fused_sublayers(self, x: Tensor, ctx: ForwardContext) -> tuple[()]:
-        return ()
 
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor, Tokens]] = []
@@ -685,15 +682,15 @@ def test_a_span_reports_what_its_blocks_computed(kind: type[LowRankGroup] = LowR
     assert ctx.computed.take(1).tolist() == [[1, 0, 1, 0] if share is None else [share] * 4]
 
 
-class CountingCache(DenseLayerCache):
+class CountingCache(LayerCache):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.read: list[int] = []
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        found = super().append(q, k, v, tokens)
-        self.read.append(found[0].shape[1])
-        return found
+    def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
+        view = super().append(k, v, tokens)
+        self.read.append(view.end)
+        return view
 
 
 @dataclass(frozen=True)

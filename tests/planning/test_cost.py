@@ -77,7 +77,7 @@ class ThinAttention(Thin):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
-            attention, *others = block.sublayers
+            attention, *others = block.sublayers(ctx)
             few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
             x = torch.cat([few + attention(few, kept, ctx), x[:, few.shape[1] :]], dim=1)
             for sublayer in others:

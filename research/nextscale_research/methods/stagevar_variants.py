@@ -126,7 +126,7 @@ class StudiedGroup(LowRankGroup):
             return
         rows = torch.full((x.shape[0],), rank, device=x.device) if ranks is None else ranks
         share = rows / (x.shape[1] if tokens.count is None else tokens.count)
-        ctx.computed.add(tokens, x, sum(len(block.sublayers) for block in blocks), share)
+        ctx.computed.add(tokens, x, sum(block.num_sublayers for block in blocks), share)
 
 
 class LeastSquaresRows(StudiedGroup):
@@ -177,7 +177,7 @@ class ApproximatedRows(StudiedGroup):
         ranks = energy_ranks(singular_energies(x, tokens.count), self.alpha)
         near = repeat_tail(approximation(zero_tail(x, tokens.count), ranks).to(x.dtype), tokens.count)
         if ctx.computed is not None:
-            ctx.computed.add(tokens, x, sum(len(block.sublayers) for block in blocks))
+            ctx.computed.add(tokens, x, sum(block.num_sublayers for block in blocks))
         return run_in_order(blocks, near, tokens, ctx)
 
 
