@@ -106,7 +106,8 @@ def test_its_cost_and_memory_are_planned() -> None:
     pipe, found = pipeline(), []
     for images in (1, 3):
         workload = Workload(pipe.settings.schedules.choose(128, None), images)
-        found.append(request_memory(pipe.model, pipe.tokenizer, workload, SkipStages(1).forecast(pipe.model, workload.schedule)))
+        plans = SkipStages(1).forecast(pipe.model, workload.schedule, guided=True)
+        found.append(request_memory(pipe.model, pipe.tokenizer, workload, plans))
     parameters = [*pipe.model.parameters(), *pipe.tokenizer.parameters(), *pipe.model.buffers(), *pipe.tokenizer.buffers()]
     assert [peak.weights for peak in found] == [sum(one.nbytes for one in parameters)] * 2
     assert [peak.decoding for peak in found] == [images * 3 * 128 * 128 * (4 + 4) for images in (1, 3)]
