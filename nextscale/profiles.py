@@ -17,7 +17,6 @@ import torch
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
 from .io import write_text
-from .methods.code import CoDe
 from .methods.method import Method
 from .methods.registry import resolve_method
 from .models.base import NextScaleModel
@@ -92,10 +91,8 @@ def measured_method(text: str) -> Method:
         method = resolve_method(text)
     except (NextscaleError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ProfileError(f"the method {text!r} is none of this version ({error})") from error
-    if method.chooses:
-        raise ProfileError(f"the method {text!r} is chosen by a profile and cannot be a point of one")
-    if isinstance(method, CoDe):
-        raise ProfileError(f"the method {text!r} runs two models, and a profile is of one")
+    if "alone" in method.exclusive:
+        raise ProfileError(f"the method {text!r} selects another method or runs two models, and cannot be a point of a profile")
     return method
 
 

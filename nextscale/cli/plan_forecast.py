@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..collaborate import Half, pair_cost, pair_memory, partner_name, require_pair
 from ..generate import check_cache
 from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
 from ..loading.without_weights import without_weights
-from ..methods.code import CoDe
+from ..methods.code import CoDe, Partner, pair_cost, pair_memory, partner_name, require_pair
 from ..methods.method import DENSE, Method
 from ..models.base import NextScaleModel
 from ..planning.cost import RequestCost, StageCost, Workload, request_cost
@@ -118,7 +117,7 @@ def pair_forecast(name: str, model: NextScaleModel, tokenizer: Tokenizer, method
     partner = partner_name(name, method.refiner, smaller_models(model_spec(name)))
     require_shared_tokenizer(model_spec(name), model_spec(partner))
     refiner, its_tokenizer = without_weights(model_spec(partner), model.dtype, model.quantize)
-    require_pair(Half(name, model, tokenizer), Half(partner, refiner, its_tokenizer))
+    require_pair(Partner(name, model, tokenizer), Partner(partner, refiner, its_tokenizer))
     refiner.check_schedule(schedule)
     rows = workload.images * (2 if workload.guided else 1)
     plans, dense = method.forecast(model, schedule, workload.guided), (DENSE,) * len(schedule)

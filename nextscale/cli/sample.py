@@ -22,6 +22,7 @@ from ..errors import SettingError, SizeError
 from ..eval.methods import parse_methods
 from ..eval.results import where
 from ..loading.random_weights import random_pipeline
+from ..methods.auto import Auto
 from ..offline.lock import working_folder
 from ..offline.plan import Batch as PlannedBatch
 from ..offline.plan import plan_batches
@@ -138,7 +139,7 @@ def sample_command(
         require_known_actors(model, ray)
     model = on_own_gpu(model) if run.shard == AUTO and ray is None else model
     acceleration = parse_methods(*method or ())
-    if ray is not None and ray.address != LOCAL and acceleration.chooses:
+    if ray is not None and ray.address != LOCAL and isinstance(acceleration, Auto):
         raise SettingError(
             f"{acceleration.label} is looked up for the machine that runs it, and a cluster may have several: name the method"
         )
@@ -146,7 +147,7 @@ def sample_command(
     arguments, chosen = {}, {}
     for one in {one.schedule: one for one in batches}.values():
         settled = model.settled(acceleration, one.schedule, one.images)
-        if acceleration.chooses:
+        if isinstance(acceleration, Auto):
             chosen[one.pictures[0].stages] = settled.label
         arguments = sampling.call_arguments(model.spec, one.schedule)
     settings = described(model, sampling, acceleration.label, run)

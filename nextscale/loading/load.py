@@ -80,7 +80,7 @@ def load(
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
     pipeline = assemble(spec, weights_path, tokenizer_path, reader, device, dtype, quantize, engine, graph_memory)
     pipeline.model.kv_dtype = kv_dtype
-    pipeline.refiners.open = lambda other: load_partner(
+    pipeline.partners.open = lambda other: load_partner(
         spec,
         other,
         tokenizer=tokenizer_path,
@@ -122,7 +122,7 @@ def assemble(
     profiles = own_profiles(profile_folders(spec, weights), model)
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, engine, graph_memory, profiles)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
-    pipeline.refiners.fitting = smaller_models(spec)
+    pipeline.partners.fitting = smaller_models(spec)
     return pipeline
 
 

@@ -41,8 +41,8 @@ def random_pipeline(
         quantize_model(model, quantize, device)
     model.kv_dtype = choose_kv_dtype(kv_dtype)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
-    pipe.refiners.fitting = smaller_models(spec)
-    pipe.refiners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
+    pipe.partners.fitting = smaller_models(spec)
+    pipe.partners.open = lambda name: random_pipeline(name, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
     return pipe
 
 

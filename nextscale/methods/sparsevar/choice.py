@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ...stage import Stage, Tokens
 from ..method import TokenCounts
-from ..token_ops import pick
 
 UNKNOWN = TokenCounts(0, 0, 0)
 
@@ -43,16 +42,3 @@ class Choice:
         keep = self.counts.clamp(max=self.num_tokens) if self.ragged else self.num_tokens
         _, tokens = Tokens(stage).top(self.kept.float(), keep, self.num_tokens)
         return tokens
-
-
-@dataclass(frozen=True, slots=True)
-class AnchorMap:
-    """The computed token from which each token of a stage takes its output."""
-
-    tokens: Tokens  # those that were computed and those that an anchor propagates to
-    source: Tensor  # [B, cells], the position of each token's source among the computed ones
-
-    def propagate(self, values: Tensor) -> Tensor:
-        """Values [R, N, ...] of the computed tokens, of one cfg branch or both, at all tokens that have a source, [R, cells, ...]."""
-        source = self.source.repeat(values.shape[0] // self.source.shape[0], 1)
-        return pick(values.flatten(2), source).unflatten(2, values.shape[2:])

@@ -110,7 +110,7 @@ class SparseVAR(Method):
     keep: float | Mapping[int, float] | Shares | None = None
     anchors: Anchors = "grid"
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
 
     def __post_init__(self) -> None:
         if not is_fraction(self.tau):

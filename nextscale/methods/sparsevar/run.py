@@ -26,10 +26,10 @@ from ..frequency import (
     neighbour_similarity,
     share_above,
 )
-from ..method import MethodRun, RunSetup, StagePlan, TokenCounts
-from ..token_ops import most_similar, put_
+from ..method import MethodRun, Restored, RunSetup, StagePlan, TokenCounts
+from ..token_ops import most_similar, pick, put_
 from .anchors import covering_cells
-from .choice import AnchorMap, Choice
+from .choice import Choice
 
 if TYPE_CHECKING:
     from ...canvas import Canvas
@@ -48,9 +48,6 @@ class SparseRun(MethodRun):
     logits: GridMap | None = None  # of the last stage that ran, for every cell
     image: Tensor | None = None  # decoded before the last stage that ran
     choice: Choice | None = None  # of the stage that runs; None: all cells
-    packed: int | None = None  # tokens of all images, where the stage that runs packs its rows
-    ragged: bool = False  # images have left different numbers of keys
-    anchor_map: AnchorMap | None = None  # of the stage that runs, once its logits are restored
     first: int = field(init=False)
     blocks: range = field(init=False)
     alpha: int | None = field(init=False)
@@ -64,38 +61,20 @@ class SparseRun(MethodRun):
 
     # --- which tokens are computed
 
-    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+    def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        budget = self.settings.keep is not None
+        self.choice = self._choose_budget(stage, canvas) if budget else self._choose(stage, canvas)
+        return None if self.choice is None or budget else self.choice.counts
+
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
         if self.settings.keep is not None:
-            return None  # known beforehand
-        self.anchor_map = None
-        self.choice = self._choose(stage, canvas)
-        return None if self.choice is None else self.choice.counts
-
-    def set_counts(self, counts: TokenCounts) -> None:
-        assert self.choice is not None
-        self.choice = replace(self.choice, known=counts)
-
-    def packs(self, planned: StagePlan) -> bool:
-        """Spans and caches of other methods choose among the tokens of a row or compare them, and want padded rows.
-
-        A single image is packed as it is.
-        """
-        return self.setup.batch > 1 and not planned.spans and not self.setup.own_cache
-
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        if self.settings.keep is not None:
-            self.anchor_map = None
-            self.choice = self._choose_budget(stage, canvas)
             return planned
-        choice, self.packed = self.choice, None
-        if choice is None or not choice.reduces:
+        if self.choice is None or counts is None:
             return replace(planned, num_tokens=None)
-        self.ragged |= choice.ragged
-        if self.ragged and self.packs(planned):  # also where counts agree again: keys are read by lengths
-            self.packed = choice.known.total
-        return replace(planned, num_tokens=choice.num_tokens, packed=self.packed)
+        self.choice = replace(self.choice, known=counts)
+        return replace(planned, num_tokens=counts.most if self.choice.reduces else None)
 
-    def state_tensors(self) -> list[Tensor]:
+    def state(self) -> list[Tensor]:
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
     def _choose(self, stage: Stage, canvas: Canvas) -> Choice | None:
@@ -166,8 +145,8 @@ class SparseRun(MethodRun):
         metric = self.settings.metric
         if metric == "image" and stage.index >= self.first - 1:
             before, self.image = self.image, canvas.decode()
-            return None if before is None or stage.index < self.setup.given else image_change(before, self.image, stage.size)
-        if stage.index < max(self.first, self.setup.given):
+            return None if before is None else image_change(before, self.image, stage.size)
+        if stage.index < self.first:
             return None
         if metric == "logits":
             return None if self.logits is None else -neighbour_similarity(self.logits.at(stage.size, self.settings.resize), stage.size)
@@ -190,19 +169,13 @@ class SparseRun(MethodRun):
             change = change.masked_fill(self.excluded.values[..., 0] > 0.5, 0)
         return share_above(change, float(self.settings.tau), largest(change, None))
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         if self.choice is None:
             if self.settings.keep is not None:
                 self.excluded = None  # all cells are computed, and there again
-            return x, tokens
+            return tokens
         self.excluded = GridMap(self.choice.excluded[..., None].float(), tokens.stage.size)
-        if not self.choice.reduces:
-            return x, tokens
-        kept = self.choice.tokens(tokens.stage)
-        if self.packed is not None:
-            kept = kept.packed(self.setup.batch, self.packed)
-        kept = kept.repeat(x.shape[0] // self.setup.batch)  # both rows of a guided pair keep the same cells
-        return kept.gather(x) if kept.packing is None else kept.packing.gather(x), kept
+        return self.choice.tokens(tokens.stage) if self.choice.reduces else tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         if self.settings.metric != "mse" or tokens.stage.index < self.first - 1:
@@ -236,11 +209,11 @@ class SparseRun(MethodRun):
 
     # --- what the tokens that were left out take
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        stage = tokens.stage
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
+        out, source, stage = logits, None, tokens.stage
         compared = self.alpha is not None or self.settings.metric == "logits"
         if not compared or stage.index < self.first - 1:
-            return out, tokens
+            return Restored(out, tokens)
         if tokens.index is None:
             self.logits = GridMap(out.flatten(2), stage.size)
         elif self.logits is None:  # where the stage before was skipped, with metric "image": all cells are kept, in a bucket's tokens
@@ -249,15 +222,18 @@ class SparseRun(MethodRun):
         else:
             expected = self.logits.at(stage.size, self.settings.resize)
             if self.alpha is not None:
-                self.anchor_map = self._anchor_map(expected, self.alpha, stage)
-                out, tokens = self.anchor_map.propagate(out), self.anchor_map.tokens
+                tokens, source = self._sources(expected, self.alpha, stage)
+                out = pick(out.flatten(2), source).unflatten(2, out.shape[2:])
             if not stage.last and tokens.index is not None:
                 # Written in place: such maps are large, 64 MiB an image for 64x64 cells of 4096 codes.
                 self.logits = GridMap(put_(expected, tokens.index, out.flatten(2)), stage.size)
-        return out, tokens
+        return Restored(out, tokens, source)
 
-    def _anchor_map(self, expected: Tensor, alpha: int, stage: Stage) -> AnchorMap:
-        """Matches every cell that was left out with the anchor most similar to it, by the logits expected at both."""
+    def _sources(self, expected: Tensor, alpha: int, stage: Stage) -> tuple[Tokens, Tensor]:
+        """Returns the computed tokens and those that an anchor propagates to, and the computed token [B, cells] that each takes.
+
+        A cell that was left out takes the anchor most similar to it, by the logits expected at both.
+        """
         assert self.choice is not None
         kept = self.choice.kept
         place = (kept.cumsum(dim=1) - 1).clamp(max=self.choice.num_tokens - 1)  # of a kept cell among all kept ones
@@ -271,12 +247,4 @@ class SparseRun(MethodRun):
             source = place.gather(1, anchor)
         known = kept | (similarity >= self.settings.beta - ROUNDING)
         cells, tokens = Tokens(stage).top(known.float(), known.sum(dim=1), stage.cells)
-        return AnchorMap(tokens, torch.where(kept, place, source).gather(1, cells))
-
-    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Cells take their anchor's hidden state, so that HART's diffusion completes the code that each has sampled for itself.
-
-        An anchor's residual would complete the anchor's code. On random weights latents are 12 to 28 % nearer to dense generation than with
-        the anchors' residuals; copying the anchors' codes beside their residuals is further from it than either.
-        """
-        return (x, tokens) if self.anchor_map is None else (self.anchor_map.propagate(tokens.unpack(x)), self.anchor_map.tokens)
+        return tokens, torch.where(kept, place, source).gather(1, cells)
