@@ -11,13 +11,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .cache import ComputedCells, DenseLayerCache, StageMemory, Workspace
+from .cache import ComputedCells, StageMemory, Workspace
+from .cache.attention import attention_backend
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import ResolvedGuidance
 from .methods.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCounts
 from .methods.token_ops import pick
-from .models.attention import attention_backend
 from .models.base import HeadInputs, NextScaleModel
 from .models.blocks import Block, run_in_order
 from .models.context import Conditioning, ForwardContext
@@ -73,7 +73,7 @@ class StageState:
 
     def tensors(self) -> list[Tensor]:
         """Returns what later stages read and what depends on how many tokens were run. All forks share the memory of keys and values."""
-        lengths = [cache.lengths for cache in self.ctx.cache if isinstance(cache, DenseLayerCache) and cache.lengths is not None]
+        lengths = [cache.lengths for cache in self.ctx.cache if cache.lengths is not None]
         return [self.canvas.latent, *self.run.state(), *lengths]
 
 
@@ -237,7 +237,7 @@ def put_given(model: NextScaleModel, request: Request, state: StageState, plan: 
 
 def computed_shares(model: NextScaleModel, ctx: ForwardContext) -> Tensor | None:
     """Returns the share of the sublayers that this stage has computed for every cell, [B, cells]; None if it was not counted."""
-    return None if ctx.computed is None else ctx.computed.take(sum(len(block.sublayers) for block in model.stack))
+    return None if ctx.computed is None else ctx.computed.take(sum(block.num_sublayers for block in model.stack))
 
 
 def as_measured(plan: StagePlan, ctx: ForwardContext) -> StagePlan:
@@ -303,7 +303,7 @@ def reporting(segment: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardC
     ctx.computed.reported = False
     yield
     if not ctx.computed.reported:
-        ctx.computed.add(tokens, x, sum(len(block.sublayers) for block in segment))
+        ctx.computed.add(tokens, x, sum(block.num_sublayers for block in segment))
 
 
 def boundaries(depth: int, plan: StagePlan, guidance: ResolvedGuidance) -> list[int]:

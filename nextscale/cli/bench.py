@@ -24,10 +24,8 @@ from ..loading.random_weights import random_encoder, random_pipeline
 from ..methods.auto import Auto
 from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
-from .console import result_console
 from .files import require_writable
-from .groups import grouped
-from .options import (
+from .old_options import (
     DEFAULT_MODEL,
     Batches,
     Device,
@@ -41,8 +39,10 @@ from .options import (
     compared_methods,
     out_option,
 )
-from .parse import choose_schedule, method_name, parse_size
+from .old_parse import choose_schedule, method_name, parse_size
+from .options import grouped
 from .program import MEASURE, app
+from .show import result_console
 
 MOVED = (
     "Suites of cases, named steps, energy, rooflines and the tables of the docs are made in a checkout of the repository:"

@@ -32,14 +32,12 @@ from ..output import Output
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
-from .console import result_console, share_bar
 from .files import require_image_name, require_writable
-from .groups import grouped
-from .options import BATCH_HELP, MACHINE, Force, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
-from .parse import named_profiles, parse_prompt, situation_of
+from .old_options import BATCH_HELP, MACHINE, Force, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
+from .old_parse import named_profiles, parse_prompt, situation_of
+from .options import grouped
 from .program import app
-from .results import darkened, engines
-from .sheet import compared
+from .show import compared, darkened, engines, result_console, share_bar
 
 PROMPTS = (
     "a 3D icon of a red apple",

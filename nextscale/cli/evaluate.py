@@ -16,11 +16,11 @@ from ..eval.folders import NETWORKS, PAIR_METRICS, EvaluationSetup, ImageFolder,
 from ..eval.results import Row, read_rows, write_rows
 from ..loading.load import choose_device
 from ..metrics.intervals import MOST_RESAMPLES
-from .console import image_bar, result_console
 from .files import require_writable
-from .groups import grouped
-from .options import MACHINE, Batch, Device, Metrics, out_option
+from .old_options import MACHINE, Batch, Device, Metrics, out_option
+from .options import grouped
 from .program import MEASURE, app
+from .show import image_bar, result_console
 
 METRICS = {  # name to the network that it needs, or to itself where pairs are compared
     **dict.fromkeys(("fid", "kid", "precision", "recall", "inception-score"), "inception"),

@@ -12,14 +12,14 @@ from ..errors import SettingError
 from ..eval.calibrate_ranks import TABLE_ALPHAS, measure_table
 from ..loading.load import find
 from ..loading.presets import MODELS
-from ..models.rank_table import rank_file, write_rank_table
+from ..methods.stagevar_ranks import rank_file, write_rank_table
 from ..validation import is_fraction
-from .console import share_bar
 from .files import require_writable
-from .groups import given_by_user, grouped
-from .options import Force, ModelOptions, PromptOptions, Seed, Sizes, out_option
-from .parse import choose_schedule, parse_prompt
+from .old_options import Force, ModelOptions, PromptOptions, Seed, Sizes, given_by_user, out_option
+from .old_parse import choose_schedule, parse_prompt
+from .options import grouped
 from .program import MEASURE, app
+from .show import share_bar
 
 
 @app.command("observe ranks", rich_help_panel=MEASURE)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import CheckpointError, SettingError
 from ..io import replacing
 from ..metrics.efficientnet import FEATURES, EfficientNetLite0
-from .prompts import EvalPrompt
+from ..offline.prompts import EvalPrompt
 
 SIDE = 256  # pixels, to which real images are brought before their features are taken
 FEATURES_BATCH = 64

@@ -13,15 +13,14 @@ from ..errors import SettingError
 from ..loading.quantizing import quantize_model
 from ..methods.method import Method
 from ..models.base import NextScaleModel
-from ..models.quantization import PRODUCTS, find
-from ..models.quantized import FORMATS, Quantize
+from ..models.quantization import FORMATS, PRODUCTS, Quantize, find
+from ..offline.prompts import EvalPrompt
 from ..pipeline import Pipeline
 from ..planning.memory import weights_bytes
 from ..schedules import SizeLike
 from .agreement import real_features
 from .bench import release
 from .judges import Judges, Measured
-from .prompts import EvalPrompt
 from .quality import WARM_UPS, Requests, conditions, mixed_batches
 from .results import Row
 from .summary import Summary

@@ -52,16 +52,11 @@ def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
     groups = {f"blocks {first} to {first + blocks // 4 - 1}": (first, first + blocks // 4) for first in range(0, blocks, blocks // 4)}
     chosen: dict[str, dict[str, object]] = {
         "SparseVAR, 40 % kept": {},
-        **{f"rows {rows}": {"rows": rows} for rows in ("both", "uncond")},
         **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 3, 6, 8, "none")},
         **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, 1, -1)},
         **{f"block {block}": {"blocks": block} for block in range(blocks)},
         **{name: {"blocks": list(group)} for name, group in groups.items()},
         "all blocks": {"blocks": [0, blocks]},
-        "resize nearest": {"resize": "nearest"},
-        "left out: zero": {"left_out": "zero"},
-        "4 nearest anchors": {"candidates": 4},
-        "anchors at the edges": {"edges": True},
         "logits": {"metric": "logits"},
         "image": {"metric": "image"},
     }
@@ -89,11 +84,6 @@ def fastvar_cache(stages: int, blocks: int) -> dict[str, str]:
 def stagevar_ranks(stages: int, blocks: int) -> dict[str, str]:
     """StageVAR, figure 7: rank ratios of the last stage."""
     return {f"rank {ratio}": f"stagevar:alphas={ {stages - 1: 0.96} },ranks={ratio}" for ratio in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)}
-
-
-def stagevar_alphas(stages: int, blocks: int) -> dict[str, str]:
-    """StageVAR, eq. 4: the share of the energy that the rank keeps, measured as it runs; 0 skips the stage."""
-    return {f"alpha {alpha}": f"stagevar:alphas={ {stages - 1: alpha} },ranks=measured" for alpha in (0, 0.8, 0.9, 0.96, 0.99)}
 
 
 def sparsevar_anchors(stages: int, blocks: int) -> dict[str, str]:
@@ -133,7 +123,6 @@ LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
     "fastvar-ratios": fastvar_ratios,
     "fastvar-cache": fastvar_cache,
     "stagevar-ranks": stagevar_ranks,
-    "stagevar-alphas": stagevar_alphas,
     "peers": peers,
 }
 

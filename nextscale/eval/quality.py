@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import NextscaleError, SettingError
 from ..io import to_levels
 from ..methods.method import Method
+from ..offline.prompts import EvalPrompt
 from ..pipeline import Pipeline
 from ..report import Report
 from ..schedules import SizeLike
@@ -19,7 +20,6 @@ from ..stage import Schedule
 from .agreement import real_features
 from .judges import Judges, Measured
 from .methods import DENSE
-from .prompts import EvalPrompt
 from .results import BENCHMARK, Row, short_error, where
 from .summary import Summary
 from .timing import repeated, wait

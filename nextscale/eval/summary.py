@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..metrics.frechet import Directions, Moments, frechet_distance
 from ..metrics.intervals import mean_interval, set_interval
+from ..offline.prompts import EvalPrompt
 from ..report import Report
 from .agreement import Agreement
 from .judges import Measured
-from .prompts import EvalPrompt
 from .results import Row
 from .timing import percentiles, percentiles_and_range
 

@@ -165,6 +165,9 @@ class JoinedStages:
         def take(preview: Any) -> None:
             if preview.done.stage.index in self._shown:
                 first, groups = self._shown[preview.done.stage.index]
+                if len(images) == len(first.latent):
+                    self._on_stage(preview)
+                    return
                 made = {name: getattr(preview.done, name) for name in MADE}
                 copies = {name: None if value is None else value.clone() for name, value in made.items()}
                 groups.append((images, replace(preview, done=replace(preview.done.without_logits(), **copies))))

@@ -8,10 +8,10 @@ from typing import Any
 from ..errors import NextscaleError
 from ..eval.judges import Judges
 from ..eval.methods import DENSE
-from ..eval.prompts import EvalPrompt
 from ..eval.quality import evaluate
 from ..eval.results import Row, version
 from ..methods.registry import resolve_method
+from ..offline.prompts import EvalPrompt
 from ..pipeline import Pipeline
 from ..profiles import Interval, Point, Profile, fingerprint
 from ..stage import Schedule

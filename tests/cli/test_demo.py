@@ -15,11 +15,12 @@ from PIL import Image, ImageFont
 from typer.testing import CliRunner, Result
 
 from nextscale import Schedule
-from nextscale.cli import app, options, parse
+from nextscale.cli import app
+from nextscale.cli import old_options as options
+from nextscale.cli import old_parse as parse
 from nextscale.cli.demo import ON_CPU, PROMPTS, PUBLISHED, MethodImages, RowMaker, decibels, row_table, sheet
-from nextscale.cli.parse import settled_method
-from nextscale.cli.results import darkened
-from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
+from nextscale.cli.old_parse import settled_method
+from nextscale.cli.show import FONT_SIZE, MARGIN, darkened, wrapped
 from nextscale.io import to_pil
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
@@ -82,7 +83,7 @@ def test_rows_show_the_images_of_the_same_seeds() -> None:
     columns = (pipeline(prompts, seed=7).images, accelerated.images, darkened(accelerated.images, accelerated.compute_mask or ()))
     for column, images in enumerate(columns):
         for row, image in enumerate(reversed(images)):  # from below
-            bottom = drawn.shape[0] - row * (HEIGHT + LETTERS + 2 * MARGIN)
+            bottom = drawn.shape[0] - row * (HEIGHT + FONT_SIZE + 2 * MARGIN)
             shown = drawn[bottom - HEIGHT : bottom, column * WIDTH : (column + 1) * WIDTH].astype(int)
             assert abs(shown - np.asarray(image).astype(int)).max() <= 1  # a batch rounds as its images alone do, to a level
     assert np.asarray(columns[2][0]).mean() < np.asarray(columns[1][0]).mean()  # darker: a stage was left out
@@ -108,7 +109,7 @@ def test_two_points_of_the_profile_on_few_images(profile_beside: Path) -> None:
     assert f"{ON_CPU} images of {HEIGHT}x{WIDTH} per row" in result.stdout
     assert f"auto:lpips=0.05 is {resolve_method(NEAR).label}: 1.50x at LPIPS 0.030 in the profile.\n" in result.stdout
     assert "auto:speedup=3 is SkipStages(last=2): 4.00x at LPIPS 0.400 in the profile.\n" in result.stdout
-    assert "measured on tiny-infinity at 8x6, batch 2" in result.stdout
+    assert "measured on tiny-infinity at 6x8, batch 2" in result.stdout
     assert "speedups above are measured here and now" in result.stdout
 
 
@@ -135,7 +136,7 @@ def test_without_a_profile_it_says_so_and_shows_published_settings(monkeypatch: 
     assert result.exit_code == 0, result.stderr
     assert len([line for line in result.stdout.splitlines() if line.endswith("dB")]) == 2
     assert "These are published settings, which were found for other models" in result.stdout
-    assert "`nextscale tune tiny-infinity --size 8x6 --batch 8 --device cpu`" in result.stdout
+    assert "`nextscale tune -m tiny-infinity --size 6x8 --batch 8 --device cpu`" in result.stdout
 
 
 def test_a_profile_with_one_point_near_enough(profile_beside: Path) -> None:
@@ -304,7 +305,7 @@ def test_padding_is_a_column_where_there_is_any() -> None:
 
 
 def test_headings_stay_in_their_columns() -> None:
-    font = ImageFont.load_default(LETTERS)
+    font = ImageFont.load_default(FONT_SIZE)
     text = "a simple cartoon emoji of a penguin in twitter style"
     lines = wrapped(text, font, 150)
     assert len(lines) > 2

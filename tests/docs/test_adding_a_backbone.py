@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from nextscale.cli.plan_forecast import forecast_of
 from safetensors.torch import load_file, save_file
 
 from nextscale import Pipeline, Schedule, SkipStages
 from nextscale.checkpoints import published_slots, write_weights
-from nextscale.cli.plan_forecast import forecast_of
 from nextscale.errors import SizeError, WeightsMismatch
 from nextscale.io import from_pil
 from nextscale.loading import presets, random_weights, saved

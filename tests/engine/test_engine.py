@@ -30,6 +30,7 @@ from nextscale.report import Stopwatch
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
+from nextscale_research.methods import StageVARVariants
 from tests.helpers.tape import Dispatched, Tape, play_graphs_on_the_cpu
 from tests.helpers.tiny import (
     CLASS_FAMILIES,
@@ -176,11 +177,11 @@ CAPTURED_METHODS = (
     StageVAR(),
     ToMe(),
     SparseVAR(tau=0.95, first_stage=2),
-    SparseVAR(0.95, first_stage=2, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
+    SparseVAR(0.95, first_stage=2, blocks=(0, 2), as_released=True),
     SparseVAR(keep=0.3, first_stage=2),
     SparseVAR(keep={2: 0.5}, metric="logits", alpha=None),
     SparseVAR(keep=0.3, first_stage=2, alpha=3, anchors="content"),
-    SparseVAR(tau=0.95, first_stage=2, alpha=3, anchors="content", rows="uncond"),
+    SparseVAR(tau=0.95, first_stage=2, alpha=3, anchors="content"),
     Combined((SparseVAR(keep=0.3, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, first_stage=2), StageVAR(alphas=(), guidance_off=2))),
     Combined((SparseVAR(tau=0.95, first_stage=2), DropGuidance(2, fade=1))),
@@ -223,7 +224,7 @@ ZERO_STRENGTH = (
     SparseVAR(tau=0.0),
     SparseVAR(keep=1.0),
     SparseVAR(keep={2: 1.0}, metric="logits", alpha=None),
-    SparseVAR(tau=0.0, blocks=(0, 2), rows="both", select="share", resize="nearest", left_out="zero", candidates=4, edges=True),
+    SparseVAR(tau=0.0, blocks=(0, 2), as_released=True),
     SparseVAR(tau=0.0, alpha=3, anchors="content"),
     DropGuidance(99),
     StageVAR(guidance_off=99, alphas=(), kept_rows="cond"),
@@ -369,9 +370,9 @@ def test_what_one_request_leaves_behind_shorter_texts_harms_no_other() -> None:
     fixed.load(PromptInputs(text=TextInputs(torch.ones(4, 4), (3, 1))))
     room = fixed.value.text
     assert room is not None and room.rows.isfinite().all()
-    padding = room.padding()
-    assert torch.equal(padding.pad(room.rows)[:, :, 0].bool(), padding.mask[:, 0, 0])
-    assert padding.lengths.tolist() == [3, 1]
+    context = room.context()
+    assert torch.equal(context.pad(room.rows)[:, :, 0].bool(), context.mask[:, 0, 0])
+    assert context.lengths.tolist() == [3, 1]
 
 
 def test_tables_of_the_last_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,10 +498,11 @@ def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) 
     assert pipe(1, seed=1).report.engine == "graphs"
 
 
-@pytest.mark.parametrize("method", [StageVAR(ranks="measured"), StageVAR(variant="least_squares"), StageVAR(variant="svd")])
+@pytest.mark.parametrize("settings", [{"ranks": "measured"}, {"variant": "least_squares"}, {"variant": "svd"}])
 def test_what_reads_from_the_device_is_not_captured(
-    method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    method = StageVARVariants(**settings)
     play_graphs_on_the_cpu(monkeypatch)
     pipe, prompt = with_graphs("infinity"), prompts("infinity", 1)
     pipe.warmup(prompt)
@@ -545,7 +547,7 @@ def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("family", "method", "settings"),
     [
-        ("var", Method(), {"forbidden": (1, 3)}),
+        ("var", Method(), {"suppressed_codes": (1, 3)}),
         ("infinity", ToMe(random=True), {}),
         ("infinity", Combined((FastVAR({2: 1.0}), ToMe(random=True, stages=(2, 3)))), {}),
         ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", first_stage=1), ToMe(random=True))), {}),

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from nextscale.canvas import Canvas
 from nextscale.guidance import CfgBranches
-from nextscale.methods import SparseVAR
 from nextscale.methods.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
-from nextscale.methods.sparsevar.run import Choice, SparseRun
-from nextscale.methods.stagevar.lowrank import representatives
+from nextscale.methods.sparsevar import SparseRun, SparseVAR
+from nextscale.methods.sparsevar_cells import Cells
+from nextscale.methods.stagevar import representatives
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
 from nextscale.models.context import ForwardContext
@@ -168,7 +168,7 @@ class HeldRepresentatives:
         self.batch = batch
         self.recorded: list[Tensor] = []  # per group of blocks: [branches * batch, rank]
         self.waiting: list[Tensor] | None = None  # None while it records
-        monkeypatch.setattr("nextscale.methods.stagevar.variants.representatives", self.choose)
+        monkeypatch.setattr("nextscale.methods.stagevar.representatives", self.choose)
 
     def choose(self, weight: Tensor, noise: Tensor, rank: int, count: Tensor | None = None) -> Tensor:
         if self.waiting is None:
@@ -194,13 +194,13 @@ class PlantedCounts(SparseVAR):
 class PlantedRun(SparseRun):
     settings: PlantedCounts
 
-    def _choose(self, stage: Stage, canvas: Canvas) -> Choice | None:
+    def choose_cells(self, stage: Stage, canvas: Canvas) -> Cells | None:
         if stage.index < self.first:
             return None
         device = canvas.latent.device
         order = torch.arange(stage.cells, device=device) * 40503 % 65521  # scattered, and made on the device: this is captured
         if self.alpha is not None:
-            order = order.index_fill(0, self._anchors(stage, self.alpha, device), -1)
+            order = order.index_fill(0, self.grid_anchors(stage, device), -1)
         counts = (torch.linspace(0.2, 1, self.setup.batch, device=device) * stage.cells).round().long().clamp(min=1)
         kept = order.argsort(stable=True).argsort() < counts[:, None]  # [B, cells]
-        return Choice(~kept, kept, counts)
+        return Cells(~kept, kept, counts)

@@ -28,10 +28,9 @@ from nextscale import (
     Tokens,
     ToMe,
 )
-from nextscale.cache import CacheSpec, Slot, Workspace
-from nextscale.cache.attending import AttentionCall
+from nextscale.cache import AttentionCall, CacheSpec, CacheView, Workspace
 from nextscale.cli import app
-from nextscale.cli.options import ModelOptions
+from nextscale.cli.old_options import ModelOptions
 from nextscale.engine import captures
 from nextscale.engine.executor import Engine
 from nextscale.errors import SettingError, SizeError
@@ -947,8 +946,8 @@ def test_bands_by_hand() -> None:
     assert band(16, 9, 2)[8].nonzero().flatten().tolist() == [3, 4, 5, 6]
     schedule = Schedule(((1, 1), (1, 3)))  # the band of the last stage's first query has two of its three keys
     keys, values = torch.tensor([-1e4, 2.0, 0.5, -1.0]).view(1, 4, 1, 1), torch.eye(4).view(1, 4, 1, 4)  # nothing goes to the start token
-    spec, slot = CacheSpec(1, 1, 1, 1, schedule, torch.float32, CPU), Slot(keys, values, 1, 4)
-    seen = AttentionCall(lambda: pytest.fail("projected"), torch.ones(1, 3, 1, 1), slot, Tokens(schedule[1]), 1.0, False, 1)
+    spec, view = CacheSpec(1, 1, 1, 1, schedule, torch.float32, CPU), CacheView(keys, values, 1, 4)
+    seen = AttentionCall(torch.ones(1, 3, 1, 1), view, Tokens(schedule[1]), 1.0, lambda: pytest.fail("projected"))
     for released, weights in ((False, [0, 0.818, 0.182, 0]), (True, [0, 0.736, 0.164, 0.100])):
         cache = LiteVARCache(spec, Workspace(spec), LiteVAR(0.5, first=1, as_released=released), {})
         assert cache.attend(seen)[0, 0].tolist() == pytest.approx(weights, abs=1e-3)

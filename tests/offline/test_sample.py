@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -11,21 +12,23 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from benchmarks import sample as benchmark
 from benchmarks.sample_table import sample_table
+from nextscale.batching.ray_cluster import RaySettings
 from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
 from nextscale.errors import NextscaleError, PromptError, SettingError
@@ -37,12 +40,12 @@ from nextscale.offline.lock import FolderInUse, working_folder
 from nextscale.offline.manifest import Entry, read_folder, read_manifest
 from nextscale.offline.plan import Batch, Picture, plan_batches
 from nextscale.offline.prompts import SamplePrompt, read_sample_prompts
-from nextscale.offline.ray import RaySettings
 from nextscale.offline.sampler import Done, Generator, longest_prompts, sample
 from nextscale.offline.shard import Shard
 from nextscale.offline.store import Encoded, Store
 from nextscale.output import Output
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 
 SPEC = tiny.infinity_spec()
 SCHEDULE = tiny.INFINITY_SCHEDULE
@@ -71,7 +74,7 @@ def arguments(prompts: Path, out: Path, *more: str) -> list[str]:
 
 
 def run(prompts: Path, out: Path, *more: str) -> Result:
-    return CliRunner().invoke(app, arguments(prompts, out, *more))
+    return run_cli(*arguments(prompts, out, *more), catch=True)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -105,17 +108,17 @@ def test_prompts_have_ids_seeds_and_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": ""}', "has no prompt"),
-        ('{"id": "a"}', "has no prompt"),
+        ('{"prompt": ""}', "must have a text"),
+        ('{"id": "a"}', "must have a text"),
         ("[1]", "expected an object"),
         ("{", "is no JSON"),
-        ('{"prompt": "a", "id": "../x"}', "cannot name files"),
-        ('{"prompt": "a", "id": ".hidden"}', "cannot name files"),
-        ('{"prompt": "a", "seed": -1}', "no whole number"),
+        ('{"prompt": "a", "id": "../x"}', "id must be"),
+        ('{"prompt": "a", "id": ".hidden"}', "id must be"),
+        ('{"prompt": "a", "seed": -1}', "seed must be"),
         ('{"prompt": "a", "size": 1.5}', "as on the command line"),
         ('{"prompt": "a", "id": "b"}\n{"prompt": "c", "id": "b"}', "several prompts"),
         ("", "holds no prompt"),
-        ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 has no prompt"),
+        ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 must have a text"),
         ('{"prompt": ' + "[" * 100_000, "is no JSON"),
     ],
 )
@@ -204,7 +207,7 @@ def test_launchers_that_say_nonsense_are_refused(environment: dict[str, str]) ->
 
 def test_a_run_writes_every_image_with_its_line(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run(prompts, out, "--seeds", "2")
+    result = run(prompts, out, "-n", "2")
     assert result.exit_code == 0, result.output
     assert "20 images written" in result.output
     assert {*contents(out)} == {f"{i // 2:05d}_{i}.png" for i in range(20)} | {"manifest.jsonl"}
@@ -226,7 +229,7 @@ def test_shards_give_the_same_files_as_one_process(prompts: Path, tmp_path: Path
     assert images(parts) == images(whole)
     assert {*read_folder(parts)} == {*images(whole)}
     again = run(prompts, parts)  # one process after two
-    assert "0 images written" in again.output and "10 were there" in again.output
+    assert "0 images written" in again.output and "10 kept" in again.output
 
 
 def test_what_is_damaged_or_missing_is_made_again_and_nothing_else(prompts: Path, tmp_path: Path) -> None:
@@ -239,7 +242,7 @@ def test_what_is_damaged_or_missing_is_made_again_and_nothing_else(prompts: Path
     with (out / "manifest.jsonl").open("a") as lines:
         lines.write('{"file": "0000')  # a line that was not finished
     result = run(prompts, out)
-    assert "2 images written" in result.output and "8 were there" in result.output
+    assert "2 images written" in result.output and "8 kept" in result.output
     assert images(out) == {name: content for name, content in before.items() if name.endswith(".png")}
     assert (out / "00000_0.png").stat().st_mtime_ns == untouched
     assert Counter(entry.file for entry in read_manifest(out / "manifest.jsonl")) == Counter([*images(out)])
@@ -249,13 +252,13 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
     out = tmp_path / "out"
     assert run(prompts, out).exit_code == 0
     before = contents(out)
-    for more in (["--method", "skip:last=1"], ["--guidance", "2"], ["--greedy"]):
+    for more in (["--method", "skip:last=1"], ["--guidance", "2"], ["--sampling", "greedy"]):
         result = run(prompts, out, *more)
         assert result.exit_code == 2 and "choose another folder" in result.output
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("other", [["--guidance", "2"], ["--batch", "2"], ["--seed", "7", "--greedy"]])
+@pytest.mark.parametrize("other", [["--guidance", "2"], ["--batch", "2"], ["--seed", "7", "--sampling", "greedy"]])
 def test_shards_of_one_folder_have_the_same_settings_and_batches(other: list[str], prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(prompts, out, "--shard", "0/2").exit_code == 0
@@ -302,12 +305,12 @@ def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run(prompts, out, *more).exit_code == 0
     entry = read_manifest(out / "manifest.jsonl")[0]
     assert entry.settings["method"] == "Auto(speedup=1.5)" and entry.settings["chosen"]
-    assert "2 were there" in run(prompts, out, *more).output
-    monkeypatch.setattr(ModelOptions, "settled", lambda *_: parse_methods("skip:last=1"))
+    assert "2 kept" in run(prompts, out, *more).output
+    monkeypatch.setattr(ModelOptions, "resolved", lambda *_: parse_methods("skip:last=1"))
     result = run(prompts, out, *more)
     assert result.exit_code == 2 and "says that 00000_0.png has chosen" in result.output
     refused = run(prompts, out, *more, "--ray", "auto", "--dtype", "float32")
-    assert refused.exit_code == 2 and "name the method" in refused.output
+    assert refused.exit_code == 2 and "Name the method" in refused.output
 
 
 def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: Path) -> None:
@@ -377,12 +380,12 @@ def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Pa
     assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output
 
 
-@pytest.mark.parametrize("more", [["--ray"], ["--ray", "--workers", "1"], ["--ray", "local"]])
+@pytest.mark.parametrize("more", [["--ray"], ["--ray", "workers=1"], ["--ray", "local"]])
 def test_ray_alone_starts_a_cluster_on_this_machine(
     more: list[str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[RaySettings] = []
-    monkeypatch.setattr("nextscale.cli.sample.sample_on_ray", lambda *given: asked.append(given[4]) or Done(0, 0, 0.0, 0))
+    monkeypatch.setattr("nextscale.offline.ray.sample_on_ray", lambda *given: asked.append(given[4]) or Done(0, 0, 0.0, 0))
     assert run(prompts, tmp_path / "out", *more).exit_code == 0
     assert [settings.address for settings in asked] == ["local"]
 
@@ -390,9 +393,9 @@ def test_ray_alone_starts_a_cluster_on_this_machine(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--workers", "2"], "add --ray"),
-        (["--ray", "auto"], "say --dtype"),
-        (["--ray", "local", "--device", "cuda:0"], "leave it out"),
+        (["--ray", "workers=0"], "--ray must be ADDRESS"),
+        (["--ray", "auto"], "--dtype is required"),
+        (["--ray", "local", "--device", "cuda:0"], "--device must be cpu"),
         (["--shard", "2/2"], "give i/N"),
         (["--weights", "x.pth"], "reads no files"),
     ],
@@ -439,19 +442,47 @@ def test_a_folder_in_use_is_refused(prompts: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_run_removes_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, removals = lock._lock, iter(range(3))
+    acquire, removals = lock.FileLock.acquire, iter(range(3))
 
-    def removed_before(path: Path) -> IO[str] | None:
+    def removed_before(self: Any, *given: Any, **more: Any) -> Any:
         if next(removals, None) is not None:
-            shutil.rmtree(path.parent.parent)
-        return take(path)
+            shutil.rmtree(tmp_path / ".sample")
+        return acquire(self, *given, **more)
 
-    monkeypatch.setattr(lock, "_lock", removed_before)
+    monkeypatch.setattr(lock.FileLock, "acquire", removed_before)
     with working_folder(tmp_path, Shard()) as work:
-        assert (work / "lock").exists()
+        assert work.is_dir() and work.with_name("0-of-1.lock").exists()
     (tmp_path / ".sample").write_text("no folder")
-    with pytest.raises(NextscaleError, match="cannot be made and locked"), working_folder(tmp_path, Shard()):
+    with pytest.raises(NextscaleError, match="cannot be locked"), working_folder(tmp_path, Shard()):
         pass
+
+
+def test_file_systems_without_locks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(NextscaleError, match="on a file system with locks"),
+        working_folder(tmp_path, Shard()),
+    ):
+        pass
+    assert contents(tmp_path) == {}
+
+
+def test_it_locks_where_fcntl_does_not_exist(tmp_path: Path) -> None:
+    program = (
+        "import sys, warnings; sys.modules['fcntl'] = None; warnings.simplefilter('ignore')\n"
+        "from pathlib import Path\nfrom nextscale.offline.lock import FolderInUse, working_folder\n"
+        "from nextscale.offline.shard import Shard\nout = Path(sys.argv[1])\n"
+        "with working_folder(out, Shard()):\n"
+        "    try:\n        with working_folder(out, Shard()):\n            raise SystemExit('not locked')\n"
+        "    except FolderInUse:\n        pass\n"
+        "with working_folder(out, Shard()) as work:\n    assert work.is_dir()\nassert not list(out.iterdir())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
@@ -459,9 +490,10 @@ def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
         folder = tmp_path / ".sample" / name
         folder.mkdir(parents=True)
         (folder / "half.png").write_bytes(b"half")
-        (folder / "lock").write_text("process 1 on elsewhere")
+        (folder / "owner").write_text("process 1 on elsewhere")
+        folder.with_name(f"{name}.lock").touch()
     with working_folder(tmp_path, Shard()) as work:
-        assert {file.name for file in work.iterdir()} == {"lock"}
+        assert {file.name for file in work.iterdir()} == {"owner"} and len([*work.parent.iterdir()]) == 2
     assert contents(tmp_path) == {}
 
 
@@ -470,7 +502,7 @@ def test_only_folders_of_shards_are_removed(tmp_path: Path) -> None:
         (tmp_path / ".sample" / name).mkdir(parents=True)
         (tmp_path / ".sample" / name / "file").write_text("content")
     with working_folder(tmp_path, Shard()) as work:
-        assert {file.name for file in work.iterdir()} == {"lock"}
+        assert {file.name for file in work.iterdir()} == {"owner"}
     assert {*contents(tmp_path)} == {".sample/photos/file"}
 
 
@@ -481,17 +513,17 @@ def test_a_read_only_folder_is_verified_and_not_written(prompts: Path, tmp_path:
     access = os.access  # permissions do not stop root, who may run this
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     result = run(prompts, out)
-    assert result.exit_code == 0 and "10 were there" in result.output
+    assert result.exit_code == 0 and "10 kept" in result.output
     assert {file: file.stat().st_mtime_ns for file in (out, *out.iterdir())} == before
     (out / "00001_1.png").write_bytes(b"damaged")
     result = run(prompts, out)
     assert result.exit_code == 2 and "is read-only, and 1 of its images are missing" in result.output
 
 
-@pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1/lock"])
+@pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1.lock"])
 def test_nothing_behind_a_symbolic_link_is_removed(link: str, tmp_path: Path) -> None:
     mine, out = tmp_path / "mine", tmp_path / "out"
-    for name in ("lock", "0-of-1/lock", "0-of-1/half.png"):
+    for name in ("lock", "0-of-1/owner", "0-of-1/half.png"):
         (mine / name).parent.mkdir(parents=True, exist_ok=True)
         (mine / name).write_text("precious")
     before = contents(mine)

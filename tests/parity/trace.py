@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
+from nextscale.cache import CacheSpec, CacheView, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageOutput
 from nextscale.methods.method import MethodRun, Plans, Restored, RunSetup, Span, TokenCounts
@@ -42,7 +42,7 @@ class Trace(Method):
         self.observed = tuple(sorted(set(observed)))
         self.stages = stages
         self.method = Method() if method is None else method
-        self.exclusive = self.method.exclusive
+        self.exclusive |= self.method.exclusive
         self.first_inputs: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers, and of the first ones of groups
         self.outputs: dict[tuple[int, int], Tensor] = {}  # likewise, and of the last ones of groups
@@ -121,7 +121,7 @@ class TracedSpan:
         return out
 
 
-class CountingCache:
+class CountingCache(LayerCache):
     """A layer cache that knows how many keys the latest stage has seen."""
 
     def __init__(self, cache: LayerCache) -> None:
@@ -129,11 +129,11 @@ class CountingCache:
         self.lengths: list[int] = []  # keys that each stage has seen, with its own
         self.rows: list[int] = []  # that each stage has run
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        keys, values, mask = self.cache.append(q, k, v, tokens)
-        self.lengths.append(keys.shape[1])
-        self.rows.append(keys.shape[0])
-        return keys, values, mask
+    def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
+        view = self.cache.append(k, v, tokens)
+        self.lengths.append(view.end)
+        self.rows.append(view.keys.shape[0])
+        return view
 
     def keep_rows(self, rows: slice) -> None:
         self.cache.keep_rows(rows)

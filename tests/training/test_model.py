@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
-from nextscale.eval.shards import Record
 from nextscale.guidance import ConstantGuidance
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.rope import InterleavedRope
-from nextscale.models.text_context import Padding
+from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Pipeline, Settings
 from nextscale.sampling import Sampling
 from nextscale.schedules import InfinitySchedules
@@ -32,6 +31,7 @@ from training.forcing import ForcedPass, forced_pyramid, stage_weights, stage_wi
 from training.model import train_model
 from training.model_settings import Batch, ModelTraining, Phase
 from training.model_trainer import ModelTrainer, initialise
+from training.records import Record
 from training.run import CURVE, STATE, Budget, Run
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
     rows, lengths = prompts.compact()
 
     with torch.no_grad():
-        condition = model.read(rows, Padding(lengths, CPU))
+        condition = model.read(rows, TextContext.of(lengths, CPU))
         assert isinstance(model.condition(prompts, False, schedule).rope, InterleavedRope)
         forced = ForcedPass(model, schedule, 4).logits(torch.cat(seen, dim=1), condition)
     expected = torch.cat([logits[..., 1] - logits[..., 0] for logits, _ in drawn], dim=1)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.eval.prompts import EvalPrompt
 from nextscale.methods import SkipStages, resolve_method
 from nextscale.methods.method import Method
+from nextscale.offline.prompts import EvalPrompt
 from nextscale.profiles import Profile
 from nextscale.report import Report
 from nextscale.tune.candidate import Candidate
