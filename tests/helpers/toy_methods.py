@@ -125,7 +125,8 @@ def top_tokens(x: Tensor, tokens: Tokens, shares: Sequence[float]) -> Tokens:
 def counted(run: MethodRun, stage: Stage, canvas: Canvas | None = None) -> TokenCounts | None:
     """What the host reads of a stage's counts."""
     counts = run.count(stage, canvas)  # type: ignore[arg-type]
-    return None if counts is None else TokenCounts(int(counts.min()), int(counts.max()), int(counts.sum()))
+    numbers = None if counts is None else counts.tolist()
+    return None if numbers is None else TokenCounts(min(numbers), max(numbers), sum(numbers))
 
 
 def entered(run: MethodRun, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:

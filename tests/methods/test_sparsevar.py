@@ -496,7 +496,7 @@ def test_cells_to_which_no_anchor_propagates_leave_the_canvas_as_it_was() -> Non
     observed(run, EAST, schedule[2])
     run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3).repeat_interleave(tiny.BITS, 1).view(1, 9, tiny.BITS, 2), Tokens(schedule[2]))
     plan_of(run, schedule[3], canvas)
-    out, tokens = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.kept_tokens(schedule[3]))
+    out, tokens, _ = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.kept_tokens(schedule[3]))
     before = canvas.latent
     canvas.add(out.argmax(dim=-1), tokens)
     changed = (canvas.latent != before).any(dim=1)[0]
@@ -1403,7 +1403,7 @@ def test_any_map_keeps_the_promises(
         after = values.sqrt().repeat(2, 1, 1)
         run.observe(0, tokens.pack(torch.zeros_like(after)), tokens.pack(after), tokens)
         logits = torch.cat([values, 1 - values, values.square()], dim=-1)
-        out, restored_tokens = run.restore(logits, tokens.rows(slice(0, 2)))
+        out, restored_tokens, _ = run.restore(logits, tokens.rows(slice(0, 2)))
         for image in range(2):
             cells = in_order(restored_tokens, image)
             assert set(in_order(tokens, image)) <= set(cells)
