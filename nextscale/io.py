@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -26,6 +27,13 @@ LOSSY_QUALITY = 95
 def home() -> Path:
     """The folder of downloaded weights and metric networks: NEXTSCALE_HOME, or ~/.cache/nextscale."""
     return Path(os.environ.get("NEXTSCALE_HOME") or "~/.cache/nextscale").expanduser()
+
+
+def regular(file: Path) -> Path:
+    """Returns the path if it is not a pipe or a device, which may never end. Raises OSError otherwise."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise OSError(errno.EINVAL, "it must be a regular file; it is a pipe or a device", str(file))
+    return file
 
 
 @contextmanager

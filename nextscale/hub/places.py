@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import NextscaleError
-from ..io import write_text
+from ..io import regular, write_text
 from .remote import COMMIT, RemoteFile
 
 RECORD = "downloads.json"
@@ -50,7 +50,7 @@ class HubCache:
         """The folder of the newest revision that was fetched."""
         folder = self._repository(repository)
         try:
-            revision = (folder / "refs" / BRANCH).read_text(encoding="utf-8").strip()
+            revision = regular(folder / "refs" / BRANCH).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             return None
         found = folder / "snapshots" / revision
@@ -128,7 +128,7 @@ class Folder:
 
     def _records(self) -> dict[str, Any]:
         try:
-            known = json.loads((self.root / RECORD).read_text(encoding="utf-8"))
+            known = json.loads(regular(self.root / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return known if isinstance(known, dict) else {}

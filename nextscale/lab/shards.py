@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NextscaleError
+from ..io import regular
 
 CAPTIONS = "captions.jsonl"
 LARGEST_MEMBER = 2**26  # bytes
@@ -73,7 +74,7 @@ def read_records(text: str, source: str) -> list[Record]:
 def read_shard(shard: Path) -> tuple[list[Record], list[bytes]]:
     """The records of a shard and the bytes of their images."""
     try:
-        with tarfile.open(shard, "r:") as tar:
+        with tarfile.open(regular(shard), "r:") as tar:
             members = {member.name.removeprefix("./"): member for member in tar if member.isfile()}
             if CAPTIONS not in members:
                 raise DataError(f"{shard} holds no {CAPTIONS}: expected a tar file with that and the images it names")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..checks import is_share, is_whole
 from ..errors import SettingError
-from ..io import write_text
+from ..io import regular, write_text
 
 if TYPE_CHECKING:
     from .base import NextScaleModel
@@ -85,7 +85,7 @@ def write_rank_table(table: RankTable, target: Path, about: dict[str, Any] | Non
 def read_rank_table(path: Path) -> RankTable:
     """The table of a file; SettingError if that is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(regular(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingError(f"ranks {path} cannot be read ({error}): {ADVICE}") from error
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list) or not isinstance(found.get("family"), str):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import CheckpointError, SettingError
-from ...io import replacing
+from ...io import regular, replacing
 from ..metrics.efficientnet import FEATURES, EfficientNetLite0
 from .prompts import EvalPrompt
 
@@ -151,7 +151,7 @@ class Agreement:
     @staticmethod
     def load(file: str | Path, device: torch.device | str = "cpu") -> Agreement:
         try:
-            with safe_open(file, framework="pt") as stored:
+            with safe_open(regular(Path(file)), framework="pt") as stored:
                 metadata = stored.metadata() or {}
                 classes, real = json.loads(metadata["classes"]), json.loads(metadata["real"])
                 probes = {

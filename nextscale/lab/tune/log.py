@@ -11,7 +11,7 @@ from typing import Any
 from ...checks import is_whole
 from ...errors import NextscaleError
 from ...eval.results import write_rows
-from ...io import append_text
+from ...io import append_text, regular
 from .trials import Trial
 
 FORMAT = "nextscale trials 2"
@@ -116,7 +116,7 @@ def append(file: Path, values: dict[str, Any]) -> None:
 def complete_lines(file: Path) -> tuple[list[str], bool]:
     """The lines that end, and whether something after them does not."""
     try:
-        whole, _, rest = file.read_text(encoding="utf-8").rpartition("\n")
+        whole, _, rest = regular(file).read_text(encoding="utf-8").rpartition("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise NextscaleError(f"{file} cannot be read ({error}): remove it, or give another --trials") from error
     return whole.splitlines(), bool(rest)

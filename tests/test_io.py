@@ -1,0 +1,49 @@
+"""Files that are opened: what never ends is refused, whoever reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nextscale.accel.skipvar_models import decisions_named
+from nextscale.errors import NextscaleError
+from nextscale.hub import Folder
+from nextscale.io import regular
+from nextscale.lab.evals.agreement import Agreement
+from nextscale.lab.shards import read_shard
+from nextscale.lab.tune.log import TrialLog
+from nextscale.models.rank_table import read_rank_table
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "ranks.json": read_rank_table,
+    "models.json": lambda file: decisions_named(str(file)),
+    "probes.safetensors": Agreement.load,
+    "shard.tar": read_shard,
+    "x.trials.jsonl": TrialLog.read,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(NextscaleError, match="a pipe or a device"):
+        READERS[name](tmp_path / name)
+
+
+def test_a_record_of_downloads_that_is_a_pipe_counts_as_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "downloads.json")
+    assert Folder(tmp_path).is_as_fetched("model.safetensors") is None
+
+
+def test_files_links_and_what_is_absent_are_left_to_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "a.json").touch()
+    (tmp_path / "link.json").symlink_to("a.json")
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    for name in ("a.json", "link.json", "loop.json", "absent.json", "."):
+        assert regular(tmp_path / name) == tmp_path / name
+    with pytest.raises(OSError, match="a pipe or a device"):
+        regular(Path("/dev/null"))
