@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -191,7 +192,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        path = Path(path)
+        path = Path(os.path.expanduser(path))
         try:
             return read_profile(read_json(path))
         except ProfileError as error:

@@ -608,6 +608,14 @@ def test_a_decision_file_that_changes_is_another_method(tmp_path: Path, monkeypa
     assert found == [("graphs", [False] * 4), ("graphs", [False, False, True, True])]
 
 
+def test_a_decision_file_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    always = Classifier((0.0,), (1.0,), (0,), ((0.0,),), (0.0,))
+    as_file(Decisions(always, always), tmp_path / "models.json")
+    found = resolve_method("skipvar:models=~/models.json")
+    assert isinstance(found, SkipVAR) and found.decisions == Decisions(always, always)
+
+
 def test_outcomes_that_come_to_the_same_are_one_route() -> None:
     setup = RunSetup(tiny.shared_pipeline("var").model, Schedule((1, 2, 3, 4, 5)), 1, ImageRng([1], CPU), (DENSE,) * 5)
     counts = [
