@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, MissingExtra, NextscaleError, SettingError, SizeError
 from nextscale.lab.evals.folders import ImageFolder, Judged, evaluate_folder
-from nextscale.lab.evals.folders.cache import CACHE, features_of
+from nextscale.lab.evals.folders.cache import CACHE, features_of, states
 from nextscale.lab.evals.folders.evaluate import frechet_interval, spread
 from nextscale.lab.evals.folders.networks import NETWORKS, Network, central, clip, dinov2
 from nextscale.lab.metrics import Lpips, frechet
@@ -313,6 +313,26 @@ def test_features_are_kept_in_the_home_folder_where_the_images_are_read_only(tmp
     with pytest.raises(NextscaleError, match="--cache"):
         features_of(folder, counting(calls), CPU)
     assert torch.equal(features_of(folder, counting(calls), CPU, cache=tmp_path / "cache"), first)
+
+
+def test_stored_features_that_are_not_those_of_the_files_are_computed_again(tmp_path: Path) -> None:
+    folder, calls = picture_folder(tmp_path / "images", 3), list[int]()
+    first = features_of(folder, counting(calls), CPU)
+    (part,) = (folder.path / CACHE).rglob("*.safetensors")
+    save_file({"features": first[:2].clone()}, part, metadata={"files": states(folder, folder.files)})  # one row too few
+    assert torch.equal(features_of(folder, counting(calls), CPU), first)
+    part.unlink()
+    os.mkfifo(part)  # which may come with a folder of images
+    assert torch.equal(features_of(folder, counting(calls), CPU), first) and sum(calls) == 9
+
+
+def test_a_png_with_a_broken_chunk_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    Image.effect_noise((400, 400), 50).save(file)
+    head, _, rest = file.read_bytes().rpartition(b"IDAT")
+    file.write_bytes(head + b"\xffDAT" + rest)  # for which Pillow raises SyntaxError
+    with pytest.raises(NextscaleError, match="a.png cannot be read as an image"):
+        ImageFolder(tmp_path).load(Path("a.png"))
 
 
 def test_only_regular_files_are_images(tmp_path: Path) -> None:
