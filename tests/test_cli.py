@@ -726,9 +726,19 @@ def test_an_absent_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "finds 1 GPU(s) here" in fail("generate", "-m", "tiny-var", 3, "--device", "cuda:1")
 
 
+@pytest.mark.parametrize("options", [("--out", "mine/a/b.png"), ("--out", "a.png", "--report", "mine/r.json")])
+def test_a_read_only_folder_is_refused_before_images_are_generated(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine").mkdir()
+    access, mine = os.access, Path("mine").absolute()  # permissions do not stop root, who may run this
+    monkeypatch.setattr(os, "access", lambda path, mode: (Path(path).absolute() != mine or not mode & os.W_OK) and access(path, mode))
+    assert "mine: it is read-only; give another folder" in fail("generate", "-m", "tiny-var", 3, *options)
+    assert names(".") == ["mine"] and not names("mine")
+
+
 def test_output_folder_that_is_a_file() -> None:
     Path("out").write_text("mine")
     assert "cannot write into out: it is a file" in fail("generate", "-m", "tiny-var", 3)
+    assert "out: it is a file" in fail("generate", "-m", "tiny-var", 3, "--out", "out/below/further")
     Path("image.png").mkdir()
     assert "folder of that name" in fail("generate", "-m", "tiny-var", 3, "--out", "image.png", "--force")
 
