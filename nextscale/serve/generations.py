@@ -25,6 +25,7 @@ from .service import Service
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
+MOST_UNSENT = 32 * 2**20  # pixels of partial images that wait for a client that reads slowly, about 100 MB
 HEARTBEAT_SECONDS = 15.0  # a comment in a quiet stream, so that nobody in between closes it
 
 
@@ -83,14 +84,18 @@ async def gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Partial images as their stages are done, every image when it is finished, and an error in the place of what fails."""
+    """Partial images as their stages are done, every image when it is finished, and an error in the place of what fails.
+
+    A client that reads slower than images are generated gets fewer partial ones: all of them would be up to 400 MB for one request.
+    """
 
     def __init__(self, service: Service, catalogue: Catalogue, asked: Asked, answer: Answer) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
+        self._unsent = 0  # pixels of the partial images in it
 
         def watch(event: object) -> None:
-            loop.call_soon_threadsafe(self._events.put_nowait, event)
+            loop.call_soon_threadsafe(self._put, event)
 
         self._catalogue, self._asked, self._answer = catalogue, asked, answer
         self._handle = service.submit(asked, watch)
@@ -103,6 +108,14 @@ class EventStream(StreamingResponse):
         finally:
             self._handle.cancel()  # where the client has left; nothing where all is sent
 
+    def _put(self, event: object) -> None:
+        """Leaves a partial image out if too many wait."""
+        if isinstance(event, Partial):
+            if self._unsent and self._unsent + pixels_of(event) > MOST_UNSENT:
+                return
+            self._unsent += pixels_of(event)
+        self._events.put_nowait(event)
+
     async def _texts(self) -> AsyncIterator[str]:
         numbers: Counter[int] = Counter()
         while True:
@@ -113,6 +126,7 @@ class EventStream(StreamingResponse):
                 continue
             match event:
                 case Partial():
+                    self._unsent -= pixels_of(event)
                     yield await run_in_threadpool(self._answer.partial, event, numbers[event.position])
                     numbers[event.position] += 1
                 case (int() as position, GeneratedImage() as image):
@@ -123,3 +137,7 @@ class EventStream(StreamingResponse):
             assert isinstance(error, Exception)
             blamed = await run_in_threadpool(self._catalogue.blamed, error, self._asked)
             yield event_text("error", blamed.body)
+
+
+def pixels_of(partial: Partial) -> int:
+    return partial.image.width * partial.image.height
