@@ -26,8 +26,11 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import sample as benchmark
 from benchmarks.sample_table import sample_table
+from nextscale.accel.skipvar_models import Classifier, Decisions
 from nextscale.cli import app
+from nextscale.cli.generate import SamplingOptions
 from nextscale.cli.options import ModelOptions
+from nextscale.cli.sample import RunOptions, described
 from nextscale.cluster import lock
 from nextscale.cluster.lock import FolderInUse, working_folder
 from nextscale.cluster.manifest import Entry, read_folder, read_manifest
@@ -41,6 +44,7 @@ from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.lab.evals.methods import parse_methods
 from nextscale.loading import presets
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.models.rank_table import RankRow, RankTable, write_rank_table
 from nextscale.output import Output
 
 from . import tiny
@@ -254,6 +258,32 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
         result = run(prompts, out, *more)
         assert result.exit_code == 2 and "choose another folder" in result.output
     assert contents(out) == before
+
+
+def test_files_of_one_name_are_told_apart_by_their_content(tmp_path: Path) -> None:
+    def settings(folder: str, method: str = "dense", **files: str) -> dict[str, Any]:
+        given = ModelOptions(SPEC.name, device="cpu", **{name: tmp_path / folder / file for name, file in files.items()})
+        return described(given, SamplingOptions(), parse_methods([method]), RunOptions())
+
+    for number, folder in enumerate(("a", "b", "copy of a")):
+        (tmp_path / folder / "encoder").mkdir(parents=True)
+        for file in ("model.pth", "encoder/model.safetensors"):
+            content = bytearray(2**23)
+            content[2**22 : 2**22 + 2**18] = bytes([number % 2]) * 2**18  # in the middle of as many bytes
+            (tmp_path / folder / file).write_bytes(content)
+        write_rank_table(RankTable("star", 3, 64, (RankRow(0.9, 16, (0.5 + number % 2 / 4,)),)), tmp_path / folder / "ranks.json")
+        always = Classifier((0.0,), (1.0,), (number % 2,), ((0.0,),), (0.0,))
+        decisions = {name: classifier._asdict() for name, classifier in Decisions(always, always)._asdict().items()}
+        (tmp_path / folder / "models.json").write_text(json.dumps(decisions))
+    for files in ({"weights": "model.pth"}, {"tokenizer": "model.pth"}, {"text_encoder": "encoder"}):
+        assert settings("a", **files) == settings("copy of a", **files) != settings("b", **files) != settings("b")
+    for method in ("stagevar:ranks={}/ranks.json", "skip:last=1 + stagevar:ranks={}/ranks.json"):
+        a, b, copy = (settings(folder, method.format(tmp_path / folder)) for folder in ("a", "b", "copy of a"))
+        assert a == copy != b
+    before = settings("a", f"skipvar:models={tmp_path}/a/models.json")
+    (tmp_path / "b" / "models.json").replace(tmp_path / "a" / "models.json")
+    assert settings("a", f"skipvar:models={tmp_path}/a/models.json") != before
+    assert "method_files" not in settings("a", "skipvar") and settings("a", text_encoder="none")["text_encoder"].endswith("a/none")
 
 
 @pytest.mark.parametrize("other", [["--guidance", "2"], ["--batch", "2"], ["--seed", "7", "--greedy"]])

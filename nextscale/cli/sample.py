@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -18,6 +19,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..accel.combine import Combined
+from ..accel.method import Method
+from ..accel.skipvar import SkipVAR
+from ..checkpoints.files import WEIGHT_SUFFIXES
 from ..cluster.lock import working_folder
 from ..cluster.plan import Batch as PlannedBatch
 from ..cluster.plan import plan_batches
@@ -30,6 +35,7 @@ from ..errors import SettingError, SizeError
 from ..eval.results import where
 from ..lab.evals.methods import parse_methods
 from ..loading.random_weights import random_pipeline
+from ..models.rank_table import RankTable
 from ..pipeline import Pipeline
 from ..stage import Schedule
 from .console import image_bar
@@ -52,6 +58,8 @@ from .options import (
 )
 from .parse import choose_schedule, parse_prompt
 from .program import app, version
+
+SAMPLE, SAMPLES = 2**16, 64  # bytes of each sample of a file, and their number
 
 
 class Format(StrEnum):
@@ -149,7 +157,7 @@ def sample_command(
         if acceleration.chooses:
             chosen[one.pictures[0].stages] = settled.label
         arguments = sampling.call_arguments(model.spec, one.schedule)
-    settings = described(model, sampling, acceleration.label, run)
+    settings = described(model, sampling, acceleration, run)
     if run.out.exists() and not run.out.is_dir():
         raise SettingError(f"--out {run.out} is a file: give a folder")
     total = sum(len(one.pictures) for one in shard.part(batches))
@@ -194,16 +202,17 @@ def random(model: ModelOptions) -> Pipeline:
     return random_pipeline(model.spec, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype)
 
 
-def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: RunOptions) -> dict[str, Any]:
-    """What images depend on besides prompt and seed, as plain values. Files count by name: where they lie does not matter."""
+def described(model: ModelOptions, sampling: SamplingOptions, method: Method, run: RunOptions) -> dict[str, Any]:
+    """Returns what images depend on besides prompt and seed, as plain values. Files count by name and content, wherever they lie."""
     dtype = model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32")
     files = {"weights": model.weights, "tokenizer": model.tokenizer, "text_encoder": model.text_encoder}
     changed = {name: value for name, value in vars(sampling).items() if value not in (None, False)}
     settings = {
         "model": model.model,
-        **{name: Path(value).name for name, value in files.items() if value is not None},
+        **{name: named_with_content(value) for name, value in files.items() if value is not None},
         **({"weights": "random"} if run.random_weights else {}),
-        "method": method,
+        "method": method.label,
+        **({"method_files": digest_of(repr(read))} if (read := read_from_files(method)) else {}),
         "dtype": str(dtype),
         **({"quantize": model.quantize.value} if model.quantize else {}),
         **({} if model.kv_dtype is None else {"kv_dtype": str(model.kv_dtype)}),
@@ -211,6 +220,41 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: 
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
+
+
+def named_with_content(given: str | Path) -> str:
+    """Returns the name of a file or folder of weights with a digest of its content; a repository of the hub has its name alone."""
+    path = Path(given).expanduser()
+    if path.is_file():
+        return f"{path.name} ({digest_of(mark_of(path))})"
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in WEIGHT_SUFFIXES and file.is_file())
+        return f"{path.name} ({digest_of(*((file.relative_to(path).as_posix(), mark_of(file)) for file in files))})"
+    return str(given)
+
+
+def mark_of(file: Path) -> str:
+    """Returns a digest of a file's size and of samples of its content, at most 4 MiB: weights have gigabytes."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        for number in range(SAMPLES):
+            content.seek(max(size - SAMPLE, 0) * number // (SAMPLES - 1))
+            digest.update(content.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def digest_of(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
+
+
+def read_from_files(method: Method) -> list[Any]:
+    """Returns what a method has read from files of the user, which its label does not show."""
+    if isinstance(method, Combined):
+        return [found for one in method.methods for found in read_from_files(one)]
+    if isinstance(method, SkipVAR):
+        return [method.decisions] if method.models.endswith(".json") else []
+    return [table.rows for table in vars(method).values() if isinstance(table, RankTable)]
 
 
 def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
