@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -114,16 +115,21 @@ def test_no_layer_imports_a_higher_one() -> None:
     assert not wrong, "a lower layer imports a higher one:\n" + "\n".join(wrong)
 
 
-def test_the_package_imports_without_posix_modules() -> None:
-    """In a fresh interpreter that has none of them, as on Windows, it imports, and the peak memory of the process is unknown."""
+def test_the_package_imports_without_posix_modules(tmp_path: Path) -> None:
+    """In a fresh interpreter that has none of them, as on Windows, it imports, the peak memory of the process is unknown, and only
+    what locks a folder is refused."""
     program = (
         "import sys; sys.modules |= dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', 'termios'))\n"
         "import torch, nextscale, nextscale.loading.load, nextscale.text, nextscale.hub\n"
         "from nextscale.report import peak_memory\n"
         "assert peak_memory(torch.device('cpu')) == 0\n"
+        "from nextscale.cli import app\n"
+        "app(['sample', '--prompts', 'prompts.txt', '--size', '128', '--method', 'skip:last=6', '--out', 'images'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "prompts.txt").write_text("a red apple\n")
+    places = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=places, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "error: folders of images are locked by flock" in done.stderr, done.stderr
 
 
 def test_the_allowed_exceptions_still_exist() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -76,6 +75,10 @@ def _locked(folder: Path) -> IO[str] | None:
 
 def _lock(path: Path) -> IO[str] | None:
     """The locked file; None where another process holds it. FileNotFoundError where its last owner removes it meanwhile."""
+    try:
+        import fcntl  # POSIX only
+    except ImportError as error:
+        raise NextscaleError("folders of images are locked by flock, which this system does not have: run `sample` on Linux") from error
     file = path.open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
