@@ -734,6 +734,8 @@ def test_a_budget_needs_a_stage_to_choose_by() -> None:
 
     with pytest.raises(SettingError, match="stage 2 chooses its cells by the stages before it, from 1 on"):
         generated("infinity", method=[SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
+    with pytest.raises(SettingError, match="stage 2 chooses its cells"):  # before a request of a server waits
+        tiny.shared_pipeline("infinity").accelerate([SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
     generated("infinity", method=[SparseVAR(keep=0.5, first_stage=1), SkipSecond()])
 
 

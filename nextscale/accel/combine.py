@@ -101,6 +101,8 @@ class Combined(Method):
         together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
         for alone in forecasts:
             require_sources(alone, together)
+        for method in self.methods:
+            method.check_together(model, schedule, together)
         return together
 
     def _require_one(self, what: str, methods: Sequence[Method]) -> None:

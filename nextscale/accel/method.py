@@ -238,6 +238,9 @@ class Method:
         """
         return (DENSE,) * len(schedule)
 
+    def check_together(self, model: NextScaleModel, schedule: Schedule, plans: Plans) -> None:
+        """Raises SettingError if the plans of all methods together skip stages that this one needs. Called before a request waits."""
+
     def start(self, setup: RunSetup) -> MethodRun:
         """Begins one request. What does not fit this request raises SettingError."""
         return MethodRun()

@@ -206,14 +206,19 @@ class SparseVAR(Method):
 
     def start(self, setup: RunSetup) -> MethodRun:
         require_own_text(setup.model, setup.batch, "SparseVAR keeps other tokens")
-        run = SparseRun(self, setup)
-        for stage in run.budgets if self.metric != "image" else ():
-            if not setup.plans[stage].skip and all(plan.skip for plan in setup.plans[run.first - 1 : stage]):
+        self.check_together(setup.model, setup.schedule, setup.plans)
+        return SparseRun(self, setup)
+
+    def check_together(self, model: NextScaleModel, schedule: Schedule, plans: Plans) -> None:
+        if self.keep is None or self.metric == "image":
+            return
+        first = self.first_reduced(model, schedule)
+        for stage in self.budgets(model, schedule):
+            if not plans[stage].skip and all(plan.skip for plan in plans[first - 1 : stage]):
                 raise SettingError(
-                    f"keep: stage {stage} chooses its cells by the stages before it, from {run.first - 1} on, and all of these are skipped:"
+                    f"keep: stage {stage} chooses its cells by the stages before it, from {first - 1} on, and all of these are skipped:"
                     " skip others, or give a threshold tau instead"
                 )
-        return run
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         first, blocks, alpha = self.first_reduced(model, schedule), self.tapped_blocks(model), self.anchor_spacing(model)
