@@ -26,7 +26,12 @@ LOSSY_QUALITY = 95
 
 def home() -> Path:
     """The folder of downloaded weights and metric networks: NEXTSCALE_HOME, or ~/.cache/nextscale."""
-    return Path(os.environ.get("NEXTSCALE_HOME") or "~/.cache/nextscale").expanduser()
+    return expanded(os.environ.get("NEXTSCALE_HOME") or "~/.cache/nextscale")
+
+
+def expanded(path: str | Path) -> Path:
+    """Returns a path in which ~ is the home folder; one of an unknown user stays, where `Path.expanduser` raises RuntimeError."""
+    return Path(os.path.expanduser(path))
 
 
 def regular(file: Path) -> Path:

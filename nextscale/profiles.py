@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from .accel.registry import resolve_method
 from .checks import is_whole
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
-from .io import write_text
+from .io import expanded, write_text
 from .models.base import NextScaleModel
 from .profile_file import MOST, as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
 from .stage import Schedule
@@ -192,7 +191,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        path = Path(os.path.expanduser(path))
+        path = expanded(path)
         try:
             return read_profile(read_json(path))
         except ProfileError as error:

@@ -18,6 +18,7 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 import nextscale
+from nextscale.accel import resolve_method
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, DownloadError, MissingExtra, NextscaleError, SettingError, TextEncoderUnavailable
 from nextscale.hub import Folder, HubCache, Wanted, cached_snapshot, download, listing
@@ -92,6 +93,15 @@ def test_the_home_folder_may_be_given_with_a_tilde(tmp_path: Path, monkeypatch: 
     for value, place in (("~/models", "models"), ("", ".cache/nextscale"), (str(tmp_path / "~"), "~")):
         monkeypatch.setenv("NEXTSCALE_HOME", value)
         assert home() == tmp_path / place
+    monkeypatch.setenv("NEXTSCALE_HOME", "~nobody-of-this-name/models")  # for which Path.expanduser raises RuntimeError
+    assert home() == Path("~nobody-of-this-name/models")
+
+
+def test_the_home_of_an_unknown_user_is_a_file_that_is_absent() -> None:
+    with pytest.raises(NextscaleError, match="~nobody-of-this-name/x.json cannot be read"):
+        resolve_method("stagevar:ranks=~nobody-of-this-name/x.json")
+    with pytest.raises(NextscaleError, match="~nobody-of-this-name/x is not"):
+        nextscale.load("var-d16", weights="~nobody-of-this-name/x", tokenizer="~nobody-of-this-name/y", device="cpu")
 
 
 # --- load by name

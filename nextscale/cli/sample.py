@@ -33,6 +33,7 @@ from ..cluster.shard import AUTO, Shard
 from ..cluster.store import Store
 from ..errors import SettingError, SizeError
 from ..eval.results import where
+from ..io import expanded
 from ..lab.evals.methods import parse_methods
 from ..loading.random_weights import random_pipeline
 from ..models.rank_table import RankTable
@@ -224,7 +225,7 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: Method, ru
 
 def named_with_content(given: str | Path) -> str:
     """Returns the name of a file or folder of weights with a digest of its content; a repository of the hub has its name alone."""
-    path = Path(given).expanduser()
+    path = expanded(given)
     if path.is_file():
         return f"{path.name} ({digest_of(mark_of(path))})"
     if path.is_dir():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, SettingError
-from ..io import home
+from ..io import expanded, home
 from ..models import HartConfig, StarConfig
 from ..models.base import KvDtype
 from ..models.quantized import Quantize
@@ -183,7 +183,7 @@ def encoder_path(spec: ModelSpec, given: PathLike | None, download: bool) -> Pat
 def find(given: PathLike | None, source: Source | Embedded | None, what: str) -> Path:
     """The path that was given, the file of the package, or where a published one lies on this machine."""
     if given is not None:
-        return Path(given).expanduser()
+        return expanded(given)
     if isinstance(source, Embedded):
         if not source.path.is_file():
             raise CheckpointError(f"{what}: {source.path} comes with the package, but it is not there. Install nextscale again")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ...checks import is_share, is_whole
 from ...errors import SettingError
+from ...io import expanded
 from ...models.base import NextScaleModel
 from ...models.rank_table import RankTable, read_rank_table
 from ...schedules import HART_1024
@@ -87,7 +88,7 @@ def checked_ranks(given: Any) -> str | float | tuple[float, ...] | StageRatios |
     if isinstance(given, RankTable) or (isinstance(given, str) and given == "measured"):
         return given
     if isinstance(given, str | Path) and str(given).endswith(".json"):
-        return read_rank_table(Path(given).expanduser())
+        return read_rank_table(expanded(given))
     if isinstance(given, Sequence) and given and all(is_share(ratio, above_zero=True) for ratio in given):
         return tuple(float(ratio) for ratio in given)
     pairs = pairs_of(given)

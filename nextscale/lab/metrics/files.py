@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...io import home
+from ...io import expanded, home
 
 VARIABLE = "NEXTSCALE_METRICS"
 EFFICIENTNET = "efficientnet_lite0_fp16.safetensors"
@@ -46,9 +46,9 @@ def metric_folder(name: str, given: Path | None = None) -> Path:
 
 def _place(given: Path | None) -> Path:
     if given is not None:
-        return Path(given).expanduser()
+        return expanded(given)
     named = os.environ.get(VARIABLE)
-    return Path(named).expanduser() if named else home() / "metrics"
+    return expanded(named) if named else home() / "metrics"
 
 
 def _missing(name: str, path: Path) -> CheckpointError:
