@@ -24,8 +24,8 @@ from nextscale.eval.results import append_rows
 from nextscale.loading.presets import build_tokenizer, model_spec
 from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import autoencoder, tiles
-from nextscale.tokenizers.autoencoder import Decoder, ResidualBlock, Upsample, lay_out
-from nextscale.tokenizers.layers import NormAct, add_residual_, as_laid_out, upsample_nearest, without_bias
+from nextscale.tokenizers.autoencoder import Decoder, ResidualBlock, Upsample, module_to_channels_last
+from nextscale.tokenizers.layers import NormAct, add_residual_, to_channels_last, upsample_nearest, without_bias
 from nextscale.tokenizers.tiles import decode, images_at_a_time, stride
 
 from .results import measure, options, require_gpu
@@ -114,7 +114,7 @@ class Walk:
         return out
 
     def decoder(self, decoder: Decoder, z: Tensor) -> None:
-        x = decoder.conv_in(as_laid_out(z))
+        x = decoder.conv_in(to_channels_last(z))
         for number, block in enumerate(part for part in decoder.middle if isinstance(part, ResidualBlock)):
             x, _ = self.block(f"middle {number}", block, x)
         for place, level in enumerate(decoder.stack):
@@ -153,7 +153,7 @@ def other_image(decoder: Decoder, x: Tensor, expected: Tensor) -> Iterator[Step]
     wide = nn.Conv2d(conv.in_channels, 8, 3, padding=1, device=x.device, dtype=x.dtype)
     for narrow, padded in zip(conv.parameters(), wide.parameters(), strict=True):
         padded.data.zero_()[:3] = narrow
-    for convolving in (conv, lay_out(wide)):
+    for convolving in (conv, module_to_channels_last(wide)):
         step = convolution(f"{OTHER}norm, then conv out to {convolving.out_channels}", convolving, x)
         step = replace(step, run=partial(apart, norm, convolving, x), bytes=step.bytes + 3 * x.nbytes)
         require_close(step, expected)
@@ -189,7 +189,7 @@ def timed(model: str, size: int, batch: int) -> dict[str, Any]:
     with torch.device("meta"):
         tokenizer = build_tokenizer(model_spec(model).tokenizer)
     fill_random(tokenizer, torch.Generator("cuda").manual_seed(0), torch.bfloat16, tokenizer.float32)
-    decoder = lay_out(tokenizer).decoder
+    decoder = module_to_channels_last(tokenizer).decoder
     assert isinstance(decoder, Decoder)
     side = size // stride(decoder)
     z = torch.randn(batch, decoder.conv_in.in_channels, side, side, device="cuda").bfloat16()

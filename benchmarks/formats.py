@@ -22,15 +22,15 @@ import torch
 
 from nextscale import Pipeline, load
 from nextscale.cli.parse import parse_size
+from nextscale.device import choose_device, choose_dtype
 from nextscale.eval.bench import release, request_prompts
+from nextscale.eval.format_errors import Seen, generate_seen, plant_outliers, stage_errors
+from nextscale.eval.formats import Variant, compare_formats, products_of
+from nextscale.eval.judges import Judges
 from nextscale.eval.results import Row
-from nextscale.lab.evals.format_errors import Seen, generate_seen, plant_outliers, stage_errors
-from nextscale.lab.evals.formats import Variant, compare_formats, products_of
-from nextscale.lab.evals.judges import Judges
-from nextscale.lab.evals.prompts import read_eval_prompts
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models.quantized import FORMATS
-from nextscale.placement import choose_device, choose_dtype
+from nextscale.models.quantization import FORMATS
+from nextscale.offline.prompts import read_eval_prompts
 
 from .formats_table import ERRORS
 from .results import measure, options, record

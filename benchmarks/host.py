@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from nextscale import Pipeline, load
-from nextscale.accel.method import Method
 from nextscale.engine.eager import Eager
 from nextscale.engine.replay import Replay
 from nextscale.eval.bench import request_prompts
+from nextscale.eval.methods import parse_methods
 from nextscale.eval.results import Row
-from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.timing import percentiles_ms, wait
+from nextscale.eval.timing import percentiles_ms, wait
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.methods.method import Method
 from nextscale.output import Checks
 
 from .results import measure, options, record

@@ -29,8 +29,8 @@ import torch
 from PIL import Image
 
 import nextscale
+from nextscale.batching import Batcher, BatchRecord, Job
 from nextscale.cli.parse import parse_size
-from nextscale.engine.batcher import Batcher, BatchRecord, Job
 from nextscale.errors import Overloaded, ShuttingDown
 from nextscale.eval.results import Row, append_rows
 from nextscale.pipeline import Pipeline

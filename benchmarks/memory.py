@@ -25,10 +25,10 @@ import torch
 
 from nextscale import Pipeline, load
 from nextscale.eval.bench import TEXT_TOKENS, request_prompts
+from nextscale.eval.methods import parse_methods
 from nextscale.eval.results import Row
-from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.timing import wait
-from nextscale.loading.parts import encoder_bytes
+from nextscale.eval.timing import wait
+from nextscale.loading.artifacts import encoder_bytes
 from nextscale.loading.presets import model_spec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.loading.without_weights import without_weights

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from nextscale import Pipeline, load
-from nextscale.accel.method import Method
-from nextscale.cluster.lock import working_folder
-from nextscale.cluster.plan import Batch, plan_batches
-from nextscale.cluster.prompts import SamplePrompt
-from nextscale.cluster.sampler import Generator, longest_prompts, sample
-from nextscale.cluster.shard import Shard
-from nextscale.cluster.store import Store
+from nextscale.eval.methods import parse_methods
 from nextscale.eval.results import Row
-from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.timing import percentiles, wait
-from nextscale.lab.tune.prompts import own_prompts
+from nextscale.eval.timing import percentiles, wait
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.methods.method import Method
+from nextscale.offline.lock import working_folder
+from nextscale.offline.plan import Batch, plan_batches
+from nextscale.offline.prompts import SamplePrompt
+from nextscale.offline.sampler import Generator, longest_prompts, sample
+from nextscale.offline.shard import Shard
+from nextscale.offline.store import Store
+from nextscale.tune.prompts import own_prompts
 
 from .results import measure, options, record
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from nextscale.eval.methods import DENSE
 from nextscale.eval.results import Row
-from nextscale.lab.evals.methods import DENSE
 
 from .suites import APART, SPARSE, step_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from nextscale.eval.methods import DENSE
 from nextscale.eval.results import Row
-from nextscale.lab.evals.methods import DENSE
 
 from .cells import (
     BATCH,

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from nextscale import kernels
-from nextscale.accel import Method, SparseVAR, resolve_method
-from nextscale.cluster.shard import Shard
+from nextscale.device import check_quantize, choose_device, choose_dtype
 from nextscale.errors import OutOfMemory
 from nextscale.eval.bench import ENGINES, Runner, bench, choose_engines, release, request_prompts, text_lengths
+from nextscale.eval.methods import DENSE, GUIDANCE_OFF
 from nextscale.eval.results import Row, read_rows, short_error, where
-from nextscale.lab.evals.methods import DENSE, GUIDANCE_OFF
-from nextscale.lab.timing import percentiles_ms
+from nextscale.eval.timing import percentiles_ms
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.models.quantized import FORMATS, Quantize
+from nextscale.methods import Method, SparseVAR, resolve_method
+from nextscale.models.quantization import FORMATS, Quantize
+from nextscale.offline.shard import Shard
 from nextscale.pipeline import Pipeline
-from nextscale.placement import check_quantize, choose_device, choose_dtype
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import nextscale
 from nextscale import Method, Schedule, StagePlan
-from nextscale.accel import METHODS, Plans
+from nextscale.methods import METHODS, Plans
 from nextscale.models import NextScaleModel
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from nextscale.accel import resolve_method
 from nextscale.loading.presets import build_model, build_tokenizer, model_spec
+from nextscale.methods import resolve_method
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.planning.memory import request_memory
 

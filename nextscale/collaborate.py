@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .accel.code import PAIRS, CoDe, released_sampling
-from .accel.method import Method
-from .accel.skip import SkipStages
 from .errors import SettingError
+from .methods.code import PAIRS, CoDe, released_sampling
+from .methods.method import Method
+from .methods.skip import SkipStages
 from .models.base import NextScaleModel
 from .models.text_context import masked_length
 from .planning.cost import RequestCost, Workload, request_cost

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .engine import Executor
 from .engine.memory import memory_errors
-from .generate import StageDone, require_finite
+from .generate import StageOutput, require_finite
 from .output import Checks, Output, Preview, costs_of, mask_of, stage_reports, stages_run
 from .report import Report, peak_memory, reset_peak
 from .request import Request
@@ -24,9 +24,9 @@ def execute(
     pipe: Pipeline, request: Request, choose: Callable[[Request], Executor], on_stage: Callable[[Preview], None] | None, decode: bool
 ) -> Output:
     """`choose`: what runs the request. `on_stage`: called after every stage."""
-    device, clock, done_stages = pipe.model.device, request.clock, list[StageDone]()
+    device, clock, done_stages = pipe.model.device, request.clock, list[StageOutput]()
 
-    def stage_done(done: StageDone) -> None:
+    def stage_done(done: StageOutput) -> None:
         done_stages.append(done.without_logits())
         if on_stage is None:
             clock.lap("stage", done.stage.index)
@@ -58,7 +58,7 @@ def execute(
             engine=executor.engine,
             captured_batch=executor.captured_batch,
             method=request.method.label,
-            chosen_by=request.chosen_by,
+            selection_reason=request.selection_reason,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(pipe.model.dtype).removeprefix("torch."),
             size=(pixels.shape[2], pixels.shape[3]),

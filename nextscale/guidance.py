@@ -13,9 +13,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from .checks import is_finite, is_number
 from .errors import SettingError
 from .stage import Schedule, Stage
+from .validation import is_finite, is_number
 
 LARGEST_SCALE = 1e4  # guided logits stay far from float32's overflow at 3e38
 
@@ -35,7 +35,7 @@ class Guidance:
         """One scale per stage; a longer tuple is allowed, its tail only decides whether the second cfg branch runs at all."""
         raise NotImplementedError
 
-    def above_one(self, schedule: Schedule) -> tuple[float, ...]:
+    def excess(self, schedule: Schedule) -> tuple[float, ...]:
         """How far each scale lies above 1, without the rounding of the sum where a form knows better."""
         return tuple(scale - 1 for scale in self.scales(schedule))
 
@@ -67,9 +67,9 @@ class RampGuidance(Guidance):
     last_repeats: bool = False
 
     def scales(self, schedule: Schedule) -> tuple[float, ...]:
-        return tuple(1 + above for above in self.above_one(schedule))
+        return tuple(1 + above for above in self.excess(schedule))
 
-    def above_one(self, schedule: Schedule) -> tuple[float, ...]:
+    def excess(self, schedule: Schedule) -> tuple[float, ...]:
         span = len(schedule) - 1
         if self.longest_span is not None:
             span = min(span, self.longest_span)
@@ -122,7 +122,7 @@ def mix(rows: Tensor, scale: float, batch: int) -> Tensor:
     return scale * cond + (1 - scale) * uncond
 
 
-class GuidedRows:
+class ResolvedGuidance:
     """Guidance fixed for one schedule: which rows run, and how the two cfg branches become one."""
 
     def __init__(self, guidance: Guidance, schedule: Schedule, depth: int) -> None:
@@ -132,7 +132,7 @@ class GuidedRows:
         self.scales = tuple(guidance.scales(schedule))
         if not all(is_number(scale) and abs(scale) <= LARGEST_SCALE for scale in self.scales):
             raise SettingError(f"guidance scales must be numbers from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g}; got {self.scales!r}")
-        self.above_one = tuple(guidance.above_one(schedule))
+        self.excess = tuple(guidance.excess(schedule))
         self.needs_both = any(scale != 1 for scale in self.scales)
         self.layers = frozenset(layer % depth for layer in guidance.layers)
         self._logits = guidance.logits
@@ -142,19 +142,18 @@ class GuidedRows:
     @property
     def key(self) -> Hashable:
         """Equal where rows are guided in the same way at every stage."""
-        return self.scales, self.above_one, self.layers, self._logits, self._last, self._shares
+        return self.scales, self.excess, self.layers, self._logits, self._last, self._shares
 
-    def faded(self, shares: Sequence[float]) -> GuidedRows:
+    def with_decay(self, shares: Sequence[float]) -> ResolvedGuidance:
         """The same guidance with this share, one per stage, of what its scale has above 1. Which rows run does not change."""
         if all(share == 1 for share in shares):
             return self
         weaker = copy.copy(self)
         weaker._shares = tuple(shares)
-        above = zip(shares, self.above_one, strict=False)  # a tail that no stage has stays as it is
-        weaker.above_one = (*(share * above_one for share, above_one in above), *self.above_one[len(shares) :])
+        above = zip(shares, self.excess, strict=False)  # a tail that no stage has stays as it is
+        weaker.excess = (*(share * excess for share, excess in above), *self.excess[len(shares) :])
         weaker.scales = tuple(
-            scale if above_one == full else 1 + above_one
-            for scale, above_one, full in zip(self.scales, weaker.above_one, self.above_one, strict=True)
+            scale if excess == full else 1 + excess for scale, excess, full in zip(self.scales, weaker.excess, self.excess, strict=True)
         )
         return weaker
 
@@ -173,7 +172,7 @@ class GuidedRows:
             return x
         return mix(x, scale, batch).repeat(2, 1, 1)
 
-    def in_full(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
+    def guide_as_last(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
         """Logits guided as at the last stage, whatever the stage; where a method fades guidance, by the share of `stage` alone."""
         share = self._shares[stage.index]
         scale = self._last if share == 1 else 1 + share * (self._last - 1)

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from .device import check_quantize, choose_device, choose_dtype, place
 from .errors import SettingError
 from .models.base import NextScaleModel
 from .output import Preview
-from .placement import check_quantize, choose_device, choose_dtype, place
 from .stage import Schedule
 from .text.prompts import PromptReader, TextReader
-from .tokenizers.autoencoder import lay_out
+from .tokenizers.autoencoder import module_to_channels_last
 from .tokenizers.base import Tokenizer
 
 OnStage = Callable[[Preview], None]
@@ -75,7 +75,7 @@ class Habits:
         with self._turn():
             place(self.model, device, dtype, self.model.float32)
             place(self.tokenizer, device, dtype, self.tokenizer.float32)
-            lay_out(self.tokenizer)
+            module_to_channels_last(self.tokenizer)
             self.reader.to(device)
         return self
 

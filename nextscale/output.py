@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from .canvas import Canvas
-from .generate import StageDone
+from .generate import StageOutput
 from .io import to_pil
 from .models.base import NextScaleModel, PromptInputs
 from .notebook import output_html
@@ -69,7 +69,7 @@ class Output:
 class Preview:
     """Given to `on_stage` after each stage."""
 
-    done: StageDone  # where captured graphs are replayed, without logits, and the next request writes into its tensors
+    done: StageOutput  # where captured graphs are replayed, without logits, and the next request writes into its tensors
     latent: Tensor  # a copy of what the canvas held after this stage
     tokenizer: Tokenizer
 
@@ -84,7 +84,7 @@ class Preview:
         return to_pil(self.tokenizer.decode(self.latent))
 
 
-def mask_of(done: StageDone, batch: int) -> Tensor:
+def mask_of(done: StageOutput, batch: int) -> Tensor:
     if done.compute_mask is not None:
         return done.compute_mask.view(batch, *done.stage.size).float().clone()
     return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
@@ -97,10 +97,10 @@ class Checks:
     numbers: Tensor  # whether the stages and the latent are finite, then mean counts of tokens
     finite: tuple[int, ...]  # stages of the first, and the last one for the latent
     counted: tuple[int, ...]  # stages of the second
-    done_stages: Sequence[StageDone]
+    done_stages: Sequence[StageOutput]
 
     @classmethod
-    def of(cls, finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageDone]) -> Checks:
+    def of(cls, finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageOutput]) -> Checks:
         checks = torch.stack([*finite.values(), latent.isfinite().all()])
         needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
         numbers = torch.cat([checks.double(), *(mean[None] for mean in needed.values())])
@@ -130,7 +130,9 @@ class Costs:
         return self.spent.share(self.dense)
 
 
-def costs_of(planning: Planning, model: NextScaleModel, request: Request, inputs: PromptInputs, done_stages: Sequence[StageDone]) -> Costs:
+def costs_of(
+    planning: Planning, model: NextScaleModel, request: Request, inputs: PromptInputs, done_stages: Sequence[StageOutput]
+) -> Costs:
     workload = Workload(
         request.schedule,
         request.batch,
@@ -154,7 +156,7 @@ def costs_of(planning: Planning, model: NextScaleModel, request: Request, inputs
     return Costs(planning.cost(workload), reduce(RequestCost.beside, spent))
 
 
-def stages_run(done_stages: Sequence[StageDone], costs: Costs, request: Request) -> list[Callable[..., StageReport]]:
+def stages_run(done_stages: Sequence[StageOutput], costs: Costs, request: Request) -> list[Callable[..., StageReport]]:
     """The reports of all stages, to be given what is known when the device is done: padding and times."""
     stages = zip(done_stages, costs.spent.stages, costs.dense.stages, strict=True)
     return [

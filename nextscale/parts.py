@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .accel.method import MethodRun
 from .canvas import Canvas
-from .models.env import Env
+from .methods.method import MethodRun
+from .models.context import ForwardContext
 from .request import Request, Revise, as_sampled
 from .sampling import ImageRng, Rng
 from .stage import Stage
@@ -24,7 +24,7 @@ class Part:
     request: Request
     canvas: Canvas
     run: MethodRun
-    env: Env
+    ctx: ForwardContext
     images: tuple[int, ...] | None = None  # of the whole batch; None: all
 
     def routed(self, stage: Stage) -> list[Part]:
@@ -37,21 +37,21 @@ class Part:
             return [replace(self, run=routes[route]) for route in groups]
         method_rngs = [own_rng(self.request.method_rng, images) for images in groups.values()]
         index = [torch.tensor(images, device=self.canvas.latent.device) for images in groups.values()]
-        envs = self.env.split(index, method_rngs)
+        envs = self.ctx.split(index, method_rngs)
         return [
             replace(
-                self._with(env, places, own_rng(self.request.rng, images), method_rng),
+                self._with(ctx, places, own_rng(self.request.rng, images), method_rng),
                 run=routes[route],
                 images=images if self.images is None else tuple(self.images[image] for image in images),
             )
-            for (route, images), places, env, method_rng in zip(groups.items(), index, envs, method_rngs, strict=True)
+            for (route, images), places, ctx, method_rng in zip(groups.items(), index, envs, method_rngs, strict=True)
         ]
 
     def only(self, images: Tensor, rng: Rng, method_rng: Rng) -> Part:
         """The part of some images [K], which lie in memory of their own; `rng` and `method_rng` are theirs."""
-        return self._with(self.env.only(images, method_rng), images, rng, method_rng)
+        return self._with(self.ctx.only(images, method_rng), images, rng, method_rng)
 
-    def _with(self, env: Env, images: Tensor, rng: Rng, method_rng: Rng) -> Part:
+    def _with(self, ctx: ForwardContext, images: Tensor, rng: Rng, method_rng: Rng) -> Part:
         canvas = copy.copy(self.canvas)
         canvas.latent = self.canvas.latent[images]
         request = replace(
@@ -62,7 +62,7 @@ class Part:
             revise=revise_only(self.request.revise, images, self.request.batch),
             given=tuple(codes[images] for codes in self.request.given),
         )
-        return replace(self, request=request, canvas=canvas, env=env)
+        return replace(self, request=request, canvas=canvas, ctx=ctx)
 
 
 def grouped(routes: Sequence[int]) -> Mapping[int, tuple[int, ...]]:

@@ -12,22 +12,22 @@ from typing import Any
 
 from torch import Tensor
 
-from .accel.code import CoDe
-from .accel.method import Method
-from .accel.registry import MethodLike, resolve_method
-from .accel.situation import Situation
 from .collaborate import Refiners, collaborate, require_plain
 from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
-from .engine.stage_graphs import TooManyTokens
 from .engine.tables import ScheduleTables
 from .engine.turns import turn_on
+from .engine.variants import TooManyTokens
 from .errors import SettingError
 from .execute import execute
 from .guidance import Guidance, GuidanceLike
 from .habits import Habits
+from .methods.code import CoDe
+from .methods.method import Method
+from .methods.registry import MethodLike, resolve_method
+from .methods.selection import SelectionContext
 from .models.base import NextScaleModel
 from .output import Output, Preview, Stages
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
@@ -36,10 +36,10 @@ from .profiles import Profile, require_own
 from .request import Request, Revise, SeedLike, as_sampled
 from .resolve import Call, resolve, with_room_for_all
 from .sampling import Sampling
-from .schedules import AspectLike, ScheduleBook, SizeLike
+from .schedules import AspectLike, Schedules, SizeLike
 from .stage import Schedule
 from .text.prompts import PromptReader
-from .tokenizers.autoencoder import lay_out
+from .tokenizers.autoencoder import module_to_channels_last
 from .tokenizers.base import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 class Settings:
     """How a model generates when the caller does not say otherwise."""
 
-    schedules: ScheduleBook
+    schedules: Schedules
     guidance: Guidance
     sampling: Sampling
 
@@ -94,7 +94,7 @@ class Pipeline(Habits):
         self.planning = Planning(model)
         self.captures = Captures(model, tokenizer, self._tables, checked_memory(graph_memory))
         self.model = model.eval()
-        self.tokenizer = lay_out(tokenizer.eval())
+        self.tokenizer = module_to_channels_last(tokenizer.eval())
         self.reader = reader
         self.settings = settings
         self.name = name
@@ -220,9 +220,9 @@ class Pipeline(Habits):
         """Bytes that the request is known to need for keys, values and text."""
         return self.planning.reserved_bytes(request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
 
-    def situation(self, schedule: Schedule | None = None, batch: int = 1) -> Situation:
+    def situation(self, schedule: Schedule | None = None, batch: int = 1) -> SelectionContext:
         """What a method that chooses among others is told of a request."""
-        return Situation(self.name, self.model, self.model.device, self.tokenizer.pixels_per_token, self.profiles, schedule, batch)
+        return SelectionContext(self.name, self.model, self.model.device, self.tokenizer.pixels_per_token, self.profiles, schedule, batch)
 
     def _turn(self) -> AbstractContextManager[bool]:
         """Until this caller may use the device; whether it does already, further up."""

@@ -14,16 +14,16 @@ from typing import Any, get_args
 
 import torch
 
-from .accel.code import CoDe
-from .accel.method import Method
-from .accel.registry import resolve_method
-from .checks import is_whole
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
-from .io import expanded, write_text
+from .io import write_text
+from .methods.code import CoDe
+from .methods.method import Method
+from .methods.registry import resolve_method
 from .models.base import NextScaleModel
-from .profile_file import MOST, as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
+from .serialization import MOST, as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
 from .stage import Schedule
+from .validation import is_int
 
 log = logging.getLogger(__name__)
 
@@ -126,14 +126,14 @@ class Profile:
     def __post_init__(self) -> None:
         require_texts(self, "model", "family", "hardware", "torch", "version", "prompts")
         for name, least in (("batch", 1), ("searched", 0), ("tested", 1), ("seed", 0)):
-            if not is_whole(getattr(self, name), least):
+            if not is_int(getattr(self, name), least):
                 raise ProfileError(f"{name} is {shortened(getattr(self, name))}; expected a whole number, {least} or more")
         for name, known in (("dtype", DTYPES), ("engine", get_args(Engine)), ("device", DEVICES)):
             if getattr(self, name) not in known:
                 raise ProfileError(f"{name} is {shortened(getattr(self, name))}; expected one of {', '.join(known)}")
         if not isinstance(self.fingerprint, str) or not re.fullmatch("[0-9a-f]{64}", self.fingerprint):
             raise ProfileError(f"fingerprint is {shortened(self.fingerprint)}; expected 64 hexadecimal digits")
-        if len(self.size) != 2 or not all(is_whole(side, 1) and side <= MOST for side in self.size):
+        if len(self.size) != 2 or not all(is_int(side, 1) and side <= MOST for side in self.size):
             raise ProfileError(f"size is {shortened(self.size)}; expected (height, width) in pixels")
         require_numbers(self, "dense_ms")
         if self.dense_ms <= 0:
@@ -178,7 +178,7 @@ class Profile:
     @property
     def described(self) -> str:
         """The model, size, batch and machine that were measured, in words."""
-        return f"{self.model} at {self.size[0]}x{self.size[1]}, batch {self.batch}, on {self.hardware}"
+        return f"{self.model} at {self.size[1]}x{self.size[0]}, batch {self.batch}, on {self.hardware}"
 
     @property
     def file_name(self) -> str:
@@ -191,7 +191,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        path = expanded(path)
+        path = Path(path)
         try:
             return read_profile(read_json(path))
         except ProfileError as error:

@@ -35,7 +35,7 @@ class Report:
     engine: str  # "eager", or "graphs" where captured graphs were replayed
     captured_batch: int | None  # images that these have, of which the request may need fewer; None: eager
     method: str  # readable: the methods and those settings that are not the default
-    chosen_by: str | None  # why this method, in words, where it was looked up for the request (`auto`); None: it was asked for
+    selection_reason: str | None  # why this method, in words, where it was looked up for the request (`auto`); None: it was asked for
     device: str
     dtype: str
     size: tuple[int, int]  # height, width in pixels

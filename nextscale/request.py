@@ -11,9 +11,9 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from .accel.method import Method, Plans
 from .errors import SettingError
-from .guidance import GuidedRows
+from .guidance import ResolvedGuidance
+from .methods.method import Method, Plans
 from .report import Stopwatch
 from .sampling import ImageRng, Rewindable, Rng, Sampling, SharedRng, method_rng
 from .stage import Schedule, Stage
@@ -39,7 +39,7 @@ class Request:
     prompts: Prompts
     negative: Prompts | None  # what the second cfg branch reads; None where it does not run or the model has its own "no prompt"
     schedule: Schedule
-    guidance: GuidedRows
+    guidance: ResolvedGuidance
     sampling: Sampling
     method: Method
     plans: Plans  # the method's forecast, made once: what memory is reserved for
@@ -52,7 +52,7 @@ class Request:
     captured: bool = False  # launches cost the host nothing
     given: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
     images: int | None = None  # how many of the prompts' images go on, where the others go on apart from them; None: all
-    chosen_by: str | None = None  # why this method, where it was looked up
+    selection_reason: str | None = None  # why this method, where it was looked up
     kept: float = 1.0  # share of the cells that the forecast assumes to be computed where the method is data-dependent
 
     @property
@@ -124,7 +124,7 @@ def read_prompts(reader: PromptReader, prompt: Any, seed: SeedLike) -> Prompts:
     return prompts.repeat(len(seed)) if len(prompts) == 1 and isinstance(seed, Sequence) and seed else prompts
 
 
-def read_negative(reader: PromptReader, negative: Any, images: int, guidance: GuidedRows) -> Prompts | None:
+def read_negative(reader: PromptReader, negative: Any, images: int, guidance: ResolvedGuidance) -> Prompts | None:
     """What the second cfg branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""
     if negative is None:
         empty = reader.empty() if guidance.needs_both else None

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .accel.registry import MethodLike, resolve_method
 from .errors import SettingError
 from .generate import check_cache, check_plans
-from .given import checked_given
-from .guidance import GuidanceLike, GuidedRows, resolve_guidance
+from .guidance import GuidanceLike, ResolvedGuidance, resolve_guidance
+from .methods.registry import MethodLike, resolve_method
 from .planning.memory import ASSUMED_KEPT
+from .prefix import checked_given
 from .report import Stopwatch
 from .request import Request, Revise, SeedLike, as_sampled, read_negative, read_prompts, resolve_seed
 from .sampling import Sampling
@@ -46,7 +46,7 @@ def resolve(pipe: Pipeline, call: Call) -> Request:
     asked = pipe.method if call.method is None else resolve_method(call.method)
     schedule = pipe.settings.schedules.choose(call.size, call.aspect)
     sampling = resolve_sampling(pipe, schedule, call.sampling)
-    guided = GuidedRows(resolve_guidance(call.guidance, pipe.settings.guidance), schedule, len(pipe.model.blocks))
+    guided = ResolvedGuidance(resolve_guidance(call.guidance, pipe.settings.guidance), schedule, len(pipe.model.blocks))
     prompts = read_prompts(pipe.reader, call.prompt, call.seed)
     numbers = resolve_seed(call.seed, len(prompts), pipe.model.device)
     situation = pipe.situation(schedule, len(prompts))
@@ -55,7 +55,7 @@ def resolve(pipe: Pipeline, call: Call) -> Request:
     kept = ASSUMED_KEPT if numbers.rewindable else 1.0  # what keeps more may have to start anew
     plans = pipe.planning.forecast(chosen, schedule, guided.needs_both, kept)
     check_plans(plans, len(pipe.model.blocks), guided)  # before memory is reserved for them
-    guided = guided.faded([plan.guidance_share for plan in plans])
+    guided = guided.with_decay([plan.guidance_decay for plan in plans])
     return Request(
         prompts,
         read_negative(pipe.reader, call.negative, len(prompts), guided),
@@ -71,7 +71,7 @@ def resolve(pipe: Pipeline, call: Call) -> Request:
         call.compute_mask,
         call.revise,
         given=checked_given(call.given, pipe.model, schedule, len(prompts)),
-        chosen_by=asked.reason(situation),
+        selection_reason=asked.reason(situation),
         kept=kept,
     )
 
@@ -82,8 +82,8 @@ def resolve_sampling(pipe: Pipeline, schedule: Schedule, changes: dict[str, Any]
     pipe.model.check_sampling(sampling)
     if sampling.smooth and not pipe.tokenizer.mixes_codes:
         raise SettingError(f"smooth mixes entries of a codebook; {pipe.name} does not support it")
-    if sampling.forbidden and max(sampling.forbidden) >= pipe.tokenizer.codes:
-        raise SettingError(f"forbidden {sampling.forbidden}: {pipe.name} has {pipe.tokenizer.codes} numbered codes")
+    if sampling.suppressed_codes and max(sampling.suppressed_codes) >= pipe.tokenizer.codes:
+        raise SettingError(f"suppressed_codes {sampling.suppressed_codes}: {pipe.name} has {pipe.tokenizer.codes} numbered codes")
     return sampling
 
 

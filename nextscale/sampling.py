@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .checks import is_number, is_share, is_whole
 from .errors import SettingError
 from .stage import Schedule, Stage, Tokens
+from .validation import is_fraction, is_int, is_number
 
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e6  # guided logits divided by it stay far from float32's overflow at 3e38
 
@@ -27,7 +27,7 @@ class Sampling:
     smooth: VAR's "more smooth": a mixture of codes, weighted with Gumbel noise, instead of a single one.
     sampled_sides, widest_sampled: FlexVAR's rule that only stages of these sides, up to this width, are sampled; the others are greedy.
     filter_first: top_k and top_p see the logits before the temperature divides them (CoDe), not after.
-    forbidden: code numbers that are made very unlikely (logit -100).
+    suppressed_codes: code numbers that are made very unlikely (logit -100).
     last_repeats: the last stage is smoothed like the one before it (HART).
     refine: how a model that has a refiner samples the late stages in several rounds (STAR); None: every stage at once.
     """
@@ -39,26 +39,26 @@ class Sampling:
     smooth: bool = False
     sampled_sides: frozenset[int] | None = None
     widest_sampled: int | None = None
-    forbidden: tuple[int, ...] = ()
+    suppressed_codes: tuple[int, ...] = ()
     last_repeats: bool = False
     refine: Refinement | None = None
     filter_first: bool = False
 
     def __post_init__(self) -> None:
         counts = self.top_k if isinstance(self.top_k, tuple) else (self.top_k,)
-        if not all(is_whole(count) for count in counts):
+        if not all(is_int(count) for count in counts):
             raise SettingError(f"top_k is 0 (off) or a whole number of codes, or a tuple of one per stage; got {self.top_k!r}")
-        if not is_share(self.top_p):
+        if not is_fraction(self.top_p):
             raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
         for name in ("greedy", "smooth", "last_repeats", "filter_first"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
         if self.sampled_sides is not None:
             sides = self.sampled_sides if isinstance(self.sampled_sides, Iterable) and not isinstance(self.sampled_sides, str) else (None,)
-            if not all(is_whole(side) for side in sides):
+            if not all(is_int(side) for side in sides):
                 raise SettingError(f"sampled_sides is a set of whole numbers; got {self.sampled_sides!r}")
             object.__setattr__(self, "sampled_sides", frozenset(sides))
-        if self.widest_sampled is not None and not is_whole(self.widest_sampled):
+        if self.widest_sampled is not None and not is_int(self.widest_sampled):
             raise SettingError(f"widest_sampled is a whole number, or None; got {self.widest_sampled!r}")
         if self.refine is not None and not isinstance(self.refine, Refinement):
             raise SettingError(f"refine is a Refinement, or None (off); got {self.refine!r}")
@@ -70,8 +70,8 @@ class Sampling:
                 f"temperature must be a number from {LEAST_TEMPERATURE:g} to {LARGEST_TEMPERATURE:g}, or a tuple of one per stage;"
                 f" got {self.temperature!r}. For the most likely code set greedy=True"
             )
-        if not isinstance(self.forbidden, tuple) or not all(is_whole(code) for code in self.forbidden):
-            raise SettingError(f"forbidden is a tuple of code numbers; got {self.forbidden!r}")
+        if not isinstance(self.suppressed_codes, tuple) or not all(is_int(code) for code in self.suppressed_codes):
+            raise SettingError(f"suppressed_codes must be a tuple of code numbers; got {self.suppressed_codes!r}")
 
     def changed(self, **settings: object) -> Sampling:
         """A copy with some settings replaced; unknown names are refused."""
@@ -93,16 +93,16 @@ class Sampling:
             raise SettingError(f"{len(self.top_k)} values of top_k for {len(schedule)} stages: give one per stage, or a single number")
 
     def prepare(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Guided logits with this stage's temperature and the forbidden codes applied."""
+        """Guided logits with this stage's temperature and the suppressed codes applied."""
         if not self.filter_first:
-            logits = self.cooled(logits, stage)
-        if self.forbidden:
+            logits = self.apply_temperature(logits, stage)
+        if self.suppressed_codes:
             logits = logits.clone()
-            for code in self.forbidden:  # one by one: a captured graph cannot take a list of them from the host
+            for code in self.suppressed_codes:  # one by one: a captured graph cannot take a list of them from the host
                 logits.select(-1, code).fill_(-100.0)
         return logits
 
-    def cooled(self, logits: Tensor, stage: Stage) -> Tensor:
+    def apply_temperature(self, logits: Tensor, stage: Stage) -> Tensor:
         """Logits divided by this stage's temperature."""
         temperature = self.temperature[stage.index] if isinstance(self.temperature, tuple) else self.temperature
         return logits if temperature == 1 else logits / temperature
@@ -138,7 +138,7 @@ class Refinement:
     def __post_init__(self) -> None:
         if not isinstance(self.rounds, tuple) or not isinstance(self.drafted, tuple):
             raise SettingError(f"rounds and drafted are tuples with one number per refined stage; got {self.rounds!r} and {self.drafted!r}")
-        if not all(is_whole(number) for number in (*self.rounds, *self.drafted, self.first_stage, self.random)):
+        if not all(is_int(number) for number in (*self.rounds, *self.drafted, self.first_stage, self.random)):
             raise SettingError(f"a refinement is made of whole numbers from 0; got {self}")
         if not self.rounds or len(self.rounds) != len(self.drafted) or 0 in self.rounds:
             raise SettingError(f"a refinement has as many numbers of rounds (at least 1) as of drafted rounds (at least 0); got {self}")
@@ -278,7 +278,7 @@ def sample(logits: Tensor, noise: Tensor) -> Tensor:
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
 
 
-def soften(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
+def gumbel_softmax(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
     """VAR's smoothing: a Gumbel softmax over the codes, sharper with `progress` (0 at the first stage, 1 at the last)."""
     tau = max(0.27 * (1 - 0.95 * progress), 0.005)
     return ((logits * (1 + progress) - noise.log()) / tau).softmax(dim=-1)
@@ -288,7 +288,7 @@ def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -
     """Code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits that they were sampled from."""
     kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
     if sampling.filter_first:
-        kept = sampling.cooled(kept, tokens.stage)
+        kept = sampling.apply_temperature(kept, tokens.stage)
     if sampling.greedy:
         return kept.argmax(dim=-1), kept
     return sample(kept, cell_noise(rng.exponential, tokens, logits.shape, logits.device)), kept
@@ -313,7 +313,7 @@ def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, rng:
     if not sampling.smooth:
         return ids, ids
     noise = cell_noise(rng.exponential, tokens, logits.shape, logits.device)
-    return ids, soften(kept, noise, sampling.progress(tokens.stage, stages))
+    return ids, gumbel_softmax(kept, noise, sampling.progress(tokens.stage, stages))
 
 
 def pass_noise(shape: Sequence[int], sampling: Sampling, rng: Rng, device: torch.device) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeVar
 
-from .checks import is_whole
 from .errors import SizeError
 from .stage import Schedule
+from .validation import is_int
 
 PIXELS_PER_TOKEN = 16  # along one side, of every published model
 
@@ -24,7 +24,7 @@ AspectLike = float | str | None
 Chosen = TypeVar("Chosen", Schedule, tuple[int, int])
 
 
-class ScheduleBook(Protocol):
+class Schedules(Protocol):
     def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule: ...
 
     def offers(self) -> list[tuple[int, int]]:
@@ -49,7 +49,7 @@ def parse_aspect(aspect: float | str) -> float:
 
 def parse_size(size: tuple[int, int] | int) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, Sequence) else (size, size)
-    if len(pair) != 2 or not all(is_whole(side, least=1) for side in pair):
+    if len(pair) != 2 or not all(is_int(side, least=1) for side in pair):
         raise SizeError(f"size {size!r}: give (height, width) in pixels, both positive whole numbers")
     return pair[0], pair[1]
 
@@ -62,8 +62,8 @@ def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:
 
 def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeError:
     nearest = sorted(offers, key=lambda offer: math.dist(map(math.log, offer), map(math.log, size)))[:4]
-    named = ", ".join(f"{height}x{width}" for height, width in nearest)
-    return SizeError(f"no schedule generates {size[0]}x{size[1]} (height x width); nearest: {named}")
+    named = ", ".join(f"{width}x{height}" for height, width in nearest)
+    return SizeError(f"no schedule generates {size[1]}x{size[0]} (width x height); nearest: {named}")
 
 
 @cache
@@ -72,7 +72,7 @@ def square_stages(sides: tuple[int, ...]) -> Schedule:
 
 
 @dataclass(frozen=True)
-class SquareBook:
+class SquareSchedules:
     """Square schedules by image side; the first is the default (VAR, FlexVAR, HART, STAR)."""
 
     sides: tuple[tuple[int, ...], ...]
@@ -174,7 +174,7 @@ def infinity_images(pixels_per_token: int) -> dict[tuple[int, int], Schedule]:
 
 
 @dataclass(frozen=True)
-class InfinityBook:
+class InfinitySchedules:
     """Fifteen aspect ratios times the pixel budgets of a stride; for the published one two are larger than what was trained."""
 
     budget: str = "1M"

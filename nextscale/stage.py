@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .errors import SizeError
-from .packing import Packing
+from .varlen import VarlenLayout
 
 Rows = slice | Tensor
 """Some rows of a batch: a slice, or their numbers [K] on the device."""
@@ -121,7 +121,7 @@ class Tokens:
     index: Tensor | None = None  # [R, N] cell numbers
     count: Tensor | None = None  # [R]
     prefix: int = 0
-    packing: Packing | None = None  # the same for all cfg branches
+    packing: VarlenLayout | None = None  # the same for all cfg branches
 
     @property
     def num_tokens(self) -> int:
@@ -213,7 +213,7 @@ class Tokens:
         count = self.count
         if count is None:
             count = torch.full(self.index.shape[:1], self.index.shape[1], dtype=torch.int32, device=self.index.device)
-        return replace(self, count=count, packing=Packing.of(self.index[:images], count[:images], total, self.prefix))
+        return replace(self, count=count, packing=VarlenLayout.of(self.index[:images], count[:images], total, self.prefix))
 
     def unpacked(self) -> Tokens:
         return self if self.packing is None else replace(self, packing=None)

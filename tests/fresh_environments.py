@@ -42,7 +42,7 @@ PROBES = {
         "it can start",
     ),
     "ray": Probe(
-        f"import nextscale\nfrom nextscale.cluster.ray_sampler import import_ray\ntry:\n    print(import_ray().__version__){SHOW_ERROR}",
+        f"import nextscale\nfrom nextscale.batching.ray_cluster import import_ray\ntry:\n    print(import_ray().__version__){SHOW_ERROR}",
         "2.",
     ),
 }
@@ -105,7 +105,7 @@ def check(environment: Environment, installed: frozenset[str]) -> list[str]:
     assert str(environment.folder) in where, f"{where} is not the installed package"
     assert "generate" in environment.run("nextscale", "--help")
     environment.run("nextscale", "generate", "a 3D icon of a red apple", "--size", "128", "--seed", "7", "--out", "apple.png")
-    environment.run("python", "-c", "from nextscale.lab.metrics import Lpips; Lpips.load()")
+    environment.run("python", "-c", "from nextscale.metrics import Lpips; Lpips.load()")
     found = [f"imports, --help, one image ({(environment.folder / 'apple.png').stat().st_size} bytes)"]
     for extra, probe in PROBES.items():
         shown = environment.run("python", "-c", probe.code)

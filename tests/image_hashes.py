@@ -28,8 +28,7 @@ import torch
 import nextscale
 from nextscale import Pipeline
 from nextscale.loading.random_weights import random_pipeline
-
-from . import tiny
+from tests.helpers import tiny
 
 PREFIX = "given"  # the argument of a call that takes codes of the first stages
 FILE = Path(__file__).parent / "data" / "image_hashes.json"
@@ -37,7 +36,8 @@ METHODS: tuple[str, ...] = (
     "dense",
     "skip:last=1",
     "sparsevar:tau=0.9,first_stage=2",
-    "sparsevar:tau=0.6,first_stage=2,alpha=none,rows=both",
+    "sparsevar:tau=0.6,first_stage=2,alpha=none",
+    "sparsevar:tau=0.6,first_stage=2,as_released=true",
     "sparsevar:tau=0.7,first_stage=2,metric=logits",
     "sparsevar:tau=0.3,first_stage=2,metric=image",
     "fastvar:ratios={2:0.5,3:0.5}",
@@ -45,9 +45,9 @@ METHODS: tuple[str, ...] = (
     "stagevar:guidance_off=2,alphas={3:0.96}",
     "stagevar:guidance_off=9,alphas={3:0.96},ranks=0.4",
     "stagevar:alphas=[]",
-    "stagevar:variant=svd,alphas={3:0.9}",
-    "stagevar:variant=least_squares,ranks=0.5,alphas={3:0.9}",
-    "stagevar:ranks=measured,alphas={3:0.9}",
+    "stagevar_variants:variant=svd,alphas={3:0.9}",
+    "stagevar_variants:variant=least_squares,ranks=0.5,alphas={3:0.9}",
+    "stagevar_variants:ranks=measured,alphas={3:0.9}",
     "tome:stages=[2,3]",
     "tome:stages=[2,3],random=true",
     "sparsevar:tau=0.9,first_stage=2 + stagevar:guidance_off=2,alphas=[]",

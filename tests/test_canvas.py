@@ -22,8 +22,7 @@ from nextscale.tokenizers import (
     VarTokenizerConfig,
 )
 from nextscale.tokenizers.var import blend_index
-
-from . import tiny
+from tests.helpers import tiny
 
 # Bicubic interpolation with a = -0.75 of the two samples 0, 1 to four: the share of the second sample.
 BICUBIC_STEP = [-0.10546875, 0.2265625, 0.7734375, 1.10546875]

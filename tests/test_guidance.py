@@ -8,20 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nextscale.errors import SettingError
-from nextscale.guidance import ConstantGuidance, Guidance, GuidedRows, RampGuidance, StageGuidance, mix, resolve_guidance
+from nextscale.guidance import ConstantGuidance, Guidance, RampGuidance, ResolvedGuidance, StageGuidance, mix, resolve_guidance
 from nextscale.loading.presets import FLEXVAR_SETTINGS, MODELS
 from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024, VAR_256, VAR_512
 from nextscale.stage import Schedule
-
-from . import tiny
-from .tiny import infinity_schedule
+from tests.helpers import tiny
+from tests.helpers.tiny import infinity_schedule
 
 THREE = Schedule((1, 2, 3))
 DEPTH = 4
 
 
-def rows(guidance: Guidance, schedule: Schedule = THREE) -> GuidedRows:
-    return GuidedRows(guidance, schedule, DEPTH)
+def rows(guidance: Guidance, schedule: Schedule = THREE) -> ResolvedGuidance:
+    return ResolvedGuidance(guidance, schedule, DEPTH)
 
 
 # --- scales
@@ -74,7 +73,7 @@ def test_constant_guidance_is_the_same_at_every_stage() -> None:
     assert ConstantGuidance(strength=4.0).scales(schedule) == (4.0,) * 10
     out = torch.tensor([[5.0], [2.0]])
     for stage in schedule:
-        assert GuidedRows(ConstantGuidance(strength=4.0), schedule, 1).on_logits(out, stage, 1).item() == 2 + 4 * (5 - 2)
+        assert ResolvedGuidance(ConstantGuidance(strength=4.0), schedule, 1).on_logits(out, stage, 1).item() == 2 + 4 * (5 - 2)
 
 
 @pytest.mark.parametrize(("name", "strength"), [("infinity-2b", 4.0), ("infinity-8b", 3.0), ("infinity-8b-512", 3.0)])
@@ -111,7 +110,7 @@ def test_var_mixes_as_published(g: float, i: int) -> None:
     schedule = Schedule(VAR_256)
     cond, uncond = torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 3.0]])
     t = g * i / 9
-    guided = GuidedRows(RampGuidance(strength=g), schedule, 1).on_logits(torch.cat([cond, uncond]), schedule[i], 1)
+    guided = ResolvedGuidance(RampGuidance(strength=g), schedule, 1).on_logits(torch.cat([cond, uncond]), schedule[i], 1)
     assert torch.allclose(guided, (1 + t) * cond - t * uncond, atol=1e-5)
 
 
@@ -167,9 +166,11 @@ def test_full_strength_is_that_of_the_last_stage_whatever_the_stage(guidance: Gu
     """Not of the tail past it. STAR's refiner is guided so."""
     guided = rows(guidance)
     both = torch.tensor([[[2.0]], [[5.0]]])
-    assert {guided.in_full(both, stage, 1).item() for stage in THREE} == {4 * 2 - 3 * 5} == {guided.on_logits(both, THREE[-1], 1).item()}
-    assert guided.in_full(both, THREE[0], 2).tolist() == both.tolist()
-    assert rows(StageGuidance(logits=False, values=(1.0, 1.0, 4.0))).in_full(both, THREE[0], 1).tolist() == [[[2.0]]]
+    assert (
+        {guided.guide_as_last(both, stage, 1).item() for stage in THREE} == {4 * 2 - 3 * 5} == {guided.on_logits(both, THREE[-1], 1).item()}
+    )
+    assert guided.guide_as_last(both, THREE[0], 2).tolist() == both.tolist()
+    assert rows(StageGuidance(logits=False, values=(1.0, 1.0, 4.0))).guide_as_last(both, THREE[0], 1).tolist() == [[[2.0]]]
 
 
 def test_mixing_takes_any_shape_and_leaves_one_cfg_branch_as_it_is() -> None:

@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 
-from nextscale.accel.skipvar_models import decisions_named
 from nextscale.errors import NextscaleError
 from nextscale.hub import Folder
 from nextscale.io import regular
-from nextscale.lab.evals.agreement import Agreement
-from nextscale.lab.shards import read_shard
-from nextscale.lab.tune.log import TrialLog
-from nextscale.models.rank_table import read_rank_table
+from nextscale.methods.skipvar_models import decisions_named
+from nextscale.methods.stagevar_ranks import read_rank_table
+from nextscale.offline.prompts import read_sample_prompts
+from nextscale.tune.log import TrialLog
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "ranks.json": read_rank_table,
     "models.json": lambda file: decisions_named(str(file)),
-    "probes.safetensors": Agreement.load,
-    "shard.tar": read_shard,
+    "shard.tar": lambda file: list(read_sample_prompts(file)),
     "x.trials.jsonl": TrialLog.read,
 }
 

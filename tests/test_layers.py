@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,19 +17,20 @@ import nextscale
 PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("basics", ("errors", "checks", "io", "kernels", "packing", "stage", "report", "checkpoints", "assets", "hub")),
-    ("parts", ("cache", "attending", "compressed", "canvas", "guidance", "sampling", "schedules")),
+    ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "report", "checkpoints", "assets", "hub")),
+    ("parts", ("cache", "canvas", "guidance", "sampling", "schedules", "metrics")),
     ("models", ("models", "tokenizers", "text")),
-    ("method interface", ("accel.method", "accel.situation")),
+    ("method interface", ("methods.method", "methods.selection")),
     ("planning", ("planning",)),
-    ("methods", ("accel",)),
-    ("generate", ("generate", "given", "parts", "request")),
+    ("methods", ("methods",)),
+    ("generate", ("generate", "prefix", "parts", "request")),
     ("engine", ("engine",)),
-    ("profiles", ("profiles", "profile_file")),
-    ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "placement", "notebook")),
+    ("profiles", ("profiles", "serialization")),
+    ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "device", "notebook")),
     ("loading", ("loading",)),
-    ("products", ("serve", "cluster", "lab.metrics", "lab.evals.methods", "lab.evals.prompts", "lab.shards")),
-    ("evaluation", ("eval", "lab")),
+    ("batching", ("batching",)),
+    ("products", ("serve", "offline", "eval.methods")),
+    ("evaluation", ("eval", "tune")),
     ("command line", ("cli", "__main__")),
 )
 """Layer to the modules and packages that it consists of, by their longest name; within a layer anything may import anything."""
@@ -115,21 +115,16 @@ def test_no_layer_imports_a_higher_one() -> None:
     assert not wrong, "a lower layer imports a higher one:\n" + "\n".join(wrong)
 
 
-def test_the_package_imports_without_posix_modules(tmp_path: Path) -> None:
-    """In a fresh interpreter that has none of them, as on Windows, it imports, the peak memory of the process is unknown, and only
-    what locks a folder is refused."""
+def test_the_package_imports_without_posix_modules() -> None:
+    """In a fresh interpreter that has none of them, as on Windows, it imports, and the peak memory of the process is unknown."""
     program = (
         "import sys; sys.modules |= dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', 'termios'))\n"
         "import torch, nextscale, nextscale.loading.load, nextscale.text, nextscale.hub\n"
         "from nextscale.report import peak_memory\n"
         "assert peak_memory(torch.device('cpu')) == 0\n"
-        "from nextscale.cli import app\n"
-        "app(['sample', '--prompts', 'prompts.txt', '--size', '128', '--method', 'skip:last=6', '--out', 'images'])\n"
     )
-    (tmp_path / "prompts.txt").write_text("a red apple\n")
-    places = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=places, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "error: folders of images are locked by flock" in done.stderr, done.stderr
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_allowed_exceptions_still_exist() -> None:
@@ -150,7 +145,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         ("from . import blocks, rope", {"models.blocks", "models.rope"}),
         ("import nextscale.pipeline", {"pipeline"}),
         ("from nextscale import load", {TOP}),
-        ("from nextscale.accel import method", {"accel.method"}),
+        ("from nextscale.methods import method", {"methods.method"}),
         ("def late():\n    from ..engine.graphs import Captures", {"engine.graphs"}),
         ("if TYPE_CHECKING:\n    from ..pipeline import Pipeline", {"pipeline"}),
         ("import torch\nfrom torch import nn", set()),
@@ -163,5 +158,5 @@ def test_imports_are_found(source: str, expected: set[str], tmp_path: Path) -> N
 
 
 def test_the_longest_name_decides_the_layer() -> None:
-    assert layer_of("accel.method") < layer_of("planning.cost") < layer_of("accel.tome") == layer_of("accel")
+    assert layer_of("methods.method") < layer_of("planning.cost") < layer_of("methods.tome") == layer_of("methods")
     assert layer_of(TOP) > layer_of("cli.program")

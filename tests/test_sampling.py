@@ -23,9 +23,9 @@ from nextscale.sampling import (
     cell_noise,
     choose,
     filter_logits,
+    gumbel_softmax,
     sample,
     sample_codes,
-    soften,
 )
 from nextscale.schedules import FLEXVAR_512, FLEXVAR_STEPS, HART_1024
 from nextscale.stage import Schedule, Stage, Tokens
@@ -265,19 +265,19 @@ def test_what_was_filtered_is_never_drawn() -> None:
 @pytest.mark.parametrize(("progress", "tau"), [(0.0, 0.27), (0.5, 0.14175), (1.0, 0.0135)])
 def test_smoothing_sharpens_with_progress(progress: float, tau: float) -> None:
     logits = torch.tensor([[0.1, 0.0, -0.05]])
-    mixture = soften(logits, torch.ones(1, 3), progress)  # noise 1 is a Gumbel term of 0
+    mixture = gumbel_softmax(logits, torch.ones(1, 3), progress)  # noise 1 is a Gumbel term of 0
     assert torch.allclose(mixture, (logits * (1 + progress) / tau).softmax(-1), atol=1e-6)
 
 
 def test_smoothing_adds_minus_log_of_the_noise() -> None:
     noise = torch.tensor([[math.exp(-0.5), 1.0, math.exp(0.25)]])
-    mixture = soften(torch.zeros(1, 3), noise, 0.0)
+    mixture = gumbel_softmax(torch.zeros(1, 3), noise, 0.0)
     assert torch.allclose(mixture, (torch.tensor([[0.5, 0.0, -0.25]]) / 0.27).softmax(-1), atol=1e-6)
 
 
 def test_tau_has_a_floor() -> None:
     """0.27 * (1 - 0.95 * 1.05) is below 0.005; stages never get there, but the published formula says so."""
-    mixture = soften(torch.tensor([[0.001, 0.0]]), torch.ones(1, 2), 1.05)
+    mixture = gumbel_softmax(torch.tensor([[0.001, 0.0]]), torch.ones(1, 2), 1.05)
     assert torch.allclose(mixture, torch.tensor([[0.001 * 2.05 / 0.005, 0.0]]).softmax(-1), atol=1e-5)
 
 
@@ -287,7 +287,7 @@ def test_smoothing_draws_first_and_mixes_what_the_filters_left() -> None:
     ids, mixture = choose(logits, Tokens(SECOND_OF_ONE_CELL), len(STAGES), Sampling(top_k=2, smooth=True), ScriptedDraws(first, second))
     assert ids.tolist() == [[1]]  # the small noise at 1 outweighs
     kept = torch.tensor([[[1.0, 0.5, INFINITELY_UNLIKELY]]])
-    assert torch.equal(mixture, soften(kept, second, 1 / 2))
+    assert torch.equal(mixture, gumbel_softmax(kept, second, 1 / 2))
     assert mixture[0, 0, 2] == 0
     assert mixture.sum().item() == pytest.approx(1)
 
@@ -394,8 +394,8 @@ def test_every_stage_may_have_its_own_top_k() -> None:
 
 def test_forbidden_codes_get_minus_one_hundred() -> None:
     logits = torch.tensor([[[5.0, 4.0, 3.0]]])
-    assert Sampling(forbidden=(0, 2)).prepare(logits, STAGES[0]).tolist() == [[[-100.0, 4.0, -100.0]]]
-    assert Sampling(forbidden=(0,), temperature=0.5).prepare(logits, STAGES[0]).tolist() == [[[-100.0, 8.0, 6.0]]]
+    assert Sampling(suppressed_codes=(0, 2)).prepare(logits, STAGES[0]).tolist() == [[[-100.0, 4.0, -100.0]]]
+    assert Sampling(suppressed_codes=(0,), temperature=0.5).prepare(logits, STAGES[0]).tolist() == [[[-100.0, 8.0, 6.0]]]
     assert logits.tolist() == [[[5.0, 4.0, 3.0]]]
 
 
@@ -487,7 +487,7 @@ def test_values_out_of_range_are_refused(bad: dict[str, Any], named: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "bad", [{"top_k": 1.5}, {"top_k": (3, 1.5)}, {"top_p": "0.9"}, {"temperature": None}, {"temperature": "hot"}, {"forbidden": 3}]
+    "bad", [{"top_k": 1.5}, {"top_k": (3, 1.5)}, {"top_p": "0.9"}, {"temperature": None}, {"temperature": "hot"}, {"suppressed_codes": 3}]
 )
 def test_values_of_another_type_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingError):

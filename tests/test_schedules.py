@@ -24,14 +24,13 @@ from nextscale.schedules import (
     LARGER_BUDGETS,
     VAR_256,
     VAR_512,
-    InfinityBook,
-    SquareBook,
+    InfinitySchedules,
+    SquareSchedules,
     parse_aspect,
     parse_size,
 )
 from nextscale.stage import Schedule
-
-from .tiny import infinity_schedule
+from tests.helpers.tiny import infinity_schedule
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "infinity_schedules.json").read_text())
 TEMPLATES: list[float] = PUBLISHED["templates_in_order"]
@@ -57,7 +56,7 @@ def test_the_published_table_is_complete() -> None:
 @pytest.mark.parametrize(("template", "budget"), ENTRIES)
 def test_every_entry_equals_the_published_one(template: float, budget: str) -> None:
     entry = published(template, budget)
-    schedule = InfinityBook().choose(budget, template)
+    schedule = InfinitySchedules().choose(budget, template)
     assert schedule.sizes == published_sizes(template, budget)
     assert schedule.tokens == entry["tokens"]
     assert [16 * side for side in schedule.grid] == entry["pixel"]
@@ -68,22 +67,22 @@ def test_every_entry_equals_the_published_one(template: float, budget: str) -> N
 @pytest.mark.parametrize(("template", "budget"), ENTRIES)
 def test_a_size_in_pixels_finds_its_entry_whatever_the_budget(template: float, budget: str) -> None:
     height, width = published(template, budget)["pixel"]
-    for book in (InfinityBook(), InfinityBook("0.06M")):
+    for book in (InfinitySchedules(), InfinitySchedules("0.06M")):
         assert book.choose((height, width), None) == infinity_schedule(template, budget)
 
 
 def test_offers_are_the_published_sizes_and_two_larger_ones_per_aspect_ratio() -> None:
     larger = [infinity_schedule(template, budget).grid for template in INFINITY_SIZES for budget in LARGER_BUDGETS]
     published_sizes = [tuple(published(*entry)["pixel"]) for entry in ENTRIES]
-    assert sorted(InfinityBook().offers()) == sorted([*published_sizes, *((16 * height, 16 * width) for height, width in larger)])
+    assert sorted(InfinitySchedules().offers()) == sorted([*published_sizes, *((16 * height, 16 * width) for height, width in larger)])
 
 
 @pytest.mark.parametrize(("budget", "stages", "grid"), [("1.8M", 14, (84, 84)), ("4M", 15, (128, 128))])
 def test_larger_images_append_stages_and_extend_the_positions(budget: str, stages: int, grid: tuple[int, int]) -> None:
-    trained, larger = InfinityBook().choose("1M", None), InfinityBook().choose(budget, None)
+    trained, larger = InfinitySchedules().choose("1M", None), InfinitySchedules().choose(budget, None)
     assert larger.sizes[:13] == trained.sizes
     assert (len(larger), larger.grid, larger.extent) == (stages, grid, grid)
-    assert InfinityBook().choose((16 * grid[0], 16 * grid[1]), None) == larger
+    assert InfinitySchedules().choose((16 * grid[0], 16 * grid[1]), None) == larger
     assert max(grid_positions(larger[12], larger.extent)[0]).item() == round(63 * grid[0] / 64)
 
 
@@ -97,12 +96,12 @@ def test_larger_images_keep_their_aspect_ratio_and_budget(template: float, budge
 
 
 def test_the_square_megapixel_is_the_default() -> None:
-    schedule = InfinityBook().choose(None, None)
+    schedule = InfinitySchedules().choose(None, None)
     assert [height for height, _ in schedule.sizes] == [1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64]
     assert schedule.tokens == 10521
-    assert InfinityBook("0.25M").choose(None, None).grid == (32, 32)
-    assert InfinityBook("0.25M").choose("0.06M", None).grid == (16, 16)
-    assert InfinityBook().choose(1024, None) == schedule
+    assert InfinitySchedules("0.25M").choose(None, None).grid == (32, 32)
+    assert InfinitySchedules("0.25M").choose("0.06M", None).grid == (16, 16)
+    assert InfinitySchedules().choose(1024, None) == schedule
 
 
 @settings(deadline=None)
@@ -110,7 +109,7 @@ def test_the_square_megapixel_is_the_default() -> None:
 def test_an_aspect_ratio_takes_the_nearest_template(ratio: float) -> None:
     distances = [abs(template - ratio) for template in TEMPLATES]
     nearest = TEMPLATES[distances.index(min(distances))]  # the first wins a tie
-    assert InfinityBook().choose("0.06M", ratio) == infinity_schedule(nearest, "0.06M")
+    assert InfinitySchedules().choose("0.06M", ratio) == infinity_schedule(nearest, "0.06M")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_a_tie_goes_to_the_template_published_first(ratio: float, first: float, 
     """Above 1 that is the smaller ratio, below 1 the larger one."""
     assert abs(first - ratio) == abs(second - ratio)  # to the last bit
     assert TEMPLATES.index(first) < TEMPLATES.index(second)
-    assert InfinityBook().choose("1M", ratio) == infinity_schedule(first, "1M")
+    assert InfinitySchedules().choose("1M", ratio) == infinity_schedule(first, "1M")
 
 
 @pytest.mark.parametrize(
@@ -129,32 +128,32 @@ def test_a_tie_goes_to_the_template_published_first(ratio: float, first: float, 
     [("16:9", 0.571), ("9:16", 1.75), ("1:1", 1.0), ("4:3", 0.75), ("3:4", 1.333), ("2:3", 1.5), ("3:1", 0.333), ("1:3", 3.0), ("2", 2.0)],
 )
 def test_aspect_strings_are_width_to_height(aspect: str, template: float) -> None:
-    assert InfinityBook().choose("1M", aspect) == infinity_schedule(template, "1M")
+    assert InfinitySchedules().choose("1M", aspect) == infinity_schedule(template, "1M")
 
 
 @pytest.mark.parametrize("aspect", [3.5, 0.28, "4:1", "1:4"])
 def test_ratios_far_from_all_templates_are_refused_with_the_nearest(aspect: float | str) -> None:
     nearest = "3.0, 2.5, 2.0" if parse_aspect(aspect) > 1 else "0.333, 0.4, 0.5"
     with pytest.raises(SizeError, match=f"nearest: {nearest}"):
-        InfinityBook().choose("1M", aspect)
+        InfinitySchedules().choose("1M", aspect)
 
 
 def test_an_unknown_budget_names_the_known_ones() -> None:
     with pytest.raises(SizeError, match=r"'2M'.*0.06M, 0.25M, 0.60M, 1M"):
-        InfinityBook().choose("2M", None)
+        InfinitySchedules().choose("2M", None)
     with pytest.raises(SizeError, match=r"'1M'; choose one of 0.02M, 0.06M, 0.15M, 0.25M, or"):
-        InfinityBook("0.06M", pixels_per_token=8).choose("1M", None)
+        InfinitySchedules("0.06M", pixels_per_token=8).choose("1M", None)
 
 
 @pytest.mark.parametrize(("stride", "budget"), [(stride, budget) for stride, known in BUDGETS_BY_STRIDE.items() for budget in known])
 def test_a_budget_tells_the_pixels_of_the_image_whatever_the_stride(stride: int, budget: str) -> None:
-    height, width = InfinityBook(budget, stride).choose(None, None).grid
+    height, width = InfinitySchedules(budget, stride).choose(None, None).grid
     named = float(budget.removesuffix("M"))
     assert 0.8 < stride * height * stride * width / 1e6 / named < 1.25
 
 
 def test_a_smaller_stride_draws_smaller_images_with_the_same_stages() -> None:
-    fine, coarse = InfinityBook("0.25M", pixels_per_token=8), InfinityBook()
+    fine, coarse = InfinitySchedules("0.25M", pixels_per_token=8), InfinitySchedules()
     assert fine.choose(512, None) == fine.choose(None, None) == coarse.choose(1024, None)
     assert fine.choose("0.06M", "16:9") == coarse.choose("0.25M", "16:9")
     assert fine.offers() == [
@@ -164,7 +163,7 @@ def test_a_smaller_stride_draws_smaller_images_with_the_same_stages() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, spec in MODELS.items() if isinstance(spec.settings.schedules, InfinityBook)])
+@pytest.mark.parametrize("name", [name for name, spec in MODELS.items() if isinstance(spec.settings.schedules, InfinitySchedules)])
 def test_the_stride_of_the_sizes_is_the_tokenizer_s(name: str) -> None:
     spec = MODELS[name]
     with torch.device("meta"):
@@ -173,21 +172,21 @@ def test_the_stride_of_the_sizes_is_the_tokenizer_s(name: str) -> None:
 
 def test_an_unknown_size_names_the_nearest() -> None:
     with pytest.raises(SizeError, match=r"1000x1000 .*nearest: 1024x1024,"):
-        InfinityBook().choose((1000, 1000), None)
-    with pytest.raises(SizeError, match=r"320x260 .*nearest: 320x256,"):
-        InfinityBook().choose((320, 260), None)
+        InfinitySchedules().choose((1000, 1000), None)
+    with pytest.raises(SizeError, match=r"260x320 .*nearest: 256x320,"):
+        InfinitySchedules().choose((320, 260), None)
 
 
 def test_height_comes_before_width() -> None:
     tall = published(1.25, "1M")["pixel"]
     assert tall == [1120, 896]
-    assert InfinityBook().choose((1120, 896), None).grid == (70, 56)
-    assert InfinityBook().choose((896, 1120), None).grid == (56, 70)
+    assert InfinitySchedules().choose((1120, 896), None).grid == (70, 56)
+    assert InfinitySchedules().choose((896, 1120), None).grid == (56, 70)
 
 
 def test_size_and_aspect_together_contradict() -> None:
     with pytest.raises(SizeError, match="leave out aspect"):
-        InfinityBook().choose((1024, 1024), "1:1")
+        InfinitySchedules().choose((1024, 1024), "1:1")
 
 
 # --- square schedules
@@ -266,7 +265,7 @@ def test_flexvar_draws_256_and_512() -> None:
 
 
 def test_square_models_refuse_other_aspects_and_budgets() -> None:
-    book = SquareBook((VAR_256,))
+    book = SquareSchedules((VAR_256,))
     with pytest.raises(SizeError, match="square"):
         book.choose(None, "16:9")
     with pytest.raises(SizeError, match="256x256"):
@@ -275,8 +274,8 @@ def test_square_models_refuse_other_aspects_and_budgets() -> None:
         book.choose("1M", None)
 
 
-@pytest.mark.parametrize("book", [InfinityBook(), SquareBook((VAR_256,))])
-def test_a_schedule_is_taken_as_it_is(book: InfinityBook | SquareBook) -> None:
+@pytest.mark.parametrize("book", [InfinitySchedules(), SquareSchedules((VAR_256,))])
+def test_a_schedule_is_taken_as_it_is(book: InfinitySchedules | SquareSchedules) -> None:
     own = Schedule((1, (3, 2)))
     assert book.choose(own, None) is own
 
@@ -305,11 +304,11 @@ def test_two_negative_sides_are_no_aspect() -> None:
 @pytest.mark.parametrize(("size", "aspect"), [(None, (16, 9)), (None, [1.0]), (256.0, None)])
 def test_values_of_other_types_are_refused_in_words(size: Any, aspect: Any) -> None:
     with pytest.raises(SizeError):
-        InfinityBook().choose(size, aspect)
+        InfinitySchedules().choose(size, aspect)
 
 
-@pytest.mark.parametrize("book", [InfinityBook(), SquareBook((VAR_256,))])
-def test_a_schedule_already_fixes_the_aspect(book: InfinityBook | SquareBook) -> None:
+@pytest.mark.parametrize("book", [InfinitySchedules(), SquareSchedules((VAR_256,))])
+def test_a_schedule_already_fixes_the_aspect(book: InfinitySchedules | SquareSchedules) -> None:
     with pytest.raises(SizeError, match="leave out aspect='1:1'"):
         book.choose(Schedule((1, 2)), "1:1")
 

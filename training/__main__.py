@@ -10,14 +10,12 @@ import torch
 import typer
 
 from nextscale.cli.files import require_writable
-from nextscale.cli.groups import grouped
-from nextscale.cli.options import MACHINE, Device, Force, out_option
+from nextscale.cli.options import MACHINE, Device, Force, grouped, out_option
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.shards import read_shard
 from nextscale.loading.load import choose_device, load_module
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
+from nextscale.metrics import Lpips
 from nextscale.models import Infinity
 from nextscale.text.words import FILE_NAME, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
@@ -27,6 +25,7 @@ from .data import Pictures, read_pictures
 from .export import MODEL, TOKENIZER, write_bundle
 from .model import train_model
 from .model_settings import ModelTraining, check_parts, check_training
+from .records import read_records
 from .run import Budget
 from .settings import changed
 from .tokenizer import train_tokenizer
@@ -98,7 +97,7 @@ def words(
     """Make the word encoder that a model is trained with: a vocabulary and frozen word vectors."""
     require_file_name(out)
     require_writable([out], force)
-    records = [record for shard in data for record in read_shard(shard)[0]]
+    records = [record for shard in data for record in read_records(shard)[0]]
     encoder = make_word_encoder(records, sentence_model, entries)
     encoder.save(out)
     typer.echo(f"{len(encoder.vocabulary)} words and parts of words: {out}")

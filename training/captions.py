@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from nextscale.lab.shards import Record
+from .records import Record
 
 PLACE = "{}"
 

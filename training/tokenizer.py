@@ -11,14 +11,14 @@ from torch import Tensor
 from nextscale.checkpoints import write_weights
 from nextscale.errors import SettingError
 from nextscale.io import write_image
-from nextscale.lab.metrics import Lpips
+from nextscale.metrics import Lpips
 
 from .data import Pictures, fingerprint
 from .export import TOKENIZER as WEIGHTS
 from .run import Budget, Run, memory_errors
 from .settings import lasting
 from .tokenizer_settings import TokenizerTraining, check_sides
-from .tokenizer_trainer import TokenizerTrainer, laid_out
+from .tokenizer_trainer import TokenizerTrainer, to_channels_last
 
 SHEET = "reconstructions.png"
 
@@ -62,7 +62,7 @@ def train_tokenizer(
             parts = trainer.step(pictures_at(side, run.step), progress, run.step)
             rate = trainer.optimizers["tokenizer"].param_groups[0]["lr"]
             run.log({"learning_rate": rate, **{f"{name}_{side}": value for name, value in parts.items()}})
-    average = laid_out(trainer.average.module, torch.contiguous_format)
+    average = to_channels_last(trainer.average.module, torch.contiguous_format)
     write_weights(average, folder / WEIGHTS, average.layout)
     run.finish(trainer.evaluate(held_out))
     write_image(trainer.samples(held_out[max(held_out)]), folder / SHEET)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.io import to_pil
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.metrics.pixels import psnr
+from nextscale.metrics import Lpips
+from nextscale.metrics.pixels import psnr
 from nextscale.stage import Schedule, Tokens
 from nextscale.tokenizers import InfinityTokenizer
 from nextscale.tokenizers.autoencoder import ResidualBlock
@@ -34,7 +34,7 @@ GRAPHS = 64  # compiled: six shapes of residual blocks per size of image in the 
 M = TypeVar("M", bound=nn.Module)
 
 
-def laid_out(module: M, memory_format: torch.memory_format) -> M:
+def to_channels_last(module: M, memory_format: torch.memory_format) -> M:
     return module.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]
 
 
@@ -65,7 +65,7 @@ class TokenizerTrainer:
             raise SettingError(f"lpips {settings.lpips}: training with LPIPS needs its network (Lpips.load); without it set lpips to 0")
         torch.manual_seed(settings.seed)
         self.settings, self.device, self.lpips = settings, device, lpips
-        self.tokenizer = laid_out(InfinityTokenizer(settings.tokenizer).to(device), torch.channels_last)
+        self.tokenizer = to_channels_last(InfinityTokenizer(settings.tokenizer).to(device), torch.channels_last)
         self.average = Ema(self.tokenizer, settings.average)
         if settings.compile:
             compile_blocks(self.tokenizer)
@@ -73,7 +73,7 @@ class TokenizerTrainer:
         self.optimizers: dict[str, torch.optim.Optimizer] = {"tokenizer": self._optimizer(self.tokenizer, 1.0)}
         self.discriminator: PatchDiscriminator | None = None
         if settings.adversarial:
-            self.discriminator = laid_out(PatchDiscriminator().to(device), torch.channels_last)
+            self.discriminator = to_channels_last(PatchDiscriminator().to(device), torch.channels_last)
             self.modules["discriminator"] = self.discriminator
             self.optimizers["discriminator"] = self._optimizer(self.discriminator, DISCRIMINATOR_RATE)
 

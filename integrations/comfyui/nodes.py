@@ -7,9 +7,9 @@ import torch
 from comfy_api.latest import ComfyAPISync, io
 
 import nextscale
-from nextscale.accel import method_names
-from nextscale.accel.registry import resolve_method
 from nextscale.errors import SettingError
+from nextscale.methods import method_names
+from nextscale.methods.registry import resolve_method
 
 from .values import Loaded, as_comfy, darkened, mask_as_comfy, profile_method, read_prompts, read_size, stages_as_comfy
 

@@ -1,8 +1,8 @@
 """A block of diffusers' modular pipelines that generates images with nextscale.
 
-    pipe = ModularPipeline.from_pretrained("integrations/diffusers", trust_remote_code=True)
-    pipe.load_components()
-    images = pipe(prompt="a 3D icon of a red apple", seed=7, output="images")
+pipe = ModularPipeline.from_pretrained("integrations/diffusers", trust_remote_code=True)
+pipe.load_components()
+images = pipe(prompt="a 3D icon of a red apple", seed=7, output="images")
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from diffusers.modular_pipelines import ComponentSpec, InputParam, ModularPipeli
 from PIL import Image
 
 import nextscale
-from nextscale.checks import is_whole
+from nextscale.validation import is_int
 
 COMPONENT = "next_scale"
 DEFAULT_MODEL = "nano"
@@ -100,7 +100,7 @@ class NextScaleBlock(ModularPipelineBlocks):
 
 def repeated(prompt: Any, negative: Any, images: int) -> tuple[Any, Any]:
     """Returns prompts and negative prompts with each entry of a list `images` times. A single negative prompt is for all images."""
-    if not is_whole(images, 1):
+    if not is_int(images, 1):
         raise nextscale.NextscaleError(f"num_images_per_prompt must be a whole number of at least 1; got {images!r}")
     if images == 1:
         return prompt, negative

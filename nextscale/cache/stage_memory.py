@@ -41,4 +41,3 @@ class StageMemory:
     def keep_rows(self, rows: Rows) -> None:
         """Keeps copies of these rows: views would keep the others alive."""
         self._maps = {key: (y[rows].clone(), size) for key, (y, size) in self._maps.items()}
-

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..accel.registry import resolve_method
+from ..device import choose_dtype
 from ..errors import SettingError
 from ..eval.bench import bench as time_methods
 from ..eval.bench import choose_engines, release
@@ -21,12 +21,10 @@ from ..eval.results import Row, append_rows
 from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
 from ..loading.random_weights import random_encoder, random_pipeline
+from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
-from ..placement import choose_dtype
-from .console import result_console
 from .files import require_writable
-from .groups import grouped
-from .options import (
+from .old_options import (
     DEFAULT_MODEL,
     Batches,
     Device,
@@ -40,8 +38,10 @@ from .options import (
     compared_methods,
     out_option,
 )
-from .parse import choose_schedule, method_name, parse_size
+from .old_parse import choose_schedule, method_name, parse_size
+from .options import grouped
 from .program import MEASURE, app
+from .show import result_console
 
 MOVED = (
     "Suites of cases, named steps, energy, rooflines and the tables of the docs are made in a checkout of the repository:"

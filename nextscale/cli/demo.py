@@ -17,29 +17,27 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..accel.auto import fitting_profile
-from ..accel.method import Method
-from ..accel.situation import MeasuredPoint, MeasuredProfile
 from ..errors import PromptError, SettingError
+from ..eval.methods import parse_methods
+from ..eval.quality import OnProgress
+from ..eval.timing import UNEVEN_NOTE, is_uneven, percentiles_and_range, repeated, with_range
 from ..io import to_pil, write_image
-from ..lab.evals.methods import parse_methods
-from ..lab.evals.quality import OnProgress
-from ..lab.metrics.lpips import Lpips
-from ..lab.metrics.pixels import psnr
-from ..lab.timing import UNEVEN_NOTE, is_uneven, percentiles_and_range, repeated, with_range
 from ..loading.presets import ModelSpec
+from ..methods.auto import fitting_profile
+from ..methods.method import Method
+from ..methods.selection import MeasuredPoint, MeasuredProfile
+from ..metrics.lpips import Lpips
+from ..metrics.pixels import psnr
 from ..output import Output
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
-from .console import result_console, share_bar
 from .files import require_image_name, require_writable
-from .groups import grouped
-from .options import BATCH_HELP, MACHINE, Force, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
-from .parse import named_profiles, parse_prompt, situation_of
+from .old_options import BATCH_HELP, MACHINE, Force, ModelOptions, PromptFile, Seed, SizeOptions, compared_methods, out_option
+from .old_parse import named_profiles, parse_prompt, situation_of
+from .options import grouped
 from .program import app
-from .results import darkened, engines
-from .sheet import compared
+from .show import compared, darkened, engines, result_console, share_bar
 
 PROMPTS = (
     "a 3D icon of a red apple",

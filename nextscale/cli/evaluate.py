@@ -12,15 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import SettingError
+from ..eval.folders import NETWORKS, PAIR_METRICS, EvaluationSetup, ImageFolder, evaluate_folder
 from ..eval.results import Row, read_rows, write_rows
-from ..lab.evals.bootstrap import MOST_RESAMPLES
-from ..lab.evals.folders import NETWORKS, PAIR_METRICS, ImageFolder, Judged, evaluate_folder
 from ..loading.load import choose_device
-from .console import image_bar, result_console
+from ..metrics.intervals import MOST_RESAMPLES
 from .files import require_writable
-from .groups import grouped
-from .options import MACHINE, Batch, Device, Metrics, out_option
+from .old_options import MACHINE, Batch, Device, Metrics, out_option
+from .options import grouped
 from .program import MEASURE, app
+from .show import image_bar, result_console
 
 METRICS = {  # name to the network that it needs, or to itself where pairs are compared
     **dict.fromkeys(("fid", "kid", "precision", "recall", "inception-score"), "inception"),
@@ -76,7 +76,7 @@ class JudgeOptions:
     batch: Batch = 64
     device: Device = None
 
-    def judged(self) -> Judged:
+    def judged(self) -> EvaluationSetup:
         names = self.metric or [*(["fid"] if self.against else []), *(["lpips", "ssim", "psnr"] if self.dense else [])]
         if unknown := [name for name in names if name not in METRICS]:
             raise SettingError(f"--metric {unknown[0]!r}: choose one of {', '.join(METRICS)}")
@@ -88,7 +88,7 @@ class JudgeOptions:
         if self.against is None and (sets := [name for name in names if name not in alone]):
             raise SettingError(f"--metric {sets[0]} compares with real images: add --against FOLDER")
         needed = dict.fromkeys(METRICS[name] for name in names)
-        return Judged(
+        return EvaluationSetup(
             choose_device(self.device),
             self.metrics,
             [name for name in needed if name in NETWORKS],

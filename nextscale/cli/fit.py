@@ -8,17 +8,17 @@ from typing import Annotated
 
 import typer
 
-from ..accel.scalekv import SHARE, ScaleKV
+from ..eval.calibrate_scalekv import measure_roles
+from ..eval.calibrate_skipvar import fit as fit_decisions
+from ..eval.calibrate_skipvar import measure, require_similarity
 from ..io import write_text
-from ..lab.fit.decisions import fit as fit_decisions
-from ..lab.fit.decisions import measure, require_similarity
-from ..lab.fit.roles import measure_roles
-from .console import share_bar
+from ..methods.scalekv import SHARE, ScaleKV
 from .files import require_writable
-from .groups import grouped
-from .options import Batch, Force, ModelOptions, PromptOptions, Seed, SizeOptions, out_option
-from .parse import parse_prompt
+from .old_options import Batch, Force, ModelOptions, PromptOptions, Seed, SizeOptions, out_option
+from .old_parse import parse_prompt
+from .options import grouped
 from .program import MEASURE, app
+from .show import share_bar
 
 fit = typer.Typer(no_args_is_help=True)
 app.add_typer(fit, name="fit", rich_help_panel=MEASURE, help="Measure what a method needs to know of a model: SkipVAR, ScaleKV.")

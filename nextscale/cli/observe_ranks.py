@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ..checks import is_share
 from ..errors import SettingError
-from ..lab.analysis.ranks import TABLE_ALPHAS, measure_table
+from ..eval.calibrate_ranks import TABLE_ALPHAS, measure_table
 from ..loading.load import find
 from ..loading.presets import MODELS
-from ..models.rank_table import rank_file, write_rank_table
-from .console import share_bar
+from ..methods.stagevar_ranks import rank_file, write_rank_table
+from ..validation import is_fraction
 from .files import require_writable
-from .groups import given_by_user, grouped
-from .options import Force, ModelOptions, PromptOptions, Seed, Sizes, out_option
-from .parse import choose_schedule, parse_prompt
+from .old_options import Force, ModelOptions, PromptOptions, Seed, Sizes, given_by_user, out_option
+from .old_parse import choose_schedule, parse_prompt
+from .options import grouped
 from .program import MEASURE, app
+from .show import share_bar
 
 
 @app.command("observe ranks", rich_help_panel=MEASURE)
@@ -51,7 +51,7 @@ def observe_ranks(
     words = prompts.prompts or []
     if words and words[0] in MODELS and not given_by_user(context, "model"):  # no prompt is the name of a model
         model, prompts = replace(model, model=words[0]), replace(prompts, prompts=words[1:])
-    if bad := [alpha for alpha in alphas or () if not is_share(alpha, above_zero=True)]:
+    if bad := [alpha for alpha in alphas or () if not is_fraction(alpha, above_zero=True)]:
         raise SettingError(f"--alpha {bad[0]}: give a number above 0 and up to 1")
     spec = model.spec
     schedules = [choose_schedule(spec.settings.schedules, size, None, None) for size in sizes or (None,)]

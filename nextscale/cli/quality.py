@@ -14,25 +14,23 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..accel.method import Method
 from ..errors import CheckpointError, PromptError, SettingError
+from ..eval.agreement import Agreement, real_features
+from ..eval.frontier import frontier_svg
+from ..eval.judges import Judges
+from ..eval.methods import LISTS, chosen_methods
+from ..eval.quality import Evaluation, evaluate
 from ..eval.results import Row, comparable, judged, read_rows, real_agreement, write_rows
+from ..eval.timing import UNEVEN_NOTE, difference, is_uneven, with_range
 from ..io import write_image, write_text
-from ..lab.evals.agreement import Agreement, real_features
-from ..lab.evals.frontier import frontier_svg
-from ..lab.evals.judges import Judges
-from ..lab.evals.methods import LISTS, chosen_methods
-from ..lab.evals.prompts import read_eval_prompts
-from ..lab.evals.quality import Evaluation, evaluate
-from ..lab.metrics.efficientnet import EfficientNetLite0
-from ..lab.metrics.files import EFFICIENTNET, VARIABLE, metric_file
-from ..lab.timing import UNEVEN_NOTE, difference, is_uneven, with_range
 from ..loading.presets import build_model
+from ..methods.method import Method
+from ..metrics.efficientnet import EfficientNetLite0
+from ..metrics.files import EFFICIENTNET, VARIABLE, metric_file
+from ..offline.prompts import read_eval_prompts
 from ..stage import Schedule
-from .console import UNLIMITED_WIDTH, result_console, share_bar
 from .files import require_image_name, require_writable
-from .groups import grouped
-from .options import (
+from .old_options import (
     MACHINE,
     OUTPUT,
     Batch,
@@ -45,9 +43,10 @@ from .options import (
     compared_methods,
     out_option,
 )
-from .parse import method_name, parse_size
+from .old_parse import method_name, parse_size
+from .options import grouped
 from .program import MEASURE, app
-from .sheet import compared
+from .show import UNLIMITED_WIDTH, compared, result_console, share_bar
 
 THUMBNAIL = 256  # pixels, the longer side of an image on a sheet
 STANDARD = "standard"

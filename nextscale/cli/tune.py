@@ -15,32 +15,32 @@ import torch
 import typer
 from rich.markup import escape
 
-from ..accel.auto import Auto
-from ..accel.registry import parse_method
 from ..errors import NextscaleError, PromptError, SettingError
 from ..eval.results import version, where
-from ..lab.evals.prompts import EvalPrompt, evenly_spread, read_eval_prompts
-from ..lab.metrics import Lpips
-from ..lab.timing import ROUNDS
-from ..lab.tune import tune as search
-from ..lab.tune.log import SUFFIX as TRIALS
-from ..lab.tune.log import TrialLog
-from ..lab.tune.prompts import own_prompts
-from ..lab.tune.prove import SKIPPED, prove
-from ..lab.tune.trials import Bench
+from ..eval.timing import ROUNDS
 from ..loading.beside import local_weights, profile_folders
 from ..loading.load import prompt_reader
 from ..loading.presets import ModelSpec
+from ..methods.auto import Auto
+from ..methods.registry import parse_method
+from ..metrics import Lpips
+from ..offline.prompts import EvalPrompt, evenly_spread, read_eval_prompts
 from ..pipeline import Pipeline
 from ..planning.cost import Workload
 from ..profiles import SUFFIX, Profile, fingerprint, profile_folder, profile_name
 from ..stage import Schedule
-from .console import result_console, share_bar
+from ..tune import tune as search
+from ..tune.log import SUFFIX as TRIALS
+from ..tune.log import TrialLog
+from ..tune.prompts import own_prompts
+from ..tune.trials import Bench
+from ..tune.validate import SKIPPED, prove
 from .files import require_writable
-from .groups import given_by_user, grouped
-from .options import OUTPUT, Batch, Force, ModelOptions, PromptsFile, Seed, SizeOptions, out_option
-from .profiles import show
+from .models import show_profile as show
+from .old_options import OUTPUT, Batch, Force, ModelOptions, PromptsFile, Seed, SizeOptions, given_by_user, out_option
+from .options import grouped
 from .program import MEASURE, app
+from .show import result_console, share_bar
 
 OWN_PROMPTS = 256  # of ours, where none are given
 PROVED = 0.25  # of the time, on the prompts of the proof

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from ..accel.method import Method
+from ..methods.method import Method
 from ..request import Request
 from ..sampling import Sampling
 from ..stage import Schedule

@@ -14,24 +14,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..accel.code import CoDe
-from ..checks import is_hashable
 from ..errors import OutOfMemory
+from ..methods.code import CoDe
 from ..models.base import NextScaleModel
 from ..planning.memory import reserved_bytes
 from ..request import Request, as_sampled
 from ..sampling import ImageRng
 from ..tokenizers.base import Tokenizer
+from ..validation import is_hashable
 from .allocator import expandable_segments
 from .capture_key import CaptureKey
 from .graphs import CapturedRequest
 from .memory import DeviceMemory
 from .pool import GraphPool
 from .replay import Replay
-from .stage_graphs import TooManyTokens
 from .tables import ScheduleTables
 from .turns import turn_on
-from .weights import WeightPlaces
+from .variants import TooManyTokens
+from .weight_pointers import WeightPointers
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Captures:
         self._pool: GraphPool | None = None
         self._made_in_pool = 0
         self._scratch = 0  # bytes of the pool that no capture holds for itself
-        self._places = WeightPlaces(model, tokenizer)
+        self._places = WeightPointers(model, tokenizer)
         self._weights: tuple[int, ...] = ()
         self.bytes = 0  # that the pool and all that captures hold take of the device
 
@@ -137,7 +137,7 @@ class Captures:
         if tokenizer is not self._tokenizer:
             self.clear()
             self._tokenizer = tokenizer
-            self._places = WeightPlaces(self._model, tokenizer)
+            self._places = WeightPointers(self._model, tokenizer)
 
     # --- which capture
 

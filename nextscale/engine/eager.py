@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..generate import StageDone, generate
+from ..generate import StageOutput, generate
 from ..models.base import Conditioning, NextScaleModel, PromptInputs
 from ..request import Request
 from ..tokenizers.base import Tokenizer
@@ -27,7 +27,7 @@ class Eager:
     def condition(self, inputs: PromptInputs) -> None:
         self._cond = self._model.condition_from(inputs, self._tables)
 
-    def run(self, request: Request, watch: Callable[[StageDone], None]) -> Generated:
+    def run(self, request: Request, watch: Callable[[StageOutput], None]) -> Generated:
         canvas = self._tokenizer.canvas(request.schedule, request.batch)
         finite = generate(self._model, self._cond, canvas, request, watch)
         self._latent = canvas.latent

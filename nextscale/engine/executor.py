@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 from torch import Tensor
 
 from ..errors import SettingError
-from ..generate import StageDone
+from ..generate import StageOutput
 from ..models.base import PromptInputs
 from ..request import Request
 
@@ -35,7 +35,7 @@ class Executor(Protocol):
         """What the model makes of the prompts."""
         ...
 
-    def run(self, request: Request, watch: Callable[[StageDone], None]) -> Generated:
+    def run(self, request: Request, watch: Callable[[StageOutput], None]) -> Generated:
         """All stages; `watch` sees each one when it has been launched."""
         ...
 

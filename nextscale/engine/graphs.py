@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..accel.method import MethodRun, TokenCounts
 from ..canvas import Canvas
-from ..generate import StageDone, begin, run_stage
+from ..generate import StageOutput, begin, run_stage
+from ..methods.method import MethodRun, TokenCounts
 from ..models.base import NextScaleModel, PromptInputs
-from ..models.env import Conditioning, Env
+from ..models.context import Conditioning, ForwardContext
 from ..report import Stopwatch
 from ..request import Request
 from ..stage import Stage
@@ -26,8 +26,8 @@ from ..tokenizers.base import Tokenizer
 from .buffers import StaticInputs, StaticRng, positions, rewind
 from .pool import GraphPool
 from .routes import RouteCapture, RoutedGraphs
-from .stage_graphs import HostRead, StageGraph, StageVariants, TokenCounter, buckets
 from .state import State
+from .variants import HostRead, StageGraph, StageVariants, TokenCounter, buckets
 
 WARM_UPS = 2  # runs before the capture
 
@@ -89,7 +89,7 @@ class CapturedRequest:
     def _condition(self) -> Conditioning:
         return self._model.condition_from(self.inputs.value, self._tables)
 
-    def _begin(self, cond: Conditioning) -> tuple[MethodRun, Env]:
+    def _begin(self, cond: Conditioning) -> tuple[MethodRun, ForwardContext]:
         rewind(self._rngs, (0, 0))
         return begin(self._model, cond, self._request)
 
@@ -101,8 +101,8 @@ class CapturedRequest:
         with torch.cuda.stream(stream):
             for number in range(WARM_UPS):
                 canvas = self._new_canvas()
-                run, env = self._begin(self._condition())
-                state = State(canvas, env, run)
+                run, ctx = self._begin(self._condition())
+                state = State(canvas, ctx, run)
                 for stage in request.schedule:
                     routed = run.routing_inputs(stage, canvas) is not None
                     if routed:
@@ -125,7 +125,7 @@ class CapturedRequest:
         if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
             state.run.set_counts(next(iter(self._buckets(stage, state.run).values())))
             plan = state.run.plan(self._request.plans[stage.index], stage, state.canvas)
-            run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
+            run_stage(self._model, state.canvas, self._request, state.run, plan, state.ctx, stage)
 
     def _capture(self) -> list[StageVariants]:
         canvas = self._new_canvas()
@@ -146,8 +146,8 @@ class CapturedRequest:
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
                 if state is None:  # in the first stage's graph: methods may ask for noise before it
-                    run, env = self._begin(cond.copy())  # rows that a method drops leave the copy, and no later stage takes their memory
-                    state = State(canvas, env, run)
+                    run, ctx = self._begin(cond.copy())  # rows that a method drops leave the copy, and no later stage takes their memory
+                    state = State(canvas, ctx, run)
                 inputs = state.run.routing_inputs(stage, state.canvas)
                 counts, done, finite = self._run_stage(stage, state) if inputs is None else (None, None, None)
             if inputs is not None and self._routes is not None:
@@ -175,17 +175,17 @@ class CapturedRequest:
         rewind(self._rngs, begun)
         return launches.count == 0
 
-    def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageDone | None, Tensor | None]:
+    def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageOutput | None, Tensor | None]:
         """What `run_stage` returns, after None; or, where the number of tokens depends on the image, the tokens [B] of each alone."""
         planned = self._request.plans[stage.index]
         if self._request.method.data_dependent:
             counts = state.run.count_tokens(stage, state.canvas)
             # Rows leave here and not in the variants of the stage, whose caches have to share their memory.
-            state.env.keep(planned.cfg_branches)
+            state.ctx.keep(planned.cfg_branches)
             if counts is not None and not planned.skip:
                 return counts, None, None
         plan = state.run.plan(planned, stage, state.canvas)
-        return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.env, stage)
+        return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.ctx, stage)
 
     def _buckets(self, stage: Stage, run: MethodRun) -> dict[int, TokenCounts]:
         planned = self._request.plans[stage.index]
@@ -208,7 +208,7 @@ class CapturedRequest:
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
                 plan = fork.run.plan(self._request.plans[stage.index], stage, fork.canvas)  # a method may ask for noise to make it
-                done, finite = run_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.env, stage)
+                done, finite = run_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.ctx, stage)
                 done = done.without_logits()
                 if variants and finite is not None and all_finite is not None:
                     torch._foreach_copy_([all_finite, *first.state_tensors()], [finite, *fork.state_tensors()])
@@ -221,7 +221,7 @@ class CapturedRequest:
         return StageVariants(variants, first.canvas.latent, all_finite, counter, packed, self._most(stage)), first
 
 
-def with_codes_of(first: StageDone, done: StageDone) -> StageDone:
+def with_codes_of(first: StageOutput, done: StageOutput) -> StageOutput:
     """`done` with its codes moved to where another variant has its own, where they fit: mixtures of 4096 codes take 16 KiB a cell."""
     pairs = {"codes": (first.codes, done.codes), "ids": (first.ids, done.ids)}
     moved: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..generate import StageDone, per_row
+from ..generate import StageOutput, per_row
 from ..models.base import PromptInputs
 from ..request import Request
 from .executor import Engine, Generated
@@ -33,7 +33,7 @@ class Replay:
         self._captured.inputs.load(inputs)
         self._captured.condition_graph.replay()
 
-    def run(self, request: Request, watch: Callable[[StageDone], None]) -> Generated:
+    def run(self, request: Request, watch: Callable[[StageOutput], None]) -> Generated:
         captured, images, canvas = self._captured, self._images, self._captured.canvas
         for target, codes in zip(captured.given, request.given, strict=True):
             target[:images] = codes
@@ -54,7 +54,7 @@ class Replay:
             finite |= self._run_routed(request, captured.routed, watch)
         return Generated(canvas.latent, finite)
 
-    def _run_routed(self, request: Request, routed: RoutedGraphs, watch: Callable[[StageDone], None]) -> dict[int, Tensor]:
+    def _run_routed(self, request: Request, routed: RoutedGraphs, watch: Callable[[StageOutput], None]) -> dict[int, Tensor]:
         """The stages that follow once images are routed; returns for each that ran whether all that it computed is finite."""
         captured, found = self._captured, {}
         captured.method_rng.refill(request.method_rng, len(captured.stages), self._images)
@@ -71,7 +71,7 @@ class Replay:
         return self._captured.pixels[: self._images]
 
 
-def first_images(done: StageDone, images: int, batch: int) -> StageDone:
+def first_images(done: StageOutput, images: int, batch: int) -> StageOutput:
     """What a stage of a padded batch has done for the images that were asked for."""
 
     def own(values: Tensor | None) -> Tensor | None:

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..accel.method import MethodRun
 from ..canvas import Canvas
-from ..generate import StageDone, run_part, together
+from ..generate import StageOutput, run_part, together
+from ..methods.method import MethodRun
 from ..models.base import NextScaleModel
 from ..parts import Part, grouped
 from ..request import Request
 from ..stage import Stage
 from .buffers import GatheredRng, StaticRng, positions, rewind
 from .pool import GraphPool
-from .stage_graphs import HostRead
 from .state import State
+from .variants import HostRead
 
 MADE = ("ids", "codes", "residual")  # what a stage leaves beside the canvas, where the model has it
 
@@ -43,7 +43,7 @@ class RoutedStage:
     finite: Tensor  # whether all that was computed is
 
     @classmethod
-    def like(cls, done: StageDone) -> RoutedStage:
+    def like(cls, done: StageOutput) -> RoutedStage:
         """Room for what a route has done with all images."""
         values = {name: getattr(done, name) for name in MADE}
         made = {name: with_spare_row(value) for name, value in values.items() if value is not None}
@@ -56,7 +56,7 @@ class RoutedStage:
         if self.made:
             torch._foreach_zero_(list(self.made.values()))
 
-    def put(self, done: StageDone, finite: Tensor | None, group: Group) -> None:
+    def put(self, done: StageOutput, finite: Tensor | None, group: Group) -> None:
         """Takes what a route has done with a group of images, or with all, of which only these count."""
         made = {name: getattr(done, name) for name in self.made}
         for target, value in ((self.latent, done.canvas.latent), *((self.made[name], value) for name, value in made.items())):
@@ -84,9 +84,9 @@ class RouteGraph:
 
     graph: torch.cuda.CUDAGraph
     size: int
-    done: tuple[StageDone, ...]  # of every stage, without what it has made
+    done: tuple[StageOutput, ...]  # of every stage, without what it has made
 
-    def of_stage(self, place: int, images: int) -> StageDone:
+    def of_stage(self, place: int, images: int) -> StageOutput:
         done = self.done[place]
         return replace(done, rows=done.rows * images // self.size)  # the others are padding
 
@@ -109,7 +109,7 @@ class RoutedGraphs:
     def count(self) -> int:
         return 1 + sum(len(sizes) for sizes in self.graphs)
 
-    def replay(self, images: int, canvas: Canvas) -> Iterator[tuple[StageDone, Tensor | None]]:
+    def replay(self, images: int, canvas: Canvas) -> Iterator[tuple[StageOutput, Tensor | None]]:
         """Routes the first `images` of the batch and yields what every stage has done, on `canvas`, and whether what it computed is finite.
 
         All of it has been launched when the first is seen: a report gives the time of all to the first.
@@ -202,9 +202,9 @@ class RouteCapture:
             done = self._run_group(part, group)
         return RouteGraph(graph, group.images.shape[0], tuple(replace(one, canvas=canvas) for one in done))
 
-    def _run_group(self, part: Part, group: Group) -> list[StageDone]:
+    def _run_group(self, part: Part, group: Group) -> list[StageOutput]:
         """Runs a group of images and puts what they leave where it belongs; returns the rest of every stage."""
-        done: list[StageDone] = []
+        done: list[StageOutput] = []
         for whole, (one, finite) in zip(self._whole, self._run(self._gathered(part, group)), strict=True):
             whole.put(one, finite, group)
             done.append(replace(one, canvas=part.canvas, logits=None, ids=None, codes=None, residual=None))
@@ -224,9 +224,9 @@ class RouteCapture:
 
     def _part(self, state: State, route: MethodRun) -> Part:
         fork = state.fork()
-        return Part(self._request, fork.canvas, route, fork.env)
+        return Part(self._request, fork.canvas, route, fork.ctx)
 
-    def _run(self, part: Part) -> Iterator[tuple[StageDone, Tensor | None]]:
+    def _run(self, part: Part) -> Iterator[tuple[StageOutput, Tensor | None]]:
         for stage in self._stages:
             if stage is not self._stages[0] and part.run.routing_inputs(stage, part.canvas) is not None:
                 raise RuntimeError(f"images are routed again before stage {stage.index}: graphs are captured for one routing of a request")

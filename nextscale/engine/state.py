@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..accel.method import MethodRun
-from ..cache import DenseLayerCache
 from ..canvas import Canvas
-from ..models.env import Env
+from ..methods.method import MethodRun
+from ..models.context import ForwardContext
 
 
 @dataclass(eq=False)
@@ -18,16 +17,16 @@ class State:
     """Everything that changes from stage to stage."""
 
     canvas: Canvas
-    env: Env
+    ctx: ForwardContext
     run: MethodRun
 
     def fork(self) -> State:
         """The same tensors in objects of its own, so that a stage can be captured several times from here."""
-        env = replace(self.env, cond=self.env.cond.copy(), cache=[copy.copy(cache) for cache in self.env.cache])
-        env.memory = self.env.memory.copy()
-        return State(copy.copy(self.canvas), env, self.run.fork())
+        ctx = replace(self.ctx, cond=self.ctx.cond.copy(), cache=[copy.copy(cache) for cache in self.ctx.cache])
+        ctx.memory = self.ctx.memory.copy()
+        return State(copy.copy(self.canvas), ctx, self.run.fork())
 
     def state_tensors(self) -> list[Tensor]:
         """What later stages read and what depends on how many tokens were run. Keys and values lie in memory that all forks share."""
-        lengths = [cache.lengths for cache in self.env.cache if isinstance(cache, DenseLayerCache) and cache.lengths is not None]
+        lengths = [cache.lengths for cache in self.ctx.cache if cache.lengths is not None]
         return [self.canvas.latent, *self.run.state_tensors(), *lengths]

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from .. import kernels
-from ..accel.method import Method
 from ..engine import Engine, WarmUp
 from ..errors import SettingError
-from ..lab.evals.methods import DENSE
-from ..lab.timing import percentiles, percentiles_ms, wait
+from ..methods.method import Method
 from ..models import Infinity
 from ..pipeline import Pipeline
 from ..planning.memory import weights_bytes
 from ..report import Report
 from ..schedules import SizeLike
 from ..text.prompts import TextReader
+from .methods import DENSE
 from .results import Row, short_error, where
+from .timing import percentiles, percentiles_ms, wait
 
 ENGINES: Mapping[str, tuple[Engine, ...]] = {"graphs": ("graphs",), "eager": ("eager",), "both": ("eager", "graphs")}
 TEXT_TOKENS = (50, 20, 77, 33)  # lengths of the prompts of a batch, repeated

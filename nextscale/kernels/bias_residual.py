@@ -89,9 +89,7 @@ def add_bias_residual_(
     return x
 
 
-def add_bias_residual_sums_(
-    x: Tensor, bias: Tensor, residual: Tensor, residual_bias: Tensor | None = None, *, warps: int = WARPS
-) -> Sums:
+def add_bias_residual_sums_(x: Tensor, bias: Tensor, residual: Tensor, residual_bias: Tensor | None = None, *, warps: int = WARPS) -> Sums:
     """Writes x + bias + residual + residual_bias into x, and returns what a group norm of it has to know."""
     images, channels, pixels = image_sizes(x)
     require_fitting(x, bias, residual, residual_bias)

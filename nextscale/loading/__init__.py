@@ -3,7 +3,7 @@
 from ..pipeline import Pipeline
 from .load import load
 from .presets import MODELS, ModelSpec
-from .pretrained import Pretrained
+from .saved import Pretrained
 
 Pipeline.persistence = Pretrained()  # a pipeline knows that it can be saved, and not how
 

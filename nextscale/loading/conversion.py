@@ -11,10 +11,10 @@ from ..checkpoints import convert
 from ..io import write_text
 from ..models import HartConfig
 from ..tokenizers import HartTokenizerConfig
+from .artifacts import converted_file
 from .config_file import own_config_file
 from .hart_config import dump_config
 from .modules import checkpoint_spec, naming_the_right_model
-from .parts import converted_file
 from .presets import ModelSpec, build_model, build_tokenizer
 
 

@@ -10,8 +10,8 @@ from ..errors import CheckpointError, DownloadError, MissingExtra, SettingError
 from ..hub import Folder, HubCache, download, listing
 from ..hub.remote import hub_package
 from ..io import home
+from .artifacts import Part, Weights, encoder_part, weight_parts
 from .conversion import convert_beside, is_pickled
-from .parts import Part, Weights, encoder_part, weight_parts
 from .presets import ModelSpec, model_spec
 
 

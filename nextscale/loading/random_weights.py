@@ -7,11 +7,11 @@ import math
 import torch
 from torch import nn
 
+from ..device import check_quantize, choose_kv_dtype
 from ..models import HartConfig, InfinityConfig, StarConfig
 from ..models.base import KvDtype
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize
 from ..pipeline import Pipeline
-from ..placement import check_quantize, choose_kv_dtype
 from ..text import RandomEncoder
 from .load import prompt_reader
 from .presets import ModelConfig, ModelSpec, build_model, build_tokenizer, model_spec, smaller_models

@@ -14,18 +14,16 @@ from ..cache import CacheSpec, QuantizedSpec
 from ..canvas import Canvas
 from ..checkpoints import Layout
 from ..errors import SettingError, SizeError
-from ..guidance import GuidedRows
+from ..guidance import ResolvedGuidance
 from ..sampling import Refinement, Rng, Sampling, choose, pass_noise
 from ..stage import Schedule, Stage, Tokens
-from .attention import temperature
-from .block_config import BlockConfig
-from .blocks import Block, ModulatedBlock
-from .env import Conditioning, Env
+from .attention import logit_scale
+from .blocks import Block, BlockConfig
+from .context import Conditioning, ForwardContext
 from .macs import macs_per_token
 from .modulation import HeadModulation
-from .quantized import Quantize
-from .rank_table import RankTable
-from .text_context import TextBuffer, TextInputs
+from .quantization import Quantize
+from .text_context import TextInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class PromptInputs:
     """What the prompts give a model, on its device: of a condition, all that differs from request to request."""
 
     rows: tuple[Tensor, ...] = ()  # [R, ...] each: the prompts', then, if guided, those of what to steer away from
-    text: TextInputs | TextBuffer | None = None
+    text: TextInputs | None = None
 
 
 class ModelRequest(Protocol):
@@ -44,7 +42,7 @@ class ModelRequest(Protocol):
     @property
     def schedule(self) -> Schedule: ...
     @property
-    def guidance(self) -> GuidedRows: ...
+    def guidance(self) -> ResolvedGuidance: ...
     @property
     def sampling(self) -> Sampling: ...
     @property
@@ -54,13 +52,13 @@ class ModelRequest(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
+class HeadInputs:
     """A stage's last hidden states, the cells they stand for, and what is needed to turn them into codes."""
 
     x: Tensor  # [R, N, C], or packed
     tokens: Tokens  # of the rows of one cfg branch
     canvas: Canvas
-    env: Env
+    ctx: ForwardContext
     request: ModelRequest
     finite: list[Tensor] = field(default_factory=list)  # whether what was computed after the logits is finite, one entry each
 
@@ -82,7 +80,7 @@ class NextScaleModel(nn.Module):
     adds_residual: ClassVar[bool] = False  # `residual` has something to add to the last stage
     replaces_codes: ClassVar[bool] = False  # a stage replaces what earlier ones have generated, and is no residual to them
     rotates_in_float32: ClassVar[bool] = False  # queries and keys are rotated by torch in float32, not by a kernel
-    rank_table: RankTable | None = None  # measured of these weights, if it lies beside them
+    rank_table: Any = None  # a RankTable (StageVAR) that was measured of these weights, if it lies beside them
     quantize: Quantize | None = None  # the format in which the blocks have their weights; None: the model's dtype
     fingerprint: str | None = None  # of the weights before they were quantised
     kv_dtype: KvDtype | None = None  # in which keys and values are kept for later stages; None: as they are computed
@@ -103,10 +101,6 @@ class NextScaleModel(nn.Module):
     def rows_share_text(self) -> bool:
         """Whether the first row's attention to the text is used for all rows (STAR as released)."""
         return False
-
-    @property
-    def modulated(self) -> tuple[ModulatedBlock, ...]:
-        return tuple(block for block in self.stack if isinstance(block, ModulatedBlock))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,18 +143,18 @@ class NextScaleModel(nn.Module):
         """The rest of `condition`: runs on the device alone, so that it can be captured."""
         raise NotImplementedError
 
-    def embed(self, seen: Tensor | None, stage: Stage, env: Env) -> Tensor:
+    def embed(self, seen: Tensor | None, stage: Stage, ctx: ForwardContext) -> Tensor:
         """The tokens of `stage` [R, cells, C] from what the canvas shows of it; both cfg branches read the same canvas."""
-        x = env.cond.start if seen is None else self.word_embed(seen.to(self.dtype))
+        x = ctx.cond.start if seen is None else self.word_embed(seen.to(self.dtype))
         x = x + self.positions(stage)
-        rows = env.cond.start.shape[0]
+        rows = ctx.cond.start.shape[0]
         return x if x.shape[0] == rows else x.repeat(rows // x.shape[0], 1, 1)
 
-    def with_text(self, x: Tensor, tokens: Tokens, env: Env) -> tuple[Tensor, Tokens]:
+    def with_text(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> tuple[Tensor, Tokens]:
         """Puts the text tokens, where the model has any, before the cell of the first stage."""
-        if tokens.stage.index > 0 or env.cond.prefix is None:
+        if tokens.stage.index > 0 or ctx.cond.prefix is None:
             return x, tokens
-        text = env.cond.prefix + self.positions(tokens.stage)
+        text = ctx.cond.prefix + self.positions(tokens.stage)
         tokens = tokens.with_prefix(text.shape[1])
         return tokens.prepend(text, x), tokens
 
@@ -168,13 +162,13 @@ class NextScaleModel(nn.Module):
         """Position and level embeddings of the cells of `stage`: [cells or 1, C]."""
         raise NotImplementedError
 
-    def logits(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def logits(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Hidden states [R, N, C] of `tokens` to float32 logits over codes, [R, N, V]; packed ones to packed ones."""
-        return self.head(self.head_input(x, tokens, env)).float()
+        return self.head(self.head_input(x, tokens, ctx)).float()
 
-    def head_input(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def head_input(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Hidden states as the head reads them: in its dtype, normed, and modulated where a condition does that."""
-        dtype, modulation = self.head.weight.dtype, env.cond.head
+        dtype, modulation = self.head.weight.dtype, ctx.cond.head
         if isinstance(self.head_norm, nn.LayerNorm) and self.head_norm.weight is None and kernels.available(x):
             image = None if tokens.packing is None else tokens.packing.image
             return kernels.norm_modulate(x, *(modulation or (None, None)), image=image, dtype=dtype)
@@ -184,26 +178,26 @@ class NextScaleModel(nn.Module):
             y = torch.addcmul(shift, y, scale)
         return y
 
-    def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden: HeadInputs, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Guided logits [B, N, V] of `tokens` to the sampled code numbers and to what goes on the canvas."""
         request = hidden.request
         return choose(logits, tokens, len(request.schedule), request.sampling, request.rng)
 
-    def pass_noise(self, stage: Stage, env: Env, request: ModelRequest) -> None:
+    def pass_noise(self, stage: Stage, ctx: ForwardContext, request: ModelRequest) -> None:
         """Draws and discards the random numbers that `choose` takes for all cells of a stage."""
         pass_noise((request.batch, stage.cells, *self.logit_shape), request.sampling, request.rng, self.device)
 
-    def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
+    def residual_scale(self, guidance: ResolvedGuidance, stage: Stage) -> float:
         """Guidance scale of the residual; 1 is the conditional rows alone."""
         return 1.0
 
-    def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
+    def residual(self, hidden: HeadInputs, ids: Tensor) -> Tensor:
         """What the last stage adds to its codes [B, N], both for the tokens of `hidden`: [B, N, Z]."""
         raise NotImplementedError
 
     def modulation_tables(self) -> Tensor:
         """What each block adds to a modulation that all share, [L, 1, 6, C]."""
-        return torch.stack([block.modulation_table for block in self.modulated])[:, None]
+        return torch.stack([block.modulation_table for block in self.stack])[:, None]
 
     def head_modulation(self, condition: Tensor) -> HeadModulation:
         """Condition [R, C] to what it does before the head."""
@@ -229,10 +223,10 @@ class NextScaleModel(nn.Module):
         return 0
 
 
-def temperatures(blocks: tuple[Block, ...]) -> list[Tensor | None]:
+def logit_scales(blocks: tuple[Block, ...]) -> list[Tensor | None]:
     """What multiplies the queries of each head, [H, 1] per layer; the same for all stages."""
     logs: list[Tensor] = [log for block in blocks if (log := block.attention.log_temperature) is not None]
-    return list(temperature(torch.stack(logs))) if logs else [None] * len(blocks)
+    return list(logit_scale(torch.stack(logs))) if logs else [None] * len(blocks)
 
 
 def check_levels(schedule: Schedule, levels: int) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..stage import Stage
-from .naming import CLASS_RULES
 from .var import ClassConditioned, ClassConfig
+from .weight_names import CLASS_RULES
 
 
 @dataclass(frozen=True)

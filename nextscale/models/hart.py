@@ -9,20 +9,18 @@ from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError
-from ..guidance import GuidedRows
+from ..guidance import ResolvedGuidance
 from ..schedules import HART_1024
 from ..stage import Schedule, Stage
 from ..text.features import TextFeatures
-from .base import Hidden, NextScaleModel, PromptInputs, check_levels, temperatures
-from .block_config import BlockConfig
-from .blocks import build_blocks, rms_norm
-from .env import Conditioning
+from .base import HeadInputs, NextScaleModel, PromptInputs, check_levels, logit_scales
+from .blocks import BlockConfig, build_blocks, rms_norm
+from .context import Conditioning
 from .macs import macs_per_token
-from .naming import SHARED_RULES, block_rules
-from .residual_head import ResidualHead
-from .rope import GridPlaces, HalvesRope
-from .sinusoid import SinusoidEmbedding
+from .residual_head import ResidualHead, SinusoidEmbedding
+from .rope import GridPlaces, RotateHalfRope
 from .text_context import check_channels
+from .weight_names import SHARED_RULES, block_rules
 
 # The reference implementation takes a guidance of exactly 1 (that is, a scale of 2) for "no guidance" in the diffusion, and only there.
 UNGUIDED = 1.0
@@ -119,9 +117,9 @@ class Hart(NextScaleModel):
         return Conditioning(
             start=text[:, -1:],
             prefix=text[:, :-1],
-            temperatures=temperatures(self.stack),
+            logit_scales=logit_scales(self.stack),
             head=self.head_modulation(text.amax(dim=1)),
-            rope=HalvesRope.over_text_and_grid(tables, self.block_config.head_dim, positions),
+            rope=RotateHalfRope.over_text_and_grid(tables, self.block_config.head_dim, positions),
         )
 
     def check_schedule(self, schedule: Schedule) -> None:
@@ -145,15 +143,15 @@ class Hart(NextScaleModel):
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed(torch.full((1,), stage.index, device=self.device))
 
-    def residual(self, hidden: Hidden, ids: Tensor) -> Tensor:
+    def residual(self, hidden: HeadInputs, ids: Tensor) -> Tensor:
         codes = self.word_embed(hidden.canvas.vectors(hidden.tokens.pack(ids)).to(self.dtype))
         condition = self.residual_norm(hidden.x + codes.repeat(hidden.cfg_branches, 1, 1))
         request = hidden.request
         scale = self.residual_scale(request.guidance, hidden.tokens.stage)
         return self.residual_head.sample(condition, hidden.tokens, scale, request.rng, request.batch)
 
-    def residual_scale(self, guidance: GuidedRows, stage: Stage) -> float:
-        return 1.0 if guidance.above_one[stage.index] == UNGUIDED else guidance.output_scale(stage)
+    def residual_scale(self, guidance: ResolvedGuidance, stage: Stage) -> float:
+        return 1.0 if guidance.excess[stage.index] == UNGUIDED else guidance.output_scale(stage)
 
     def embedding_macs(self, stage: Stage, images: int) -> int:
         levels = 2 if stage.index == 0 and self.text_prefix else 1  # the text's is computed by itself

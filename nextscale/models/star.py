@@ -12,14 +12,14 @@ from ..errors import PromptError, SettingError
 from ..sampling import Refinement, Sampling, choose, pass_noise, sample_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import Hidden, ModelRequest, NextScaleModel, PromptInputs, check_levels, temperatures
-from .block_config import BlockConfig, TextAttentionConfig
-from .blocks import build_blocks, plain_norm
-from .env import Conditioning, Env
-from .naming import SHARED_RULES, block_rules
+from .attention import TextAttentionConfig
+from .base import HeadInputs, ModelRequest, NextScaleModel, PromptInputs, check_levels, logit_scales
+from .blocks import BlockConfig, build_blocks, plain_norm
+from .context import Conditioning, ForwardContext
 from .refiner import Refiner
-from .rope import PairRope, star_rotations
+from .rope import InterleavedRope, star_rotations
 from .text_context import TextInputs, check_channels
+from .weight_names import SHARED_RULES, block_rules
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,17 @@ class Star(NextScaleModel):
     def rows_share_text(self) -> bool:
         return self.config.as_released
 
-    def schedule_tables(self, schedule: Schedule) -> PairRope:
+    def schedule_tables(self, schedule: Schedule) -> InterleavedRope:
         head_dim, span, theta = self.block_config.head_dim, self.config.span, self.config.theta
-        return PairRope(star_rotations(stage, head_dim, span, theta, self.device) for stage in schedule)
+        return InterleavedRope(star_rotations(stage, head_dim, span, theta, self.device) for stage in schedule)
 
-    def condition_from(self, inputs: PromptInputs, tables: PairRope) -> Conditioning:
+    def condition_from(self, inputs: PromptInputs, tables: InterleavedRope) -> Conditioning:
         (pooled,) = inputs.rows
         assert inputs.text is not None
         return Conditioning(
             start=self.text_proj(pooled)[:, None] + self.pos_start,
-            temperatures=temperatures(self.stack),
-            text=inputs.text.padding().context(self.stack, inputs.text.rows),
+            logit_scales=logit_scales(self.stack),
+            text=inputs.text.context().project(self.stack, inputs.text.rows),
             rope=tables,
             refiner=None if self.refiner is None else self.refiner.condition(pooled, tables),
         )
@@ -134,7 +134,7 @@ class Star(NextScaleModel):
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index]
 
-    def choose(self, hidden: Hidden, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden: HeadInputs, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         request, sampling = hidden.request, hidden.request.sampling
         if not self._refines(tokens.stage, sampling):
             if sampling.smooth:  # STAR mixes all codes, not only the likely ones
@@ -143,7 +143,7 @@ class Star(NextScaleModel):
         assert self.refiner is not None
         ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
         propagated = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # logits of a method, for tokens that were not run
-        if propagated or (hidden.env.data_dependent and request.method_rng is not request.rng):
+        if propagated or (hidden.ctx.data_dependent and request.method_rng is not request.rng):
             # Also where nothing was left out at this stage: so an image takes the same noise in every batch and bucket.
             sampled, _ = sample_codes(logits, tokens, sampling, request.method_rng)
         if hidden.tokens.whole:
@@ -153,15 +153,15 @@ class Star(NextScaleModel):
             ids = torch.where(settled > 0, settled - 1, sampled)
         return ids, ids
 
-    def pass_noise(self, stage: Stage, env: Env, request: ModelRequest) -> None:
+    def pass_noise(self, stage: Stage, ctx: ForwardContext, request: ModelRequest) -> None:
         refine, cells = request.sampling.refine, (request.batch, stage.cells)
         if refine is None or not self._refines(stage, request.sampling):
-            return super().pass_noise(stage, env, request)
+            return super().pass_noise(stage, ctx, request)
         for turn in range(refine.at(stage)[0]):
             pass_noise((*cells, *self.logit_shape), request.sampling, request.rng, self.device)
             if turn < refine.random:
                 request.rng.uniform(cells, self.device)
-        if env.data_dependent and request.method_rng is not request.rng:
+        if ctx.data_dependent and request.method_rng is not request.rng:
             pass_noise((*cells, *self.logit_shape), request.sampling, request.method_rng, self.device)
 
     def _refines(self, stage: Stage, sampling: Sampling) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..accel.method import DENSE, Span, StagePlan
+from ..methods.method import DENSE, Span, StagePlan
 from ..models.base import NextScaleModel
 from ..models.macs import SublayerTokens, macs_per_token
 from ..sampling import Refinement
@@ -141,7 +141,7 @@ def request_cost(
         attention = block.products(pairs, ran.text, entered.rows)
         added = read.of_row - cached.of_row
         cached = cached if stage.last else read.limited(plan.kept_keys)
-        head = head_macs(model, stage, workload, entered, plan.residual_tokens) if stage.index >= workload.given else 0
+        head = head_macs(model, stage, workload, entered, plan.propagates) if stage.index >= workload.given else 0
         computed = entered.per_row(mean_tokens(ran, len(layers), block.text > 0)) - prefix
         tokens = entered.per_row(entered.tokens)
         costs.append(StageCost(stage, branches * images, tokens, computed, linear, attention, head, added, cached.of_row))
@@ -274,18 +274,18 @@ def mean_tokens(ran: SublayerTokens, layers: int, has_text: bool) -> float:
     return total / (layers * (3 if has_text else 2))
 
 
-def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, entered: Entered, residual_tokens: int | None) -> int:
+def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, entered: Entered, propagates: int | None) -> int:
     """MACs from the last hidden states to codes, HART's residual and STAR's refinement included.
 
     residual_tokens: of a row, for which HART's diffusion runs; None: those that enter.
     """
     branch, tokens = entered.rows_of_branch, entered.tokens
     macs = model.logits_macs(entered.rows, tokens)
-    if stage.last and residual_tokens is None:
+    if stage.last and propagates is None:
         macs += model.residual_macs(branch, entered.rows if workload.residual_guided else branch, tokens)
-    elif stage.last and residual_tokens is not None:
+    elif stage.last and propagates is not None:
         rows = entered.branches * workload.images if workload.residual_guided else workload.images
-        macs += model.residual_macs(workload.images, rows, residual_tokens)
+        macs += model.residual_macs(workload.images, rows, propagates)
     if workload.refine is not None:
         # In packed rows, too, an image attends to itself alone.
         for count in [tokens] if entered.counts is None else entered.counts:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..accel.method import DENSE, StagePlan
-from ..cache import CacheSpec, StageKeys
-from ..compressed import CompressedSpec
+from ..cache import CacheSpec, CompressedSpec, StageKeys
+from ..methods.method import DENSE, StagePlan
 from ..models.base import NextScaleModel
 from ..models.feed_forward import PIECE
 from ..models.text_context import context_bytes
@@ -57,9 +56,7 @@ def text_bytes(model: NextScaleModel, rows: int, text_tokens: int) -> int:
     return context_bytes(len(model.blocks), rows, text_tokens, config.dim, model.dtype) if config.text else 0
 
 
-def reserved_bytes(
-    model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int, text_tokens: int
-) -> int:
+def reserved_bytes(model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int, text_tokens: int) -> int:
     """Bytes of keys, values and text: what a request is known to need before it starts, besides weights and activations."""
     return reserved_cache(model, schedule, plans, images, rows).bytes + text_bytes(model, rows, text_tokens)
 
@@ -128,7 +125,7 @@ def weights_bytes(module: nn.Module) -> int:
 
 
 def stored_bytes(model: NextScaleModel, plan: StagePlan, tokens: int) -> dict[Hashable, int]:
-    """Bytes that the spans of a plan leave in `env.memory`, by name; `tokens` of all rows together run."""
+    """Bytes that the spans of a plan leave in `ctx.memory`, by name; `tokens` of all rows together run."""
     one_map = tokens * model.block_config.dim * model.dtype.itemsize
     blocks = model.stack
     maps = [span.stored_maps(blocks[span.layers.start : span.layers.stop]) for span in plan.spans]

@@ -7,10 +7,10 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..accel.method import Method, Plans, StagePlan
-from ..checks import is_hashable
+from ..methods.method import Method, Plans, StagePlan
 from ..models.base import NextScaleModel
 from ..stage import Schedule
+from ..validation import is_hashable
 from .cost import RequestCost, Workload, request_cost
 from .memory import reserved_bytes
 

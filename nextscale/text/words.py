@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_slots, write_whole
-from ..checks import is_whole
 from ..errors import CheckpointError, PromptError, SettingError
+from ..validation import is_int
 from .encoder import check_prompts
 from .features import TextFeatures
 
@@ -125,7 +125,7 @@ class WordEncoderConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not is_whole(value, least=1):
+            if not is_int(value, least=1):
                 raise SettingError(f"{name} of a word encoder is {value!r}; expected a whole number of at least 1")
         if self.width % self.heads:
             raise SettingError(f"a word encoder of width {self.width} has {self.heads} heads; expected a divisor of the width")

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..kernels.shapes import LARGEST_NORM_CONV
-from .layers import add_bias_, add_residual_, as_laid_out, fusable, group_norm, norm_act, shifted_bias, upsample_nearest, without_bias
+from ..kernels.shapes import MAX_NORM_CONV
+from .layers import add_bias_, add_residual_, fusable, group_norm, norm_act, shifted_bias, to_channels_last, upsample_nearest, without_bias
 from .upsampling import convolve_upsampled, merged_upsampling
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class AutoencoderConfig:
         return tuple(self.channels * factor for factor in self.multipliers)
 
 
-def lay_out(module: M) -> M:
+def module_to_channels_last(module: M) -> M:
     """Stores the weights of convolutions as a GPU's tensor cores want them, channels last. Once, when a module is loaded: cuDNN converts
     weights that are not, for every image anew. Elsewhere nothing changes, and results are the same to rounding everywhere."""
     for parameter in module.parameters():
@@ -183,7 +183,7 @@ class Encoder(nn.Module):
         self.conv_out = nn.Conv2d(channels[-1], config.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(as_laid_out(x))
+        x = self.conv_in(to_channels_last(x))
         for level in self.levels:
             x = level(x)
         return self.conv_out(self.norm_out(self.middle(x)))
@@ -219,7 +219,7 @@ class Decoder(nn.Module):
         return decode(self, z)
 
     def at_once(self, z: Tensor) -> Tensor:
-        x, shift, sums = self.middle(self.conv_in(as_laid_out(z))), None, None
+        x, shift, sums = self.middle(self.conv_in(to_channels_last(z))), None, None
         for level in self.stack:
             x, sums = level.features_and_sums(x, shift)
             shift = None
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
 
     def image(self, x: Tensor, sums: Sums | None = None) -> Tensor:
         """What the last norm and the last convolution make of the features of the last level. A kernel does both and returns float32."""
-        if not fusable(x) or x.shape[1] > LARGEST_NORM_CONV:
+        if not fusable(x) or x.shape[1] > MAX_NORM_CONV:
             return self.conv_out(self.norm_out(x))
         norm, conv = self.norm_out, self.conv_out
         assert conv.bias is not None

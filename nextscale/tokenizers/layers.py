@@ -90,6 +90,6 @@ def norm_act(channels: int) -> NormAct:
     return NormAct(group_count(channels), channels, eps=EPS)
 
 
-def as_laid_out(x: Tensor) -> Tensor:
+def to_channels_last(x: Tensor) -> Tensor:
     """The same values with channels last on a GPU. Everything after it keeps the layout."""
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda else x

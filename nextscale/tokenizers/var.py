@@ -13,7 +13,7 @@ from ..checkpoints import Layout, Rule
 from ..stage import Schedule, Stage
 from .autoencoder import AutoencoderConfig, Decoder, Encoder
 from .base import Tokenizer
-from .naming import by_resolution
+from .weight_names import by_resolution
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nextscale.accel.drop_guidance import DropGuidance
-from nextscale.accel.method import Method
-from nextscale.accel.registry import METHODS, resolve_method
-from nextscale.accel.skip import SkipStages
-from nextscale.accel.sparsevar import SparseVAR
 from nextscale.errors import NextscaleError
-from nextscale.lab.tune.candidate import Candidate
-from nextscale.lab.tune.ladders import LADDERS
-from nextscale.lab.tune.log import Foresight, TrialLog
-from nextscale.lab.tune.trials import Trial
+from nextscale.methods.drop_guidance import DropGuidance
+from nextscale.methods.method import Method
+from nextscale.methods.registry import METHODS, resolve_method
+from nextscale.methods.skip import SkipStages
+from nextscale.methods.sparsevar import SparseVAR
+from nextscale.tune.candidate import Candidate
+from nextscale.tune.ladders import LADDERS
+from nextscale.tune.log import Foresight, TrialLog
+from nextscale.tune.trials import Trial
 
 Line = list[tuple[float, float]]
 

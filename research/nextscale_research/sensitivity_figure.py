@@ -13,8 +13,8 @@ from nextscale.cli.files import require_writable
 from nextscale.cli.options import Force
 from nextscale.errors import MissingExtra
 from nextscale.io import write_text
-from nextscale.lab.tune.frontier import frontier
-from nextscale.lab.tune.log import TrialLog
+from nextscale.tune.frontier import frontier
+from nextscale.tune.log import TrialLog
 
 from .observe.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, label_lines, svg_of
 from .program import app
@@ -46,7 +46,7 @@ def sensitivity_svg(found: Sensitivities) -> str:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra('figures need matplotlib: pip install matplotlib; the trials do not') from error
+        raise MissingExtra("figures need matplotlib: pip install matplotlib; the trials do not") from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         panels = figure.subplots(2, 3)

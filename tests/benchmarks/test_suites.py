@@ -31,18 +31,17 @@ from benchmarks.suites import (
     rows_of,
     timed_methods,
 )
-from nextscale.accel import Method, MethodRun, RunSetup, resolve_method
 from nextscale.errors import OutOfMemory, SettingError
 from nextscale.eval.bench import WARM_ROUNDS
 from nextscale.eval.results import read_rows
 from nextscale.loading import presets
 from nextscale.loading.presets import model_spec
+from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.pipeline import Pipeline
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.stage import Schedule
-
-from ..test_bench import CPU, SIDES, SPEC, pipeline
-from ..tiny import shared_pipeline
+from tests.eval.test_bench import CPU, SIDES, SPEC, pipeline
+from tests.helpers.tiny import shared_pipeline
 
 Row = dict[str, Any]
 PLAN = Plan(CPU, torch.float32, "eager", 1, Rates(flops=1e12, bytes=1e11))
@@ -285,7 +284,7 @@ def test_captured_graphs_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
     rates = Rates.measured(cuda, torch.bfloat16)
     plan = Plan(cuda, torch.bfloat16, "both", 2, rates, EnergyMeter.of(cuda))
-    rows = [*rows_of([replace(TINY, methods=(SPARSE, "stagevar:ranks=measured"))], plan)]
+    rows = [*rows_of([replace(TINY, methods=(SPARSE, "stagevar_variants:ranks=measured"))], plan)]
     engines = [(row["engine_asked"], row["engine"]) for row in rows]
     assert engines == [("eager", "eager")] * 3 + [("graphs", "graphs")] * 2 + [("graphs", "eager")]
     for row in rows:

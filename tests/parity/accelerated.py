@@ -12,10 +12,9 @@ from torch import Tensor
 from nextscale import Schedule, Stage
 from nextscale.sampling import filter_logits
 from nextscale.tokenizers import InfinityTokenizer
-
-from .compare import Expected, Tolerance
-from .infinity_cases import OFFICIAL_SAMPLER, to_tokens
-from .supplied import StoredRng
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.infinity_cases import OFFICIAL_SAMPLER, to_tokens
+from tests.parity.supplied import StoredRng
 
 SAMPLING = {"sampling": "argmax per bit"}  # all else at the top of a case describes how it was made
 

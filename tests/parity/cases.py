@@ -8,18 +8,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .class_cases import replay_flexvar, replay_published_tokenizer, replay_var
-from .code_cases import replay_code
-from .compare import Expected
-from .fastvar_cases import replay_fastvar_hart, replay_fastvar_infinity
-from .hart_cases import replay_hart
-from .infinity_cases import replay_infinity, replay_rope, replay_roundtrip
-from .recipe import drawn_tensors
-from .scalekv_cases import replay_scalekv
-from .skipvar_cases import replay_skipvar, replay_skipvar_decisions
-from .sparsevar_cases import replay_sparsevar
-from .stagevar_cases import replay_stagevar
-from .star_cases import replay_star, replay_star_encoder
+from tests.parity.class_cases import replay_flexvar, replay_published_tokenizer, replay_var
+from tests.parity.code_cases import replay_code
+from tests.parity.compare import Expected
+from tests.parity.fastvar_cases import replay_fastvar_hart, replay_fastvar_infinity
+from tests.parity.hart_cases import replay_hart
+from tests.parity.infinity_cases import replay_infinity, replay_rope, replay_roundtrip
+from tests.parity.recipe import drawn_tensors
+from tests.parity.scalekv_cases import replay_scalekv
+from tests.parity.skipvar_cases import replay_skipvar, replay_skipvar_decisions
+from tests.parity.sparsevar_cases import replay_sparsevar
+from tests.parity.stagevar_cases import replay_stagevar
+from tests.parity.star_cases import replay_star, replay_star_encoder
 
 
 @dataclass(frozen=True)

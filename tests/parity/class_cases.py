@@ -17,15 +17,14 @@ from nextscale.models import FlexVar, FlexVarConfig, Var, VarConfig
 from nextscale.models.var import ClassConditioned
 from nextscale.pipeline import Settings
 from nextscale.sampling import filter_logits
-from nextscale.schedules import SquareBook
+from nextscale.schedules import SquareSchedules
 from nextscale.text.prompts import ClassReader
 from nextscale.tokenizers import FlexVarTokenizer, FlexVarTokenizerConfig, VarTokenizer, VarTokenizerConfig
 from nextscale.tokenizers.base import Tokenizer
-
-from .compare import Expected, Reading, Readings, Tolerance
-from .settings import AUTOENCODER, QUANTIZER, RESIDUAL_QUANTIZER, TRUNK, translated
-from .trace import StageTrace, Trace, TracedRng, outputs_of
-from .weights import fill
+from tests.parity.compare import Expected, Reading, Readings, Tolerance
+from tests.parity.settings import AUTOENCODER, QUANTIZER, RESIDUAL_QUANTIZER, TRUNK, translated
+from tests.parity.trace import StageTrace, Trace, TracedRng, outputs_of
+from tests.parity.weights import fill
 
 MODEL = {**TRUNK, "attn_l2_norm": "cosine", "num_classes": "classes", "mlp_ratio": "mlp_ratio"}
 VAR = {**MODEL, "patch_nums": "sides", "shared_aln": "shared_modulation"}
@@ -76,7 +75,7 @@ class ClassCase:
         self.case, self.expected = case, expected
         self.tolerance = Tolerances(case["tolerance"])
         self.model, self.tokenizer = model, tokenizer
-        settings = Settings(SquareBook(((1,),)), UNGUIDED, Sampling())
+        settings = Settings(SquareSchedules(((1,),)), UNGUIDED, Sampling())
         self.pipe = Pipeline(model, tokenizer, ClassReader(model.config.classes), settings)
 
     def image(self, pixels: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ class ClassCase:
         """Runs given codes through the stage loop: the cached pass equals the masked one."""
         expected, model = self.expected, self.model
         codes = split_stages(expected.input("tf.tokens"), schedule)
-        trace, stages = Trace(taps=(0, len(model.blocks) - 1)), StageTrace(schedule)
+        trace, stages = Trace(observed=(0, len(model.blocks) - 1)), StageTrace(schedule)
         out = self.pipe(
             self.labels("tf.labels"),
             seed=0,
@@ -235,7 +234,11 @@ def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
             else RampGuidance(strength=run["cfg"], longest_span=9, full_above=run["max_pn"])
         )
         settings = {key: run[key] for key in ("top_k", "top_p", "g_seed") if key in run}
-        rules = {"sampled_sides": FLEXVAR_SAMPLED_SIDES, "widest_sampled": run["max_pn"], "forbidden": tuple(run.get("invalid_ids", ()))}
+        rules = {
+            "sampled_sides": FLEXVAR_SAMPLED_SIDES,
+            "widest_sampled": run["max_pn"],
+            "suppressed_codes": tuple(run.get("invalid_ids", ())),
+        }
         if "top_k_used_per_stage" in run:
             sampling = Sampling(top_k=run["top_k"], **rules)
             assert [sampling.top_k_at(stage) for stage in schedule] == run["top_k_used_per_stage"]

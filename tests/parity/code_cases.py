@@ -18,20 +18,19 @@ from nextscale import CoDe, Pipeline, RampGuidance, Sampling, Schedule, sampling
 from nextscale.canvas import to_map
 from nextscale.checkpoints import published_slots
 from nextscale.models import Var, VarConfig
-from nextscale.models.env import Env
+from nextscale.models.context import ForwardContext
 from nextscale.pipeline import Settings
-from nextscale.schedules import SquareBook
+from nextscale.schedules import SquareSchedules
 from nextscale.stage import Tokens
 from nextscale.text.prompts import ClassReader
-
-from .class_cases import VAR, var_tokenizer
-from .compare import Expected, Tolerance
-from .infinity_cases import every
-from .recipe import recipe_value
-from .settings import QUANTIZER, translated, understood
-from .supplied import with_both_cfg_branches, without_decoder
-from .trace import Call, StageTrace, calls_of
-from .weights import NETWORKS, fill, fill_with
+from tests.parity.class_cases import VAR, var_tokenizer
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.infinity_cases import every
+from tests.parity.recipe import recipe_value
+from tests.parity.settings import QUANTIZER, translated, understood
+from tests.parity.supplied import with_both_cfg_branches, without_decoder
+from tests.parity.trace import Call, StageTrace, calls_of
+from tests.parity.weights import NETWORKS, fill, fill_with
 
 FIXED = {"more_smooth": False}
 SAID = {"draft_steps", "prefix_length", "cfg", "top_k", "top_p", "temperature", "temperature_note", "g_seed"}
@@ -112,7 +111,7 @@ def build(folder: Path, case: dict[str, Any], part: str) -> Pipeline:
         without_decoder(tokenizer)
     else:
         fill(tokenizer, folder, "", {"salt": salt})
-    settings = Settings(SquareBook((tuple(config["patch_nums"]),)), RampGuidance(), Sampling())
+    settings = Settings(SquareSchedules((tuple(config["patch_nums"]),)), RampGuidance(), Sampling())
     return Pipeline(model, tokenizer, ClassReader(model.config.classes), settings, part)
 
 
@@ -163,9 +162,9 @@ def next_map(stages: StageTrace, place: int) -> Tensor:
 @torch.inference_mode()
 def raw_logits(pipe: Pipeline, call: Call) -> Tensor:
     """Logits of all rows, from a pass through the last block."""
-    env: Env = call.inputs[2]
+    ctx: ForwardContext = call.inputs[2]
     tokens: Tokens = call.inputs[1]
-    return pipe.model.logits(call.output, tokens, env)
+    return pipe.model.logits(call.output, tokens, ctx)
 
 
 def compare(expected: Expected, read: dict[str, Callable[[], Tensor]]) -> None:

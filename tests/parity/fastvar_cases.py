@@ -15,22 +15,21 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextscale import Method, Schedule, Stage, Tokens
-from nextscale.accel import fastvar
-from nextscale.accel.fastvar import FastVAR, ThinnedBlocks, memory_key
-from nextscale.accel.select import distance_from_mean, top_share
 from nextscale.cache import StageMemory
-from nextscale.models.blocks import Block
-from nextscale.models.env import Env
-
-from . import hart_cases, infinity_cases
-from .accelerated import SAMPLING, SettledBits, stated_tolerance
-from .compare import Expected, Reading, Readings, Tolerance
-from .infinity_cases import Read, schedule_of
-from .settings import understood
-from .trace import Trace
+from nextscale.methods import fastvar
+from nextscale.methods.fastvar import FastVAR, ThinnedBlocks, memory_key
+from nextscale.methods.token_ops import distance_from_mean, top_share
+from nextscale.models.blocks import Block, Sublayer
+from nextscale.models.context import ForwardContext
+from tests.parity import hart_cases, infinity_cases
+from tests.parity.accelerated import SAMPLING, SettledBits, stated_tolerance
+from tests.parity.compare import Expected, Reading, Readings, Tolerance
+from tests.parity.infinity_cases import Read, schedule_of
+from tests.parity.settings import understood
+from tests.parity.trace import Trace
 
 INFINITY_SUBLAYERS, INFINITY_CACHED = ("sa", "ca", "ffn"), ("self_attn", "cross_attn", "ffn")
 INFINITY_CACHED_SIDE = 24
@@ -154,7 +153,7 @@ def replay_fastvar_infinity(folder: Path, case: dict[str, Any], expected: Expect
     choices = Choices(layers, len(INFINITY_SUBLAYERS), partial(stored_choice, expected, layers), tie)
     square = all(stage.height == stage.width for stage in schedule)
     # On other aspect ratios the reference implementation mostly runs as if it were dense, and fails on the rest.
-    trace = Trace(taps=(len(pipe.model.blocks) - 1,), method=FastVAR(as_released=True) if square else Method())
+    trace = Trace(observed=(len(pipe.model.blocks) - 1,), method=FastVAR(as_released=True) if square else Method())
     with choices.traced(), SettledBits(pipe.tokenizer, expected, noise["logits"]) as revise:
         read = infinity_cases.generation(pipe, case, expected, trace, seed=0, revise=revise, greedy=True).read
     check_counts(case, schedule, choices, trace)
@@ -282,14 +281,10 @@ class StoredSublayer:
         self.keep, self.answers = keep, answers
         self.asked = self.index = torch.empty(0)
 
-    def fused_sublayers(self, x: Tensor, env: object) -> tuple[()]:
-        return ()
+    def sublayers(self, ctx: object) -> tuple[Sublayer]:
+        return (Sublayer(nn.Identity(), None, None, None, self.answer, None),)
 
-    @property
-    def sublayers(self) -> tuple[Callable[[Tensor, Tokens, Env], Tensor]]:
-        return (self.answer,)
-
-    def answer(self, x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def answer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         assert tokens.index is not None
         self.asked, self.index = x, tokens.index
         order = self.keep.argsort(dim=1)  # raster order, in which the library keeps tokens
@@ -305,7 +300,7 @@ def compare_unit(expected: Expected, name: str) -> None:
     memory.store(memory_key(block, 0), cache, Tokens(square(cache.shape[1])))
     span = ThinnedBlocks(range(1), "unit", (x.shape[1] - keep.shape[1] + 0.5) / x.shape[1])
     nothing: Any = None
-    result = span([block], x, tokens, Env(x.shape[0], nothing, (), memory, "cond", nothing))
+    result = span([block], x, tokens, ForwardContext(x.shape[0], nothing, (), memory, "cond", nothing))
     expected.equal(f"{name}.keep", in_order_of(keep, sublayer.index))
     order = keep.argsort(dim=1).argsort(dim=1)  # from raster order to the stored one
     expected.close(f"{name}.merged", sublayer.asked.gather(1, order[..., None].expand_as(sublayer.asked)), RESTORED)

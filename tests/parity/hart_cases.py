@@ -15,14 +15,13 @@ from nextscale.canvas import ResidualCanvas, to_map
 from nextscale.loading.presets import hart_settings
 from nextscale.models import Hart, HartConfig
 from nextscale.tokenizers import HartTokenizer, HartTokenizerConfig
-
-from ..tiny import encode_hybrid
-from .class_cases import inputs_of
-from .compare import Expected, Reading, Readings, Tolerance
-from .settings import AUTOENCODER, QUANTIZER, RESIDUAL_QUANTIZER, TRUNK, translated, understood
-from .supplied import FeatureReader, StoredRng, images_with_features, with_both_cfg_branches
-from .trace import Call, StageTrace, Trace, calls_of
-from .weights import NETWORKS, NOTHING, fill, fill_with
+from tests.helpers.tiny import encode_hybrid
+from tests.parity.class_cases import inputs_of
+from tests.parity.compare import Expected, Reading, Readings, Tolerance
+from tests.parity.settings import AUTOENCODER, QUANTIZER, RESIDUAL_QUANTIZER, TRUNK, translated, understood
+from tests.parity.supplied import FeatureReader, StoredRng, images_with_features, with_both_cfg_branches
+from tests.parity.trace import Call, StageTrace, Trace, calls_of
+from tests.parity.weights import NETWORKS, NOTHING, fill, fill_with
 
 LOGITS, SMOOTH_LOGITS = Tolerance(2e-3), Tolerance(1e-4)
 HIDDEN = Tolerance(5e-4)

@@ -19,14 +19,13 @@ from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.rope import RopeMode, grid_positions, infinity_rotations
 from nextscale.pipeline import Settings
 from nextscale.sampling import filter_logits
-from nextscale.schedules import INFINITY_SIZES, InfinityBook
+from nextscale.schedules import INFINITY_SIZES, InfinitySchedules
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
-
-from .compare import Expected, Tolerance
-from .settings import TRUNK, translated, understood
-from .supplied import FeatureReader, without_decoder
-from .trace import StageTrace, Trace, TracedRng, outputs_of
-from .weights import fill
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.settings import TRUNK, translated, understood
+from tests.parity.supplied import FeatureReader, without_decoder
+from tests.parity.trace import StageTrace, Trace, TracedRng, outputs_of
+from tests.parity.weights import fill
 
 TOLERANCE = Tolerance(2e-4, 1e-4)
 TABLE_TOLERANCE = Tolerance(1e-5, 0.0)
@@ -91,7 +90,7 @@ def build(folder: Path, case: dict[str, Any]) -> Pipeline:
         without_decoder(tokenizer)
     else:
         fill(tokenizer, folder, weights_file(case, "vae"), case)
-    settings = Settings(InfinityBook(), StageGuidance(), Sampling())
+    settings = Settings(InfinitySchedules(), StageGuidance(), Sampling())
     return Pipeline(model, tokenizer, FeatureReader(), settings)
 
 
@@ -112,7 +111,7 @@ def replay_infinity(folder: Path, case: dict[str, Any], expected: Expected) -> N
         pipe,
         {"cfg_insertion_layer": [0]} | case | chosen,
         expected,
-        Trace(taps=range(len(pipe.model.blocks)), stages=chosen.get("trunk_scale")),
+        Trace(observed=range(len(pipe.model.blocks)), stages=chosen.get("trunk_scale")),
         seed=TracedRng(torch.Generator().manual_seed(chosen.get("g_seed", 0))),
         revise=lambda stage, codes: forced.get(stage.index, codes),
         **(OFFICIAL_SAMPLER if "g_seed" in chosen else {"greedy": True}),

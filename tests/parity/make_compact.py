@@ -26,7 +26,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from .recipe import drawn_tensors, drawn_value, projections, recipe_value
+from tests.parity.recipe import drawn_tensors, drawn_value, projections, recipe_value
 
 TARGET = Path(__file__).parent / "golden"
 BUFFERS = r"lvl_1L|attn_bias_for_masking|quantize\.(ema_vocab_hit_SV|codebook_used)"

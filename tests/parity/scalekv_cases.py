@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 
 from nextscale import ScaleKV, Schedule
-from nextscale.accel.method import MethodRun, RunSetup
-from nextscale.accel.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
-from nextscale.attending import Attended
-from nextscale.cache import CacheSpec, LayerCache, Workspace
+from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
+from nextscale.methods.method import MethodRun, RunSetup
+from nextscale.methods.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
 from nextscale.models import Infinity
-
-from . import infinity_cases
-from .accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
-from .compare import Expected, Tolerance
-from .infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of
-from .settings import understood
-from .trace import Trace, TraceRun
+from tests.parity import infinity_cases
+from tests.parity.accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of
+from tests.parity.settings import understood
+from tests.parity.trace import Trace, TraceRun
 
 FIXED = {"pooling": "maxpool"}
 SAID = {"budgets", "first_compressed_stage", "budget_entry_after_stage", "window_size", "base_capacity", "kernel_size"}
@@ -83,7 +81,7 @@ class TracedSelections(Trace):
 
     def __init__(self, method: ScaleKV, budgets: dict[int, tuple[int, ...]], case: dict[str, Any], expected: Expected) -> None:
         config = case["config"]
-        super().__init__(taps=(config["depth"] - 1,), method=method)
+        super().__init__(observed=(config["depth"] - 1,), method=method)
         self.budgets, self.case, self.expected = budgets, case, expected
         self.before, self.after = (torch.zeros(len(config["scale_schedule"]), config["depth"], dtype=torch.int32) for _ in range(2))
         self.selections: dict[tuple[int, int], Tensor] = {}  # by stage and layer, [R, H, K]
@@ -151,26 +149,26 @@ class TracedCache(ScaleKVCache):
         super().__init__(spec, workspace, trace.method)
         self.trace, self.layer = trace, layer
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         trace, stage = self.trace, seen.tokens.stage
         out = super().attend(seen)
-        trace.before[stage.index, self.layer] = seen.slot.end
+        trace.before[stage.index, self.layer] = seen.view.end
         after = self.length
         if stage.last:
-            keep = trace.budgets[stage.index][self.layer] if stage.index in trace.budgets else seen.slot.end
-            if keep < seen.slot.end:
+            keep = trace.budgets[stage.index][self.layer] if stage.index in trace.budgets else seen.view.end
+            if keep < seen.view.end:
                 self.selected(seen, keep)
-            after = min(keep, seen.slot.end)
+            after = min(keep, seen.view.end)
         trace.after[stage.index, self.layer] = after
         return out
 
-    def selected(self, seen: Attended, keep: int) -> Tensor:
+    def selected(self, seen: AttentionCall, keep: int) -> Tensor:
         trace, stage, name = self.trace, seen.tokens.stage.index, f"s{seen.tokens.stage.index}.layer{self.layer}"
         found, score = super().selected(seen, keep).transpose(1, 2), self.scores(seen)[0]
         selection = trace.as_stored(found, score, stage, self.layer)
         trace.selections[stage, self.layer] = selection
         length = math.sqrt(seen.q.shape[-1])  # of the library's keys, whose vectors have a mean square of 1
-        keys = seen.slot.keys.narrow(1, 0, seen.slot.end).transpose(1, 2) / length
+        keys = seen.view.keys.narrow(1, 0, seen.view.end).transpose(1, 2) / length
         trace.read |= {f"{name}.kept": lambda: selection, f"{name}.score": lambda: score / length, f"{name}.keys": lambda: keys}
         for after in [stored for stored in trace.expected.tensors if stored.startswith(f"{name}.keys_after.sub")]:
             kept = keys.gather(2, selection[..., None].expand(-1, -1, -1, keys.shape[-1]))

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from nextscale import SkipVAR
-from nextscale.accel import skipvar
-from nextscale.accel.skipvar import features_of, gradient, preview_of, shrunk
-from nextscale.accel.skipvar_models import Decisions, decisions_named, published_decisions
-from nextscale.lab.fit.decisions import constant
-
-from . import infinity_cases
-from .accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
-from .compare import Expected, Tolerance
-from .infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of, tokenizer_of
-from .settings import understood
-from .trace import Trace, calls_to
-from .weights import fill
+from nextscale.eval.calibrate_skipvar import constant
+from nextscale.methods import skipvar
+from nextscale.methods.skipvar import features_of, gradient, preview_of, shrunk
+from nextscale.methods.skipvar_models import Decisions, decisions_named, published_decisions
+from tests.parity import infinity_cases
+from tests.parity.accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of, tokenizer_of
+from tests.parity.settings import understood
+from tests.parity.trace import Trace, calls_to
+from tests.parity.weights import fill
 
 FIXED = {"decision_after_stage": 9, "old_after_stage": 8, "preview_stage": 4, "fft_radius_factor": skipvar.HIGH_FREQUENCIES}
 SAID = {"decision_set_used", "decision_forced", "forced_note", "features", "decisions", "outcome_of_this_run", "uncond_model_asked"}
@@ -35,7 +34,7 @@ def replay_skipvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
     understood(said, {*SAID, "conditional_only_stages"}, FIXED)
     pipe = infinity_cases.build(folder, case)
     schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
-    trace = Trace(taps=(case["config"]["depth"] - 1,), method=method_of(said))
+    trace = Trace(observed=(case["config"]["depth"] - 1,), method=method_of(said))
     sampled = "s0.uniform" in expected
     noise = case["noise_max_abs_other_attention_kernel_and_2_threads"]["logits"]
     rng = {"seed": bit_rng(expected, schedule), **OFFICIAL_SAMPLER} if sampled else {"seed": 0, "greedy": True}

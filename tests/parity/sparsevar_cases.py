@@ -19,22 +19,20 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
-from nextscale.accel import frequency
-from nextscale.accel.frequency import GridMap, anchor_cells, best_anchor, feature_change
-from nextscale.accel.method import MethodRun, RunSetup
 from nextscale.canvas import Canvas, on_grid
-from nextscale.generate import StageDone
+from nextscale.generate import StageOutput
+from nextscale.methods.method import MethodRun, RunSetup
+from nextscale.methods.sparsevar_cells import GridMap, anchor_cells, best_anchor, feature_change, largest_cells, share_above
 from nextscale.models import Infinity
-from nextscale.models.env import Env
-
-from . import infinity_cases
-from .accelerated import SAMPLING, stated_tolerance
-from .compare import Expected, Tolerance
-from .fastvar_cases import mask_of, packed_bits
-from .infinity_cases import Read, schedule_of, to_cells, to_tokens
-from .settings import understood
-from .supplied import with_area_inputs
-from .trace import Trace, TraceRun
+from nextscale.models.context import ForwardContext
+from tests.parity import infinity_cases
+from tests.parity.accelerated import SAMPLING, stated_tolerance
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.fastvar_cases import mask_of, packed_bits
+from tests.parity.infinity_cases import Read, schedule_of, to_cells, to_tokens
+from tests.parity.settings import understood
+from tests.parity.supplied import with_area_inputs
+from tests.parity.trace import Trace, TraceRun
 
 SETTINGS = {"start_prune_stage", "compress_ratio", "specific_mse_layer", "local_window_size", "beta"}
 NO_AUTOENCODER = {"base_ch": 24, "ch_mult": [1], "num_res_blocks": 1}  # the code sum is the result
@@ -68,11 +66,8 @@ class Rules(NamedTuple):
             tau=self.tau,
             first_stage=self.first,
             blocks=(self.blocks.start, self.blocks.stop),
-            rows="both",
             alpha=None,
-            select="share",
-            resize="nearest",
-            left_out="zero",
+            as_released=True,
         )
 
 
@@ -120,7 +115,7 @@ def every_cell(grid: Tensor, step: int) -> Tensor:
     return grid[..., ::step, ::step]
 
 
-def sum_readings(expected: Expected, name: str, done: StageDone, latent: Tensor) -> Read:
+def sum_readings(expected: Expected, name: str, done: StageOutput, latent: Tensor) -> Read:
     """The codes of a stage and the sum so far, of which every so many are stored."""
     read: Read = {}
     for stored in ends(expected, f"{name}.codes.sub"):
@@ -161,7 +156,7 @@ class StoredFilling(Trace):
     """
 
     def __init__(self, rules: Rules, expected: Expected, batch: int, depth: int) -> None:
-        super().__init__(taps=(rules.blocks[0], rules.blocks[-1], depth - 1), method=rules.method)
+        super().__init__(observed=(rules.blocks[0], rules.blocks[-1], depth - 1), method=rules.method)
         self.rules, self.expected, self.batch, self.depth = rules, expected, batch, depth
         self.method_kept: dict[int, Tensor] = {}  # by stage, [B, cells], as the method would go on
         self.method_change: dict[int, Tensor] = {}  # [B, cells], of the method
@@ -179,8 +174,8 @@ class StoredFilling(Trace):
         """The head runs on all cells, of which some were copied."""
         head = model.logits
 
-        def filled(x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-            return head(self.fill(x), tokens, env)
+        def filled(x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+            return head(self.fill(x), tokens, ctx)
 
         with mock.patch.object(model, "logits", filled):
             yield
@@ -215,7 +210,7 @@ class StoredFilling(Trace):
     def share(self, stage: Stage) -> Tensor:
         """Relative to the largest change of the whole batch, and the largest of its images: [1]."""
         change = self.change(stage)
-        return frequency.share_above(change, self.rules.tau, change.amax().view(1, 1)).amax(dim=0, keepdim=True)
+        return share_above(change, self.rules.tau, change.amax().view(1, 1)).amax(dim=0, keepdim=True)
 
     def program_kept(self, stage: Stage) -> Tensor:
         """Cells that enter the network, [B, cells], put together from the method's parts. Of one image the method must say the same."""
@@ -223,7 +218,7 @@ class StoredFilling(Trace):
         change = GridMap(self.change(before)[..., None], before.size).at(stage.size, "nearest")[..., 0]
         count = (self.share(before) * stage.cells).long().expand(self.batch)
         count = torch.where(count == 0, stage.cells, count)  # a defect: where nothing is to be kept, everything is
-        kept = frequency.largest_cells(change, count)
+        kept = largest_cells(change, count)
         if self.batch == 1:
             # With the method what is left out stays out. Here it comes back where the share asks for more cells than are left.
             there = GridMap(self.method_kept.get(before.index, torch.ones(1, before.cells))[..., None].float(), before.size)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule
-from nextscale.accel.stagevar import StageVAR, variants
-
-from . import infinity_cases
-from .accelerated import SAMPLING, SettledBits, stated_tolerance
-from .compare import Expected, Tolerance
-from .infinity_cases import Read, schedule_of
-from .settings import understood
-from .supplied import StoredRng
-from .trace import Call, Trace, calls_of, calls_to
+from nextscale.methods import stagevar
+from nextscale.methods.stagevar import StageVAR
+from tests.parity import infinity_cases
+from tests.parity.accelerated import SAMPLING, SettledBits, stated_tolerance
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.infinity_cases import Read, schedule_of
+from tests.parity.settings import understood
+from tests.parity.supplied import StoredRng
+from tests.parity.trace import Call, Trace, calls_of, calls_to
 
 PROBABILITY = Tolerance(1e-9, 1e-3)  # numbers below a thousandth
 
@@ -29,10 +29,10 @@ def replay_stagevar(folder: Path, case: dict[str, Any], expected: Expected) -> N
     pipe = infinity_cases.build(folder, {**case, "vae_weights_left_out": True})
     schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
     last = len(pipe.model.blocks) - 1
-    trace = Trace(taps=(last,), method=method_of(case, schedule))
+    trace = Trace(observed=(last,), method=method_of(case, schedule))
     with (
         SettledBits(pipe.tokenizer, expected, case["noise_max_abs_2_threads"]["logits"]) as revise,
-        calls_to(variants, "representatives") as chosen,
+        calls_to(stagevar, "representatives") as chosen,
         calls_of({str(layer): block for layer, block in enumerate(pipe.model.blocks)}) as blocks,
     ):
         read = infinity_cases.generation(pipe, case, expected, trace, seed=stored_rng(expected, schedule), revise=revise, greedy=True).read

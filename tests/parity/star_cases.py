@@ -23,16 +23,15 @@ from nextscale.generate import Revise, as_sampled
 from nextscale.models import Star, StarConfig, refiner
 from nextscale.models.rope import star_rotations
 from nextscale.pipeline import Settings
-from nextscale.sampling import Refinement, Rng, filter_logits, sample_codes, soften
-from nextscale.schedules import SquareBook
+from nextscale.sampling import Refinement, Rng, filter_logits, gumbel_softmax, sample_codes
+from nextscale.schedules import SquareSchedules
 from nextscale.tokenizers import VarTokenizer
-
-from .class_cases import inputs_of, var_tokenizer
-from .compare import Expected, Reading, Readings, Tolerance
-from .settings import TRUNK, translated, understood
-from .supplied import FeatureReader, StoredRng, images_with_features, with_both_cfg_branches
-from .trace import Call, StageTrace, Trace, calls_of
-from .weights import ENCODER, NETWORKS, NOTHING, fill, fill_with
+from tests.parity.class_cases import inputs_of, var_tokenizer
+from tests.parity.compare import Expected, Reading, Readings, Tolerance
+from tests.parity.settings import TRUNK, translated, understood
+from tests.parity.supplied import FeatureReader, StoredRng, images_with_features, with_both_cfg_branches
+from tests.parity.trace import Call, StageTrace, Trace, calls_of
+from tests.parity.weights import ENCODER, NETWORKS, NOTHING, fill, fill_with
 
 FILE = r"[\w./-]+\.safetensors"
 HIDDEN, LATENT = Tolerance(5e-4), Tolerance(1e-4)
@@ -154,7 +153,7 @@ class StarRun:
         self.schedule = Schedule(case["config"]["patch_nums"])
         refine = self.refinement(case["config"].get("sample_from_idx", FIRST_REFINED))
         self.sampling = Sampling(top_k=run["top_k"], top_p=run["top_p"], smooth=run["more_smooth"], refine=refine)
-        settings = Settings(SquareBook((self.model.config.sides,)), RampGuidance(strength=run["cfg"]), self.sampling)
+        settings = Settings(SquareSchedules((self.model.config.sides,)), RampGuidance(strength=run["cfg"]), self.sampling)
         self.pipe = Pipeline(self.model, tokenizer, FeatureReader(), settings)
         self.prompts, self.negative = self.text_features()
 
@@ -199,7 +198,7 @@ class StarRun:
             own[stage.index] = codes
             progress = self.sampling.progress(stage, len(self.schedule))
             scaled, noise = (self.expected.tensors[f"s{stage.index}.{name}"] for name in ("logits_scaled", "gumbel_noise"))
-            return soften(scaled.double() / (1 + progress), (-noise.double()).exp(), progress).float()
+            return gumbel_softmax(scaled.double() / (1 + progress), (-noise.double()).exp(), progress).float()
 
         found = self.readings(revise=as_stored)
         self.expected.compare({name: Reading(tensor, TIGHT.get(tolerance, tolerance)) for name, (tensor, tolerance) in found.items()})
@@ -211,7 +210,7 @@ class StarRun:
         """Everything that a case may have stored of a run; `noise` is added to the guided logits."""
         model, schedule = self.model, self.schedule
         latent, image = (SMOOTH_LATENT, SMOOTH_IMAGE) if self.sampling.smooth else (LATENT, LATENT)
-        trace, stages = Trace(taps=range(len(model.blocks)), noise=noise, noise_seed=noise_seed), StageTrace(schedule)
+        trace, stages = Trace(observed=range(len(model.blocks)), noise=noise, noise_seed=noise_seed), StageTrace(schedule)
         attentions = {
             f"{name}{i}": getattr(block, name) for i, block in enumerate(model.blocks) for name in ("attention", "text_attention")
         }
@@ -276,9 +275,9 @@ class StarRun:
         """Cross-attention before the reference implementation throws away all rows but the first."""
         model = copy(self.model)
         model.config = replace(model.config, as_released=False)
-        x, env, _ = call.inputs
+        x, ctx, _ = call.inputs
         text = model.condition(self.prompts, True, self.schedule, self.negative).text
-        return model.blocks[layer].text_attention(x, replace(env, cond=replace(env.cond, text=text)))
+        return model.blocks[layer].text_attention(x, replace(ctx, cond=replace(ctx.cond, text=text)))
 
     def compare_rope(self) -> None:
         config = self.model.config

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ..conftest import COMPACT, TENSORS_COMPARED, golden_roots
-from .cases import Case, find_cases
+from tests.conftest import COMPACT, TENSORS_COMPARED, golden_roots
+from tests.parity.cases import Case, find_cases
 
 OWN = f"{COMPACT.name}/"
 

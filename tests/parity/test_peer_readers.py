@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from nextscale import Schedule, sampling
-from nextscale.accel.skipvar_models import Outcome
+from nextscale.methods.skipvar_models import Outcome
 from nextscale.schedules import INFINITY_SIZES
-
-from . import code_cases, scalekv_cases, skipvar_cases
-from .compare import Expected
-from .infinity_cases import infinity_model, schedule_of
-from .make_compact import TARGET as COMPACT
+from tests.parity import code_cases, scalekv_cases, skipvar_cases
+from tests.parity.compare import Expected
+from tests.parity.infinity_cases import infinity_model, schedule_of
+from tests.parity.make_compact import TARGET as COMPACT
 
 
 def case_of(name: str) -> dict[str, Any]:

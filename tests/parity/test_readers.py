@@ -14,18 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextscale import Schedule
-from nextscale.accel.frequency import best_anchor
 from nextscale.errors import SettingError
-
-from .accelerated import SettledBits
-from .cases import find_cases, replay
-from .compare import Expected, Tolerance
-from .fastvar_cases import settle
-from .infinity_cases import infinity_model, schedule_of, tokenizer_of
-from .make_compact import TARGET as COMPACT
-from .recipe import drawn_tensors, drawn_weights
-from .sparsevar_cases import Rules, StoredFilling
-from .stagevar_cases import method_of as stagevar_method
+from nextscale.methods.sparsevar_cells import best_anchor
+from tests.parity.accelerated import SettledBits
+from tests.parity.cases import find_cases, replay
+from tests.parity.compare import Expected, Tolerance
+from tests.parity.fastvar_cases import settle
+from tests.parity.infinity_cases import infinity_model, schedule_of, tokenizer_of
+from tests.parity.make_compact import TARGET as COMPACT
+from tests.parity.recipe import drawn_tensors, drawn_weights
+from tests.parity.sparsevar_cases import Rules, StoredFilling
+from tests.parity.stagevar_cases import method_of as stagevar_method
 
 INFINITY, HART, STAR, SAMPLER = "infinity/dense", "hart/a_base", "star/base", "star/sampler"
 FASTVAR, FASTVAR_HART, STAGEVAR = "fastvar_infinity/shallow_025M_same_weights", "fastvar_hart/a", "stagevar_infinity/as_released_1M"

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.accel.method import MethodRun, Plans, RunSetup, Span, TokenCounts
-from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
+from nextscale.cache import CacheSpec, CacheView, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
-from nextscale.generate import StageDone
+from nextscale.generate import StageOutput
+from nextscale.methods.method import MethodRun, Plans, RunSetup, Span, TokenCounts
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
-from nextscale.models.env import Env
+from nextscale.models.context import ForwardContext
 from nextscale.sampling import SharedRng
 
 
@@ -31,7 +31,7 @@ class Trace(Method):
 
     def __init__(
         self,
-        taps: Sequence[int] = (),
+        observed: Sequence[int] = (),
         stages: int | None = None,
         noise: float = 0.0,
         noise_seed: int = 0,
@@ -39,7 +39,7 @@ class Trace(Method):
     ) -> None:
         self.noise = noise
         self.generator = torch.Generator().manual_seed(noise_seed)
-        self.taps = tuple(sorted(set(taps)))
+        self.observed = tuple(sorted(set(observed)))
         self.stages = stages
         self.method = Method() if method is None else method
         self.first_inputs: list[Tensor] = []
@@ -78,7 +78,7 @@ class TraceRun(MethodRun):
             plan,
             skip=plan.skip or (trace.stages is not None and stage.index >= trace.stages),
             spans=tuple(TracedSpan(span, trace) for span in plan.spans),
-            taps=tuple(sorted({*plan.taps, *(layer for layer in trace.taps if layer not in grouped)})),
+            observed=tuple(sorted({*plan.observed, *(layer for layer in trace.observed if layer not in grouped)})),
         )
 
     def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
@@ -127,15 +127,15 @@ class TracedSpan:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.span, name)
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
-        out = self.span(blocks, x, tokens, env)
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        out = self.span(blocks, x, tokens, ctx)
         stage, layers = tokens.stage.index, self.span.layers
         self.trace.inputs[stage, layers[0]], self.trace.outputs[stage, layers[-1]] = x, out
-        self.trace.memory = env.memory
+        self.trace.memory = ctx.memory
         return out
 
 
-class CountingCache:
+class CountingCache(LayerCache):
     """A layer cache that knows how many keys the latest stage has seen."""
 
     def __init__(self, cache: LayerCache) -> None:
@@ -143,11 +143,11 @@ class CountingCache:
         self.lengths: list[int] = []  # keys that each stage has seen, with its own
         self.rows: list[int] = []  # that each stage has run
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        keys, values, mask = self.cache.append(q, k, v, tokens)
-        self.lengths.append(keys.shape[1])
-        self.rows.append(keys.shape[0])
-        return keys, values, mask
+    def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
+        view = self.cache.append(k, v, tokens)
+        self.lengths.append(view.end)
+        self.rows.append(view.keys.shape[0])
+        return view
 
     def keep_rows(self, rows: slice) -> None:
         self.cache.keep_rows(rows)
@@ -158,7 +158,7 @@ class StageTrace:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.done: list[StageDone] = []
+        self.done: list[StageOutput] = []
         self.latents: list[Tensor] = []
         self.next_inputs: list[Tensor] = []
 

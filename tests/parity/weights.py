@@ -15,8 +15,7 @@ from torch import Tensor
 from nextscale.checkpoints import load_weights, published_slots
 from nextscale.models import NextScaleModel
 from nextscale.tokenizers.base import Tokenizer
-
-from .recipe import drawn_weights, recipe_value
+from tests.parity.recipe import drawn_weights, recipe_value
 
 NOTHING = r"(?!)"
 ENCODER = r"(vae\.)?(encoder|quant_conv)\..*"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ..kernel_cases import DEVICE, Maker, interpreted_as_on_a_gpu, poisoned, triton_interpreter
+from tests.helpers.kernel_cases import DEVICE, Maker, interpreted_as_on_a_gpu, poisoned, triton_interpreter
 
 triton_interpreter()  # before the kernel is imported
 

@@ -19,20 +19,20 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.cells import with_tables
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
-from nextscale.accel.method import Method, Plans, StagePlan
-from nextscale.accel.stagevar.lowrank import energy_ranks, singular_energies
 from nextscale.cli import app as nextscale_app
-from nextscale.cli import options
+from nextscale.cli import old_options as options
 from nextscale.errors import MissingExtra, SettingError
+from nextscale.eval.calibrate_ranks import energies
+from nextscale.eval.probe import FeatureProbe
 from nextscale.generate import as_sampled
-from nextscale.lab.analysis.probe import FeatureProbe
-from nextscale.lab.analysis.ranks import energies
 from nextscale.loading import presets
+from nextscale.methods.method import Method, Plans, StagePlan
+from nextscale.methods.stagevar_ranks import energy_ranks, read_rank_table
 from nextscale.models import NextScaleModel
-from nextscale.models.rank_table import read_rank_table
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule
 from nextscale_research.__main__ import app
+from nextscale_research.methods.stagevar_variants import singular_energies
 from nextscale_research.observe import Observations, Sample, observe, read_observations, to_json, verdicts
 from nextscale_research.observe.blocks import BlockWatcher, block_relations
 from nextscale_research.observe.detail import extreme_quarters, local_detail, rank_correlation, ranks
@@ -51,8 +51,7 @@ from nextscale_research.observe.prompt import (
 )
 from nextscale_research.observe.ranks import spread_layers
 from nextscale_research.observe.verdicts import late_stages
-
-from .. import tiny
+from tests.helpers import tiny
 
 GRID = Schedule([1, 2, 4])
 

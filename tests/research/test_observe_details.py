@@ -14,10 +14,10 @@ from torch import Tensor
 from benchmarks.cells import with_tables
 from benchmarks.details import block_of
 from benchmarks.observations import FOLDER, PAGE
-from nextscale.accel import Method
-from nextscale.accel.registry import resolve_method
-from nextscale.lab.evals.methods import LISTS, chosen_methods
+from nextscale.eval.methods import LISTS, chosen_methods
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.methods import Method
+from nextscale.methods.registry import resolve_method
 from nextscale.pipeline import Pipeline
 from nextscale.request import Randomness
 from nextscale.sampling import ImageRng, method_rng
@@ -37,8 +37,7 @@ from nextscale_research.observe.details import (
 from nextscale_research.observe.distances import available_distances, boundary, stage_distances
 from nextscale_research.observe.measure import Sample
 from nextscale_research.observe.numbers import Curve
-
-from .. import tiny
+from tests.helpers import tiny
 
 SCHEDULE = tiny.INFINITY_SCHEDULE
 SAMPLE = Sample(["one", "two words", "three little words"], [3, 4, 5])

@@ -14,18 +14,17 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from nextscale.cluster.manifest import Entry, sha256_of
-from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.lab.evals.methods import DENSE, parse_methods
+from nextscale.eval.methods import DENSE, parse_methods
 from nextscale.loading.presets import MODELS, build_model, model_spec
+from nextscale.offline.manifest import Entry, sha256_of
+from nextscale.offline.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale_research.__main__ import app
 from nextscale_research.suites import SUITES, export, layouts, suite
 from nextscale_research.suites.papers import PAPER_RUNS, Work, measured_hardware, measured_speed, paper_work
 from nextscale_research.suites.prompts import as_lines
 from nextscale_research.suites.suite import suite_table
-
-from ..conftest import PROJECT
+from tests.conftest import PROJECT
 
 SIDE = 8
 
@@ -126,7 +125,7 @@ def replaced(file: Path, content: bytes) -> None:
     manifest.write_text(text.replace(known, sha256_of(file)))
 
 
-def laid_out(name: str, tmp_path: Path, seeds: int | None = None) -> tuple[Path, set[str]]:
+def to_channels_last(name: str, tmp_path: Path, seeds: int | None = None) -> tuple[Path, set[str]]:
     """The exported folder, and its files."""
     (tmp_path / "set").mkdir()
     prompt_set = SETS[name](tmp_path / "set")
@@ -149,7 +148,7 @@ def colour(file: Path) -> tuple[int, ...]:
 
 def test_geneval(tmp_path: Path) -> None:
     """Folders whose names are digits, metadata.jsonl with one object, samples/DIGITS.png."""
-    out, files = laid_out("geneval", tmp_path)
+    out, files = to_channels_last("geneval", tmp_path)
     assert files == {f"0000{i}/{name}" for i in range(2) for name in ("metadata.jsonl", *(f"samples/000{k}.png" for k in range(4)))}
     assert json.loads((out / "00000" / "metadata.jsonl").read_text())["include"] == [{"class": "bench", "count": 1}]
     assert colour(out / "00001" / "samples" / "0002.png") == (1, 2, 0)
@@ -157,7 +156,7 @@ def test_geneval(tmp_path: Path) -> None:
 
 def test_geneval2(tmp_path: Path) -> None:
     """A JSON object from prompts to paths."""
-    out, _ = laid_out("geneval2", tmp_path)
+    out, _ = to_channels_last("geneval2", tmp_path)
     paths = json.loads((out / "image_paths.json").read_text())
     assert [*paths] == ["four white bicycles", "a cow"]
     assert colour(Path(paths["a cow"])) == (1, 0, 0) and Path(paths["a cow"]).is_absolute()
@@ -165,7 +164,7 @@ def test_geneval2(tmp_path: Path) -> None:
 
 def test_dpg(tmp_path: Path) -> None:
     """One picture per prompt under the name of its text file: top left, top right, bottom left, bottom right; no other files."""
-    out, files = laid_out("dpg", tmp_path)
+    out, files = to_channels_last("dpg", tmp_path)
     assert files == {"COCOval2014000000000042.png", "256.png"}
     with Image.open(out / "256.png") as picture:
         assert picture.size == (2 * SIDE, 2 * SIDE)
@@ -175,7 +174,7 @@ def test_dpg(tmp_path: Path) -> None:
 
 def test_hpsv2(tmp_path: Path) -> None:
     """STYLE/00000.jpg in the order of the style's list."""
-    out, files = laid_out("hpsv2", tmp_path)
+    out, files = to_channels_last("hpsv2", tmp_path)
     assert files == {f"{style}/0000{i}.jpg" for style in ("anime", "concept-art", "paintings", "photo") for i in range(2)}
     with Image.open(out / "photo" / "00001.jpg") as picture:
         assert picture.format == "JPEG"
@@ -184,23 +183,23 @@ def test_hpsv2(tmp_path: Path) -> None:
 
 def test_imagereward(tmp_path: Path) -> None:
     """MODEL/ID_NUMBER.png, numbers from 0, and as many files as prompts times images."""
-    out, files = laid_out("imagereward", tmp_path)
+    out, files = to_channels_last("imagereward", tmp_path)
     assert files == {f"infinity-2b/{name}_{k}.png" for name in ("005695-0057", "005784-0093") for k in range(10)}
     assert colour(out / "infinity-2b" / "005784-0093_9.png") == (1, 9, 0)
 
 
 def test_mjhq(tmp_path: Path) -> None:
-    assert laid_out("mjhq", tmp_path)[1] == {"people/0a1b.png", "food/ff00.png"}
+    assert to_channels_last("mjhq", tmp_path)[1] == {"people/0a1b.png", "food/ff00.png"}
 
 
 def test_coco_takes_the_first_caption_of_every_image(tmp_path: Path) -> None:
-    assert laid_out("coco", tmp_path)[1] == {"000000000007.png", "000000000042.png"}
+    assert to_channels_last("coco", tmp_path)[1] == {"000000000007.png", "000000000042.png"}
     assert [prompt.text for prompt in suite("coco").prompts(tmp_path / "set" / "captions_val2014.json")] == ["other", "first"]
 
 
 def test_imagenet(tmp_path: Path) -> None:
     """arr_0 of a npz, [N, H, W, 3] in 8 bits."""
-    out, files = laid_out("imagenet", tmp_path, seeds=1)
+    out, files = to_channels_last("imagenet", tmp_path, seeds=1)
     assert files == {"samples.npz"}
     with np.load(out / "samples.npz") as arrays:
         assert arrays.files == ["arr_0"]
@@ -242,7 +241,7 @@ def test_dpg_refuses_what_its_scorer_would_cut_wrongly(seeds: int, size: tuple[i
 
 def test_compbench(tmp_path: Path) -> None:
     """SET/samples/PROMPT_NUMBER.png; the prompt ends at the first _, and numbers are never repeated."""
-    _, files = laid_out("t2i-compbench", tmp_path)
+    _, files = to_channels_last("t2i-compbench", tmp_path)
     names = sorted((Path(file).name for file in files), key=lambda name: int(name.split("_")[-1].split(".")[0]))
     assert {Path(file).parent.as_posix() for file in files} == {"color_val/samples"}
     assert names[0] == "a green bench and a blue bowl_000000.png"
@@ -260,7 +259,7 @@ def test_compbench_refuses_prompts_that_cannot_name_files(text: str, tmp_path: P
 
 def test_evalscope(tmp_path: Path) -> None:
     """A line with id, prompt and image_path for every image."""
-    out, files = laid_out("evalscope", tmp_path)
+    out, files = to_channels_last("evalscope", tmp_path)
     assert files == {"samples.jsonl"}
     found = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [(line["id"], line["prompt"]) for line in found] == [("00000", "four white bicycles"), ("00001", "a cow")]

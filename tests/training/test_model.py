@@ -13,14 +13,13 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.guidance import ConstantGuidance
-from nextscale.lab.shards import Record
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
-from nextscale.models.rope import PairRope
-from nextscale.models.text_context import Padding
+from nextscale.models.rope import InterleavedRope
+from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Pipeline, Settings
 from nextscale.sampling import Sampling
-from nextscale.schedules import InfinityBook
+from nextscale.schedules import InfinitySchedules
 from nextscale.stage import Schedule, Stage
 from nextscale.text.prompts import TextReader
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
@@ -32,6 +31,7 @@ from training.forcing import ForcedPass, forced_pyramid, stage_weights, stage_wi
 from training.model import train_model
 from training.model_settings import Batch, ModelTraining, Phase
 from training.model_trainer import ModelTrainer, initialise
+from training.records import Record
 from training.run import CURVE, STATE, Budget, Run
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
     schedule = Schedule([1, 2, (3, 4), 6], extent=(8, 8))
     prompts = words(["a red square", "blue circle a a"])
     drawn: list[tuple[Tensor, Tensor]] = []
-    settings = Settings(InfinityBook(), ConstantGuidance(strength=1.0), Sampling())
+    settings = Settings(InfinitySchedules(), ConstantGuidance(strength=1.0), Sampling())
     pipe = Pipeline(model, tokenizer, TextReader(lambda: words), settings)
     seen: list[Tensor] = []
 
@@ -98,8 +98,8 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
     rows, lengths = prompts.compact()
 
     with torch.no_grad():
-        condition = model.read(rows, Padding(lengths, CPU))
-        assert isinstance(model.condition(prompts, False, schedule).rope, PairRope)
+        condition = model.read(rows, TextContext.of(lengths, CPU))
+        assert isinstance(model.condition(prompts, False, schedule).rope, InterleavedRope)
         forced = ForcedPass(model, schedule, 4).logits(torch.cat(seen, dim=1), condition)
     expected = torch.cat([logits[..., 1] - logits[..., 0] for logits, _ in drawn], dim=1)
     torch.testing.assert_close(forced, expected, rtol=1e-4, atol=1e-4)

@@ -13,14 +13,14 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.metrics.pixels import psnr
-from nextscale.lab.shards import Record
 from nextscale.loading.load import load_module
+from nextscale.metrics import Lpips
+from nextscale.metrics.pixels import psnr
 from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from training.data import Pictures
 from training.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
+from training.records import Record
 from training.run import Budget, Run
 from training.tokenizer import train_tokenizer
 from training.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through

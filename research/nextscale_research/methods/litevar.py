@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.attending import Attended, AttendingCache
-from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from nextscale.checks import is_share, is_whole, require_flags
+from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
+from nextscale.cache.attention import chosen_kernels
 from nextscale.errors import SettingError
-from nextscale.models.attention import attend_slot, chosen_kernels
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from nextscale.stage import Schedule, Stage
+from nextscale.validation import is_fraction, is_int, require_flags
 
 from .key_lists import KeyMap, key_map, require_whole
 
@@ -55,9 +54,9 @@ class LiteVAR(Method):
     own_cache = True
 
     def __post_init__(self) -> None:
-        if not is_share(self.width, above_zero=True):
+        if not is_fraction(self.width, above_zero=True):
             raise SettingError(f"width is a share of a stage's keys, above 0 and at most 1; got {self.width!r}")
-        if not is_whole(self.first):
+        if not is_int(self.first):
             raise SettingError(f"first is the index of a stage, 0 or more; got {self.first!r}")
         require_flags(self, "share_rows", "as_released")
 
@@ -87,24 +86,24 @@ class LiteVARRun(MethodRun):
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         idle = self.method.width == 1 and not self.method.share_rows
-        return DenseLayerCache(spec, workspace) if idle else LiteVARCache(spec, workspace, self.method, self.masks)
+        return LayerCache(spec, workspace) if idle else LiteVARCache(spec, workspace, self.method, self.masks)
 
 
-class LiteVARCache(AttendingCache):
+class LiteVARCache(LayerCache):
     def __init__(self, spec: CacheSpec, workspace: Workspace, method: LiteVAR, masks: dict[KeyMap, Tensor]) -> None:
         super().__init__(spec, workspace)
         self.method, self.masks = method, masks
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         method, stage = self.method, seen.tokens.stage
         paired = method.share_rows and seen.q.shape[0] == 2 * seen.batch
         banded = method.bands(stage)
         if not paired and not banded:
-            return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+            return super().attend(seen)
         there = KeyMap.of(self.spec, stage)
         if banded:
             require_whole(seen, there, "LiteVAR")
-        keys, values, mask = seen.slot.filled
+        keys, values, mask = seen.view.filled
         mask = self._band(there, seen.q.device) if banded else mask
         q, k, v = (x.transpose(1, 2) for x in (seen.q, keys, values))  # [R, H, N or T, D]
         if paired:

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, Plans, StagePlan
-from nextscale.accel.select import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
-from nextscale.accel.stages import late_stages, stage_indices
-from nextscale.accel.tome import MergedBlocks, SublayerName, sublayer_names
-from nextscale.checks import is_finite, is_one_of, is_share
 from nextscale.errors import SettingError
-from nextscale.models.env import Env
+from nextscale.methods.method import DENSE, Method, Plans, StagePlan
+from nextscale.methods.stages import late_stages, stage_indices
+from nextscale.methods.token_ops import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
+from nextscale.methods.tome import MergedBlocks, SublayerName, sublayer_names
+from nextscale.models.context import ForwardContext
 from nextscale.stage import Schedule, Tokens, repeat_tail
+from nextscale.validation import is_finite, is_fraction, is_one_of
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel
@@ -51,7 +51,7 @@ class PiToMe(Method):
     sublayers: tuple[SublayerName, ...] = ("attention", "feed_forward")
 
     def __post_init__(self) -> None:
-        if not is_share(self.ratio) or self.ratio > 0.5:
+        if not is_fraction(self.ratio) or self.ratio > 0.5:
             raise SettingError(f"ratio is a share of the tokens from 0 to 0.5, since pairs are merged; got {self.ratio!r}")
         if not is_finite(self.margin) or not is_one_of(self.form, get_args(Form)):
             raise SettingError(f"margin is a number and form one of {', '.join(get_args(Form))}; got {self.margin!r} and {self.form!r}")
@@ -87,7 +87,7 @@ class EnergyMergedBlocks(MergedBlocks):
         destinations = share_of(tokens, self.ratio) if self.form == "plain" else tokens // 2
         return len(self.layers) * (tokens + len(self.sublayers) * destinations) * tokens * dim
 
-    def merging(self, x: Tensor, tokens: Tokens, env: Env) -> Callable[[Block, Tensor], Merge]:
+    def merging(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Callable[[Block, Tensor], Merge]:
         def merge(block: Block, x: Tensor) -> Merge:
             margin = self.margin * (1 - (block.layer - self.layers.start) / len(self.layers))
             return merged_by_energy(x, tokens, self.ratio, margin, self.form)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, Plans, Span, StagePlan
-from nextscale.accel.select import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
-from nextscale.accel.stages import late_stages, stage_indices
-from nextscale.checks import is_share, is_whole
 from nextscale.errors import SettingError
+from nextscale.methods.method import DENSE, Method, Plans, Span, StagePlan
+from nextscale.methods.stages import late_stages, stage_indices
+from nextscale.methods.token_ops import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
 from nextscale.models.blocks import run_in_order
-from nextscale.models.env import Env
+from nextscale.models.context import ForwardContext
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
+from nextscale.validation import is_fraction, is_int
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel
@@ -45,9 +45,9 @@ class SparseViT(Method):
     window: int = 1
 
     def __post_init__(self) -> None:
-        if not is_share(self.ratio) or self.ratio == 1:
+        if not is_fraction(self.ratio) or self.ratio == 1:
             raise SettingError(f"ratio is a share of the tokens from 0 to below 1; got {self.ratio!r}")
-        if not is_whole(self.window, 1):
+        if not is_int(self.window, 1):
             raise SettingError(f"window is the side of a window in cells, 1 or more; got {self.window!r}")
         if self.stages is not None:
             object.__setattr__(self, "stages", stage_indices(self.stages))
@@ -74,11 +74,11 @@ class ActiveBlocks(Span):
     def num_tokens(self, tokens: int) -> int:
         return tokens - share_of(tokens, self.ratio)
 
-    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, env: Env) -> Tensor:
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         selection, kept = top_share(tokens, window_scores(x.float().abs().mean(dim=-1), tokens, self.window), self.ratio)
-        if env.computed is not None:
-            env.computed.add(kept, selection, sum(len(block.sublayers) for block in blocks))
-        run = run_in_order(blocks, pick(x, selection), kept, env)
+        if ctx.computed is not None:
+            ctx.computed.add(kept, selection, sum(block.num_sublayers for block in blocks))
+        run = run_in_order(blocks, pick(x, selection), kept, ctx)
         return repeat_tail(put_(x.clone(), selection, run), tokens.count)
 
 

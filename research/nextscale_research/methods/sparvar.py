@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.accel.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.attending import Attended, AttendingCache
-from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from nextscale.checks import is_share, is_whole
+from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
 from nextscale.errors import SettingError
-from nextscale.models.attention import attend_slot
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from nextscale.stage import Rows, Schedule, Stage
+from nextscale.validation import is_fraction, is_int
 
 from .key_lists import KeyLists, KeyMap, attend_listed, centres, key_map, require_whole
 
@@ -61,11 +59,11 @@ class SparVAR(Method):
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("sinks", self.sinks), ("choosing", 0 if self.choosing is None else self.choosing)):
-            if not is_whole(value):
+            if not is_int(value):
                 raise SettingError(f"{name} is a whole number, 0 or more; got {value!r}")
-        if not is_share(self.keys, above_zero=True):
+        if not is_fraction(self.keys, above_zero=True):
             raise SettingError(f"keys is a share above 0 and at most 1; got {self.keys!r}")
-        if not isinstance(self.windows, tuple | list) or not all(is_whole(side, 1) for side in self.windows) or not self.windows:
+        if not isinstance(self.windows, tuple | list) or not all(is_int(side, 1) for side in self.windows) or not self.windows:
             raise SettingError(f"windows is a tuple of sides, 1 or more, of the last stage and those before it; got {self.windows!r}")
         object.__setattr__(self, "windows", tuple(self.windows))
 
@@ -134,10 +132,10 @@ class SparVARRun(MethodRun):
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         chooses, self.made = self.made < self.method.choosing_layers(self.layers), self.made + 1
-        return SparVARCache(spec, workspace, self.method, chooses, self.windows) if self.method.last else DenseLayerCache(spec, workspace)
+        return SparVARCache(spec, workspace, self.method, chooses, self.windows) if self.method.last else LayerCache(spec, workspace)
 
 
-class SparVARCache(AttendingCache):
+class SparVARCache(LayerCache):
     def __init__(self, spec: CacheSpec, workspace: Workspace, method: SparVAR, chooses: bool, windows: dict[KeyMap, KeyLists]) -> None:
         super().__init__(spec, workspace)
         self.method, self.chooses, self.windows = method, chooses, windows
@@ -145,30 +143,30 @@ class SparVARCache(AttendingCache):
         self.chosen: KeyLists | None = None
         self.left_out: tuple[Tensor, tuple[int, int]] | None = None  # [R, cells, C], what the choice left out, and the size of that stage
 
-    def attend(self, seen: Attended) -> Tensor:
+    def attend(self, seen: AttentionCall) -> Tensor:
         stage = seen.tokens.stage
         if stage.index < self.first:
-            return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+            return super().attend(seen)
         there = KeyMap.of(self.spec, stage)
         require_whole(seen, there, "SparVAR")
         if not self.chooses:
             if there not in self.windows:
                 self.windows[there] = self.method.window_lists(there, self.spec.schedule, seen.q.device)
-            return attend_listed(seen.q, seen.slot, self.windows[there], seen.scale)
+            return attend_listed(seen.q, seen.view, self.windows[there], seen.scale)
         if self.chosen is None or self.left_out is None:
             return self._choose(seen)
-        assert isinstance(seen.slot.start, int)
+        assert isinstance(seen.view.start, int)
         around = self.method.own_window(self.spec.schedule, stage) // 2, self.method.own_run(self.spec.schedule, stage)
-        self.chosen = carried(self.chosen, stage, seen.slot.start, *around)
-        return attend_listed(seen.q, seen.slot, self.chosen, seen.scale) + resized(*self.left_out, stage.size)
+        self.chosen = carried(self.chosen, stage, seen.view.start, *around)
+        return attend_listed(seen.q, seen.view, self.chosen, seen.scale) + resized(*self.left_out, stage.size)
 
-    def _choose(self, seen: Attended) -> Tensor:
+    def _choose(self, seen: AttentionCall) -> Tensor:
         """Dense attention, which says what later stages read."""
-        out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        out = super().attend(seen._replace(e4m3_scale=None))
         if seen.tokens.stage.index != self.spec.final:
-            keys = seen.slot.keys.narrow(1, 0, seen.slot.end)
-            self.chosen = chosen_lists(seen.q, keys, seen.scale, self.method.chosen_keys(seen.slot.end))
-            self.left_out = out - attend_listed(seen.q, seen.slot, self.chosen, seen.scale), seen.tokens.stage.size
+            keys = seen.view.keys.narrow(1, 0, seen.view.end)
+            self.chosen = chosen_lists(seen.q, keys, seen.scale, self.method.chosen_keys(seen.view.end))
+            self.left_out = out - attend_listed(seen.q, seen.view, self.chosen, seen.scale), seen.tokens.stage.size
         return out
 
     def keep_rows(self, rows: Rows) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.accel.frequency import GridMap, feature_change
-from nextscale.accel.select import distance_from_mean
+from nextscale.methods.sparsevar_cells import GridMap, feature_change
+from nextscale.methods.token_ops import distance_from_mean
 from nextscale.stage import Schedule, Stage, Tokens
 
 from .detail import local_detail, rank_correlation

@@ -13,10 +13,8 @@ from typing import Annotated
 import torch
 import typer
 
-from nextscale.cli.console import share_bar
 from nextscale.cli.files import require_writable
-from nextscale.cli.groups import given_by_user, grouped
-from nextscale.cli.options import (
+from nextscale.cli.old_options import (
     OUTPUT,
     Batch,
     Force,
@@ -25,13 +23,16 @@ from nextscale.cli.options import (
     PromptOptions,
     Seed,
     SizeOptions,
+    given_by_user,
     out_option,
 )
-from nextscale.cli.parse import parse_prompt
+from nextscale.cli.old_parse import parse_prompt
+from nextscale.cli.options import grouped
+from nextscale.cli.show import share_bar
 from nextscale.errors import SettingError
+from nextscale.eval.methods import parse_methods
 from nextscale.io import write_image, write_text
-from nextscale.lab.evals.methods import parse_methods
-from nextscale.lab.metrics import Lpips
+from nextscale.metrics import Lpips
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
 
@@ -81,7 +82,7 @@ class FigureOptions:
             self._write_figures(found)
         else:
             again = f"python -m nextscale_research observe --plot {self.out / NUMBERS}"
-            typer.echo(f'no figures without matplotlib: pip install matplotlib, then {again}')
+            typer.echo(f"no figures without matplotlib: pip install matplotlib, then {again}")
 
     def require_details_writable(self) -> None:
         files = [DETAILS, *(f"{name}.png" for name in DETAIL_SHEETS), *(f"{name}.svg" for name in DETAIL_FIGURES)]
@@ -96,7 +97,7 @@ class FigureOptions:
             for name, figure in detail_figures(found).items():
                 write_text(figure, self.out / f"{name}.svg")
         else:
-            typer.echo('no figures without matplotlib: pip install matplotlib')
+            typer.echo("no figures without matplotlib: pip install matplotlib")
 
     @property
     def _figure_files(self) -> list[Path]:

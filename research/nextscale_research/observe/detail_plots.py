@@ -24,7 +24,7 @@ def detail_figures(found: Details) -> dict[str, str]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra('figures need matplotlib: pip install matplotlib; the numbers do not') from error
+        raise MissingExtra("figures need matplotlib: pip install matplotlib; the numbers do not") from error
     drawn = {}
     with matplotlib.rc_context(STYLE):
         for name, draw in DETAIL_FIGURES.items():

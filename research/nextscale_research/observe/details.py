@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nextscale.accel.frequency import GridMap, neighbour_similarity
-from nextscale.accel.method import Method
-from nextscale.lab.analysis.probe import FeatureProbe
+from nextscale.eval.probe import FeatureProbe
+from nextscale.methods.method import Method
+from nextscale.methods.sparsevar_cells import GridMap, neighbour_similarity
 from nextscale.output import Preview
 from nextscale.pipeline import Output, Pipeline
 from nextscale.request import Randomness

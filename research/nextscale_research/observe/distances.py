@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import CheckpointError
-from nextscale.lab.evals.folders.networks import NETWORKS, Network
-from nextscale.lab.metrics import Lpips
-from nextscale.lab.metrics.dists import Dists
+from nextscale.eval.folders.networks import NETWORKS, Network
+from nextscale.metrics import Lpips
+from nextscale.metrics.dists import Dists
 
 from .numbers import Curve
 

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.lab.analysis.probe import FeatureProbe
-from nextscale.lab.analysis.ranks import RankWatcher
-from nextscale.lab.metrics import Lpips
+from nextscale.eval.calibrate_ranks import RankWatcher
+from nextscale.eval.probe import FeatureProbe
+from nextscale.metrics import Lpips
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule
 

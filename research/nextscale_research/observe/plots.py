@@ -48,7 +48,7 @@ def figures(found: Observations) -> dict[str, str]:
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingExtra('figures need matplotlib: pip install matplotlib; the numbers do not') from error
+        raise MissingExtra("figures need matplotlib: pip install matplotlib; the numbers do not") from error
     with matplotlib.rc_context(STYLE):
         return {name: as_svg(draw, found) for name, draw in FIGURES.items()}
 

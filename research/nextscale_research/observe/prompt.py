@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nextscale.accel.method import Method, Plans, StagePlan
-from nextscale.guidance import GuidedRows
-from nextscale.lab.metrics import Lpips
+from nextscale.guidance import ResolvedGuidance
+from nextscale.methods.method import Method, Plans, StagePlan
+from nextscale.metrics import Lpips
 from nextscale.models.base import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.request import Revise, as_sampled
@@ -60,7 +60,7 @@ def keeping_until(switch: int, codes: Sequence[Tensor]) -> Revise:
 
 def replacements(pipeline: Pipeline, schedule: Schedule, others: bool) -> list[Replacement]:
     """The replacements that this model allows: without guidance there is one branch only, with a single prompt no other."""
-    guided = GuidedRows(pipeline.settings.guidance, schedule, len(pipeline.model.blocks)).needs_both
+    guided = ResolvedGuidance(pipeline.settings.guidance, schedule, len(pipeline.model.blocks)).needs_both
     return [*(("none", "unguided") if guided else ()), *(("other",) if others else ()), "seed"]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nextscale.cluster.manifest import read_folder
 from nextscale.errors import NextscaleError
+from nextscale.offline.manifest import read_folder
 
 from .layouts import Samples
 from .suite import Suite
@@ -36,5 +36,5 @@ def export(suite: Suite, folder: Path, out: Path, prompt_set: Path | None = None
             f" --write-prompts FILE`"
         )
     images = {prompt.id: [file for _, file in sorted(found[prompt.id])[:wanted]] for prompt in prompts}
-    suite.lay_out(Samples(prompts, images, prompt_set, folder.resolve().name), out)
+    suite.module_to_channels_last(Samples(prompts, images, prompt_set, folder.resolve().name), out)
     return wanted * len(prompts)

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from nextscale.cluster.prompts import SamplePrompt
 from nextscale.errors import NextscaleError
 from nextscale.io import grid, replacing, write_errors, write_image, write_text
+from nextscale.offline.prompts import SamplePrompt
 
 from .prompts import lines_of
 

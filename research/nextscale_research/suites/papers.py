@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from nextscale.eval.methods import DENSE, GUIDANCE_OFF, parse_methods
 from nextscale.eval.results import Row
-from nextscale.lab.evals.methods import DENSE, GUIDANCE_OFF, parse_methods
 
 from .suite import SUITES
 

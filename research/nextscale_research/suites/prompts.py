@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nextscale.cluster.prompts import SamplePrompt
 from nextscale.errors import PromptError
-from nextscale.lab.evals.prompts import evenly_spread
+from nextscale.offline.prompts import SamplePrompt, evenly_spread
 
 HPS_STYLES = ("anime", "concept-art", "paintings", "photo")
 IMAGENET_CLASSES = 1000

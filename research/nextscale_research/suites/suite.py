@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nextscale.cluster.prompts import SAFE_ID, SamplePrompt, is_unicode
 from nextscale.errors import PromptError, SettingError
+from nextscale.offline.prompts import SAFE_ID, SamplePrompt, is_unicode
 
 from . import layouts, prompts
 from .layouts import Samples
@@ -24,7 +24,7 @@ class Suite:
     published: int  # prompts in the published set
     seeds: int  # images per prompt
     read: Callable[[Path], list[SamplePrompt]]
-    lay_out: Callable[[Samples, Path], None]
+    module_to_channels_last: Callable[[Samples, Path], None]
     environment: str
     command: str  # FOLDER is what was exported
     prints: str

@@ -1,0 +1,146 @@
+"""Jobs, and handles that return their images or cancel them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from ..errors import DeadlinePassed, JobCancelled, SettingError
+from ..report import Report
+
+Prompt = str | int  # text, or a class number
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratedImage:
+    """One image of a job, with the report of its batch."""
+
+    image: Image.Image
+    seed: int
+    report: Report
+    batch: int  # images that were generated together
+    prompt_tokens: int
+    queue_seconds: float
+    masks: tuple[Tensor, ...] | None = None  # per stage [h, w], where the job asked for compute masks
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """An image of a job, decoded after a stage."""
+
+    position: int  # of the image in its job
+    stage: int
+    image: Image.Image
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Images with common settings, one for each seed.
+
+    settings: further arguments of the pipeline's call. Jobs share a batch if these are equal and hashable.
+    partial_stages: stages after which `watch` gets a decoded canvas. `watch` also gets every finished image; it is called on the worker's
+        thread and must return at once.
+    deadline: time by `time.monotonic()` after which the job fails with DeadlinePassed.
+    """
+
+    model: str
+    prompt: Prompt
+    seeds: tuple[int, ...]
+    negative: Prompt | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    partial_stages: frozenset[int] = frozenset()
+    watch: Callable[[Partial | tuple[int, GeneratedImage]], None] | None = None
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.seeds:
+            raise SettingError("seeds must have one int per image; got none")
+
+    @property
+    def key(self) -> Hashable:
+        """Key of jobs that can share a batch; a job whose settings cannot be hashed runs alone."""
+        key = (self.model, self.negative is None, tuple(sorted(self.settings.items(), key=lambda item: item[0])))
+        try:
+            hash(key)
+        except TypeError:
+            return id(self)
+        return key
+
+
+class Handle:
+    """A submitted job: `result` waits for its images, `cancel` gives them up."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.future: Future[list[GeneratedImage]] = Future()
+        self._images: dict[int, GeneratedImage] = {}
+        self._lock = Lock()
+
+    def result(self, timeout: float | None = None) -> list[GeneratedImage]:
+        """Returns the images in the order of the seeds, or raises the job's error."""
+        return self.future.result(timeout)
+
+    def cancel(self) -> None:
+        """Stops work on the job before its next stage; does nothing after the end."""
+        self.fail(JobCancelled("the job was cancelled"))
+
+    @property
+    def over(self) -> bool:
+        """True if the job has finished, failed, been cancelled or expired."""
+        return self.future.done()
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):  # another thread may have ended it
+            self.future.set_exception(error)
+
+    def expire(self, now: float) -> None:
+        if self.job.deadline is not None and now >= self.job.deadline and not self.over:
+            self.fail(DeadlinePassed("the images were not ready before the deadline: try again later, or ask for less"))
+
+    def deliver(self, position: int, image: GeneratedImage) -> None:
+        """Adds an image; the last one ends the job."""
+        self.show((position, image))
+        with self._lock:
+            self._images[position] = image
+            complete = len(self._images) == len(self.job.seeds)
+        if complete:
+            with suppress(InvalidStateError):
+                self.future.set_result([self._images[position] for position in range(len(self.job.seeds))])
+
+    def show(self, event: Partial | tuple[int, GeneratedImage]) -> None:
+        """Calls `watch`; an error in it fails this job only."""
+        if self.job.watch is None or self.over:
+            return
+        try:
+            self.job.watch(event)
+        except Exception as error:
+            self.fail(error)
+
+
+@dataclass(eq=False)
+class Task:
+    """One image of a job in a batch."""
+
+    handle: Handle
+    position: int
+    queued: float  # by time.monotonic()
+    shown: set[int] = field(default_factory=set)  # stages whose partial image has been sent; a second attempt does not repeat them
+
+    @property
+    def job(self) -> Job:
+        return self.handle.job
+
+    @property
+    def seed(self) -> int:
+        return self.job.seeds[self.position]
+
+    @property
+    def alive(self) -> bool:
+        return not self.handle.over

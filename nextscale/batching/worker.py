@@ -1,0 +1,254 @@
+"""Runs batches on one device in a thread. A batch that fails or does not fit is halved until only the faulty image is left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import NextscaleError, OutOfMemory, PromptError
+from ..io import to_pil
+from ..report import Report
+from ..text import TextFeatures
+from ..text.prompts import PromptReader
+from .jobs import GeneratedImage, Job, Partial, Prompt, Task
+from .queue import JobQueue, Throughput
+
+log = logging.getLogger(__name__)
+
+
+class GeneratesImages(Protocol):
+    """Interface that a worker needs from a pipeline."""
+
+    reader: PromptReader
+
+    def __call__(self, prompt: Any, *, seed: Any, negative: Any, on_stage: Callable[[Any], None], **settings: Any) -> Any: ...
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRecord:
+    """Result of a batch, for metrics."""
+
+    model: str
+    images: int
+    seconds: float
+    queue_seconds: tuple[float, ...]  # of each image
+    report: Report | None = None  # None if the batch failed or was abandoned
+    error: Exception | None = None
+
+
+class Abandoned(Exception):
+    """Leaves the pipeline from inside `on_stage` when all jobs of the batch are over."""
+
+
+class Worker(Thread):
+    def __init__(
+        self,
+        name: str,
+        pipelines: Mapping[str, GeneratesImages],
+        queue: JobQueue,
+        throughput: Throughput,
+        on_batch: Callable[[BatchRecord], None],
+        same_images: bool,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._pipelines, self._queue, self._throughput, self._on_batch = pipelines, queue, throughput, on_batch
+        self._same_images = same_images
+        self.broken = False  # after an unrecoverable CUDA error, which only a new process clears
+
+    def run(self) -> None:
+        while (tasks := self._queue.take(self._pipelines)) is not None:
+            try:
+                self._generate(tasks)
+            except Exception as error:  # a bug here: callers must not wait for ever, and the worker goes on
+                log.error("the worker failed", exc_info=error)
+                for task in tasks:
+                    task.handle.fail(without_frames(error))
+            finally:
+                self._queue.finished(tasks)
+            del tasks  # images are not kept until the next batch
+
+    def _generate(self, tasks: Sequence[Task]) -> None:
+        """Gives every task its image or its error."""
+        tasks = [task for task in tasks if task.alive]
+        if not tasks:
+            return
+        key = tasks[0].job.key
+        images = self._queue.limit(key) if self._same_images else len(tasks)
+        if len(tasks) > images:  # the limit is lower than when they were taken
+            self._generate(tasks[:images])
+            self._generate(tasks[images:])
+            return
+        error = self._attempt(tasks, images)
+        if error is None:
+            return
+        # Outside of the `except` block, so that what the failed attempt allocated is free.
+        halved = len(tasks)
+        if isinstance(error, OutOfMemory):
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if images > 1:
+                self._queue.lower_limit(key, images // 2)
+            halved = images
+        if halved == 1:
+            tasks[0].handle.fail(error)
+            return
+        self._generate(tasks[: halved // 2])
+        self._generate(tasks[halved // 2 :])
+
+    def _attempt(self, tasks: Sequence[Task], images: int) -> Exception | None:
+        """Returns the error of the batch, or None. Runs `images` images; those beyond the tasks are dropped."""
+        job, begun = tasks[0].job, time.monotonic()
+        waited = tuple(begun - task.queued for task in tasks)
+        try:
+            reader, run = self._pipelines[job.model].reader, filled(tasks, images)
+            prompts = self._prompts(reader, [task.job.prompt for task in run])
+            output = self._pipelines[job.model](
+                prompts,
+                seed=[task.seed for task in run],
+                negative=None if job.negative is None else self._prompts(reader, [task.job.negative for task in run]),
+                on_stage=StageWatcher(tasks, self._queue),
+                # graphs from the first request on: the shapes of eager requests depend on their texts
+                **(dict(job.settings) | ({"warmup": True} if self._same_images else {})),
+            )
+            report = without_fillers(output.report, len(tasks), images)
+            results = generated(output, report, tasks, prompt_tokens(reader, prompts), waited)
+        except Abandoned:
+            self._record(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited))
+            return None
+        except Exception as error:
+            self._failed(error, job, len(tasks))
+            kept = without_frames(error)
+            self._record(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited, error=kept))
+            return kept
+        seconds = time.monotonic() - begun
+        self._throughput.add(len(tasks), seconds)
+        self._record(BatchRecord(job.model, len(tasks), seconds, waited, report))
+        for task, image in zip(tasks, results, strict=True):
+            task.handle.deliver(task.position, image)
+        return None
+
+    def _prompts(self, reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
+        return read_alone(reader, prompts) if self._same_images else list(prompts)
+
+    def _record(self, record: BatchRecord) -> None:
+        try:
+            self._on_batch(record)
+        except Exception as error:
+            log.error("a batch could not be recorded", exc_info=error)
+
+    def _failed(self, error: Exception, job: Job, images: int) -> None:
+        """Logs an error, with a traceback unless it is one of ours. Prompts are not logged."""
+        if isinstance(error, PromptError):
+            return
+        if isinstance(error, NextscaleError):
+            log.warning("a batch of %d image(s) of %s failed: %s", images, job.model, error)
+            return
+        log.error("a batch of %d image(s) of %s failed", images, job.model, exc_info=error)
+        if isinstance(error, RuntimeError) and "CUDA error" in str(error):
+            self.broken = True
+
+
+class StageWatcher:
+    """Stops a batch whose jobs are all over, and sends partial images, after every stage."""
+
+    def __init__(self, tasks: Sequence[Task], queue: JobQueue) -> None:
+        self._tasks, self._queue = tasks, queue
+        self._previous: torch.cuda.Event | None = None
+
+    def __call__(self, preview: Any) -> None:
+        self._keep_in_step(preview.latent)
+        self._queue.expire()
+        now = time.monotonic()
+        for task in self._tasks:
+            task.handle.expire(now)
+        if not any(task.alive for task in self._tasks):
+            raise Abandoned
+        stage = preview.done.stage.index
+        rows = [row for row, task in enumerate(self._tasks) if self._wanted(task, stage)]
+        if rows:
+            for row, image in zip(rows, to_pil(decoded(preview, rows)), strict=True):
+                self._tasks[row].shown.add(stage)
+                self._tasks[row].handle.show(Partial(self._tasks[row].position, stage, image))
+
+    @staticmethod
+    def _wanted(task: Task, stage: int) -> bool:
+        return task.alive and stage in task.job.partial_stages and stage not in task.shown
+
+    def _keep_in_step(self, latent: Tensor) -> None:
+        """Lets the host launch at most one stage ahead of a GPU; otherwise all stages would be launched before any could be stopped."""
+        if not latent.is_cuda:
+            return
+        if self._previous is not None:
+            self._previous.synchronize()
+        self._previous = torch.cuda.Event()
+        self._previous.record(torch.cuda.current_stream(latent.device))
+
+
+@torch.inference_mode()
+def decoded(preview: Any, rows: Sequence[int]) -> Tensor:
+    """Returns pixels [R, 3, H, W] of some images of the batch, decoded from the canvas of this stage."""
+    return preview.tokenizer.decode(preview.latent[list(rows)])
+
+
+def generated(output: Any, report: Report, tasks: Sequence[Task], lengths: Sequence[int], waited: Sequence[float]) -> list[GeneratedImage]:
+    """Returns the images of the tasks. lengths: tokens per prompt. waited: seconds in the queue per task."""
+    masks = None if output.compute_mask is None else [stage.cpu() for stage in output.compute_mask]
+    return [
+        GeneratedImage(
+            image,
+            task.seed,
+            report,
+            len(tasks),
+            lengths[row],
+            seconds,
+            None if masks is None else tuple(stage[row] for stage in masks),
+        )
+        for row, (image, task, seconds) in enumerate(zip(output.images[: len(tasks)], tasks, waited, strict=True))
+    ]
+
+
+def prompt_tokens(reader: PromptReader, prompts: Any) -> list[int]:
+    """Returns the tokens of each prompt; a class counts as one. Large encoders cache what they have just read."""
+    if isinstance(prompts, TextFeatures):
+        return list(prompts.lengths) if prompts.mask is None else prompts.mask.sum(dim=1).tolist()
+    different = list(dict.fromkeys(prompts))
+    read = reader.read(different)
+    if not isinstance(read, TextFeatures):
+        return [1] * len(prompts)
+    lengths = dict(zip(different, prompt_tokens(reader, read), strict=True))
+    return [lengths[prompt] for prompt in prompts]
+
+
+def without_frames(error: Exception) -> Exception:
+    """Returns the error without its traceback and causes, which keep the tensors of the failed attempt alive."""
+    if isinstance(error, torch.OutOfMemoryError):  # outside of the pipeline, which explains its own
+        return OutOfMemory("memory ran out while images were shown: ask for fewer images, a smaller size or no partial images")
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def filled(tasks: Sequence[Task], images: int) -> list[Task]:
+    """Returns the tasks, filled up with copies of the last one."""
+    return [*tasks, *[tasks[-1]] * (images - len(tasks))]
+
+
+def read_alone(reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
+    """Returns prompts for a pipeline, each text encoded alone: features round differently in another batch."""
+    read = {prompt: reader.read([prompt]) for prompt in dict.fromkeys(prompts)}
+    features = [one for prompt in prompts if isinstance(one := read[prompt], TextFeatures)]
+    return TextFeatures.joined(features) if features else list(prompts)  # classes need no encoder
+
+
+def without_fillers(report: Report, images: int, ran: int) -> Report:
+    """Returns the report of the first `images` of `ran` images; times and memory stay those of the whole batch."""
+    if images == ran:
+        return report
+    stages = tuple(replace(stage, rows=stage.rows * images // ran) for stage in report.stages)
+    return replace(report, seeds=None if report.seeds is None else report.seeds[:images], stages=stages)

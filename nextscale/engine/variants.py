@@ -1,0 +1,111 @@
+"""The captured graphs of one stage: a single one, or one per number of tokens where that depends on the image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..canvas import Canvas
+from ..generate import StageOutput
+from ..methods.method import TokenCounts
+
+# Shares of the cells for which a data-dependent stage is captured: close together where few tokens are kept and each of them tells, so
+# that padding is a few percent of what is run.
+PARTS = 32
+BUCKETS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
+
+
+def bucket_sizes(cells: int) -> tuple[int, ...]:
+    """The numbers of tokens for which a data-dependent stage is captured, from all cells down."""
+    return tuple(dict.fromkeys(max(1, cells * share // PARTS) for share in BUCKETS))
+
+
+def buckets(cells: int, most: int, images: int, packed: bool) -> dict[int, TokenCounts]:
+    """The same by the number that has to be sufficient: the tokens of all images where rows are packed, else those of one.
+
+    most: tokens of an image for which there is memory, from which on there is no bucket.
+    """
+    if packed:
+        return {size: TokenCounts(0, most, size) for size in sizes_up_to(images * most, images * cells)}
+    return {size: TokenCounts(0, size, images * size) for size in sizes_up_to(most, cells)}
+
+
+def sizes_up_to(most: int, cells: int) -> tuple[int, ...]:
+    return (most, *(size for size in bucket_sizes(cells) if size < most))
+
+
+class TooManyTokens(Exception):
+    """An image of a data-dependent request keeps more tokens than were reserved for it: such graphs have to be captured with more room."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """A stage with one number of tokens: its graph and what it leaves. Most skipped stages launch nothing and have no graph."""
+
+    graph: torch.cuda.CUDAGraph | None
+    done: StageOutput
+
+    def replay(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+
+
+class HostRead:
+    """What the host has to know before it can go on: a graph computes it, and it is copied."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, value: Tensor) -> None:
+        """`value`: what the graph leaves, on the device."""
+        self._graph, self._value = graph, value
+        self._on_host = torch.zeros(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        self._copied = torch.cuda.Event()
+
+    def start(self) -> None:
+        self._graph.replay()
+        self._on_host.copy_(self._value, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(self._value.device))
+
+    def value(self) -> Tensor:
+        """What was read; the host waits for that, not for what was launched after it."""
+        self._copied.synchronize()
+        return self._on_host
+
+
+class TokenCounter(HostRead):
+    """Counts the tokens [B] that a data-dependent stage keeps."""
+
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.value().tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class StageVariants:
+    """A captured stage. Where it is data-dependent, `counter` counts the tokens and there is a graph for every bucket size."""
+
+    graphs: Mapping[int, StageGraph]  # by number of tokens of an image, or of all images where rows are packed, the largest first
+    latent: Tensor  # what the canvas holds afterwards, whichever graph was replayed
+    finite: Tensor | None
+    counter: TokenCounter | None = None
+    packed: bool = False
+    most: int = 0  # tokens of an image for which there is memory, where they are counted
+
+    def smallest_sufficient(self, counts: Sequence[int] | None) -> StageGraph:
+        """`counts`: the tokens of every image, where they are counted. TooManyTokens where no graph is large enough."""
+        if counts is None:
+            return next(iter(self.graphs.values()))
+        if max(counts) > self.most:
+            raise TooManyTokens(f"an image keeps {max(counts)} tokens of a stage, and its captured graph has room for {self.most}")
+        needed = sum(counts) if self.packed else max(counts)
+        return self.graphs[min(size for size in self.graphs if size >= needed)]
+
+    def on(self, canvas: Canvas) -> StageVariants:
+        """The same with this canvas in what it shows."""
+        shown = {size: StageGraph(known.graph, replace(known.done, canvas=canvas)) for size, known in self.graphs.items()}
+        return replace(self, graphs=shown)
+
+    @property
+    def count(self) -> int:
+        """How many graphs were captured for it."""
+        return sum(variant.graph is not None for variant in self.graphs.values()) + (self.counter is not None)

@@ -1,0 +1,97 @@
+"""ScaleKV's drafters, measured: the layers that lose most attention where they keep as little as the others.
+
+The reference implementation ships roles and not how they were found; this measure is ours. At every stage whose cache would be
+compressed, the queries of the window say how much of a layer's attention the keys outside the best ones hold, head by head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache import AttentionCall, CacheSpec, LayerCache, Workspace
+from ..methods.method import Method, MethodRun, RunSetup
+from ..methods.scalekv import LAYERS_PER_DRAFTER, ScaleKV, window_places
+from ..pipeline import Pipeline
+from ..stage import Schedule
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The share of attention that every layer loses, [L], and the layers that lose most."""
+
+    lost: tuple[float, ...]
+    drafters: tuple[int, ...]
+
+    @property
+    def method(self) -> str:
+        return f"scalekv:drafters=[{', '.join(map(str, self.drafters))}]"
+
+
+@dataclass(frozen=True)
+class AttentionLost(Method):
+    """Dense generation that measures how much attention the keys beyond a number of best ones hold."""
+
+    capacity: int
+    window: int = 16
+    seen: list[tuple[int, float]] = field(default_factory=list, compare=False)  # layer and share, stage by stage
+
+    own_cache = True
+
+    @property
+    def capturable(self) -> bool:
+        """A captured graph would measure nothing."""
+        return False
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        return AttentionLostRun(self)
+
+
+@dataclass
+class AttentionLostRun(MethodRun):
+    method: AttentionLost
+    layers: int = 0
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        self.layers += 1
+        return MeasuringCache(spec, workspace, self.method, self.layers - 1)
+
+
+class MeasuringCache(LayerCache):
+    def __init__(self, spec: CacheSpec, workspace: Workspace, method: AttentionLost, layer: int) -> None:
+        super().__init__(spec, workspace)
+        self.method, self.layer = method, layer
+
+    def attend(self, seen: AttentionCall) -> Tensor:
+        out = super().attend(seen)
+        if seen.view.end > self.method.capacity and seen.tokens.stage.index != self.spec.final:  # nothing is kept for a stage after that
+            self.method.seen.append((self.layer, lost_attention(seen, self.method.capacity, self.method.window)))
+        return out
+
+
+def lost_attention(seen: AttentionCall, capacity: int, window: int) -> float:
+    """The share of the window's attention outside the `capacity` keys that receive most of it, mean over rows and heads."""
+    places = window_places(seen.tokens, seen.q.shape[:2], min(window, seen.q.shape[1]), seen.q.device)
+    asking = seen.q.gather(1, places[..., None, None].expand(-1, -1, *seen.q.shape[2:])).transpose(1, 2)
+    keys = seen.view.keys.narrow(1, 0, seen.view.end).permute(0, 2, 3, 1)
+    received = ((asking @ keys.to(asking.dtype)).float() * seen.scale).softmax(dim=-1).mean(dim=2)  # [R, H, T]
+    return 1 - float(received.topk(capacity, dim=-1).values.sum(dim=-1).mean())
+
+
+def measure_roles(pipe: Pipeline, prompts: Sequence[Any], schedule: Schedule, method: ScaleKV, seed: int = 0, batch: int = 4) -> Roles:
+    """The drafters of a model at the share that `method` keeps, by what its layers would lose."""
+    layers = len(pipe.model.blocks)
+    held = pipe.model.text_prefix + schedule.tokens - schedule[-1].cells
+    watching = AttentionLost(max(method.window, round(method.share * held)), method.window)
+    for start in range(0, len(prompts), batch):
+        pipe(list(prompts[start : start + batch]), seed=seed + start, size=schedule, method=watching)
+    sums = torch.zeros(layers, dtype=torch.float64)
+    for layer, share in watching.seen:
+        sums[layer] += share
+    lost = sums / max(1, len(watching.seen) // layers)
+    number = max(1, int(layers / LAYERS_PER_DRAFTER))
+    return Roles(tuple(lost.tolist()), tuple(sorted(lost.topk(number).indices.tolist())))

@@ -1,0 +1,144 @@
+"""Methods that are judged together: named lists, and single ones written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import SettingError
+from ..methods.method import Method
+from ..methods.registry import resolve_method
+
+DENSE = "dense"
+GUIDANCE_OFF = "stagevar:alphas=[]"
+MILD, BOLD = "budgets .8/.6/.5, guidance dropped", "budgets .6/.4/.25, guidance dropped"
+
+
+def standard(stages: int, blocks: int) -> dict[str, str]:
+    """Plain skipping, every method at its defaults, budgets of SparseVAR, and two combinations that were tuned on nano.
+
+    FastVAR and StageVAR are published for 13 stages: they skip the last two, and thin or project the one before. There each is also tried
+    without skipping. Of 10 stages FastVAR thins the last by 0.4, so there it is also tried on the last two; StageVAR runs the last two
+    without guidance and the last at low rank.
+    """
+    skips = stages > 12
+    thinned = {stages - 4: 0.4, stages - 3: 0.5, stages - 2: 0.6, stages - 1: 0.75} if skips else {stages - 2: 0.4, stages - 1: 0.5}
+    variant = "no stage skipped" if skips else "last two stages"
+    late = range(stages - 3, stages)
+    mild, bold = (dict(zip(late, shares, strict=True)) for shares in ((0.8, 0.6, 0.5), (0.6, 0.4, 0.25)))
+    return {
+        "skip the last stage": "skip:last=1",
+        "skip the last two stages": "skip:last=2",
+        "skip the last three stages": "skip:last=3",
+        MILD: f"sparsevar:keep={mild},alpha=6 + dropguidance:first_stage={stages - 2}",
+        BOLD: f"sparsevar:keep={bold} + dropguidance:first_stage={stages - 3}",
+        "SparseVAR": "sparsevar",
+        **{f"SparseVAR, {share:.0%} of the cells": f"sparsevar:keep={share}" for share in (0.2, 0.3, 0.4, 0.5, 0.6)},
+        "FastVAR": "fastvar",
+        f"FastVAR, {variant}": f"fastvar:ratios={thinned}",
+        "StageVAR": "stagevar",
+        **({"StageVAR, no stage skipped": f"stagevar:alphas={ {stages - 1: 0.96} }"} if skips else {}),
+        "guidance dropped": "dropguidance",
+        "guidance dropped, unconditional rows kept": "dropguidance:kept_rows=uncond",
+        "ToMe": "tome",
+    }
+
+
+def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
+    """What the paper of SparseVAR leaves open or picks by eye, each changed alone at a budget of 40 % in the last three stages.
+
+    The budget keeps equally many tokens whatever the setting, so that the rows differ in the choice alone.
+    """
+    keep = {stage: 0.4 for stage in range(max(1, stages - 3), stages)}
+    groups = {f"blocks {first} to {first + blocks // 4 - 1}": (first, first + blocks // 4) for first in range(0, blocks, blocks // 4)}
+    chosen: dict[str, dict[str, object]] = {
+        "SparseVAR, 40 % kept": {},
+        **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 3, 6, 8, "none")},
+        **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, 1, -1)},
+        **{f"block {block}": {"blocks": block} for block in range(blocks)},
+        **{name: {"blocks": list(group)} for name, group in groups.items()},
+        "all blocks": {"blocks": [0, blocks]},
+        "logits": {"metric": "logits"},
+        "image": {"metric": "image"},
+    }
+    specs = {name: {"keep": keep} | settings for name, settings in chosen.items()}
+    return {name: "sparsevar:" + ",".join(f"{key}={value}" for key, value in settings.items()) for name, settings in specs.items()}
+
+
+def fastvar_scales(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, table 4: two neighbouring stages are thinned, ever later ones."""
+    pairs = [(first, first + 1) for first in range(max(2, stages - 6), stages - 1, 2)]
+    return {f"{a} and {b}, {ratio:.0%}": f"fastvar:ratios={ {a: ratio, b: ratio} }" for a, b in pairs for ratio in (0.5, 0.75)}
+
+
+def fastvar_ratios(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, figure 6: how much of the last stage is not run."""
+    return {f"ratio {ratio}": f"fastvar:ratios={ {stages - 1: ratio} }" for ratio in (0.25, 0.5, 0.6, 0.75, 0.9, 1.0)}
+
+
+def fastvar_cache(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR, table A.4: the last two stages are thinned, and restored from ever earlier ones."""
+    thinned = {stages - 2: 0.4, stages - 1: 0.5}
+    return {f"cache {stage}": f"fastvar:ratios={thinned},cache_stage={stage}" for stage in range(max(1, stages - 6), stages - 2)}
+
+
+def stagevar_ranks(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, figure 7: rank ratios of the last stage."""
+    return {f"rank {ratio}": f"stagevar:alphas={ {stages - 1: 0.96} },ranks={ratio}" for ratio in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)}
+
+
+def sparsevar_anchors(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, table 4: one anchor in every alpha x alpha cells."""
+    return {f"anchors {alpha}": f"sparsevar:tau=0.6,alpha={alpha}" for alpha in (2, 3, 4, 5, None)}
+
+
+def sparsevar_stages(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, table 5: the stage P, counted from 0, from which tokens leave."""
+    return {f"from stage {first}": f"sparsevar:tau=0.6,first_stage={first}" for first in range(max(1, stages - 8), stages)}
+
+
+def peers(stages: int, blocks: int) -> dict[str, str]:
+    """The other methods of the papers' tables: at their own settings, and milder or bolder where one number says so."""
+    return {
+        "ScaleKV": "scalekv",
+        "ScaleKV, a quarter kept": "scalekv:share=0.25",
+        "SkipVAR": "skipvar",
+        "SkipVAR 0.88": "skipvar:models=0.88",
+        **{f"PiToMe {ratio}": f"pitome:ratio={ratio}" for ratio in (0.25, 0.5)},
+        **{f"SparseViT {ratio}": f"sparsevit:ratio={ratio}" for ratio in (0.25, 0.5)},
+        **{f"ZipVL {ratio}": f"zipvl:ratio={ratio}" for ratio in (0.25, 0.5)},
+        "ZipVL, tau 0.975": "zipvl:tau=0.975",
+        "LiteVAR": "litevar",
+        "LiteVAR, bands alone": "litevar:share_rows=false",
+        "SparVAR": "sparvar",
+        "SparVAR, windows alone": "sparvar:choosing=0",
+    }
+
+
+LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
+    "standard": standard,
+    "sparsevar-decisions": sparsevar_decisions,
+    "sparsevar-anchors": sparsevar_anchors,
+    "sparsevar-stages": sparsevar_stages,
+    "fastvar-scales": fastvar_scales,
+    "fastvar-ratios": fastvar_ratios,
+    "fastvar-cache": fastvar_cache,
+    "stagevar-ranks": stagevar_ranks,
+    "peers": peers,
+}
+
+
+def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, Method]:
+    """Dense generation, then what is asked for: names of lists, or methods such as "skip:last=2" and "fastvar + skip:last=1"."""
+    specs: dict[str, str] = {}
+    for one in asked:
+        specs |= LISTS[one](stages, blocks) if one in LISTS else {one: one}
+    try:
+        methods = {name: parse_methods(spec) for name, spec in specs.items() if name != DENSE}
+    except SettingError as error:
+        raise SettingError(f"{error}. Lists of methods: {', '.join(LISTS)}") from error
+    return {DENSE: Method(), **methods}
+
+
+def parse_methods(*specs: str) -> Method:
+    """One method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
+    return resolve_method(specs)

@@ -1,1 +1,0 @@
-"""Benchmarks, evaluation, metrics, analysis and training. The runtime never imports it."""

@@ -1,1 +1,0 @@
-"""What methods need to know of a model, measured: SkipVAR's decision models and ScaleKV's drafters."""

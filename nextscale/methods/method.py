@@ -1,0 +1,316 @@
+"""The interface between generation and what accelerates it: a method's settings (`Method`) and its work on one request (`MethodRun`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from torch import Tensor
+
+from ..cache import CacheSpec, LayerCache, Workspace, plain_cache
+from ..guidance import CfgBranches
+from ..models.context import ForwardContext
+from ..models.macs import SublayerTokens
+from ..stage import Schedule, Stage, Tokens
+from ..validation import is_fraction
+
+if TYPE_CHECKING:
+    from ..canvas import Canvas
+    from ..models.base import NextScaleModel
+    from ..models.blocks import Block
+    from ..sampling import Rng
+    from .selection import SelectionContext
+
+Plans = tuple["StagePlan", ...]
+"""One plan per stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """What a method knows when a request starts."""
+
+    model: NextScaleModel
+    schedule: Schedule
+    batch: int
+    rng: Rng  # random numbers for methods: using them changes nothing of what the image is sampled with
+    plans: Plans  # the request's forecast, with all methods that run together
+    guided: bool = True  # unconditional rows run beside the conditional ones
+    own_cache: bool = False  # one of the methods keeps keys and values its own way, which takes padded rows
+    given: int = 0  # first stages whose codes are given: all their cells are computed
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """What the host knows of the tokens that the images of a data-dependent stage keep; a bucket size where graphs are captured."""
+
+    fewest: int  # of an image
+    most: int
+    total: int  # of all images
+
+
+class Span(Protocol):
+    """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass.
+
+    A span is a value without state. What it needs of the request is in `ctx`: outputs of earlier stages (`memory`), random numbers
+    (`method_rng`), and the counter of computed cells (`computed`) where the caller wants to see them.
+    """
+
+    whole_stage: ClassVar[bool] = False  # True: it cannot run on a part of a stage's cells
+
+    layers: range
+    key: Hashable
+
+    def num_tokens(self, tokens: int) -> int:
+        """How many tokens of a row its blocks compute when `tokens` enter."""
+        ...
+
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        """Names of what it keeps in `ctx.memory` for later stages."""
+        return frozenset()
+
+    @property
+    def needs(self) -> frozenset[Hashable]:
+        """Names of what it reads from `ctx.memory`, each stored by a span of an earlier stage."""
+        return frozenset()
+
+    def sublayer_tokens(self, tokens: int) -> SublayerTokens:
+        """`num_tokens` by sublayer, for spans that do not run all sublayers on the same number of tokens."""
+        return SublayerTokens.same(self.num_tokens(tokens))
+
+    def own_macs(self, tokens: int, dim: int) -> int:
+        """MACs of its own matrix products for one row that this number of tokens enter, such as a projection to fewer tokens."""
+        return 0
+
+    def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
+        """Number of maps [rows, cells, dim] that it keeps under each name in `stores` when it runs `blocks`."""
+        return dict.fromkeys(self.stores, 1)
+
+    def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a stage will do. A hashable value that fixes all shapes."""
+
+    skip: bool = False
+    cfg_branches: CfgBranches = "both"
+    num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
+    spans: tuple[Span, ...] = ()
+    observed: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
+    guidance_decay: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
+    propagates: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
+    packed: int | None = None  # tokens of all images of a cfg branch, padding included, where rows run one after another
+    kept_keys: tuple[int, ...] | None = None  # of a row, that each layer keeps of all stages so far when it has run; None: all
+    attended: tuple[float, ...] | None = None  # share of the pairs of a query and a key that attention computes, per layer; None: all
+
+    def __post_init__(self) -> None:
+        if not is_fraction(self.guidance_decay):
+            raise ValueError(f"guidance_share is a number from 0 to 1; got {self.guidance_decay!r}")
+        for span in self.spans:
+            if span.layers.step != 1 or len(span.layers) == 0:
+                raise ValueError(f"a span runs one or more consecutive blocks; {span.key} asks for {span.layers}")
+        ordered = sorted(self.spans, key=lambda span: span.layers.start)
+        for first, second in pairwise(ordered):
+            if second.layers.start < first.layers.stop:
+                raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
+        for span in self.spans:
+            inside = [layer for layer in self.observed if layer in span.layers]
+            if span.whole_stage and self.num_tokens is not None:
+                raise ValueError(
+                    f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.num_tokens} are kept"
+                )
+            if inside:
+                raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
+
+    @property
+    def stores(self) -> frozenset[Hashable]:
+        """Names of what its spans keep for later stages."""
+        return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in span.stores)
+
+    def check(self, depth: int, guided_layers: Collection[int]) -> None:
+        """Raises ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
+
+        Where one cfg branch runs alone there is nothing to guide.
+        """
+        guided_layers = guided_layers if self.cfg_branches == "both" else ()
+        for span in self.spans:
+            if span.layers.start < 0 or span.layers.stop > depth:
+                raise ValueError(f"the span {span.layers} ({span.key}) does not fit a model with blocks 0 to {depth - 1}")
+            hidden = [layer for layer in guided_layers if layer in span.layers[:-1]]
+            if hidden:
+                raise ValueError(f"guidance after block {hidden[0]} would be lost inside the span {span.layers} ({span.key})")
+        absent = [layer for layer in self.observed if not 0 <= layer < depth]
+        if absent:
+            raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
+
+    def check_num_tokens(self, tokens: Tokens) -> None:
+        """Raises ValueError if the method kept another number of tokens than it had planned."""
+        if self.num_tokens is not None and tokens.num_tokens != self.num_tokens:
+            raise ValueError(f"stage {tokens.stage.index} was planned with {self.num_tokens} tokens, and {tokens.num_tokens} entered")
+        packed = None if tokens.packing is None else tokens.packing.total
+        if self.packed != packed:
+            raise ValueError(f"stage {tokens.stage.index} was planned with {self.packed} packed tokens, and {packed} entered")
+
+    def merge(self, other: StagePlan) -> StagePlan:
+        """Returns both plans in one; a conflict raises ValueError."""
+        if None not in (self.num_tokens, other.num_tokens) and self.num_tokens != other.num_tokens:
+            raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
+        dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
+        if len(dropped) > 1:
+            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones: set kept_rows of one")
+        shares = {self.guidance_decay, other.guidance_decay} - {1.0}
+        if len(shares) > 1:
+            raise ValueError(f"two methods fade guidance, to {self.guidance_decay:.3g} and to {other.guidance_decay:.3g} of its strength")
+        if None not in (self.kept_keys, other.kept_keys):
+            raise ValueError("two methods compress the cache")
+        if None not in (self.attended, other.attended):
+            raise ValueError("two methods have an attention of their own")
+        return StagePlan(
+            skip=self.skip or other.skip,
+            cfg_branches=next(iter(dropped), "both"),
+            guidance_decay=next(iter(shares), 1.0),
+            propagates=self.propagates if other.propagates is None else other.propagates,
+            num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
+            packed=self.packed if other.packed is None else other.packed,
+            spans=self.spans + other.spans,
+            observed=tuple(sorted({*self.observed, *other.observed})),
+            kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
+            attended=self.attended if other.attended is None else other.attended,
+        )
+
+
+DENSE = StagePlan()
+
+
+class Method:
+    """Settings of a method: a value, nothing else. The base class is dense generation.
+
+    `forecast` says what every stage will do, `start` begins one request. Subclasses are frozen dataclasses.
+    """
+
+    chooses: ClassVar[bool] = False  # True: `settle` puts another method in its place, and it combines with none
+    reduces_stages: bool = False  # True: its runs change `reduce`
+    routes_images: bool = False  # True: its runs change `routing_inputs`, `route` and `routes`
+    own_cache: bool = False  # True: its runs change `layer_cache`
+
+    def __eq__(self, other: object) -> bool:
+        """All objects of this class are equal; subclasses are dataclasses and compare their settings."""
+        return type(other) is Method if type(self) is Method else self is other
+
+    def __hash__(self) -> int:
+        return hash(Method) if type(self) is Method else object.__hash__(self)
+
+    @property
+    def label(self) -> str:
+        """A readable name: "dense", or the name of the class with the settings that differ from its defaults."""
+        settings: dict[str, object] = {one.name: one.default for one in fields(self) if one.init} if is_dataclass(self) else {}
+        chosen = [f"{name}={getattr(self, name)}" for name, default in settings.items() if getattr(self, name) != default]
+        name = "dense" if type(self) is Method else type(self).__name__
+        return f"{name}({', '.join(chosen)})" if chosen else name
+
+    @property
+    def data_dependent(self) -> bool:
+        """Whether the number of tokens that a stage runs depends on what the stages before it have generated."""
+        return False
+
+    @property
+    def capturable(self) -> bool:
+        """Whether CUDA graphs can stand for its runs: the host reads nothing but the results of `count_tokens` and `routing_inputs`."""
+        return True
+
+    def settle(self, situation: SelectionContext) -> Method:
+        """Returns the method that runs such a request: this one, except where it chooses. SettingError where it finds none."""
+        return self
+
+    def reason(self, situation: SelectionContext) -> str | None:
+        """Returns why `settle` chose what it did; None where there was nothing to choose."""
+        return None
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        """Returns the plans of all stages as far as they are known before a request; what does not fit raises SettingError.
+
+        guided: unconditional rows run beside the conditional ones. kept: the share of cells that is assumed to be computed where that is
+        data-dependent.
+        """
+        return (DENSE,) * len(schedule)
+
+    def start(self, setup: RunSetup) -> MethodRun:
+        """Begins one request. What does not fit this request raises SettingError."""
+        return MethodRun()
+
+
+class MethodRun:
+    """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
+
+    At each stage generation calls, in this order: `routing_inputs` and `route`, `count_tokens` and `set_counts` (where the method is
+    `data_dependent`), `plan`, `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals
+    `restore_hidden`. At a stage whose codes are given `reduce` is not called, and `restore` only for methods that reduce stages.
+    """
+
+    def fork(self) -> MethodRun:
+        """Returns another run that goes on from here, with the same tensors."""
+        return copy.copy(self)
+
+    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Before a stage, returns the numbers [B, ...] by which images are routed, on the device; None where all go on together."""
+        return None
+
+    def route(self, inputs: Tensor) -> Sequence[int]:
+        """Returns for every image which of the `routes` it takes, from what the host has read of `routing_inputs`."""
+        return [0] * inputs.shape[0]
+
+    def routes(self) -> Sequence[MethodRun]:
+        """Returns the runs with which images go on after they were routed, each in a group of its own. They are known beforehand."""
+        return [self]
+
+    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""
+        return None
+
+    def set_counts(self, counts: TokenCounts) -> None:
+        """Takes what the host has read of `count_tokens`, or a bucket size above it."""
+
+    def packs(self, planned: StagePlan) -> bool:
+        """Returns whether a data-dependent stage with this forecast packs its rows, so that it pays for the total of the counts.
+
+        It then returns plans with `packed` and tokens with a `packing` of that size. Otherwise rows are padded to the largest count.
+        """
+        return False
+
+    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        """Returns what the stage will do: its forecast `planned`, or that completed by what is known now."""
+        return planned
+
+    def state_tensors(self) -> list[Tensor]:
+        """Returns the tensors that a run carries from stage to stage. Their shapes do not depend on how many tokens were computed."""
+        return []
+
+    def constants(self) -> Collection[object]:
+        """Returns what it reads and no stage has made, such as masks that requests share: captured graphs hold it as long as they live."""
+        return ()
+
+    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """Keeps all tokens or some of them, before the first block."""
+        return x, tokens
+
+    def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
+        """Sees the input and the output of a tapped block, both as `tokens` lie: `tokens.unpack` gives padded rows [R, N, C] always."""
+
+    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """May add logits for tokens that were left out, after guidance."""
+        return out, tokens
+
+    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        """May add hidden states [R, N, C] for tokens that were left out; `tokens` are those of one cfg branch.
+
+        Called at the last stage of HART, whose diffusion then completes the codes that these tokens have sampled for themselves.
+        """
+        return x, tokens
+
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
+        """Returns the cache of one layer's keys and values."""
+        return plain_cache(spec, workspace)

@@ -1,0 +1,141 @@
+"""Methods by name: `"stagevar"`, `"sparsevar:tau=0.6,alpha=none"`, several joined as in `"fastvar + skip:last=1"`, or a list of such."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from ..errors import SettingError
+from .auto import Auto
+from .code import CoDe
+from .combine import Combined
+from .drop_guidance import DropGuidance
+from .fastvar import FastVAR
+from .method import Method
+from .scalekv import ScaleKV
+from .skip import SkipStages
+from .skipvar import SkipVAR
+from .sparsevar import SparseVAR
+from .stagevar import StageVAR
+from .tome import ToMe
+
+MethodLike = Method | str | Sequence[Method | str] | None
+
+METHODS: dict[str, type[Method]] = {
+    "dense": Method,
+    "skip": SkipStages,
+    "dropguidance": DropGuidance,
+    "sparsevar": SparseVAR,
+    "fastvar": FastVAR,
+    "stagevar": StageVAR,
+    "tome": ToMe,
+    "scalekv": ScaleKV,
+    "skipvar": SkipVAR,
+    "code": CoDe,
+    "auto": Auto,
+}
+ENTRY_POINTS = "nextscale.methods"  # the group in which other packages register their methods by name
+
+
+@cache
+def plugins() -> Mapping[str, EntryPoint]:
+    """Returns the methods that installed packages register, by name; none is imported yet."""
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in METHODS}
+
+
+def method_names() -> list[str]:
+    return [*METHODS, *sorted(plugins())]
+
+
+def method_class(name: str) -> type[Method]:
+    """Returns the class with this name, and imports it if a plug-in provides it."""
+    if name in METHODS:
+        return METHODS[name]
+    if name not in plugins():
+        close = difflib.get_close_matches(name, method_names(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise SettingError(
+            f"unknown method {name!r}{hint} Known methods: {', '.join(method_names())}. Packages can add more: see docs/adding-a-method.md"
+        )
+    try:
+        found = plugins()[name].load()
+    except Exception as error:
+        raise SettingError(f"method {name!r} could not be imported from {plugins()[name].value}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise SettingError(f"method {name!r}: {plugins()[name].value} must be a subclass of nextscale.Method; got {found!r}")
+    return found
+
+
+def resolve_method(method: MethodLike) -> Method:
+    """Returns one method, for several a combined one. None and an empty list are dense generation."""
+    several = list(_members(method))
+    if len(several) < 2:
+        return several[0] if several else Method()
+    return Combined(tuple(several))
+
+
+def _members(method: MethodLike) -> Iterator[Method]:
+    if isinstance(method, Method):
+        yield method
+    elif isinstance(method, str):
+        yield from map(parse_method, re.split(r"\+(?=\s*[^\s\d])", method))  # not the sign of an exponent, as in 1e+3
+    elif method is None or isinstance(method, Sequence):
+        for one in method or ():
+            yield from _members(one)
+    else:
+        raise SettingError(f"method {method!r}: give a Method, a name ({', '.join(method_names())}), or a list of them")
+
+
+def parse_method(text: str) -> Method:
+    """Reads `name` or `name:field=value,field=value`. Values are numbers, true, false, none, lists in brackets, or words."""
+    name, _, settings = text.strip().partition(":")
+    method = method_class(name)
+    known: list[str] = [one.name for one in fields(method) if one.init] if is_dataclass(method) else []
+    chosen = {}
+    for setting in split_settings(settings):
+        field, equals, value = setting.partition("=")
+        if field.strip() not in known:
+            raise SettingError(f"method {text!r}: {setting.strip()!r} is no setting of {name}; it takes {', '.join(known) or 'none'}")
+        if not equals:
+            raise SettingError(f"method {text!r}: {field.strip()} has no value: write {field.strip()}=VALUE")
+        if field.strip() in chosen:
+            raise SettingError(f"method {text!r}: {field.strip()} is given twice; leave out one of the two")
+        try:
+            chosen[field.strip()] = parse_value(value.strip())
+        except (RecursionError, MemoryError):
+            raise SettingError(f"method {name}: the value of {field.strip()} is nested too deeply: give numbers, words or lists") from None
+    return method(**chosen)
+
+
+def split_settings(text: str) -> list[str]:
+    """Splits at the commas outside brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part for part in parts if part.strip()]
+
+
+def parse_value(text: str) -> object:
+    """Reads a literal without executing anything. A list becomes a tuple; what is no literal stays text."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        tree = ast.parse(text, mode="eval")
+        value = ast.literal_eval(tree)
+    except (ValueError, SyntaxError, TypeError):  # TypeError: {[]: 1}
+        if text.startswith(("[", "(")) and text.endswith(("]", ")")):
+            return tuple(parse_value(part.strip()) for part in split_settings(text[1:-1]))
+        return text
+    if isinstance(tree.body, ast.Dict) and len(value) < len(tree.body.keys):
+        raise SettingError(f"{text}: something is named twice; name it once")
+    return tuple(value) if isinstance(value, list) else value

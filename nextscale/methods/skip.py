@@ -1,0 +1,40 @@
+"""Skipping stages: the simplest acceleration, and the baseline that every other method has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import SettingError
+from ..stage import Schedule
+from ..validation import is_int
+from .method import DENSE, Method, Plans, StagePlan
+from .stages import present_stages, stage_indices
+
+if TYPE_CHECKING:
+    from ..models.base import NextScaleModel
+
+
+@dataclass(frozen=True)
+class SkipStages(Method):
+    """Skips stages. The image is decoded at full size from what the others generated.
+
+    last: how many of the last stages are skipped.
+    stages: indices of further ones, from 1. A later stage that runs makes up for a part of what one of these would have added.
+    """
+
+    last: int = 0
+    stages: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not is_int(self.last):
+            raise SettingError(f"last is how many of the last stages are skipped, a whole number from 0; got {self.last!r}")
+        object.__setattr__(self, "stages", stage_indices(self.stages))
+        if 0 in self.stages:
+            raise SettingError(f"stages {list(self.stages)}: stage 0 is a single token that everything starts from; skip others")
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        if self.last >= len(schedule):
+            raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
+        skipped = {*present_stages(self.stages, schedule, "SkipStages"), *range(len(schedule) - self.last, len(schedule))}
+        return tuple(StagePlan(skip=True) if stage.index in skipped else DENSE for stage in schedule)

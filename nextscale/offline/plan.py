@@ -1,0 +1,93 @@
+"""What a run generates: all images, in batches that do not depend on what is there already or on the number of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import PromptError, SettingError
+from ..io import IMAGE_FORMATS
+from ..request import is_seed
+from ..stage import Schedule
+from .prompts import SamplePrompt
+
+MOST_IMAGES = 10_000_000  # of a plan, which then takes about 6 GB
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image of the run."""
+
+    id: str
+    prompt: str | int  # as the pipeline takes it
+    seed: int
+    schedule: Schedule
+    file: str  # its name in the folder
+
+    @property
+    def stages(self) -> str:
+        return " ".join(f"{height}x{width}" for height, width in self.schedule.sizes)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pictures of one size that are generated together. Always in the same company and of the same shape, an image has the same bits
+    whenever it is generated: on most devices the rounding of a product depends on the shape of the whole batch."""
+
+    number: int
+    pictures: tuple[Picture, ...]
+    images: int  # of the request: an incomplete batch is filled with copies of its last picture
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.pictures[0].schedule
+
+    @property
+    def filled(self) -> list[Picture]:
+        return [*self.pictures, *[self.pictures[-1]] * (self.images - len(self.pictures))]
+
+
+def plan_batches(
+    prompts: Sequence[SamplePrompt],
+    *,
+    batch: int,
+    read: Callable[[str], str | int],
+    schedule: Callable[[SamplePrompt], Schedule],
+    seeds: int = 1,
+    seed: int = 0,
+    suffix: str = ".png",
+) -> list[Batch]:
+    """All images in batches of at most `batch`, each of one size.
+
+    Image k of prompt i has the seed `seed + i * seeds + k`, as `nextscale generate -n` counts them; where the prompt has a seed of
+    its own, that plus k. read: a prompt's text as the pipeline takes it. schedule: the size of its images.
+    """
+    if suffix not in IMAGE_FORMATS:
+        raise SettingError(f"format {suffix!r}: choose one of {', '.join(IMAGE_FORMATS)}")
+    if seeds * len(prompts) > MOST_IMAGES:
+        raise SettingError(f"{seeds * len(prompts):,} images in one folder: a run plans up to {MOST_IMAGES:,}; give parts of the prompts")
+    by_size: dict[Schedule, list[Picture]] = {}
+    for number, prompt in enumerate(prompts):
+        first = seed + number * seeds if prompt.seed is None else prompt.seed
+        words, size = read(prompt.text), schedule(prompt)
+        for value in range(first, first + seeds):
+            if not is_seed(value):
+                raise PromptError(f"prompt {prompt.id!r} would have the seed {value}: seeds are whole numbers from 0 to 2**63 - 1")
+            picture = Picture(prompt.id, words, value, size, f"{prompt.id}_{value}{suffix}")
+            by_size.setdefault(size, []).append(picture)
+    parts = [
+        (pictures[start : start + batch], min(batch, len(pictures)))
+        for pictures in by_size.values()
+        for start in range(0, len(pictures), batch)
+    ]
+    batches = [Batch(number, tuple(part), images) for number, (part, images) in enumerate(parts)]
+    require_names_once(batches)
+    return batches
+
+
+def require_names_once(batches: Sequence[Batch]) -> None:
+    """Two prompts, such as "a" with seed 1 and "a_1" with none, must not mean the same file."""
+    seen: dict[str, Picture] = {}
+    for picture in (picture for batch in batches for picture in batch.pictures):
+        if (other := seen.setdefault(picture.file.lower(), picture)) is not picture:  # some file systems ignore case
+            raise PromptError(f"the prompts {other.id!r} and {picture.id!r} would both write {picture.file}: give them other ids")

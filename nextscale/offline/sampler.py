@@ -1,0 +1,187 @@
+"""The images of a plan, batch after batch, written while the next batch is generated."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from ..errors import SettingError
+from ..io import to_arrays
+from ..output import Output
+from ..pipeline import Pipeline
+from ..stage import Schedule
+from .manifest import Entry
+from .plan import Batch, Picture
+from .store import WRITERS, Encoded, Store
+
+BATCHES_WAITING = 3  # for their files; beyond that the generator waits, so that memory does not grow where the disk is slow
+LONGEST_TRIED = 8  # prompts, by letters, among which the one with most tokens is looked for
+
+OnImages = Callable[[int], None]
+"""Called with the number of images that were written since."""
+LongestPrompts = Mapping[Schedule, Sequence[str | int]]
+"""The prompts with most letters among those of a size."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run did."""
+
+    written: int
+    there: int
+    seconds: float  # of all batches but the first, in which programs are loaded and graphs captured; files included
+    timed: int  # images of that time
+
+    @property
+    def images_per_second(self) -> float | None:
+        """None where there was one batch only."""
+        return self.timed / self.seconds if self.timed else None
+
+
+class Generator:
+    """Makes the images of a batch with one pipeline; `settings` are what the pipeline's call takes, besides prompts, seeds and size."""
+
+    def __init__(self, pipeline: Pipeline, settings: Mapping[str, Any]) -> None:
+        self._pipeline, self._settings = pipeline, dict(settings)
+        self._captures = pipeline.engine == "graphs"
+
+    def prepare(self, batches: Sequence[Batch], longest_prompts: LongestPrompts) -> None:
+        """Reads the longest prompts, so that what the encoder refuses is mostly refused now, and captures the requests of these batches
+        with the longest of all, whose graphs serve shorter ones as well.
+
+        A request is then the same program whether it comes first or after a restart, and so are its images.
+        """
+        for batch in {(batch.schedule, batch.images): batch for batch in batches}.values():
+            longest = max(longest_prompts[batch.schedule], key=lambda prompt: self._pipeline.reader.read(prompt).longest)
+            if not self._captures:
+                continue
+            try:
+                self._pipeline.warmup([longest] * batch.images, size=batch.schedule, **self._settings)
+            except SettingError:
+                self._captures = False  # what cannot be captured runs eagerly
+
+    def output(self, batch: Batch) -> Output:
+        """The images of the batch's pictures come first."""
+        pictures = batch.filled
+        return self._pipeline(
+            [picture.prompt for picture in pictures],
+            seed=[picture.seed for picture in pictures],
+            size=batch.schedule,
+            warmup=self._captures,
+            **self._settings,
+        )
+
+
+def longest_prompts(batches: Iterable[Batch]) -> LongestPrompts:
+    """The longest prompts of every size. Give all batches of a run and not those of a shard: each shard then captures the same program."""
+    prompts: dict[Schedule, set[str | int]] = {}
+    for batch in batches:
+        prompts.setdefault(batch.schedule, set()).update(picture.prompt for picture in batch.pictures)
+    return {size: sorted(found, key=lambda prompt: (len(str(prompt)), str(prompt)))[-LONGEST_TRIED:] for size, found in prompts.items()}
+
+
+def missing(batches: Sequence[Batch], store: Store, on_images: OnImages) -> tuple[set[str], Sequence[Batch], list[Batch]]:
+    """Returns the names of the shard's complete images, its batches, and those of them that lack an image. batches: those of all shards.
+
+    Batches keep their complete images, which are generated again so that the others have the same batch.
+    """
+    there, mine = store.verified(batches), store.shard.part(batches)
+    on_images(len(there))
+    return there, mine, [batch for batch in mine if any(picture.file not in there for picture in batch.pictures)]
+
+
+def sample(
+    load: Callable[[], Pipeline],
+    settings: Mapping[str, Any],
+    batches: Sequence[Batch],
+    store: Store,
+    on_images: OnImages = lambda _: None,
+) -> Done:
+    """Generates the images of the store's shard that are missing. Loads the model only if there are any. batches: those of all shards."""
+    there, mine, todo = missing(batches, store, on_images)
+    if not todo:
+        return Done(0, len(there), 0.0, 0)
+    generator = Generator(load(), settings)
+    generator.prepare(mine, longest_prompts(batches))
+    started, untimed, writing = time.perf_counter(), 0, Writing(store, on_images)
+    with writing:
+        for turn, batch in enumerate(todo):
+            output = generator.output(batch)
+            if turn == 0:
+                started = time.perf_counter()
+            chosen = [(place, picture) for place, picture in enumerate(batch.pictures) if picture.file not in there]
+            writing.add(output, chosen)
+            untimed = len(chosen) if turn == 0 else untimed
+    seconds = time.perf_counter() - started
+    return Done(writing.written, len(there), seconds, writing.written - untimed)
+
+
+class Writing:
+    """Threads that copy images from the device, encode and write them, and one that adds their lines to the manifest, in order."""
+
+    def __init__(self, store: Store, on_images: OnImages) -> None:
+        self._store, self._on_images = store, on_images
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="write")
+        self._recorder = ThreadPoolExecutor(1, thread_name_prefix="record")
+        self._waiting: deque[Future[None]] = deque()
+        self.written = 0
+
+    def add(self, output: Output, pictures: Sequence[tuple[int, Picture]]) -> None:
+        """Pictures and their places among the images. Returns at once, unless too many images wait already."""
+        levels = self._writers.submit(copied, output.pixels)  # begins before those that wait for it: there may be one thread only
+        entries = [self._writers.submit(self._write, picture, levels, place) for place, picture in pictures]
+        self._waiting.append(self._recorder.submit(self._record, entries))
+        while len(self._waiting) > BATCHES_WAITING or self._waiting[0].done():
+            self._waiting.popleft().result()
+            if not self._waiting:
+                break
+
+    def _write(self, picture: Picture, levels: Future[NDArray[np.uint8]], place: int) -> Entry:
+        return self._store.write(picture, Encoded.of(Image.fromarray(levels.result()[place]), Path(picture.file).suffix))
+
+    def _record(self, entries: Sequence[Future[Entry]]) -> None:
+        for entry in entries:
+            self._store.record(entry.result())
+        self.written += len(entries)
+        self._on_images(len(entries))
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes what waits; after an error, only what has been begun."""
+        try:
+            while kind is None and self._waiting:
+                self._waiting.popleft().result()
+        finally:
+            self._writers.shutdown(wait=True, cancel_futures=True)
+            self._recorder.shutdown(wait=True, cancel_futures=True)
+
+
+def copied(pixels: Tensor) -> NDArray[np.uint8]:
+    """The levels of all images on the host. The device copies them on a stream of its own: the next batch does not wait for that.
+
+    The pixels are finished when they come here, since `execute` waits for the device after they were copied from the executor's memory;
+    and they are held here until `.cpu()` has waited for this stream, so nothing else is put in their place before they are read.
+    """
+    with torch.cuda.stream(copying_stream(pixels.device)) if pixels.is_cuda else nullcontext():
+        return to_arrays(pixels)
+
+
+@cache
+def copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for all copies: torch has 32 streams and hands them out in turns, and graphs run on one of them."""
+    return torch.cuda.Stream(device)

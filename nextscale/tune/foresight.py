@@ -1,0 +1,77 @@
+"""Where SparseVAR should measure change: which blocks foresee best what the next stage changes. One dense run answers for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..eval.probe import FeatureProbe
+from ..methods.sparsevar_cells import GridMap, feature_change, image_change
+from ..output import Preview
+from ..pipeline import Pipeline
+from ..stage import Schedule, Stage
+
+TOP = 0.4  # of the cells
+
+
+@dataclass
+class Watcher:
+    """Hidden states of the conditional rows before and after every block of the late stages: only their changes are kept."""
+
+    images: int
+    groups: Sequence[tuple[int, int]]  # first block and last block + 1
+    entered: dict[int, Tensor] = field(default_factory=dict)  # block to its input
+    changes: dict[tuple[int, tuple[int, int]], GridMap] = field(default_factory=dict)  # (stage, group) to [B, cells, 1]
+
+    def watch(self, stage: Stage, layer: int, before: Tensor, after: Tensor) -> None:
+        self.entered[layer] = before[: self.images].clone()
+        for group in self.groups:
+            if group[1] == layer + 1:
+                change = feature_change(self.entered[group[0]], after[: self.images])
+                self.changes[stage.index, group] = GridMap(change[..., None], stage.size)
+
+
+def block_groups(depth: int) -> list[tuple[int, int]]:
+    """Single blocks, at most sixteen of them, and eighths and quarters of the depth."""
+    step = -(-depth // 16)
+    groups = {(block, block + 1) for block in range(0, depth, step)}
+    for parts in (8, 4):
+        size = max(1, depth // parts)
+        groups |= {(first, first + size) for first in range(0, depth - size + 1, size)}
+    return sorted(groups)
+
+
+@torch.inference_mode()
+def foresight(
+    pipeline: Pipeline, schedule: Schedule, prompts: Sequence[Any], seeds: Sequence[int], late: int
+) -> dict[tuple[int, int], float]:
+    """How much of what the late stages change in the images lies where a group of blocks changed most one stage earlier.
+
+    A share: that of the 40 % of the cells with the largest change, mean over images and stages. Chance is 0.4.
+    """
+    shown: dict[int, Tensor] = {}
+    first = max(0, len(schedule) - late - 1)
+
+    def keep(preview: Preview) -> None:
+        if preview.done.stage.index >= first:
+            shown[preview.done.stage.index] = preview.tokenizer.decode(preview.latent).float()
+
+    watcher = Watcher(len(prompts), block_groups(len(pipeline.model.blocks)))
+    watched = frozenset(range(first, len(schedule) - 1))
+    pipeline(list(prompts), seed=list(seeds), size=schedule, method=FeatureProbe((watcher.watch,), stages=watched), on_stage=keep)
+    found: dict[tuple[int, int], list[float]] = {}
+    for (index, group), change in watcher.changes.items():
+        stage = schedule[index + 1]
+        moved = image_change(shown[index], shown[stage.index], stage.size)
+        found.setdefault(group, []).append(captured(change.at(stage.size)[..., 0], moved))
+    return {group: sum(shares) / len(shares) for group, shares in sorted(found.items())}
+
+
+def captured(score: Tensor, moved: Tensor) -> float:
+    """Share of `moved` [B, cells] at the cells with the largest score, mean of all images."""
+    best = score.topk(max(1, round(TOP * score.shape[1])), dim=1).indices
+    return float((moved.gather(1, best).sum(dim=1) / moved.sum(dim=1).clamp(min=1e-12)).mean())

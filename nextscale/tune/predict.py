@@ -1,0 +1,196 @@
+"""A predicted frontier: powers of the distances of single knobs add up, and a stage takes an overhead and its MACs at a measured rate."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ..errors import NextscaleError
+from ..guidance import CfgBranch
+from ..models.base import NextScaleModel
+from ..planning.cost import Workload, request_cost
+from .candidate import Candidate
+from .space import PROBED_SHARES
+from .trials import Trial
+
+POWERS = tuple(1 + step / 10 for step in range(16))  # 1 to 2.5
+USUAL_POWER, TINY = 1.7, 1e-9
+PLAIN, SPARSE = "", "sparsevar"  # what a stage's time is fitted for, besides peers by their names
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What the trials of single knobs say about all of them together."""
+
+    model: NextScaleModel
+    workload: Workload
+    trials: Sequence[tuple[Candidate, Trial]]  # of single knobs, dense generation first
+    together: Sequence[tuple[Candidate, Trial]] = ()  # of several knobs
+    ladders: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of peers, mild before bold
+    counted: dict[Candidate, tuple[int, ...] | None] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        return len(self.workload.schedule)
+
+    @cached_property
+    def distances(self) -> dict[Candidate, float]:
+        return {candidate: trial.lpips for candidate, trial in self.trials if trial.error is None}
+
+    @cached_property
+    def rows(self) -> CfgBranch:
+        """The branch whose rows are nearer to dense where guidance is dropped."""
+        total = {"cond": 0.0, "uncond": 0.0}
+        for candidate, distance in self.distances.items():
+            if candidate.unguided is not None and not candidate.fade:
+                total[candidate.kept_rows] += distance
+        return "cond" if total["cond"] <= total["uncond"] else "uncond"
+
+    # --- distance
+
+    def distance(self, candidate: Candidate) -> float:
+        return self._norm(candidate, self.power)
+
+    @cached_property
+    def power(self) -> float:
+        """Such that candidates with several knobs among the trials are predicted best; without one, what fits nano."""
+        several = [(c, trial.lpips) for c, trial in self.together if trial.error is None and trial.lpips > 0]
+        if not several:
+            return USUAL_POWER
+        return min(POWERS, key=lambda power: sum(abs(math.log(max(self._norm(c, power), TINY) / lpips)) for c, lpips in several))
+
+    def _norm(self, candidate: Candidate, power: float) -> float:
+        """The distance if the powers of its parts add up. What several knobs spoil is partly the same, so it is more than 1."""
+        last, rows = self.stages - candidate.skipped, candidate.kept_rows
+        parts = [self.distances.get(Candidate(skipped=candidate.skipped), 0.0), self._peer(candidate.peer)]
+        parts += [self.distances.get(Candidate(left_out=(stage,)), 0.0) for stage in candidate.left_out]
+        parts += [self._reduced(stage, share) * self._alpha(candidate.alpha) for stage, share in candidate.amounts]
+        total = sum(part**power for part in parts)
+        if candidate.unguided is not None:
+            dropped = self._unguided(candidate.unguided, rows) * self._fading**candidate.fade
+            total += max(0.0, dropped**power - self._unguided(last, rows) ** power)
+        return total ** (1 / power)
+
+    def _unguided(self, first: int, rows: str) -> float:
+        return self.distances.get(Candidate(unguided=first, kept_rows=rows), 0.0)  # type: ignore[arg-type]
+
+    @cached_property
+    def _fading(self) -> float:
+        """How much further from dense it is where guidance falls over the stage before."""
+        faded = {candidate: distance for candidate, distance in self.distances.items() if candidate.fade == 1}
+        at_once = {candidate: self.distances.get(replace(candidate, fade=0), 0.0) for candidate in faded}
+        ratios = [faded[candidate] / distance for candidate, distance in at_once.items() if distance > 0]
+        return sum(ratios) / len(ratios) if ratios else 1.0
+
+    def _reduced(self, stage: int, share: float) -> float:
+        return interpolated(self._shares.get(stage, {1.0: 0.0}), share)
+
+    @cached_property
+    def _shares(self) -> dict[int, dict[float, float]]:
+        """The distances of every stage that was reduced alone, by the share of its cells."""
+        found: dict[int, dict[float, float]] = {}
+        for candidate, distance in self.distances.items():
+            if len(candidate.amounts) == 1 and candidate.alpha == Candidate.alpha:
+                stage, share = candidate.amounts[0]
+                found.setdefault(stage, {1.0: 0.0})[share] = distance
+        return found
+
+    def _alpha(self, alpha: int) -> float:
+        """How much more than with the usual anchors the same shares cost."""
+        return interpolated(self._alphas, float(alpha)) if alpha != Candidate.alpha else 1.0
+
+    @cached_property
+    def _alphas(self) -> dict[float, float]:
+        of = {c.alpha: d for c, d in self.distances.items() if c.amounts == ((self.stages - 1, PROBED_SHARES[-1]),)}
+        usual = of.get(Candidate.alpha, 0.0)
+        return {float(alpha): distance / usual for alpha, distance in of.items()} if usual > 0 else {float(Candidate.alpha): 1.0}
+
+    def _peer(self, peer: str) -> float:
+        """Its distance alone; of a setting that was not tried, between those of the settings beside it."""
+        if not peer:
+            return 0.0
+        steps = list(self.ladders.get(Candidate(peer=peer).peer_name, (peer,)))
+        alone = {float(number): self.distances.get(Candidate(peer=step)) for number, step in enumerate(steps)}
+        known = {number: distance for number, distance in alone.items() if distance is not None}
+        return interpolated(known, float(steps.index(peer))) if known else math.inf
+
+    # --- time
+
+    def speedup(self, candidate: Candidate) -> float:
+        return self.trials[0][1].seconds / self.seconds(candidate)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """The time that a batch is expected to take, decoding included."""
+        macs = self.macs(candidate)
+        if macs is None:
+            return math.inf
+        _, dense = self.trials[0]
+        kinds = [*([SPARSE] if candidate.amounts else []), *([candidate.peer_name] if candidate.peer else [])] or [PLAIN]
+        rates = zip(*(self.rates.get(kind, self.rates[PLAIN]) for kind in kinds), strict=True)
+        stages = sum(max(overhead + slope * work for overhead, slope in each) for work, each in zip(macs, rates, strict=True) if work)
+        decoding = max(0.0, dense.seconds - sum(dense.stages))  # medians of their own, which need not add up
+        return decoding + self._saving(candidate.peer) * stages
+
+    def _saving(self, peer: str) -> float:
+        """MACs against those that were planned, where a peer decides for each image what to leave out; 1 for all others."""
+        return self._savings.get(peer, 1.0)
+
+    @cached_property
+    def _savings(self) -> dict[str, float]:
+        dense, found = self.macs(Candidate()) or (), {}
+        for candidate, trial in self.trials:
+            if candidate.peer and trial.error is None and (planned := self.macs(candidate)) is not None:
+                found[candidate.peer] = min(1.0, trial.cost_share * sum(dense) / sum(planned))
+        return found
+
+    def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
+        """The MACs of every stage; None where the model or the schedule does not allow the candidate."""
+        if candidate not in self.counted:
+            try:
+                plans = candidate.method.forecast(self.model, self.workload.schedule, self.workload.guided)
+            except NextscaleError:
+                self.counted[candidate] = None
+            else:
+                self.counted[candidate] = tuple(stage.total for stage in request_cost(self.model, self.workload, plans).stages)
+        return self.counted[candidate]
+
+    @cached_property
+    def rates(self) -> dict[str, list[tuple[float, float]]]:
+        """The overhead of every stage in seconds, and its seconds per MAC. SparseVAR and every peer that was timed have their own."""
+        peers = {c.peer_name for c, trial in self.trials if c.peer and trial.timed}
+        return {kind: self._rates(kind) for kind in (PLAIN, SPARSE, *sorted(peers))}
+
+    def _rates(self, kind: str) -> list[tuple[float, float]]:
+        fitting = [(c, t) for c, t in self.trials if t.timed and (SPARSE if c.amounts else c.peer_name) in (PLAIN, kind)]
+        counted = ((self.macs(candidate), trial.stages) for candidate, trial in fitting)
+        measured = [(macs, times) for macs, times in counted if macs is not None]
+        return [fitted([(macs[k], times[k]) for macs, times in measured if macs[k]]) for k in range(self.stages)]
+
+    def possible(self, candidate: Candidate) -> bool:
+        return self.macs(candidate) is not None
+
+    def place(self, candidate: Candidate) -> tuple[float, float]:
+        """Speedup, and distance to dense."""
+        return self.speedup(candidate), self.distance(candidate)
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Overhead and slope of a line through (MACs, seconds), neither of them negative."""
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread > (1e-3 * mean_x) ** 2 else 0.0
+    slope = min(max(slope, 0.0), mean_y / mean_x)
+    return mean_y - slope * mean_x, slope
+
+
+def interpolated(points: dict[float, float], place: float) -> float:
+    """The value at a place between known ones, along straight lines; beyond the last two along theirs, and never negative."""
+    known = sorted(points.items())
+    if len(known) == 1:
+        return known[0][1]
+    pairs = list(itertools.pairwise(known))
+    (x0, y0), (x1, y1) = next(((a, b) for a, b in pairs if place <= b[0]), pairs[-1])
+    return max(0.0, y0 + (y1 - y0) * (place - x0) / (x1 - x0))

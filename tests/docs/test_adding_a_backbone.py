@@ -1,0 +1,147 @@
+"""The example of docs/adding-a-backbone.md is code that works: it is taken from the page and run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from nextscale.cli.plan_forecast import forecast_of
+from safetensors.torch import load_file, save_file
+
+from nextscale import Pipeline, Schedule, SkipStages
+from nextscale.checkpoints import published_slots, write_weights
+from nextscale.errors import SizeError, WeightsMismatch
+from nextscale.io import from_pil
+from nextscale.loading import presets, random_weights, saved
+from nextscale.loading.load import load_module
+from nextscale.loading.plain_values import CLASSES
+from nextscale.loading.random_weights import fill_random
+from nextscale.planning.cost import Workload
+from tests.helpers.tiny import assert_same_bits
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-backbone.md"
+CPU = torch.device("cpu")
+
+
+@cache
+def example() -> Any:
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code is not None
+    module = ModuleType("backbone_of_the_docs")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(code[1], str(PAGE), "exec"), module.__dict__)
+    return module
+
+
+@cache
+def pipeline() -> Pipeline:
+    made = example()
+    with torch.device("meta"):
+        model, tokenizer = made.Pebble(made.PebbleConfig()), made.PebbleTokenizer(made.PebbleConfig())
+    for module in (model, tokenizer):
+        fill_random(module, torch.Generator().manual_seed(0), torch.float32, module.float32)
+    return made.pebble_pipeline(model, tokenizer)
+
+
+def test_it_generates() -> None:
+    out = pipeline()([3, 7], seed=1, size=128)
+    assert out.images[0].size == (128, 128) and out.report.model == "pebble"
+    assert pipeline()(3, seed=1, size=Schedule([1, 2, (3, 5)])).images[0].size == (80, 48)
+    with pytest.raises(SizeError, match="9 stages; this model knows 8 levels"):
+        pipeline()(3, size=Schedule(range(1, 10)))
+
+
+def test_a_batch_equals_its_images_alone() -> None:
+    together = pipeline()([3, 7], seed=[5, 9], size=128)
+    for image, (label, seed) in enumerate(((3, 5), (7, 9))):
+        alone = pipeline()(label, seed=seed, size=128)
+        assert all(torch.equal(codes[image], own[0]) for codes, own in zip(together.codes, alone.codes, strict=True))
+
+
+def test_prompts_and_guidance_count() -> None:
+    one, other = pipeline()(3, seed=1).codes, pipeline()(4, seed=1).codes
+    assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    no_class, unguided = pipeline()(-1, seed=1, guidance=2), pipeline()(-1, seed=1, guidance=0)
+    assert all(torch.equal(a, b) for a, b in zip(no_class.codes, unguided.codes, strict=True)), "both rows read the same"
+
+
+def test_the_page_names_every_registration() -> None:
+    text = PAGE.read_text().partition("## Into the package")[2]
+    places = {
+        presets: ("ModelConfig", "TokenizerConfig", "build_model", "build_tokenizer", "ModelSpec"),
+        random_weights: ("random_encoder",),
+        saved: ("ENCODERS",),
+    }
+    for module, names in places.items():
+        assert f"{module.__name__.removeprefix('nextscale.').replace('.', '/')}.py" in text
+        assert [name for name in names if not hasattr(module, name) or f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", presets.MODELS)
+def test_every_model_has_its_registrations(name: str) -> None:
+    spec = presets.MODELS[name]
+    assert (random_weights.random_encoder(spec.model, CPU) is None) == (spec.text_encoder is None)
+    assert {type(spec.model).__name__, type(spec.tokenizer).__name__} <= CLASSES.keys()
+
+
+def test_both_parts_know_their_configuration() -> None:
+    assert pipeline().model.config == pipeline().tokenizer.config == example().PebbleConfig()
+
+
+METHODS = ("skip:last=1", "sparsevar:metric=logits,tau=0.9", "fastvar:ratios={3: 0.5},cache_stage=2", "stagevar:alphas=[]", "tome")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_on_it(method: str) -> None:
+    out = pipeline()([3, 7], seed=1, size=128, method=method)
+    assert out.report.cost_share < 1 and torch.isfinite(out.pixels).all()
+
+
+def test_its_cost_and_memory_are_planned() -> None:
+    """Of a decoder that the library does not know, the pixels alone are counted: in its dtype, and in float32."""
+    pipe, found = pipeline(), []
+    for images in (1, 3):
+        workload = Workload(pipe.settings.schedules.choose(128, None), images)
+        found.append(forecast_of(pipe.name, pipe.model, pipe.tokenizer, SkipStages(1), workload, 0.5).memory.method_peak)
+    parameters = [*pipe.model.parameters(), *pipe.tokenizer.parameters(), *pipe.model.buffers(), *pipe.tokenizer.buffers()]
+    assert [peak.weights for peak in found] == [sum(one.nbytes for one in parameters)] * 2
+    assert [peak.decoding for peak in found] == [images * 3 * 128 * 128 * (4 + 4) for images in (1, 3)]
+    assert found[0].cache > 0 and found[1].generating > found[0].generating
+
+
+def test_zero_strength_is_dense() -> None:
+    for method in ("skip:last=0", "tome:ratio=0", "sparsevar:tau=0"):
+        assert_same_bits(pipeline()(3, seed=1, method=method), pipeline()(3, seed=1))
+
+
+def test_its_files_are_read_strictly(tmp_path: Path) -> None:
+    made, pipe = example(), pipeline()
+    for module, fresh in ((pipe.model, made.Pebble), (pipe.tokenizer, made.PebbleTokenizer)):
+        path = tmp_path / f"{fresh.__name__}.safetensors"
+        write_weights(module, path, module.layout, torch.float32)
+        with torch.device("meta"):
+            loaded = fresh(made.PebbleConfig())
+        load_module(loaded, path, CPU, torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True))
+    assert {"labels.weight", "layers.0.attention.qkv.weight"} <= set(published_slots(pipe.model, pipe.model.layout))
+    tensors = load_file(path)
+    tensors["vae.tea"] = tensors.pop("vae.codebook")
+    save_file(tensors, path)
+    with pytest.raises(WeightsMismatch, match="vae.codebook"):
+        load_module(loaded, path, CPU, torch.float32)
+
+
+def test_images_are_encoded_and_decoded() -> None:
+    pipe = pipeline()
+    schedule = Schedule([1, 2, 4])
+    pixels = from_pil(pipe(3, seed=1, size=64).images[0], (64, 64))
+    codes = pipe.tokenizer.encode(pixels, schedule)
+    assert [tuple(one.shape) for one in codes] == [(1, 1), (1, 4), (1, 16)]
+    forced = pipe(3, seed=1, size=schedule, revise=lambda stage, _: codes[stage.index])
+    assert all(torch.equal(a, b) for a, b in zip(forced.codes, codes, strict=True))

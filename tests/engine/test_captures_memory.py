@@ -1,0 +1,198 @@
+"""What lies where graphs write and read: nothing that is still wanted is overwritten, and nothing that is read is given away.
+
+Graphs are played on the CPU, in memory that behaves like the pool of captures on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale.engine import captures
+from nextscale.engine.graphs import CapturedRequest
+from nextscale.loading.random_weights import random_pipeline
+from nextscale.methods.combine import Combined
+from nextscale.pipeline import Pipeline
+from nextscale_research.methods import litevar, sparvar
+from tests.helpers import tiny
+from tests.helpers.pooled_tape import play_pooled_graphs_on_the_cpu
+from tests.helpers.tape import Dispatched, play_graphs_on_the_cpu
+from tests.methods.test_peers import PEERS, ROUTED, picked, pipeline_for, size_for, three_routes
+
+METHODS: dict[str, Method] = {
+    "dense": Method(),
+    "skip": SkipStages(last=1),
+    "fastvar": FastVAR(),
+    "stagevar": StageVAR(guidance_off=2, ranks=0.3, kept_rows="cond"),
+    "tome": ToMe(random=True),
+    "sparsevar": SparseVAR(tau=0.95, first_stage=2),
+    "sparsevar, content": SparseVAR(keep=0.3, first_stage=2, alpha=3, anchors="content"),
+    "sparsevar, fading": Combined((SparseVAR(tau=0.95, first_stage=2), DropGuidance(2, fade=1))),
+    **{name: method for name, (method, _) in PEERS.items()},
+}
+
+
+def with_graphs(pipe: Pipeline) -> Pipeline:
+    return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine="graphs")
+
+
+def forget_tables(pipe: Pipeline) -> None:
+    """As requests of many other sizes do."""
+    pipe._tables._tables.clear()
+    litevar.band_mask.cache_clear()
+    sparvar.visible_lists.cache_clear()
+
+
+def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, **asked: Any) -> None:
+    """The request is replayed, with the images of eager generation."""
+    ours = pipe(prompt, **asked)
+    with Dispatched():
+        theirs = eager(prompt, **asked)
+    assert ours.report.engine == "graphs"
+    for mine, other in zip(ours.codes, theirs.codes, strict=True):
+        if mine.shape == other.shape:  # buckets pad tokens to other numbers
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-3)
+    torch.testing.assert_close(ours.latent, theirs.latent, rtol=1e-3, atol=1e-2 if "hart" in pipe.name else 1e-3)
+    torch.testing.assert_close(ours.pixels, theirs.pixels, rtol=1e-2, atol=1e-2)
+
+
+def test_a_replay_overwrites_what_was_not_alive_when_it_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool of these tests itself: what was made later, what was freed before, and what was given and nobody holds."""
+    pool = play_pooled_graphs_on_the_cpu(monkeypatch)
+    first, second, third = (torch.cuda.CUDAGraph() for _ in range(3))
+    given = torch.ones(4)
+    with first:
+        kept = given + 1
+        freed = kept * 2
+    address = freed.untyped_storage()
+    with second:
+        later = kept + freed
+    del freed
+    assert pool.lost() == []
+    alias = address.data_ptr()
+    del address, given
+    with third:
+        last = later * 2
+    assert pool.lost() == [[4]]
+    for graph in (first, second, third):
+        graph.replay()
+    assert (kept[0].item(), later[0].item(), last[0].item()) == (2, 6, 12)
+    dead = [memory.tensor for memory in pool.known.values() if memory.tensor.data_ptr() == alias]
+    assert dead[0].isnan().all()  # overwritten by the third
+    first.replay()
+    assert later.isnan().all() and last.isnan().all() and kept.eq(2).all()
+
+
+@pytest.mark.parametrize("family", tiny.KINDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_replays_need_nothing_that_others_overwrite(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two captures in one pool, replayed in turns."""
+    pool = play_pooled_graphs_on_the_cpu(monkeypatch)
+    eager = pipeline_for(name, family)
+    pipe, settings = with_graphs(eager), size_for(name, family)
+    for method in (METHODS[name], Method()):
+        pipe.warmup(tiny.prompts(family, 2), method=method, **settings)
+    forget_tables(pipe)
+    assert pool.lost() == []
+    for method, seed in ((METHODS[name], 3), (Method(), 4), (METHODS[name], 5)):
+        assert_replayed(pipe, eager, tiny.prompts(family, 2), seed=seed, method=method, **settings)
+
+
+BESIDE_ROUTES: dict[str, Method] = {
+    "alone": Method(),
+    "skip": SkipStages(last=1),
+    "fastvar": FastVAR(),
+    "stagevar": StageVAR(ranks=0.3, guidance_off=2),
+    "tome": ToMe(random=True),
+    "scalekv": PEERS["scalekv"][0],
+    "litevar": PEERS["litevar"][0],
+    "kv int8": Method(),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "beside"),
+    [*((family, "alone") for family in tiny.FAMILIES), *((family, name) for name in BESIDE_ROUTES for family in ("infinity", "hart"))],
+)
+def test_routes_need_nothing_that_others_overwrite(family: str, beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = tiny.shared_pipeline(family) if beside != "kv int8" else random_pipeline(tiny.SPECS[family], kv_dtype="int8")
+    method = Combined((three_routes(eager, family, None, tmp_path), BESIDE_ROUTES[beside]))
+    pool = play_pooled_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(captures, "HOST_SECONDS", 1e3)  # so that fewer images are padded
+    pipe = with_graphs(eager)
+    for chosen in (method, Method()):
+        pipe.warmup(picked(family, range(3)), method=chosen)
+    forget_tables(pipe)
+    assert pool.lost() == []
+    for images in (*ROUTED, [1, 2], [0]):
+        asked = {"seed": [1 + image for image in images], "method": method}
+        assert_replayed(pipe, eager, picked(family, images), **asked)
+        assert_replayed(pipe, eager, picked(family, range(3)), seed=7)
+
+
+class Launched(TorchDispatchMode):
+    """What is run inside, by operator and types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[tuple[str, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.kinds.add(kind_of(func, args, kwargs))
+        return func(*args, **kwargs or {})
+
+
+def kind_of(func: Any, *inputs: Any) -> tuple[str, ...]:
+    return str(func), *(str(one.dtype) for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
+
+
+@pytest.mark.parametrize("family", tiny.KINDS)
+def test_what_routes_capture_was_launched_before(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU loads and compiles kernels when they are first launched, which a capture may not have to wait for."""
+    method = three_routes(tiny.shared_pipeline(family), family, None, tmp_path)
+    play_graphs_on_the_cpu(monkeypatch)
+    warm_up, launched = CapturedRequest._warm_up, Launched()
+
+    def watched(captured: CapturedRequest) -> None:
+        with launched:
+            warm_up(captured)
+
+    monkeypatch.setattr(CapturedRequest, "_warm_up", watched)
+    pipe = with_graphs(tiny.shared_pipeline(family))
+    pipe.warmup(picked(family, range(3)), method=method)
+    (kept,) = pipe.captures._captures.values()
+    assert kept.request.routed is not None
+    tapes: Any = [route.graph for sizes in kept.request.routed.graphs for route in sizes]
+    found = {kind_of(func, args, kwargs) for tape in tapes for func, args, kwargs, _ in tape.launches}
+    assert found and found <= launched.kinds
+
+
+FILLED = ([0, 0, 0, 0, 0, 1], [0, 1, 2, 2, 2, 2, 2], [2, 1, 2, 1, 1, 2, 1], [1, 1, 1, 1, 0, 1, 2], [0, 2, 0, 0, 0, 0])
+"""Images of `three_routes`, of which five or six take one route: of six images all are run then, of seven a group is filled up."""
+
+
+@pytest.mark.parametrize("family", tiny.KINDS)
+@pytest.mark.parametrize("batch", [6, 7])
+def test_groups_that_are_filled_up_change_no_image(batch: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = tiny.shared_pipeline(family)
+    method = three_routes(eager, family, None, tmp_path)
+    pool = play_pooled_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(captures, "HOST_SECONDS", 1e3)
+    pipe = with_graphs(eager)
+    pipe.warmup(picked(family, [0] * batch), method=method)
+    assert pool.lost() == []
+    rows = set()
+    for images in FILLED:
+        if len(images) <= batch:
+            asked: dict[str, Any] = {"seed": [1 + image for image in images], "method": method}
+            assert_replayed(pipe, eager, picked(family, images), **asked)
+            ours, theirs = (one(picked(family, images), **asked).report for one in (pipe, eager))
+            assert [stage.rows for stage in ours.stages] == [stage.rows for stage in theirs.stages]
+            rows.add(tuple(stage.rows for stage in ours.stages))
+    assert len(rows) > 1

@@ -1,0 +1,111 @@
+"""CUDA graphs played on a CPU in memory that behaves like the pool of captures on a GPU.
+
+What a capture has allocated and nobody holds any more is taken by captures that come later. So a replay destroys all that was not alive
+when its graph was captured: what was freed before, and what was made after. What no capture has allocated has to be held by somebody as
+long as a graph reads it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.helpers.tape import FEW_BUCKETS, Tape, play_graphs_on_the_cpu
+
+
+@dataclass
+class Memory:
+    """A piece of memory that graphs use."""
+
+    tensor: Tensor  # a tape's own, of which any lies there
+    born: int | None = None  # the graph whose capture allocated it; None: it was there before
+    died: int | None = None  # the last graph during whose capture somebody held it
+
+
+@dataclass
+class Pool:
+    """The memory of all graphs, by the address of torch's record of it."""
+
+    graphs: int = 0
+    known: dict[int, Memory] = field(default_factory=dict)
+    held: Counter[int] = field(default_factory=Counter)  # tensors that tapes hold of it
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """The same memory in a tensor for a tape to hold."""
+        own = tensor.detach()
+        self.held[storage_of(own)] += 1
+        return own
+
+    def is_held(self, memory: Memory) -> bool:
+        """Whether anybody but tapes holds it."""
+        storage = memory.tensor.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata) - 1 > self.held[storage._cdata]
+
+    def bury(self) -> None:
+        """Notes what nobody holds now."""
+        for memory in self.known.values():
+            if memory.born is not None and memory.died is None and not self.is_held(memory):
+                memory.died = self.graphs - 1
+
+    def destroy(self, graph: int) -> None:
+        """Overwrites what a replay of this graph may overwrite, whoever still wants it."""
+        for memory in self.known.values():
+            if memory.born is None:
+                continue
+            before, after = memory.born > graph, memory.died is not None and memory.died < graph
+            if before or after:
+                memory.tensor.untyped_storage().fill_(255)  # NaN in every floating-point format
+
+    def lost(self) -> list[list[int]]:
+        """Shapes of what graphs read that was not made by any, and that nobody holds: a GPU would have given it to others."""
+        given = (memory for memory in self.known.values() if memory.born is None)
+        # A single number travels with the launch.
+        return [list(memory.tensor.shape) for memory in given if memory.tensor.ndim and not self.is_held(memory)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class PooledTape(Tape):
+    pool: Pool
+
+    def __enter__(self) -> PooledTape:
+        self.pool.bury()
+        self.number, self.pool.graphs = self.pool.graphs, self.pool.graphs + 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.pool.bury()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.ops[-1] = (func, *(tree_map(self._own, part) for part in self.ops[-1][1:]))
+        read = {storage_of(one) for one in tree_leaves(self.ops[-1][1:3]) if isinstance(one, Tensor)}
+        for tensor in tree_leaves(self.ops[-1][1:]):
+            if isinstance(tensor, Tensor):
+                born = None if storage_of(tensor) in read else self.number
+                self.pool.known.setdefault(storage_of(tensor), Memory(tensor, born))
+        return out
+
+    def _own(self, value: Any) -> Any:
+        return self.pool.alias(value) if isinstance(value, Tensor) else value
+
+    def replay(self) -> None:
+        self.pool.destroy(self.number)
+        super().replay()
+
+
+def play_pooled_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS) -> Pool:
+    """Returns the pool, for all captures of a test."""
+    play_graphs_on_the_cpu(patch, buckets)
+    pool = Pool()
+    patch.setattr(torch.cuda, "CUDAGraph", type("PooledTapeOfATest", (PooledTape,), {"pool": pool}))
+    return pool

@@ -1,0 +1,124 @@
+"""CUDA graphs played on a CPU: what runs inside a capture is written down op by op and can be run again on the same memory.
+
+As on a GPU, a replay writes where the capture wrote, nothing on the host runs again, and reading from the device during a capture fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nextscale import pipeline
+from nextscale.engine import captures, variants
+
+HOST_READS = {f"aten::{name}" for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "lift_fresh", "equal")}
+
+
+class Tape(TorchDispatchMode):
+    """Stands for torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # A number that is written into a tensor becomes one of no dimensions here; on a GPU it travels with the launch.
+        number = func._schema.name == "aten::lift_fresh" and args[0].ndim == 0
+        if func._schema.name in HOST_READS and not number:
+            raise RuntimeError(f"{func} during a capture: the host waits for the device, or sends it what it made")
+        out = func(*args, **kwargs or {})
+        self.ops.append((func, args, kwargs or {}, out))
+        return out
+
+    @cached_property
+    def launches(self) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]:
+        """What a replay runs: an operator, what it reads, and the tensors that take its results unless it writes into them itself."""
+        found = []
+        for func, args, kwargs, out in self.ops:
+            in_place = any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
+            if not in_place and shares_memory(out, (args, kwargs)):
+                continue  # a view stays where it is
+            written = in_place or func._schema.name.startswith("aten::empty")
+            found.append((func, args, kwargs, [] if written else [one for one in tree_leaves(out) if isinstance(one, Tensor)]))
+        return found
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, targets in self.launches:
+            fresh = func(*args, **kwargs)
+            if targets:
+                sources = (fresh,) if isinstance(fresh, Tensor) else [one for one in tree_leaves(fresh) if isinstance(one, Tensor)]
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source)
+
+
+def shares_memory(out: Any, inputs: Any) -> bool:
+    """Some operators return a view or a copy, as it comes: `to`, `reshape`, `contiguous`."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
+    return any(tensor.untyped_storage().data_ptr() in places for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
+
+
+class Dispatched(TorchDispatchMode):
+    """Nothing but the way through Python that captures take: some operators, attention among them, round differently there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+class Stream:
+    device_index = 0
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+
+class Event:
+    def record(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def captured(tape: Tape, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    with tape:
+        yield
+    assert tape.ops, "nothing was captured: torch warns of empty graphs"
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    yield
+
+
+FEW_BUCKETS = (32, 24, 12, 4)
+"""Of 32: enough sizes to choose from, with tokens to pad in most. With all of them, stages this small have one for nearly every number."""
+
+
+def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS) -> None:
+    patch.setattr(variants, "BUCKETS", buckets)
+    for name, value in {
+        "CUDAGraph": Tape,
+        "graph": captured,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": on_stream,
+        "current_stream": Stream,
+        "graph_pool_handle": lambda: (0, 0),
+        "synchronize": lambda *_: None,
+        "memory_reserved": lambda *_: 0,
+        "memory_allocated": lambda *_: 0,
+        "get_device_properties": lambda *_: SimpleNamespace(total_memory=2**40),
+    }.items():
+        patch.setattr(torch.cuda, name, value)
+    for module in (captures, pipeline):
+        patch.setattr(module, "graphs_run_on", lambda device: True)

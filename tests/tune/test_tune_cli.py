@@ -1,0 +1,363 @@
+"""`nextscale tune` from the command line to the profile, on a tiny model whose times follow from its MACs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+from typer.testing import CliRunner, Result
+
+from nextscale.cli import app
+from nextscale.cli import old_options as options
+from nextscale.cli import old_parse as parse
+from nextscale.cli.show import WholePercent, share_bar
+from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, provable, starting_points
+from nextscale.errors import NextscaleError, PromptError, SettingError
+from nextscale.eval.quality import Evaluation, evaluate, mixed_batches
+from nextscale.loading import presets
+from nextscale.loading.presets import NANO
+from nextscale.methods import resolve_method
+from nextscale.profiles import Profile
+from nextscale.stage import Schedule
+from nextscale.tune.log import FORMAT, TrialLog
+from nextscale.tune.trials import Trial
+from nextscale_research.__main__ import app as research
+from nextscale_research.sensitivity import Sensitivities
+from tests.helpers import tiny
+from tests.helpers.counted_bench import CountedBench, difference
+from tests.helpers.tiny_profiles import profile_of
+
+PROFILE, TRIALS = Path("x.profile.json"), Path("x.trials.jsonl")
+
+
+def timed_by_macs(*arguments: Any, **more: Any) -> Evaluation:
+    """Real images; the speedups are those that MACs would give."""
+    found = evaluate(*arguments, **more)
+    for row in found.rows:
+        row["speedup"] = dict.fromkeys(("median", "p20", "p80"), 1 / row["cost_share"])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tiny model under nano's name, in a folder with prompts, on a machine that has a distance of images."""
+    monkeypatch.setitem(presets.MODELS, NANO.name, tiny.SPECS["infinity"])
+    monkeypatch.setattr(parse, "profile_folders", lambda *_: [tmp_path / "weights"])
+    monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
+    monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
+    monkeypatch.setattr("nextscale.eval.judges.ssim", difference)  # tiny images have no window
+    monkeypatch.setattr("nextscale.tune.validate.evaluate", timed_by_macs)
+    monkeypatch.setattr("nextscale.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
+    monkeypatch.chdir(tmp_path)
+    Path("train.txt").write_text("".join(f"a {thing}\n" for thing in ("bee", "cat", "cow", "dog", "elk", "fox", "hen", "owl")))
+    Path("test.txt").write_text("a ship\na car\n")
+    yield
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, stop_after: int = 1000) -> tuple[Result, list[CountedBench]]:
+    made: list[CountedBench] = []
+
+    def bench(*given: Any) -> CountedBench:
+        made.append(CountedBench(*given, stop_after=stop_after))
+        return made[-1]
+
+    monkeypatch.setattr("nextscale.cli.tune.Bench", bench)
+    command = ["tune", "nano", "--device", "cpu", "--batch", "2", "--out", PROFILE, *arguments]
+    return CliRunner().invoke(app, list(map(str, command))), made
+
+
+SEARCH = ("--prompts", "train.txt", "--test", "test.txt", "--images", "2", "--minutes", "2")
+
+
+def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed, _ = run(monkeypatch, *SEARCH, stop_after=30)
+    assert killed.exit_code == 130
+    assert killed.stderr.splitlines() == ["stopped: the trials so far are kept in x.trials.jsonl: the same command continues"]
+    assert len(TRIALS.read_text().splitlines()) == 32  # the conditions, the foresight, and a line for each trial
+    assert not PROFILE.exists()
+    result, (bench,) = run(monkeypatch, *SEARCH, "--target", "speedup=1.5")
+    assert result.exit_code == 0, result.output
+    assert not TRIALS.exists()
+    profile = Profile.load(PROFILE)
+    assert (profile.tested, profile.seed) == (2, 0)
+    assert profile.searched in (2, 4)  # the first batch, or two of them: research plug-ins add trials
+    assert profile.prompts == "train.txt for the search, test.txt for the proof"
+    taken = profile.nearest(speedup=1.5)
+    assert f"Auto(speedup=1.5) takes {resolve_method(taken.method).label}: {taken.label}" in result.stdout
+    _, (whole,) = run(monkeypatch, *SEARCH, "--force")
+    assert whole.runs == bench.runs + 30
+    assert [point.method for point in Profile.load(PROFILE).points] == [point.method for point in profile.points]
+
+    again, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--out", "y.profile.json")
+    assert again.exit_code == 0, again.output
+    proved = Profile.load("y.profile.json")
+    assert (proved.searched, proved.tested) == (0, 2)
+    assert proved.prompts == "points of x.profile.json, proved on test.txt"
+    assert "2 prompts (points of x.profile.json, proved on test.txt), seed 0." in again.stdout
+    assert {point.method for point in proved.points} <= {point.method for point in profile.points}
+    unmet, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--target", "speedup=99", "--force")
+    assert unmet.exit_code == 2 and "no point with a speedup of at least 99" in unmet.stderr
+
+
+def test_the_proof_takes_as_many_prompts_as_its_time_is_enough_for() -> None:
+    class Timed:
+        batch = 2
+
+        def dense_seconds_per_image(self) -> float:
+            return 0.1
+
+    def count(prompts: int = 100, **given: Any) -> int:
+        return len(proof_prompts(SearchOptions(**given), Timed(), [*range(prompts)], winners=6))  # type: ignore[arg-type]
+
+    assert count(minutes=2) == 30  # half a minute, ten methods with dense generation and skipping
+    assert count(minutes=2, prompts=20) == 20
+    assert count(minutes=0.01) == 6
+    assert count(minutes=0.01, test=Path("test.txt")) == count(start=Path("x.profile.json")) == 100
+
+
+@pytest.mark.parametrize(("count", "batch", "taken"), [(17, 8, 16), (16, 8, 16), (23, 8, 23), (33, 32, 32), (570, 32, 570), (8, 8, 8)])
+def test_the_proof_runs_batches_of_the_size_that_was_asked_for(count: int, batch: int, taken: int) -> None:
+    assert filling_batches(count, batch) == taken
+    assert len(mixed_batches(taken, batch)[0]) == batch
+
+
+def test_the_first_round_is_as_long_as_the_time_allows() -> None:
+    assert affordable(2, 0.1, 1000) == 24
+    assert affordable(2, 0.1, 65) == 10
+    assert affordable(2, 0.1, 1) == 2
+    assert affordable(32, 0.1, 1) == 24  # which is one batch
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "least"), [("2", 60.0, "65 min .*pass --minutes 78"), ("2", 10.0, "11 min "), ("0.01", 0.1, "1 min ")]
+)
+def test_too_few_minutes_are_refused_after_one_image(minutes: str, seconds: float, least: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round has 2 images; 65 trials take 0.75 times as long as dense generation, and the proof a quarter of the time."""
+    monkeypatch.setattr(CountedBench, "first_look", lambda _: seconds / 2)
+    result, (bench,) = run(monkeypatch, *SEARCH, "--minutes", minutes)
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 2 and re.search(least, line), line
+    assert bench.runs == 0 and not TRIALS.exists() and not PROFILE.exists()
+
+
+def test_a_search_whose_needed_trials_take_too_long_stops_and_can_be_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of this bench takes a second: 45 s of --minutes 0.5 plus a third are 31 trials and what fits no more."""
+    stopped, (bench,) = run(monkeypatch, *SEARCH, "--minutes", "0.5")
+    assert stopped.exit_code == 2
+    assert re.search(r"3\d of about 65 are kept in x.trials.jsonl; run the same command with --minutes 1 to continue", stopped.stderr)
+    assert 0.75 * 30 < bench.runs <= 1.3 * 30
+    shorter = run(monkeypatch, *SEARCH, "--trials", "y.trials.jsonl", "--minutes", "0.25")[0].stderr  # the other trials take 50 s
+    assert re.search(r"1\d of about 65 are kept in y.trials.jsonl; run the same command with --minutes 2 to continue", shorter), shorter
+    continued, (rest,) = run(monkeypatch, *SEARCH, "--minutes", "2")
+    assert continued.exit_code == 0, continued.output
+    assert rest.runs < 60 and PROFILE.exists()
+
+
+def test_the_proof_takes_as_many_winners_as_it_has_time_for() -> None:
+    class Timed:
+        batch = 2
+
+        def dense_seconds_per_image(self) -> float:
+            return 0.1
+
+    bench: Any = Timed()
+    assert provable(bench, 30) == 45
+    assert provable(bench, 6.01) == 6
+    assert provable(bench, 1) == 4
+
+
+def test_progress_grows_and_is_never_complete_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[float, str]] = []
+    update = Progress.update
+
+    def told(self: Progress, *given: Any, **changes: Any) -> None:
+        shown.append((changes["completed"], changes["description"]))
+        update(self, *given, **changes)
+
+    monkeypatch.setattr(Progress, "update", told)
+    monkeypatch.setattr("nextscale.cli.tune.LATEST", 100)  # the needed trials take longer than was asked for
+    result, _ = run(monkeypatch, *SEARCH, "--minutes", "0.2")
+    assert result.exit_code == 0, result.output
+    shares = [share for share, _ in shown]
+    assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] < 1
+    assert shown[0][1].startswith("trial 1, dense") and any(words.startswith("proof: dense") for _, words in shown)
+    assert {share for share, words in shown if words.startswith("trial")} >= {0.75}, "where the time is over but the search is not"
+    (percent,) = [column for column in share_bar().columns if isinstance(column, WholePercent)]
+    assert percent.render(SimpleNamespace(percentage=99.9)).plain == "99 %"  # type: ignore[arg-type]
+
+
+def test_a_search_that_goes_on_has_the_first_round_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ("--prompts", "train.txt", "--test", "test.txt", "--minutes", "2")
+    monkeypatch.setattr("nextscale.cli.tune.affordable", lambda *_: 4)
+    run(monkeypatch, *given, stop_after=5)
+    monkeypatch.setattr("nextscale.cli.tune.affordable", lambda *_: 8)  # the machine has become faster
+    _, (bench,) = run(monkeypatch, *given, stop_after=5)
+    assert bench.least == 4
+    assert {trial.images for trial in TrialLog.read(TRIALS).trials.values()} == {4}
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize("file", ["train.txt", "test.txt"])
+def test_prompts_that_cannot_be_read_are_refused_before_the_search(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = tiny.shared_pipeline("infinity").reader
+    read = reader.read
+
+    def limited(prompts: Any) -> Any:
+        if any(len(prompt) > 99 for prompt in prompts):
+            raise PromptError("too many words")
+        return read(prompts)
+
+    monkeypatch.setattr(reader, "read", limited)
+    with Path(file).open("a") as lines:
+        lines.write(f"a {'very ' * 50}large ship\n")
+    result, benches = run(monkeypatch, *SEARCH, stop_after=0)
+    assert result.exit_code == 2 and "too many words" in result.stderr, result.output
+    assert not benches and not TRIALS.exists()
+
+
+def prompts_read(prompts: Sequence[str] | None = None, test: Sequence[str] | None = None, **given: Any) -> Prompts:
+    for file, lines in (("a.txt", prompts), ("b.txt", test)):
+        Path(file).write_text("".join(f"{line}\n" for line in lines or ()))
+    options = SearchOptions(Path("a.txt") if prompts else None, Path("b.txt") if test else None, **given)
+    return options.read(tiny.SPECS["infinity"], tiny.shared_pipeline("infinity"))
+
+
+def test_no_prompt_of_the_proof_is_one_of_the_search() -> None:
+    again = prompts_read(["a bee", "a cat", "a cow", "a bee", "a cat", "a cow", "a dog"])
+    assert (again.seen, again.proof) == (["a bee", "a cow", "a bee", "a cow"], ["a cat", "a cat", "a dog"])
+    overlapping = prompts_read(["a bee", "a cat", "a cow"], ["a cat", "a ship"])
+    assert (overlapping.seen, overlapping.proof) == (["a bee", "a cow"], ["a cat", "a ship"])
+    own = prompts_read()
+    assert len(own.seen) == len(own.proof) == 128
+    assert len({*own.seen, *own.proof}) == 256
+
+
+def test_points_that_are_proved_later_are_proved_on_what_no_search_of_ours_saw() -> None:
+    searched, later = prompts_read(test=["a ship", "a car"]), prompts_read(start=Path("x.profile.json"))
+    assert len(searched.seen) == len(later.proof) == 128
+    assert not {*searched.seen} & {*later.proof}
+
+
+def test_trials_of_another_torch_or_format_of_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch, *SEARCH, stop_after=3)
+    kept = TRIALS.read_text()
+    for changes in ({"torch": "1.0"}, {"quantize": "int8"}, {"kv_dtype": "int8"}):
+        head, *lines = kept.splitlines()
+        TRIALS.write_text("\n".join([json.dumps(json.loads(head) | changes), *lines]) + "\n")
+        refused, _ = run(monkeypatch, *SEARCH)
+        assert refused.exit_code == 2 and re.search(f"other conditions .{next(iter(changes))}: ", refused.stderr), refused.output
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"text": 7},
+        {"images": 0},
+        {"lpips": "near"},
+        {"seconds": -1.0},
+        {"stages": [None]},
+        {"error": 3},
+        {"took": float("inf")},
+        {"took": 10**400},
+        {"seconds": 1.0, "stages": [0.5]},
+    ],
+)
+def test_trials_that_no_search_writes_are_refused(line: dict[str, Any]) -> None:
+    head = {"format": FORMAT, "grids": [[1, 1], [2, 2]]}
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dense", 2).to_json() | line) + "\n")
+    with pytest.raises(NextscaleError, match="cannot be read as trials of a search"):
+        TrialLog.read(TRIALS)
+    TRIALS.write_text("[]\n")
+    with pytest.raises(NextscaleError, match="its first line is no JSON object"):
+        TrialLog.read(TRIALS)
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dropguidance:first_stage=9", 2).to_json()) + "\n")
+    with pytest.raises(NextscaleError, match="has trials of stages up to 9, and grids of 2"):
+        Sensitivities.of(TrialLog.read(TRIALS))
+
+
+def test_a_proof_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(*arguments: Any, **more: Any) -> Evaluation:
+        found = timed_by_macs(*arguments, **more)
+        for row in found.rows:
+            row["engine"] = "eager and graphs"
+        return found
+
+    monkeypatch.setattr("nextscale.tune.validate.evaluate", mixed)
+    profile_of(tiny.shared_pipeline("infinity")).save("start.profile.json")
+    result, _ = run(monkeypatch, "--from", "start.profile.json", "--test", "test.txt")
+    assert result.exit_code == 0, result.output
+    assert Profile.load(PROFILE).engine == "eager"
+
+
+def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    kept = Path("kept.trials.jsonl")
+    result, _ = run(monkeypatch, *SEARCH, "--trials", kept)
+    assert result.exit_code == 0, result.output
+    found = Sensitivities.of(TrialLog.read(kept))
+    assert set(found.unguided) == {"cond", "uncond", "cond, fading"}
+    assert [stage for stage, _ in found.skipped] == [stage for stage, _ in found.left_out] == [1, 2, 3]
+    assert found.skipped[-1] == found.left_out[-1]
+    assert set(found.shares) == {1, 2, 3} and {"ToMe", "FastVAR"} <= set(found.peers)
+    assert all(line == sorted(line) for line in found.unguided.values())
+    assert found.foresight and len(found.predicted) > 20
+    drawn = CliRunner().invoke(research, ["sensitivity", str(kept), "--out", "s.svg"])
+    assert drawn.exit_code == 0, drawn.output
+    picture = Path("s.svg").read_text()
+    for words in ("guidance dropped from a stage on", "stages left out", "other methods alone", "predicted and measured"):
+        assert words in picture
+    refused = CliRunner().invoke(research, ["sensitivity", str(kept), "--out", "s.svg"])
+    assert refused.exit_code == 2 and "--force" in refused.stderr
+    kept.write_text(json.dumps({"format": "of tomorrow"}) + "\n")
+    with pytest.raises(NextscaleError, match="no trials that this version reads"):
+        TrialLog.read(kept)
+
+
+def test_points_of_other_stages_are_not_proved(tmp_path: Path) -> None:
+    pipe = tiny.shared_pipeline("infinity")
+    profile_of(pipe).save(tmp_path / "a.profile.json")
+    with pytest.raises(SettingError, match="has settings for the 4 stages of 8x6, and these are 2: add --size 8x6"):
+        starting_points(tmp_path / "a.profile.json", pipe, Schedule([1, 2]))
+    with pytest.raises(NextscaleError, match="a profile of tiny-infinity with other weights: give one of tiny-var"):
+        starting_points(tmp_path / "a.profile.json", tiny.shared_pipeline("var"), Schedule([1, 2]))
+
+
+@pytest.mark.parametrize("line", ["9999", "a cat"])
+def test_classes_of_the_proof_are_refused_before_the_search(line: str) -> None:
+    Path("classes.txt").write_text(f"1\n{line}\n")
+    with pytest.raises(PromptError, match="classes.txt: tiny-var takes class numbers, one per line"):
+        prompts_of(Path("classes.txt"), tiny.SPECS["var"])
+    Path("classes.txt").write_text("1\n2\n")
+    assert prompts_of(Path("classes.txt"), tiny.SPECS["var"]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "speed=2"], "give one of speedup=2, lpips=0.08, ms=50"),
+        (["--target", "lpips=-1"], "give a number above 0"),
+        (["--out", "x.json"], "ends in .profile.json"),
+        (["--trials", "x.json"], "ends in .trials.jsonl"),
+        (["--prompts", "test.txt", "--test", "test.txt"], "holds all prompts of the search"),
+        (["--prompts", "test.txt"], "1 prompts for batches of 2"),
+        (["--prompts", "train.txt", "--test", "test.txt", "--batch", "3"], "2 prompts of the proof for batches of 3"),
+        (["--from", "a.profile.json", "--minutes", "3"], "--minutes would have no effect"),
+        (["--from", "a.profile.json", "--prompts", "train.txt", "--images", "2"], "--prompts and --images would have no effect"),
+        (["--from", "absent.profile.json"], "absent.profile.json is no profile"),
+        (["--model", "var-d16"], "two models, nano and -m var-d16"),
+        (["--prompts", "train.txt", "--trials", "train.txt/a.trials.jsonl"], "train.txt/a.trials.jsonl cannot be written"),
+    ],
+)
+def test_what_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = run(monkeypatch, *arguments)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test.txt", "train.txt"]
