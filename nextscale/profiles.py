@@ -16,7 +16,7 @@ import torch
 
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
-from .io import write_text
+from .io import expanded, write_text
 from .methods.code import CoDe
 from .methods.method import Method
 from .methods.registry import resolve_method
@@ -191,7 +191,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        path = Path(path)
+        path = expanded(path)
         try:
             return read_profile(read_json(path))
         except ProfileError as error:
