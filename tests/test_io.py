@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from nextscale.errors import NextscaleError
-from nextscale.hub import Folder
 from nextscale.io import regular
 from nextscale.methods.skipvar_models import decisions_named
 from nextscale.methods.stagevar_ranks import read_rank_table
@@ -30,11 +29,6 @@ def test_a_pipe_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None
     os.mkfifo(tmp_path / name)
     with pytest.raises(NextscaleError, match="a pipe or a device"):
         READERS[name](tmp_path / name)
-
-
-def test_a_record_of_downloads_that_is_a_pipe_counts_as_none(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "downloads.json")
-    assert Folder(tmp_path).is_as_fetched("model.safetensors") is None
 
 
 def test_files_links_and_what_is_absent_are_left_to_the_reader(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def on_own_gpu(model: ModelOptions) -> ModelOptions:
 def random(model: ModelOptions) -> Pipeline:
     """Returns a pipeline with random weights."""
     from ..device import choose_dtype
-    from ..loading.random_weights import random_pipeline
+    from ..loading.load import random_pipeline
 
     if model.weights or model.tokenizer or model.text_encoder or model.offload_text:
         raise SettingError("--random-weights reads no files. Leave out --weights, --tokenizer, --text-encoder and --offload-text.")

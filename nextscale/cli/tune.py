@@ -18,7 +18,7 @@ from rich.markup import escape
 from ..errors import NextscaleError, PromptError, SettingError
 from ..eval.results import version, where
 from ..eval.timing import ROUNDS
-from ..loading.beside import local_weights, profile_folders
+from ..loading.artifacts import local_weights, profile_folders
 from ..loading.load import prompt_reader
 from ..loading.presets import ModelSpec
 from ..methods.auto import Auto

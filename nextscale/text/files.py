@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ..checkpoints.files import shard_names
+from ..checkpoints.hub import cached_snapshot, snapshot
 from ..errors import CheckpointError, DownloadError, MissingExtra, TextEncoderUnavailable
-from ..hub import cached_snapshot, snapshot
 from ..io import expanded
 
 _CONFIG = "config.json"

@@ -35,7 +35,7 @@ from nextscale.cli.sample import named_with_content
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.eval.methods import parse_methods
 from nextscale.loading import presets
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.offline import lock
 from nextscale.offline.lock import FolderInUse, working_folder
 from nextscale.offline.manifest import Entry, read_folder, read_manifest
