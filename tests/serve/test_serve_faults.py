@@ -309,7 +309,7 @@ def ask(port: int, **fields: Any) -> Answer:
 
 def test_sigterm_under_load() -> None:
     """What was accepted is drawn, and what comes later is told so: nobody goes without an answer."""
-    started, port = process("--max-batch", "1", "--shutdown-timeout", "60")
+    started, port = process("--max-batch", "1", "--limit", "shutdown_timeout=60")
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(ask, port, prompt="a red apple", size="128x128", seed=seed) for seed in range(6)]
         wait_until(lambda: waiting(port) >= 2)
@@ -326,7 +326,7 @@ def test_sigterm_under_load() -> None:
 
 
 def test_what_does_not_finish_in_time_is_given_up_with_an_answer() -> None:
-    started, port = process("--max-batch", "1", "--shutdown-timeout", "0.01")
+    started, port = process("--max-batch", "1", "--limit", "shutdown_timeout=0.01")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(ask, port, prompt="a red apple", size="256x256", n=4, seed=seed) for seed in range(2)]
         wait_until(lambda: waiting(port) > 4)  # images of both requests
