@@ -52,10 +52,9 @@ def plan(
 ) -> None:
     """Show the cost and memory of a method, without weights and without running it."""
     from ..guidance import ResolvedGuidance, resolve_guidance
-    from ..loading.artifacts import encoder_bytes
-    from ..loading.beside import local_weights, rank_table_of
+    from ..loading.artifacts import encoder_bytes, local_weights, rank_table_of
+    from ..loading.load import without_weights
     from ..loading.presets import model_spec
-    from ..loading.without_weights import without_weights
     from ..planning.cost import Workload
 
     spec, chosen = model_spec(model), parse.parse_methods(method)
@@ -136,8 +135,8 @@ def refiner_of(
 ) -> tuple[str, NextScaleModel]:
     """Returns CoDe's smaller model. Raises SettingError if none fits."""
     from ..collaborate import Half, partner_name, require_pair
+    from ..loading.load import without_weights
     from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
-    from ..loading.without_weights import without_weights
 
     partner = partner_name(spec.name, method.refiner, smaller_models(spec))
     require_shared_tokenizer(spec, model_spec(partner))

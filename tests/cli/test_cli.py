@@ -27,7 +27,7 @@ from typer.models import OptionInfo
 from typer.testing import Result
 
 from nextscale import loading
-from nextscale.checkpoints import published_slots
+from nextscale.checkpoints import published_tensors
 from nextscale.cli import app
 from nextscale.cli.files import slug
 from nextscale.cli.options import grouped
@@ -35,8 +35,8 @@ from nextscale.cli.parse import parse_guidance, parse_size
 from nextscale.cli.show import darkened, engines
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading import presets
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
-from nextscale.loading.random_weights import fill_random
 from nextscale.methods import Method, MethodRun, RunSetup
 from nextscale.methods.registry import METHODS
 from nextscale.pipeline import Output
@@ -82,7 +82,7 @@ SPECS = {
 def publish(module: nn.Module, target: Path) -> None:
     fill_random(module, torch.Generator().manual_seed(0), torch.float32, module.float32)
     ours = module.state_dict()
-    slots = published_slots(module, module.layout)
+    slots = published_tensors(module, module.layout)
     torch.save({key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}, target)
 
 
@@ -669,7 +669,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 3, "--grid", "sheet.gif"), "--grid must end in .png"),
         (("tiny-var", 3, "--out", "image.gif"), "--out must end in .png"),
         (("tiny-var", 3, "--method", "skp"), "unknown method 'skp'; did you mean skip?"),
-        (("tiny-var", 3, "--method", "skip:first=1"), "'first=1' is no setting of skip; it takes last"),
+        (("tiny-var", 3, "--method", "skip:first=1"), "settings of skip must be one of last, stages; got 'first=1'"),
         (("tiny-var", 3, "--method", "skip:last=4"), "cannot skip 4 of 4 stages"),
         (("tiny-var", 3, "--method", "skip:last=1", "--method", "skip:last=9"), "cannot skip 9 of 4 stages"),
         (("tiny-var", 3, "--weights", "absent.pth"), "absent.pth is not an existing file"),

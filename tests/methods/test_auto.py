@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages, loading
 from nextscale.errors import ProfileError, SettingError
-from nextscale.loading import beside, presets
+from nextscale.loading import artifacts, presets
 from nextscale.methods import Combined, SelectionContext, resolve_method
 from nextscale.methods.auto import fitting_profile
 from nextscale.report import hardware_name
@@ -167,7 +167,7 @@ def test_milliseconds_count_on_the_machine_of_the_profile_only() -> None:
         ("auto:lpips=-1", "auto:lpips=-1"),
         ("auto:ms=fast", "auto:ms='fast': give a number above 0"),
         ("auto:speedup=true", "auto:speedup=True"),
-        ("auto:psnr=20", "'psnr=20' is no setting of auto; it takes speedup, lpips, ms"),
+        ("auto:psnr=20", "settings of auto.*speedup, lpips, ms; got 'psnr=20'"),
         ("auto + skip:last=1", "Auto chooses whole methods, combined ones among them: use it alone"),
         (["fastvar", "auto:speedup=2"], r"Auto\(speedup=2\) chooses whole methods"),
     ],
@@ -214,7 +214,7 @@ def tuned_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pipe = tiny.shared_pipeline("infinity")
     profile_of(pipe, model="nano").save(tmp_path / "a.profile.json")
     monkeypatch.setitem(presets.MODELS, "nano", replace(tiny.SPECS["infinity"], name="nano"))
-    monkeypatch.setattr(beside, "local_weights", lambda *_: tmp_path)
+    monkeypatch.setattr(artifacts, "local_weights", lambda *_: tmp_path)
     monkeypatch.setattr(loading, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -38,8 +38,8 @@ from nextscale.errors import SettingError, SizeError
 from nextscale.eval.calibrate_scalekv import measure_roles
 from nextscale.eval.calibrate_skipvar import fit, logistic_regression, measure, most_within
 from nextscale.loading import presets
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import DENSE, RunSetup, resolve_method, skipvar
 from nextscale.methods.code import released_sampling
 from nextscale.methods.scalekv import (
@@ -364,9 +364,9 @@ def test_published_budgets_of_other_schedules() -> None:
     assert kept["0.25M"] == [None] * 7 + [(920, 632), (1490, 594), None]
     assert kept["0.06M"] == [None] * 7
     assert kept["2:1"] == [None] * 7 + [(920, 632), (1490, 594), (2510, 526), (4100, 420), (6385, 465), None]
-    with pytest.raises(SettingError, match="stage 6 of this schedule leaves more than 650 keys"):
+    with pytest.raises(SettingError, match="stage 6 with over 650 keys"):
         released.forecast(model, Schedule(INFINITY_SIZES[0.75]))
-    with pytest.raises(SettingError, match="Infinity's stages"):
+    with pytest.raises(SettingError, match="as_released.*Infinity"):
         released.forecast(SimpleNamespace(**vars(model) | {"family": "var"}), Schedule(PUBLISHED_SIDES))
 
 
@@ -604,6 +604,14 @@ def test_a_decision_file_that_changes_is_another_method(tmp_path: Path, monkeypa
         made = pipe([1, 2], seed=1, method=text, warmup=True).report
         found.append((made.engine, [stage.skipped for stage in made.stages]))
     assert found == [("graphs", [False] * 4), ("graphs", [False, False, True, True])]
+
+
+def test_a_decision_file_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    always = Classifier((0.0,), (1.0,), (0,), ((0.0,),), (0.0,))
+    as_file(Decisions(always, always), tmp_path / "models.json")
+    found = resolve_method("skipvar:models=~/models.json")
+    assert isinstance(found, SkipVAR) and found.decisions == Decisions(always, always)
 
 
 def test_outcomes_that_come_to_the_same_are_one_route() -> None:
