@@ -27,7 +27,7 @@ import torch
 
 import nextscale
 from nextscale import Pipeline
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from tests.helpers import tiny
 
 PREFIX = "prefix_codes"  # the argument of a call that takes codes of the first stages

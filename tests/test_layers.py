@@ -17,7 +17,7 @@ import nextscale
 PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "report", "checkpoints", "assets", "hub")),
+    ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "report", "checkpoints", "assets", "serialization")),
     ("parts", ("cache", "canvas", "guidance", "sampling", "schedules", "metrics")),
     ("models", ("models", "tokenizers", "text")),
     ("method interface", ("methods.method", "methods.selection")),
@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("methods", ("methods",)),
     ("generate", ("generate", "prefix", "parts", "request")),
     ("engine", ("engine",)),
-    ("profiles", ("profiles", "serialization")),
+    ("profiles", ("profiles",)),
     ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "device", "notebook")),
     ("loading", ("loading",)),
     ("batching", ("batching",)),
@@ -119,7 +119,7 @@ def test_the_package_imports_without_posix_modules() -> None:
     """In a fresh interpreter that has none of them, as on Windows, it imports, and the peak memory of the process is unknown."""
     program = (
         "import sys; sys.modules |= dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', 'termios'))\n"
-        "import torch, nextscale, nextscale.loading.load, nextscale.text, nextscale.hub\n"
+        "import torch, nextscale, nextscale.loading.load, nextscale.text, nextscale.checkpoints.hub\n"
         "from nextscale.report import peak_memory\n"
         "assert peak_memory(torch.device('cpu')) == 0\n"
     )

@@ -18,9 +18,8 @@ from ..errors import SettingError
 from ..eval.bench import bench as time_methods
 from ..eval.bench import choose_engines, release
 from ..eval.results import Row, append_rows
-from ..loading.load import choose_device, load
+from ..loading.load import choose_device, load, random_encoder, random_pipeline
 from ..loading.presets import model_spec
-from ..loading.random_weights import random_encoder, random_pipeline
 from ..methods.auto import Auto
 from ..methods.registry import resolve_method
 from ..pipeline import Pipeline

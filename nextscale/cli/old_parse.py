@@ -11,7 +11,7 @@ import torch
 
 from ..errors import PromptError, SettingError, SizeError
 from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
-from ..loading.beside import local_weights, profile_folders, rank_table_of
+from ..loading.artifacts import local_weights, profile_folders, rank_table_of
 from ..loading.load import choose_device, prompt_reader
 from ..loading.presets import MODELS, ModelSpec, build_model, build_tokenizer
 from ..methods.method import Method

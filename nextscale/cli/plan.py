@@ -52,10 +52,9 @@ def plan(
 ) -> None:
     """Show the cost and memory of a method, without weights and without running it."""
     from ..guidance import ResolvedGuidance, resolve_guidance
-    from ..loading.artifacts import encoder_bytes
-    from ..loading.beside import local_weights, rank_table_of
+    from ..loading.artifacts import encoder_bytes, local_weights, rank_table_of
+    from ..loading.load import without_weights
     from ..loading.presets import model_spec
-    from ..loading.without_weights import without_weights
     from ..planning.cost import Workload
 
     spec, chosen = model_spec(model), parse.parse_methods(method)
@@ -134,8 +133,8 @@ def refiner_of(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: CoDe, schedule: Schedule
 ) -> tuple[str, NextScaleModel]:
     """Returns CoDe's smaller model. Raises SettingError if none fits."""
+    from ..loading.load import without_weights
     from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
-    from ..loading.without_weights import without_weights
     from ..methods.code import Partner, partner_name, require_pair
 
     partner = partner_name(spec.name, method.refiner, smaller_models(spec))

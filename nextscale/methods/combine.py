@@ -35,8 +35,14 @@ def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None
 
 
 def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -> None:
-    """Raises SettingError unless the spans of a method, planned `alone`, read the same stages when all methods run together."""
+    """Raises SettingError unless a method, planned `alone`, reads and observes the same stages when all methods run together."""
     for stage, plan in enumerate(alone):
+        observed = [earlier for earlier in range(stage) if alone[earlier].observed]
+        if plan.num_tokens and not together[stage].skip and observed and all(together[earlier].skip for earlier in observed):
+            raise SettingError(
+                f"these methods cannot be combined: stage {stage} chooses cells by stages {observed[0]} to {observed[-1]}, which all are"
+                " skipped; skip others, or choose one of the methods"
+            )
         for span in () if together[stage].skip else plan.spans:
             for name in span.needs:
                 expected, found = source(alone, stage, name), source(together, stage, name)

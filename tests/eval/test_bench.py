@@ -18,7 +18,7 @@ from nextscale.errors import SettingError
 from nextscale.eval import bench as runners
 from nextscale.eval.bench import Runner, Timed, bench, choose_engines, own_captures, request_prompts, row_of
 from nextscale.loading import presets
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages, loading
 from nextscale.errors import ProfileError, SettingError
-from nextscale.loading import beside, presets
+from nextscale.loading import artifacts, presets
 from nextscale.methods import Combined, SelectionContext, resolve_method
 from nextscale.methods.auto import fitting_profile
 from nextscale.report import hardware_name
@@ -213,7 +213,7 @@ def tuned_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pipe = tiny.shared_pipeline("infinity")
     profile_of(pipe, model="nano").save(tmp_path / "a.profile.json")
     monkeypatch.setitem(presets.MODELS, "nano", replace(tiny.SPECS["infinity"], name="nano"))
-    monkeypatch.setattr(beside, "local_weights", lambda *_: tmp_path)
+    monkeypatch.setattr(artifacts, "local_weights", lambda *_: tmp_path)
     monkeypatch.setattr(loading, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -37,8 +37,8 @@ from nextscale.errors import SettingError, SizeError
 from nextscale.eval.calibrate_scalekv import measure_roles
 from nextscale.eval.calibrate_skipvar import fit, logistic_regression, measure, most_within
 from nextscale.loading import presets
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import DENSE, resolve_method, skipvar
 from nextscale.methods.code import released_sampling
 from nextscale.methods.scalekv import (
@@ -603,6 +603,14 @@ def test_a_decision_file_that_changes_is_another_method(tmp_path: Path, monkeypa
         made = pipe([1, 2], seed=1, method=text, warmup=True).report
         found.append((made.engine, [stage.skipped for stage in made.stages]))
     assert found == [("graphs", [False] * 4), ("graphs", [False, False, True, True])]
+
+
+def test_a_decision_file_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    always = Classifier((0.0,), (1.0,), (0,), ((0.0,),), (0.0,))
+    as_file(Decisions(always, always), tmp_path / "models.json")
+    found = resolve_method("skipvar:models=~/models.json")
+    assert isinstance(found, SkipVAR) and found.decisions == Decisions(always, always)
 
 
 def test_outcomes_that_come_to_the_same_are_one_group() -> None:

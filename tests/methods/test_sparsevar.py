@@ -720,8 +720,10 @@ def test_a_budget_needs_a_stage_to_choose_by() -> None:
         def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
             return tuple(StagePlan(skip=stage.index == 1) for stage in schedule)
 
-    with pytest.raises(SettingError, match="keep: stage 2 chooses"):
+    with pytest.raises(SettingError, match="stage 2 chooses"):
         generated("infinity", method=[SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
+    with pytest.raises(SettingError, match="stage 2 chooses"):  # before a request of a server waits
+        tiny.shared_pipeline("infinity").accelerate([SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
     generated("infinity", method=[SparseVAR(keep=0.5, first_stage=1), SkipSecond()])
 
 

@@ -19,7 +19,7 @@ from nextscale.errors import SettingError
 from nextscale.eval.calibrate_ranks import measure_ranks, measure_table
 from nextscale.eval.format_errors import generate_seen
 from nextscale.guidance import StageGuidance
-from nextscale.loading.beside import local_weights, rank_table_of
+from nextscale.loading.artifacts import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
 from nextscale.methods import DENSE, Method, RunSetup, SkipStages, StagePlan
 from nextscale.methods.combine import Combined

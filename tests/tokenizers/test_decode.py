@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from nextscale import kernels
 from nextscale.errors import OutOfMemory
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import MODELS, build_tokenizer
-from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, ResidualBlock, Upsample, module_to_channels_last
 from nextscale.tokenizers.layers import NormAct, norm_act, to_channels_last
