@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..models.blocks import NORM_EPS
 from ..models.hart import Hart, HartConfig
 from ..serialization import from_plain, shortened
-from ..tokenizers.hart import HartTokenizer, HartTokenizerConfig
+from ..tokenizers.var import HartTokenizer, HartTokenizerConfig
 from .presets import MAX_CHANNELS, MAX_COUNT, ModelSpec, check_size, hart_settings
 
 CONFIG_NAME = "config.json"
