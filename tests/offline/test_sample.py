@@ -31,6 +31,7 @@ from benchmarks.sample_table import sample_table
 from nextscale.batching.ray_cluster import RaySettings
 from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
+from nextscale.cli.sample import named_with_content
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.eval.methods import parse_methods
 from nextscale.loading import presets
@@ -750,3 +751,16 @@ def test_files_are_measured_against_the_same_batches_without(tmp_path: Path, mon
     assert sample_table([]) == ""
     with pytest.raises(SystemExit):
         benchmark.main([*given, "--batches", "1"])
+
+
+def test_files_of_one_name_are_told_apart_by_their_content(tmp_path: Path) -> None:
+    for number, folder in enumerate(("a", "b", "copy of a")):
+        (tmp_path / folder / "encoder").mkdir(parents=True)
+        for file in ("model.pth", "encoder/model.safetensors"):
+            content = bytearray(2**23)
+            content[2**22 : 2**22 + 2**18] = bytes([number % 2]) * 2**18  # in the middle of as many bytes
+            (tmp_path / folder / file).write_bytes(content)
+    for file in ("model.pth", "encoder"):
+        a, b, copy = (named_with_content(tmp_path / folder / file) for folder in ("a", "b", "copy of a"))
+        assert a == copy != b and a.startswith(file)
+    assert named_with_content("someone/a-repository") == "someone/a-repository"
