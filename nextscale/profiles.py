@@ -18,7 +18,6 @@ import torch
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
 from .io import expanded, write_text
-from .methods.code import CoDe
 from .methods.method import Method
 from .methods.registry import resolve_method
 from .models.base import NextScaleModel
@@ -104,7 +103,7 @@ def measured_method(text: str) -> Method:
         method = resolve_method(text)
     except (NextscaleError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ProfileError(f"method must be one of this version; got {text!r} ({error})") from error
-    if method.chooses or isinstance(method, CoDe):
+    if "alone" in method.exclusive:
         raise ProfileError(f"method must not be chosen by a profile or run two models; got {text!r}")
     return method
 

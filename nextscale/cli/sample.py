@@ -105,7 +105,7 @@ def sample(
     arguments, chosen = {}, {}
     for one in {one.schedule: one for one in batches}.values():
         resolved = model.resolved(acceleration, one.schedule, one.images)
-        if acceleration.chooses:
+        if resolved != acceleration:
             chosen[one.pictures[0].stages] = resolved.label
         arguments = sampling.call_arguments(model.spec, one.schedule)
     out = run.out or default_out("samples")
@@ -129,11 +129,13 @@ def sample(
 
 def require_known_actors(model: ModelOptions, ray: RaySettings, method: Method) -> None:
     """Raises SettingError for settings that other machines of a cluster may understand differently."""
+    from ..methods.auto import Auto
+
     if model.device not in (None, "cpu"):
         raise SettingError(f"--device must be cpu or left out with --ray, which assigns GPUs to its actors; got {model.device}.")
     if ray.address != LOCAL and model.dtype is None:
         raise SettingError("--dtype is required on a cluster, whose devices may differ from those here. For GPUs pass --dtype bfloat16.")
-    if ray.address != LOCAL and method.chooses:
+    if ray.address != LOCAL and isinstance(method, Auto):
         raise SettingError(f"--method {method.label} depends on the machine, and a cluster may have several kinds. Name the method itself.")
 
 
