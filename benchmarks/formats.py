@@ -28,7 +28,7 @@ from nextscale.eval.format_errors import Seen, generate_seen, plant_outliers, st
 from nextscale.eval.formats import Variant, compare_formats, products_of
 from nextscale.eval.judges import Judges
 from nextscale.eval.results import Row
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.models.quantization import FORMATS
 from nextscale.offline.prompts import read_eval_prompts
 

@@ -31,7 +31,7 @@ from nextscale.eval.bench import request_prompts
 from nextscale.eval.methods import parse_methods
 from nextscale.eval.results import Row
 from nextscale.eval.timing import percentiles_ms, wait
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
 from nextscale.output import Checks
 

@@ -29,9 +29,8 @@ from nextscale.eval.methods import parse_methods
 from nextscale.eval.results import Row
 from nextscale.eval.timing import wait
 from nextscale.loading.artifacts import encoder_bytes
+from nextscale.loading.load import random_pipeline, without_weights
 from nextscale.loading.presets import model_spec
-from nextscale.loading.random_weights import random_pipeline
-from nextscale.loading.without_weights import without_weights
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory
 

@@ -22,7 +22,7 @@ from nextscale import Pipeline, load
 from nextscale.eval.methods import parse_methods
 from nextscale.eval.results import Row
 from nextscale.eval.timing import percentiles, wait
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
 from nextscale.offline.lock import working_folder
 from nextscale.offline.plan import Batch, plan_batches

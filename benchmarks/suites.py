@@ -21,7 +21,7 @@ from nextscale.eval.bench import ENGINES, Runner, bench, choose_engines, release
 from nextscale.eval.methods import DENSE, GUIDANCE_OFF
 from nextscale.eval.results import Row, read_rows, short_error, where
 from nextscale.eval.timing import percentiles_ms
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods import Method, SparseVAR, resolve_method
 from nextscale.models.quantization import FORMATS, Quantize
 from nextscale.offline.shard import Shard

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SettingError
-from ..stage import Rows, Tokens
+from ..stage import Rows, Tokens, resize_area
 from ..validation import require
 
 
@@ -33,7 +32,7 @@ class StageMemory:
         """Returns what is stored under `key`, area-resized to the stage of `tokens` and gathered there: [R, N, C]."""
         y, (height, width) = self.stored(key)
         grid = y.transpose(1, 2).unflatten(2, (height, width))
-        resized = F.interpolate(grid, size=tokens.stage.size, mode="area")
+        resized = resize_area(grid, tokens.stage.size)
         return tokens.gather(resized.flatten(2).transpose(1, 2))
 
     def copy(self) -> StageMemory:

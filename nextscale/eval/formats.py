@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..device import DTYPES as TORCH_DTYPES
 from ..errors import SettingError
-from ..loading.quantizing import quantize_model
+from ..loading.load import quantize_model
 from ..methods.method import Method
 from ..models.base import NextScaleModel
 from ..models.quantization import FORMATS, PRODUCTS, Quantize, find

@@ -32,8 +32,8 @@ from nextscale.eval.judges import Judges
 from nextscale.eval.methods import LISTS, chosen_methods
 from nextscale.eval.quality import Batch, Evaluation, Requests, evaluate, mixed_batches
 from nextscale.eval.results import read_rows
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import Method, MethodRun, RunSetup
 from nextscale.metrics import Lpips
 from nextscale.metrics.efficientnet import FEATURES, EfficientNetLite0

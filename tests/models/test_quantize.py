@@ -24,8 +24,7 @@ from nextscale.eval.format_errors import generate_seen, plant_outliers, stage_er
 from nextscale.eval.formats import OWN, Variant, compare_formats
 from nextscale.eval.results import CONDITIONS, comparable
 from nextscale.kernels.reference import E4M3_MAX, from_e4m3, to_e4m3
-from nextscale.loading.quantizing import quantize_model
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import quantize_model, random_pipeline
 from nextscale.models.blocks import Block
 from nextscale.models.quantization import FORMATS, PRODUCTS, Fp8Linear, Int8Linear, Quantize, QuantizedLinear, quantize_blocks
 from nextscale.planning.cost import Workload
