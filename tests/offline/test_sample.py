@@ -386,7 +386,9 @@ def test_ray_alone_starts_a_cluster_on_this_machine(
     more: list[str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[RaySettings] = []
-    monkeypatch.setattr("nextscale.offline.ray.sample_on_ray", lambda *given: asked.append(given[4]) or Done(0, 0, 0.0, 0))
+    monkeypatch.setattr(
+        "nextscale.offline.ray.sample_on_ray", lambda *_, ray_settings, **__: asked.append(ray_settings) or Done(0, 0, 0.0, 0)
+    )
     assert run(prompts, tmp_path / "out", *more).exit_code == 0
     assert [settings.address for settings in asked] == ["local"]
 
@@ -394,7 +396,7 @@ def test_ray_alone_starts_a_cluster_on_this_machine(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--ray", "workers=0"], "--ray must be ADDRESS"),
+        (["--ray", "workers=0"], "--ray workers"),
         (["--ray", "auto"], "--dtype is required"),
         (["--ray", "local", "--device", "cuda:0"], "--device must be cpu"),
         (["--shard", "2/2"], "--shard must be"),
