@@ -12,6 +12,7 @@ from typing import Annotated
 
 import torch
 import typer
+from nextscale.eval.methods import parse_methods
 
 from nextscale.cli.console import share_bar
 from nextscale.cli.files import require_writable
@@ -29,7 +30,6 @@ from nextscale.cli.options import (
 )
 from nextscale.cli.parse import parse_prompt
 from nextscale.errors import SettingError
-from nextscale.eval.methods import parse_methods
 from nextscale.io import write_image, write_text
 from nextscale.metrics import Lpips
 from nextscale.pipeline import Pipeline

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from nextscale.eval.methods import DENSE, GUIDANCE_OFF, parse_methods
+
 from nextscale.eval.results import Row
 
 from .suite import SUITES

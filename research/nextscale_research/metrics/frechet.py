@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
+from nextscale.errors import SettingError
 
 
 @dataclass(frozen=True, eq=False)

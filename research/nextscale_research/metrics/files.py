@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import CheckpointError
-from ..io import home
+from nextscale.errors import CheckpointError
+from nextscale.io import home
 
 VARIABLE = "NEXTSCALE_METRICS"
 EFFICIENTNET = "efficientnet_lite0_fp16.safetensors"

@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ...errors import NextscaleError
-from ...io import home, replacing
-from .images import ImageFolder, by_shape
+from nextscale.errors import NextscaleError
+from nextscale.eval.folders import ImageFolder, by_shape
+from nextscale.io import home, replacing
+
 from .networks import Network
 
 PART = 256  # images in a file

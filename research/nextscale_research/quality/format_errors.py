@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..methods import MethodLike
-from ..models.base import NextScaleModel
-from ..models.blocks import ModulatedBlock
-from ..models.feed_forward import FeedForward
-from ..pipeline import Pipeline
-from ..request import SeedLike
-from ..schedules import SizeLike
-from ..stage import Stage
+from nextscale.methods import MethodLike
+from nextscale.models.base import NextScaleModel
+from nextscale.models.blocks import ModulatedBlock
+from nextscale.models.feed_forward import FeedForward
+from nextscale.pipeline import Pipeline
+from nextscale.request import SeedLike
+from nextscale.schedules import SizeLike
+from nextscale.stage import Stage
 
 OUTLIERS = 4  # channels of every input
 

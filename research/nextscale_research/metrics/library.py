@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from ..errors import MissingExtra
+from nextscale.errors import MissingExtra
 
 
 def torchmetrics_image(name: str) -> ModuleType:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import Layout, load_weights
+from nextscale.checkpoints import Layout, load_weights
+
 from .files import EFFICIENTNET, metric_file
 
 FEATURES, CLASSES = 1280, 1000

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
+from nextscale.errors import SettingError
 
 NEIGHBOURS = 3
 ROWS_AT_A_TIME = 4096

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..errors import SettingError
-from ..methods.method import Method
-from ..methods.registry import resolve_method
+from nextscale.errors import SettingError
+from nextscale.eval.results import DENSE
+from nextscale.methods.method import Method
+from nextscale.methods.registry import resolve_method
 
-DENSE = "dense"
 GUIDANCE_OFF = "stagevar:alphas=[]"
 MILD, BOLD = "budgets .8/.6/.5, guidance dropped", "budgets .6/.4/.25, guidance dropped"
 

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError, SettingError
-from ..io import replacing
+from nextscale.errors import CheckpointError, SettingError
+from nextscale.io import replacing
+
 from ..metrics.efficientnet import FEATURES, EfficientNetLite0
 from .prompts import EvalPrompt
 
@@ -162,7 +163,7 @@ class Agreement:
                 raise ValueError(f"it has probes of {', '.join(probes)} with the shares {real}")
         except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{file} is no file of probes ({error}): train one with `nextscale quality --data SHARD --probe {file}`"
+                f"{file} is no file of probes ({error}): train one with `python -m nextscale_research quality --data SHARD --probe {file}`"
             ) from error
         return Agreement({attribute: probe.to(device) for attribute, probe in probes.items()}, real)
 

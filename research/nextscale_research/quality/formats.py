@@ -8,23 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..device import DTYPES as TORCH_DTYPES
-from ..errors import SettingError
-from ..loading.quantizing import quantize_model
-from ..methods.method import Method
-from ..models.base import NextScaleModel
-from ..models.quantization import PRODUCTS, find
-from ..models.quantized import FORMATS, Quantize
-from ..pipeline import Pipeline
-from ..planning.memory import weights_bytes
-from ..schedules import SizeLike
-from .agreement import real_features
-from .bench import release
-from .judges import Judges, Measured
+from nextscale.device import DTYPES as TORCH_DTYPES
+from nextscale.errors import SettingError
+from nextscale.eval.bench import release
+from nextscale.eval.compare import WARM_UPS, Distance, MethodResult, Requests, mixed_batches
+from nextscale.eval.results import DENSE, Row
+from nextscale.loading.quantizing import quantize_model
+from nextscale.methods.method import Method
+from nextscale.models.base import NextScaleModel
+from nextscale.models.quantization import PRODUCTS, find
+from nextscale.models.quantized import FORMATS, Quantize
+from nextscale.pipeline import Pipeline
+from nextscale.planning.memory import weights_bytes
+from nextscale.schedules import SizeLike
+
+from .judge import SetJudge
 from .prompts import EvalPrompt
-from .quality import WARM_UPS, Requests, conditions, mixed_batches
-from .results import Row
-from .summary import Summary
 
 BENCHMARK = "formats"
 OWN = "as loaded"  # the variant without a format
@@ -76,49 +75,54 @@ def compare_formats(
     load: Callable[[], Pipeline],
     variants: Sequence[Variant],
     prompts: Sequence[EvalPrompt],
-    judges: Judges,
+    lpips: Distance,
+    sets: SetJudge | None = None,
     *,
     size: SizeLike = None,
     seed: int = 0,
     batch: int = 32,
 ) -> Iterator[Row]:
-    """A row per variant, that of the model as it is loaded first: time, memory, likeness to its images, agreement, distances of sets.
+    """Yields a row per variant, that of the model as it is loaded first: time, memory, distance to its images, agreement, sets.
 
-    One model is in memory at a time, and so variants do not take turns: times are those of each run by itself. On a CPU e4m3 is emulated,
+    One model is in memory at a time, so variants do not take turns: times are those of each run by itself. On a CPU e4m3 is emulated,
     and its times mean nothing.
     """
     if not prompts:
-        raise SettingError("formats are compared on one or more prompts; got none")
+        raise SettingError("prompts must not be empty")
     own: list[Tensor] = []
-    dense, references = Measured(), None
+    dense = MethodResult()
     for variant in (Variant(), *variants):
         pipeline = variant.apply(load())
         schedule = pipeline.settings.schedules.choose(size, None)
-        requests = Requests(pipeline, schedule, prompts, seed, mixed_batches(len(prompts), batch))
-        measured = dense if variant == Variant() else Measured()
-        generate_all(requests, judges, measured, own)
-        if variant == Variant() and judges.features is not None and all(prompt.encoded is not None for prompt in prompts):
-            references = real_features(judges.features, requests.in_order)
-        summary = Summary(dense, requests.in_order, judges.agreement, references)
-        about = conditions(requests, measured.reports[0]) | {"benchmark": BENCHMARK, "variant": variant.name}
-        yield about | {"weights_gb": round(weights_bytes(pipeline.model) / 1e9, 3)} | summary.row(measured)
+        requests = Requests(pipeline, schedule, [prompt.text for prompt in prompts], seed, mixed_batches(len(prompts), batch))
+        result = dense if variant == Variant() else MethodResult()
+        generate_all(requests, lpips, result, own, sets, DENSE if variant == Variant() else variant.name)
+        about = requests.conditions(result.reports[0]) | {"benchmark": BENCHMARK, "variant": variant.name}
+        row = about | {"weights_gb": round(weights_bytes(pipeline.model) / 1e9, 3)} | result.row(dense)
+        if sets is not None:
+            columns = sets.rows([prompts[number] for numbers in requests.batches for number in numbers])
+            row |= columns[DENSE if variant == Variant() else variant.name]
+        yield row
         device = pipeline.model.device
         del pipeline, requests
         release(device)
 
 
-def generate_all(requests: Requests, judges: Judges, measured: Measured, own: list[Tensor]) -> None:
-    """All batches, judged against `own`, which the first variant fills."""
+def generate_all(requests: Requests, lpips: Distance, result: MethodResult, own: list[Tensor], sets: SetJudge | None, name: str) -> None:
+    """Generates all batches, and compares them with `own`, which the first variant fills."""
     first = not own
-    if requests.pipeline.model.device.type == "cuda":
+    if requests.on_gpu:
         for _ in range(WARM_UPS):
-            measured.untimed.append(requests.generate(Method(), requests.longest()).report)
+            result.untimed.append(requests.generate(Method(), requests.longest()).report)
     for turn, numbers in enumerate(requests.batches):
         done = requests.generate(Method(), numbers)
-        measured.reports.append(done.report)
+        result.reports.append(done.report)
         if first:
             own.append(done.images.cpu())
-        judges.measure(done.images, done.images if first else own[turn].to(done.images.device), measured)
+        else:
+            result.measure(done.images, own[turn].to(done.images.device), lpips)
+        if sets is not None:
+            sets.add(name, done.images)
 
 
 def products_of(model: NextScaleModel) -> list[str]:

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import CheckpointError, MissingExtra
-from ...io import from_levels
-from ...metrics.efficientnet import EfficientNetLite0
-from ...metrics.files import CLIP, DINOV2, EFFICIENTNET, INCEPTION, metric_file, metric_folder
+from nextscale.errors import CheckpointError, MissingExtra
+from nextscale.io import from_levels
+
+from .efficientnet import EfficientNetLite0
+from .files import CLIP, DINOV2, EFFICIENTNET, INCEPTION, metric_file, metric_folder
 
 SIDE = 224
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

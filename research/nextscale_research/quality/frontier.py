@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from ..errors import SettingError
-from .results import PROBED, Row
+from nextscale.errors import SettingError
+from nextscale.eval.results import Row
+
+from .rows import PROBED
 
 PANEL_WIDTH, PANEL_HEIGHT, LEFT, TOP, GAP = 380, 300, 58, 54, 66
 LEGEND_LINE, LETTER = 15, 6  # pixels

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import Layout, load_weights
-from ..errors import SizeError
+from nextscale.checkpoints import Layout, load_weights
+from nextscale.errors import SizeError
+
 from .files import DISTS, metric_file
 
 CHANNELS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # VGG16's convolutions, pooled between the groups
