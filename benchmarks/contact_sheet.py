@@ -13,9 +13,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 import nextscale
 from nextscale.cli.sheet import wrapped
-from nextscale.eval.prompts import evenly_spread
-from nextscale.eval.shards import read_shard
 from nextscale.io import write_image
+from nextscale.offline.prompts import caption_of, evenly_spread, read_shard
 
 COLUMNS, ROWS = 8, 6
 SIDE, LETTERS, LINES = 192, 12, 3  # pixels of an image and of a letter; lines of caption
@@ -38,9 +37,9 @@ def main(shard: str, target: str = "docs/nano.webp", *files: str) -> None:
     """`files`: weights, tokenizer and words in place of those in the package."""
     pipe = nextscale.load("nano", **dict(zip(("weights", "tokenizer", "text_encoder")[: len(files)], files, strict=True)))
     records = evenly_spread(read_shard(Path(shard))[0], COLUMNS * ROWS)
-    captions = [record.caption for record in records]
+    captions = [caption_of(record) for record in records]
     images = [image for first in range(0, len(captions), BATCH) for image in pipe(captions[first : first + BATCH], seed=first).images]
-    titles = [f"* {record.caption}" if record.unseen else record.caption for record in records]
+    titles = [f"* {caption}" if fields.get("unseen") else caption for caption, (_, fields) in zip(captions, records, strict=True)]
     write_image(sheet(titles, images), Path(target))
 
 

@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nextscale.eval.judges import Judges
 
 from nextscale import Pipeline, load
 from nextscale.cli.parse import parse_size
 from nextscale.device import choose_device, choose_dtype
 from nextscale.eval.bench import release, request_prompts
-from nextscale.eval.format_errors import Seen, generate_seen, plant_outliers, stage_errors
-from nextscale.eval.formats import Variant, compare_formats, products_of
-from nextscale.eval.judges import Judges
-from nextscale.eval.prompts import read_eval_prompts
 from nextscale.eval.results import Row
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.quantized import FORMATS
+from nextscale.offline.prompts import read_eval_prompts
+from nextscale_research.quality.format_errors import Seen, generate_seen, plant_outliers, stage_errors
+from nextscale_research.quality.formats import Variant, compare_formats, products_of
 
 from .formats_table import ERRORS
 from .results import measure, options, record

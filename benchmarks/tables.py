@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from nextscale.eval.frontier import frontier_svg
-from nextscale.eval.methods import DENSE, sparsevar_decisions
-from nextscale.eval.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
+from nextscale.eval.results import CONDITIONS, DENSE, Row, comparable, judged, read_rows, real_agreement
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.methods import resolve_method
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
+from nextscale_research.quality.frontier import frontier_svg
+from nextscale_research.quality.lists import sparsevar_decisions
 
 from .cells import IMAGE, MACS, METHOD, Column, bounded, faster, table, table_of, with_tables
 from .formats_table import format_tables

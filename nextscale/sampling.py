@@ -93,7 +93,7 @@ class Sampling:
             raise SettingError(f"{len(self.top_k)} values of top_k for {len(schedule)} stages: give one per stage, or a single number")
 
     def prepare(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Guided logits with this stage's temperature and the forbidden codes applied."""
+        """Guided logits with this stage's temperature and the suppressed codes applied."""
         if not self.filter_first:
             logits = self.apply_temperature(logits, stage)
         if self.suppressed_codes:

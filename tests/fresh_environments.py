@@ -42,7 +42,7 @@ PROBES = {
         "it can start",
     ),
     "ray": Probe(
-        f"import nextscale\nfrom nextscale.offline.ray import import_ray\ntry:\n    print(import_ray().__version__){SHOW_ERROR}",
+        f"import nextscale\nfrom nextscale.batching.ray_cluster import import_ray\ntry:\n    print(import_ray().__version__){SHOW_ERROR}",
         "2.",
     ),
 }

@@ -487,7 +487,7 @@ def test_values_out_of_range_are_refused(bad: dict[str, Any], named: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "bad", [{"top_k": 1.5}, {"top_k": (3, 1.5)}, {"top_p": "0.9"}, {"temperature": None}, {"temperature": "hot"}, {"forbidden": 3}]
+    "bad", [{"top_k": 1.5}, {"top_k": (3, 1.5)}, {"top_p": "0.9"}, {"temperature": None}, {"temperature": "hot"}, {"suppressed_codes": 3}]
 )
 def test_values_of_another_type_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingError):

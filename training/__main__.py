@@ -14,7 +14,6 @@ from nextscale.cli.groups import grouped
 from nextscale.cli.options import MACHINE, Device, Force, out_option
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
-from nextscale.eval.shards import read_shard
 from nextscale.loading.load import choose_device, load_module
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.metrics import Lpips
@@ -27,6 +26,7 @@ from .data import Pictures, read_pictures
 from .export import MODEL, TOKENIZER, write_bundle
 from .model import train_model
 from .model_settings import ModelTraining, check_parts, check_training
+from .records import read_records
 from .run import Budget
 from .settings import changed
 from .tokenizer import train_tokenizer
@@ -98,7 +98,7 @@ def words(
     """Make the word encoder that a model is trained with: a vocabulary and frozen word vectors."""
     require_file_name(out)
     require_writable([out], force)
-    records = [record for shard in data for record in read_shard(shard)[0]]
+    records = [record for shard in data for record in read_records(shard)[0]]
     encoder = make_word_encoder(records, sentence_model, entries)
     encoder.save(out)
     typer.echo(f"{len(encoder.vocabulary)} words and parts of words: {out}")

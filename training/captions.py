@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from nextscale.eval.shards import Record
+from .records import Record
 
 PLACE = "{}"
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from nextscale.eval.shards import DataError, Record, read_shard
+from nextscale.errors import PromptError
 from nextscale.io import from_levels
+
+from .records import Record, read_records
 
 
 class Pictures:
@@ -63,20 +65,20 @@ def read_pictures(shards: Sequence[Path], sides: Sequence[int]) -> dict[int, Pic
     records: list[Record] = []
     files: list[bytes] = []
     for shard in shards:
-        found, contents = read_shard(shard)
+        found, contents = read_records(shard)
         records += found
         files += contents
     if not records:
-        raise DataError("no pictures: name at least one shard (.tar) that holds captions.jsonl and pictures")
+        raise PromptError("no pictures: name at least one shard (.tar) that holds captions.jsonl and pictures")
     pixels = {side: torch.empty(len(records), 3, side, side, dtype=torch.uint8) for side in sides}
 
     def decode(position: int) -> None:
         try:
             image = on_white(Image.open(io.BytesIO(files[position])))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"{records[position].file} is no picture that Pillow can read: {error}") from error
+            raise PromptError(f"{records[position].file} is no picture that Pillow can read: {error}") from error
         if image.width != image.height:
-            raise DataError(f"{records[position].file} has {image.width}x{image.height} pixels; expected a square picture")
+            raise PromptError(f"{records[position].file} has {image.width}x{image.height} pixels; expected a square picture")
         for side, target in pixels.items():
             resized = image if image.width == side else image.resize((side, side), Image.Resampling.LANCZOS)
             target[position] = torch.from_numpy(np.array(resized)).permute(2, 0, 1)

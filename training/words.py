@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nextscale.errors import SettingError
-from nextscale.eval.shards import Record
 from nextscale.text.encoder import TextEncoder
 from nextscale.text.features import TextFeatures
 from nextscale.text.files import EncoderFiles
 from nextscale.text.words import PART_MARK, SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder, plain_words, stems
+
+from .records import Record
 
 # Of the 3 nearest of 517 emoji names, in the same Unicode subgroup with 128 channels: 42.0 % for the word alone, 45.7 % in the sentence,
 # 44.3 % averaged. Averaged, because colours hardly look alike in the sentence: cosine of "red" and "blue" 0.75, 0.04 and 0.46.

@@ -1,7 +1,129 @@
-"""Jobs of many callers, joined into batches: what serves a pipeline to a team, with or without HTTP."""
+"""Joins the jobs of many callers into batches: serves a pipeline to a team, with or without HTTP."""
 
-from .batcher import Batcher
-from .jobs import GeneratedImage, Handle, Job, Partial
-from .worker import BatchRecord, GeneratesImages
+from __future__ import annotations
 
-__all__ = ["BatchRecord", "Batcher", "GeneratedImage", "GeneratesImages", "Handle", "Job", "Partial"]
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import SettingError, ShuttingDown, UnknownModel
+from ..validation import is_int, is_number
+from .jobs import GeneratedImage, Handle, Job, Partial, Task
+from .queue import JobQueue, Throughput
+from .worker import BatchRecord, GeneratesImages, Worker
+
+__all__ = ["BatchRecord", "Batcher", "GeneratedImage", "GeneratesImages", "Handle", "Job", "Partial", "require_batching"]
+
+JOIN_SECONDS = 5.0  # for workers to leave their stage when the batcher closes
+
+
+def require_batching(max_batch: int, batch_delay: float, max_queue: int) -> None:
+    """Raises SettingError for values that a Batcher does not take; a server calls it before it loads models."""
+    for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
+        if not is_int(count, least=1):
+            raise SettingError(f"{name} must be an int of at least 1; got {count!r}")
+    if not is_number(batch_delay) or not 0 <= batch_delay < 60:
+        raise SettingError(f"batch_delay must be a number of seconds from 0 to below 60; got {batch_delay!r}")
+
+
+class Batcher:
+    """Joins jobs into batches and generates them. An image is the same alone and in any batch, up to the rounding of the device.
+
+    Args:
+        devices: for every device its pipelines by model name; each device gets a worker.
+        max_batch: images per batch.
+        batch_delay: seconds that the first image of a batch waits for others on a free device.
+        max_queue: images that may wait. Further jobs raise Overloaded with a retry time.
+        on_batch: called on the worker's thread after every batch; must return at once.
+        same_images: makes images equal bit for bit alone and in any batch, also on GPUs, where products of another shape round differently.
+            Every batch is filled up to `max_batch` with copies of its last image, which are dropped; texts are encoded one by one; requests
+            are captured when they first come. An image alone takes as long as a full batch. After memory has run out, batches are filled up
+            to the lowered limit, and images may differ from before. Where shapes depend on images or texts (thresholds; on a GPU texts
+            of more than 128 tokens, and eager runs), rounding still depends on the batch.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Mapping[str, GeneratesImages]],
+        *,
+        max_batch: int = 8,
+        batch_delay: float = 0.005,
+        max_queue: int = 64,
+        on_batch: Callable[[BatchRecord], None] = lambda _: None,
+        same_images: bool = False,
+    ) -> None:
+        require_batching(max_batch, batch_delay, max_queue)
+        if not devices or not all(devices):
+            raise SettingError("devices must map model names to pipelines, for one device or more; got none")
+        self._models = frozenset(model for pipelines in devices for model in pipelines)
+        self._throughput = Throughput(len(devices))
+        self._queue = JobQueue(max_batch, batch_delay, max_queue, self._throughput)
+        self._handles: set[Handle] = set()  # of jobs that are not over
+        self._workers = [
+            Worker(f"nextscale-worker-{number}", pipelines, self._queue, self._throughput, on_batch, same_images)
+            for number, pipelines in enumerate(devices)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def submit(self, job: Job) -> Handle:
+        """Queues a job. Raises Overloaded if the queue is full, ShuttingDown after `drain` or `close`."""
+        if job.model not in self._models:
+            raise UnknownModel(f"model must be one of {', '.join(sorted(self._models))}; got {job.model!r}")
+        handle, now = Handle(job), time.monotonic()
+        self._handles.add(handle)
+        handle.future.add_done_callback(lambda _: self._over(handle))
+        try:
+            self._queue.put([Task(handle, position, now) for position in range(len(job.seeds))])
+        except BaseException:
+            self._handles.discard(handle)
+            raise
+        return handle
+
+    def _over(self, handle: Handle) -> None:
+        self._handles.discard(handle)
+        self._queue.wake()
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Refuses new jobs and finishes accepted ones. Returns False if that took longer than `seconds`."""
+        self._queue.shut()
+        return self._queue.wait_empty(seconds)
+
+    def close(self) -> bool:
+        """Fails unfinished jobs with ShuttingDown. Returns True if all workers have ended."""
+        self._queue.close()
+        for handle in list(self._handles):
+            handle.fail(ShuttingDown("the server shut down before these images were ready: send the request again"))
+        ends = time.monotonic() + JOIN_SECONDS
+        for worker in self._workers:
+            worker.join(max(ends - time.monotonic(), 0))
+        return not any(worker.is_alive() for worker in self._workers)
+
+    def __enter__(self) -> Batcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def waiting(self) -> int:
+        """Number of queued images."""
+        return self._queue.waiting
+
+    @property
+    def running(self) -> int:
+        """Number of images that are being generated."""
+        return self._queue.running
+
+    @property
+    def draining(self) -> bool:
+        return not self._queue.open
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Rate of recent batches while workers were busy; None before the first batch."""
+        return self._throughput.images_per_second
+
+    @property
+    def broken(self) -> bool:
+        """True if a device has failed for good, so that only a new process helps."""
+        return any(worker.broken for worker in self._workers)

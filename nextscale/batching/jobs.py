@@ -1,4 +1,4 @@
-"""What callers submit, and the handle by which they get their images or leave."""
+"""Jobs, and handles that return their images or cancel them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prompt = str | int  # text, or a class number
 
 @dataclass(frozen=True, eq=False)
 class GeneratedImage:
-    """One image of a job. The report is that of the batch in which it was generated."""
+    """One image of a job, with the report of its batch."""
 
     image: Image.Image
     seed: int
@@ -33,7 +33,7 @@ class GeneratedImage:
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """An image of a job as it is after a stage."""
+    """An image of a job, decoded after a stage."""
 
     position: int  # of the image in its job
     stage: int
@@ -44,10 +44,10 @@ class Partial:
 class Job:
     """Images with common settings, one for each seed.
 
-    settings: further arguments of the pipeline's call, with values that can be hashed; jobs join a batch where these are equal.
-    partial_stages: stages after which `watch` sees a decode of the canvas. `watch` also sees every image as it is finished; it is called
-        on the worker's thread and must return at once.
-    deadline: by `time.monotonic()`; what is not ready by then fails with DeadlinePassed.
+    settings: further arguments of the pipeline's call. Jobs share a batch if these are equal and hashable.
+    partial_stages: stages after which `watch` gets a decoded canvas. `watch` also gets every finished image; it is called on the worker's
+        thread and must return at once.
+    deadline: time by `time.monotonic()` after which the job fails with DeadlinePassed.
     """
 
     model: str
@@ -61,11 +61,11 @@ class Job:
 
     def __post_init__(self) -> None:
         if not self.seeds:
-            raise SettingError("a job has no seeds: give one for each image")
+            raise SettingError("seeds must have one int per image; got none")
 
     @property
     def key(self) -> Hashable:
-        """Jobs with equal keys can share a batch. What cannot be compared runs alone."""
+        """Key of jobs that can share a batch; a job whose settings cannot be hashed runs alone."""
         key = (self.model, self.negative is None, tuple(sorted(self.settings.items(), key=lambda item: item[0])))
         try:
             hash(key)
@@ -84,28 +84,28 @@ class Handle:
         self._lock = Lock()
 
     def result(self, timeout: float | None = None) -> list[GeneratedImage]:
-        """The images in the order of the seeds, or the error that kept them from being generated."""
+        """Returns the images in the order of the seeds, or raises the job's error."""
         return self.future.result(timeout)
 
     def cancel(self) -> None:
-        """Work on the job stops before its next stage. Nothing happens where it is over."""
-        self.fail(JobCancelled("the job was cancelled by whoever submitted it"))
+        """Stops work on the job before its next stage; does nothing after the end."""
+        self.fail(JobCancelled("the job was cancelled"))
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits any more: finished, failed, cancelled or late."""
+        """True if the job has finished, failed, been cancelled or expired."""
         return self.future.done()
 
     def fail(self, error: Exception) -> None:
-        with suppress(InvalidStateError):  # it may be over already, by another thread
+        with suppress(InvalidStateError):  # another thread may have ended it
             self.future.set_exception(error)
 
     def expire(self, now: float) -> None:
         if self.job.deadline is not None and now >= self.job.deadline and not self.over:
-            self.fail(DeadlinePassed("the images were not ready before the deadline: try again when less is going on, or ask for less"))
+            self.fail(DeadlinePassed("the images were not ready before the deadline: try again later, or ask for less"))
 
     def deliver(self, position: int, image: GeneratedImage) -> None:
-        """One image; the last of them ends the job."""
+        """Adds an image; the last one ends the job."""
         self.show((position, image))
         with self._lock:
             self._images[position] = image
@@ -115,7 +115,7 @@ class Handle:
                 self.future.set_result([self._images[position] for position in range(len(self.job.seeds))])
 
     def show(self, event: Partial | tuple[int, GeneratedImage]) -> None:
-        """A `watch` that raises ends its own job, and no other of the batch."""
+        """Calls `watch`; an error in it fails this job only."""
         if self.job.watch is None or self.over:
             return
         try:
@@ -126,12 +126,12 @@ class Handle:
 
 @dataclass(eq=False)
 class Task:
-    """One image of a job on its way: what batches consist of."""
+    """One image of a job in a batch."""
 
     handle: Handle
     position: int
     queued: float  # by time.monotonic()
-    shown: set[int] = field(default_factory=set)  # stages whose partial image has been sent, which a second attempt does not repeat
+    shown: set[int] = field(default_factory=set)  # stages whose partial image has been sent; a second attempt does not repeat them
 
     @property
     def job(self) -> Job:

@@ -1,34 +1,60 @@
-"""Images that wait: bounded, joined by key, the oldest first."""
+"""The bounded queue of images, joined into batches by key, oldest first."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from threading import Condition
+from threading import Condition, Lock
 
 from ..errors import Overloaded, ShuttingDown
 from .jobs import Task
-from .throughput import Throughput
 
 PROBATION = 32  # batches after which a size that ran out of memory may be tried again
 REMEMBERED = 1024  # keys for which that is known
-LONGEST_WAIT = 1.0  # seconds between looks at deadlines while nothing happens
+MAX_WAIT = 1.0  # seconds between two checks of deadlines
+DECAY = 0.8  # weight of earlier batches in the measured rate, per batch
+UNKNOWN_SECONDS = 1.0  # retry time before anything was measured
+MIN_SECONDS = 0.05
 
 
 @dataclass
 class Limit:
-    """Images that a batch may have after a larger one ran out of memory."""
+    """Batch limit of a key after a larger batch ran out of memory."""
 
     images: int
     batches: int = 0  # since then
 
 
-class Waiting:
-    """What waits and what runs.
+class Throughput:
+    """Images per second of busy time over recent batches, times the number of workers."""
 
-    A batch is ready when it is full, or when its oldest image has waited for `delay`. Of those that are ready the one with the oldest image
-    runs first, so that no key waits for another that keeps coming.
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._images = self._seconds = 0.0
+        self._lock = Lock()
+
+    def add(self, images: int, seconds: float) -> None:
+        with self._lock:
+            self._images = DECAY * self._images + images
+            self._seconds = DECAY * self._seconds + seconds
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Returns None before the first batch."""
+        with self._lock:
+            return self._workers * self._images / self._seconds if self._seconds > 0 else None
+
+    def seconds_for(self, images: int) -> float:
+        rate = self.images_per_second
+        return UNKNOWN_SECONDS if rate is None else max(images / rate, MIN_SECONDS)
+
+
+class JobQueue:
+    """Images that wait or run.
+
+    A batch is ready when it is full or its oldest image has waited for `delay`. The ready batch with the oldest image runs first, so that
+    no key starves.
     """
 
     def __init__(
@@ -38,52 +64,52 @@ class Waiting:
         self._tasks: dict[Hashable, list[Task]] = {}
         self._running = 0
         self._limits: dict[Hashable, Limit] = {}  # where a full batch ran out of memory
-        self._changed = Condition()
+        self._changed = Condition()  # with a lock that its holder may take again
         self._open = self._alive = True
 
     # --- callers
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Overloaded where there is no room for all of them, ShuttingDown after `shut`. An empty queue takes any job."""
+        """Raises Overloaded if there is no room for all tasks, ShuttingDown after `shut`. An empty queue takes any job."""
         with self._changed:
             if not self._open:
-                raise ShuttingDown("no further images are generated here: this server is shutting down, ask another one")
-            self._forget_dead()
+                raise ShuttingDown("this server is shutting down and takes no more jobs")
+            self.expire()
             waiting = self._count()
             if waiting and waiting + len(tasks) > self._max_queue:
                 excess = waiting + len(tasks) - self._max_queue
                 after = self._throughput.seconds_for(excess)
-                raise Overloaded(f"{waiting} images are waiting and {self._max_queue} may: try again in {after:.1f} s", after)
+                raise Overloaded(f"the queue holds {waiting} of {self._max_queue} images: try again in {after:.1f} s", after)
             self._tasks.setdefault(tasks[0].job.key, []).extend(tasks)
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Somebody has left: workers look again."""
+        """Makes workers check the queue again after a job has ended."""
         with self._changed:
             self._changed.notify_all()
 
     def shut(self) -> None:
-        """Nothing more comes in."""
+        """Refuses new jobs."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Workers go home after what they run; what waits is forgotten."""
+        """Drops queued jobs; workers exit after the current batch."""
         with self._changed:
             self._open = self._alive = False
             self._tasks.clear()
             self._changed.notify_all()
 
     def wait_empty(self, seconds: float | None) -> bool:
-        """Whether nothing waits and nothing runs, within so many seconds."""
+        """Returns True when nothing waits or runs, False after so many seconds."""
         with self._changed:
             return self._changed.wait_for(self._idle, seconds)
 
     @property
     def waiting(self) -> int:
         with self._changed:
-            self._forget_dead()
+            self.expire()
             return self._count()
 
     @property
@@ -98,13 +124,18 @@ class Waiting:
     # --- workers
 
     def take(self, models: Collection[str]) -> list[Task] | None:
-        """The next batch for a worker that has these models; None when there is nothing more to do, ever."""
+        """Returns the next batch for a worker with these models, or None after `close`."""
         with self._changed:
             while self._alive:
-                self._forget_dead()
+                self.expire()
                 key, seconds = self._ready(models)
                 if key is not None:
-                    return self._start(key)
+                    limit = self.limit(key)
+                    batch, self._tasks[key] = self._tasks[key][:limit], self._tasks[key][limit:]
+                    if not self._tasks[key]:
+                        del self._tasks[key]
+                    self._running += len(batch)
+                    return batch
                 self._changed.wait(seconds)
             return None
 
@@ -116,17 +147,28 @@ class Waiting:
             self._changed.notify_all()
 
     def expire(self) -> None:
-        """Fails what is late."""
+        """Fails jobs whose deadline has passed, and drops the tasks of jobs that are over."""
         with self._changed:
-            self._forget_dead()
+            now = self._clock()
+            for key, tasks in list(self._tasks.items()):
+                for task in tasks:
+                    task.handle.expire(now)
+                if alive := [task for task in tasks if task.alive]:
+                    self._tasks[key] = alive
+                else:
+                    del self._tasks[key]
 
     def limit(self, key: Hashable) -> int:
-        """Images that a batch of this key may have at present."""
+        """Returns the current batch limit of a key."""
         with self._changed:
-            return self._limit(key)
+            limit = self._limits.get(key)
+            if limit is not None and limit.batches >= PROBATION:
+                del self._limits[key]
+                limit = None
+            return self._max_batch if limit is None else limit.images
 
     def lower_limit(self, key: Hashable, images: int) -> None:
-        """Batches of this key have so many images at most from now on, and again more after a while."""
+        """Limits batches of a key; the limit is lifted after PROBATION batches."""
         with self._changed:
             self._limits.pop(key, None)
             self._limits[key] = Limit(max(images, 1))
@@ -139,46 +181,15 @@ class Waiting:
         return sum(map(len, self._tasks.values()))
 
     def _idle(self) -> bool:
-        self._forget_dead()
+        self.expire()
         return not self._tasks and self._running == 0
 
-    def _forget_dead(self) -> None:
-        now = self._clock()
-        for key, tasks in list(self._tasks.items()):
-            for task in tasks:
-                task.handle.expire(now)
-            alive = [task for task in tasks if task.alive]
-            if alive:
-                self._tasks[key] = alive
-            else:
-                del self._tasks[key]
-
-    def _limit(self, key: Hashable) -> int:
-        limit = self._limits.get(key)
-        if limit is not None and limit.batches >= PROBATION:
-            del self._limits[key]
-            limit = None
-        return self._max_batch if limit is None else limit.images
-
     def _ready(self, models: Collection[str]) -> tuple[Hashable | None, float]:
-        """The key to run now, or in how many seconds to look again."""
+        """Returns the key to run now, or None and the seconds until the next check."""
         mine = {key: tasks for key, tasks in self._tasks.items() if tasks[0].job.model in models}
+        full = {key for key, tasks in mine.items() if not self._open or len(tasks) >= self.limit(key)}
         now = self._clock()
-        left = {key: 0.0 if self._full(key) else tasks[0].queued + self._delay - now for key, tasks in mine.items()}
-        ready = [key for key in mine if left[key] <= 0]
-        if ready:
+        left = {key: 0.0 if key in full else tasks[0].queued + self._delay - now for key, tasks in mine.items()}
+        if ready := [key for key in mine if left[key] <= 0]:
             return min(ready, key=lambda key: mine[key][0].queued), 0.0
-        return None, min([LONGEST_WAIT, *left.values()])
-
-    def _full(self, key: Hashable) -> bool:
-        return not self._open or len(self._tasks[key]) >= self._limit(key)
-
-    def _start(self, key: Hashable) -> list[Task]:
-        limit = self._limit(key)
-        batch, rest = self._tasks[key][:limit], self._tasks[key][limit:]
-        if rest:
-            self._tasks[key] = rest
-        else:
-            del self._tasks[key]
-        self._running += len(batch)
-        return batch
+        return None, min([MAX_WAIT, *left.values()])

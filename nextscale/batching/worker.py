@@ -1,11 +1,11 @@
-"""The thread that runs batches on one device: what fails or does not fit is halved, until only the culprit is left."""
+"""Runs batches on one device in a thread. A batch that fails or does not fit is halved until only the faulty image is left."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any, Protocol
 
@@ -17,16 +17,14 @@ from ..io import to_pil
 from ..report import Report
 from ..text import TextFeatures
 from ..text.prompts import PromptReader
-from .filling import filled, read_alone, without_fillers
 from .jobs import GeneratedImage, Job, Partial, Prompt, Task
-from .queue import Waiting
-from .throughput import Throughput
+from .queue import JobQueue, Throughput
 
 log = logging.getLogger(__name__)
 
 
 class GeneratesImages(Protocol):
-    """What a worker asks of a pipeline."""
+    """Interface that a worker needs from a pipeline."""
 
     reader: PromptReader
 
@@ -35,18 +33,18 @@ class GeneratesImages(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class BatchRecord:
-    """What became of a batch, for whoever measures."""
+    """Result of a batch, for metrics."""
 
     model: str
     images: int
     seconds: float
     queue_seconds: tuple[float, ...]  # of each image
-    report: Report | None = None  # None where it failed or was given up
-    error: Exception | None = None  # what made it fail
+    report: Report | None = None  # None if the batch failed or was abandoned
+    error: Exception | None = None
 
 
 class Abandoned(Exception):
-    """Leaves the pipeline from inside `on_stage` when nobody is left who wants the batch."""
+    """Leaves the pipeline from inside `on_stage` when all jobs of the batch are over."""
 
 
 class Worker(Thread):
@@ -54,35 +52,35 @@ class Worker(Thread):
         self,
         name: str,
         pipelines: Mapping[str, GeneratesImages],
-        waiting: Waiting,
+        queue: JobQueue,
         throughput: Throughput,
         on_batch: Callable[[BatchRecord], None],
         same_images: bool,
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self._pipelines, self._waiting, self._throughput, self._on_batch = pipelines, waiting, throughput, on_batch
+        self._pipelines, self._queue, self._throughput, self._on_batch = pipelines, queue, throughput, on_batch
         self._same_images = same_images
-        self.broken = False  # the device answers no more: nothing but a new process helps
+        self.broken = False  # after an unrecoverable CUDA error, which only a new process clears
 
     def run(self) -> None:
-        while (tasks := self._waiting.take(self._pipelines)) is not None:
+        while (tasks := self._queue.take(self._pipelines)) is not None:
             try:
                 self._generate(tasks)
-            except Exception as error:  # a fault of ours: nobody must wait for ever, and the worker goes on
+            except Exception as error:  # a bug here: callers must not wait for ever, and the worker goes on
                 log.error("the worker failed", exc_info=error)
                 for task in tasks:
                     task.handle.fail(without_frames(error))
             finally:
-                self._waiting.finished(tasks)
+                self._queue.finished(tasks)
             del tasks  # images are not kept until the next batch
 
     def _generate(self, tasks: Sequence[Task]) -> None:
-        """Every task has its image or its error afterwards."""
+        """Gives every task its image or its error."""
         tasks = [task for task in tasks if task.alive]
         if not tasks:
             return
         key = tasks[0].job.key
-        images = self._waiting.limit(key) if self._same_images else len(tasks)
+        images = self._queue.limit(key) if self._same_images else len(tasks)
         if len(tasks) > images:  # the limit is lower than when they were taken
             self._generate(tasks[:images])
             self._generate(tasks[images:])
@@ -96,7 +94,7 @@ class Worker(Thread):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             if images > 1:
-                self._waiting.lower_limit(key, images // 2)
+                self._queue.lower_limit(key, images // 2)
             halved = images
         if halved == 1:
             tasks[0].handle.fail(error)
@@ -105,13 +103,20 @@ class Worker(Thread):
         self._generate(tasks[halved // 2 :])
 
     def _attempt(self, tasks: Sequence[Task], images: int) -> Exception | None:
-        """`images`: how many run, of which those beyond the tasks are dropped."""
+        """Returns the error of the batch, or None. Runs `images` images; those beyond the tasks are dropped."""
         job, begun = tasks[0].job, time.monotonic()
         waited = tuple(begun - task.queued for task in tasks)
         try:
             reader, run = self._pipelines[job.model].reader, filled(tasks, images)
             prompts = self._prompts(reader, [task.job.prompt for task in run])
-            output = self._call(job, tasks, run, prompts)
+            output = self._pipelines[job.model](
+                prompts,
+                seed=[task.seed for task in run],
+                negative=None if job.negative is None else self._prompts(reader, [task.job.negative for task in run]),
+                on_stage=StageWatcher(tasks, self._queue),
+                # graphs from the first request on: the shapes of eager requests depend on their texts
+                **(dict(job.settings) | ({"warmup": True} if self._same_images else {})),
+            )
             report = without_fillers(output.report, len(tasks), images)
             results = generated(output, report, tasks, prompt_tokens(reader, prompts), waited)
         except Abandoned:
@@ -130,21 +135,7 @@ class Worker(Thread):
         return None
 
     def _prompts(self, reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
-        """Prompts as the pipeline takes them."""
         return read_alone(reader, prompts) if self._same_images else list(prompts)
-
-    def _call(self, job: Job, tasks: Sequence[Task], run: Sequence[Task], prompts: Any) -> Any:
-        """`run`: the tasks, and what the batch is filled up with."""
-        pipeline, settings = self._pipelines[job.model], dict(job.settings)
-        if self._same_images:
-            settings["warmup"] = True  # graphs from the first request on: eager ones have other shapes, those of the texts
-        return pipeline(
-            prompts,
-            seed=[task.seed for task in run],
-            negative=None if job.negative is None else self._prompts(pipeline.reader, [task.job.negative for task in run]),
-            on_stage=StageWatcher(tasks, self._waiting),
-            **settings,
-        )
 
     def _record(self, record: BatchRecord) -> None:
         try:
@@ -153,7 +144,7 @@ class Worker(Thread):
             log.error("a batch could not be recorded", exc_info=error)
 
     def _failed(self, error: Exception, job: Job, images: int) -> None:
-        """Only what is no fault of the request is worth a traceback. Prompts are not logged."""
+        """Logs an error, with a traceback unless it is one of ours. Prompts are not logged."""
         if isinstance(error, PromptError):
             return
         if isinstance(error, NextscaleError):
@@ -165,15 +156,15 @@ class Worker(Thread):
 
 
 class StageWatcher:
-    """Looks after every stage who is still there, and shows partial images to those who asked for them."""
+    """Stops a batch whose jobs are all over, and sends partial images, after every stage."""
 
-    def __init__(self, tasks: Sequence[Task], waiting: Waiting) -> None:
-        self._tasks, self._waiting = tasks, waiting
+    def __init__(self, tasks: Sequence[Task], queue: JobQueue) -> None:
+        self._tasks, self._queue = tasks, queue
         self._previous: torch.cuda.Event | None = None
 
     def __call__(self, preview: Any) -> None:
         self._keep_in_step(preview.latent)
-        self._waiting.expire()
+        self._queue.expire()
         now = time.monotonic()
         for task in self._tasks:
             task.handle.expire(now)
@@ -191,7 +182,7 @@ class StageWatcher:
         return task.alive and stage in task.job.partial_stages and stage not in task.shown
 
     def _keep_in_step(self, latent: Tensor) -> None:
-        """The host launches at most one stage ahead of a GPU: otherwise nothing could be stopped, all would be launched already."""
+        """Lets the host launch at most one stage ahead of a GPU; otherwise all stages would be launched before any could be stopped."""
         if not latent.is_cuda:
             return
         if self._previous is not None:
@@ -202,12 +193,12 @@ class StageWatcher:
 
 @torch.inference_mode()
 def decoded(preview: Any, rows: Sequence[int]) -> Tensor:
-    """Pixels [R, 3, H, W] of some images of the batch, as they would be if generation stopped here."""
+    """Returns pixels [R, 3, H, W] of some images of the batch, decoded from the canvas of this stage."""
     return preview.tokenizer.decode(preview.latent[list(rows)])
 
 
 def generated(output: Any, report: Report, tasks: Sequence[Task], lengths: Sequence[int], waited: Sequence[float]) -> list[GeneratedImage]:
-    """`lengths`: tokens of each prompt. `waited`: seconds in the queue, of each task. What there is beyond the tasks is dropped."""
+    """Returns the images of the tasks. lengths: tokens per prompt. waited: seconds in the queue per task."""
     masks = None if output.compute_mask is None else [stage.cpu() for stage in output.compute_mask]
     return [
         GeneratedImage(
@@ -224,7 +215,7 @@ def generated(output: Any, report: Report, tasks: Sequence[Task], lengths: Seque
 
 
 def prompt_tokens(reader: PromptReader, prompts: Any) -> list[int]:
-    """Tokens of each prompt; a class counts as one. Large encoders remember what they have just read."""
+    """Returns the tokens of each prompt; a class counts as one. Large encoders cache what they have just read."""
     if isinstance(prompts, TextFeatures):
         return list(prompts.lengths) if prompts.mask is None else prompts.mask.sum(dim=1).tolist()
     different = list(dict.fromkeys(prompts))
@@ -236,8 +227,28 @@ def prompt_tokens(reader: PromptReader, prompts: Any) -> list[int]:
 
 
 def without_frames(error: Exception) -> Exception:
-    """The error without its traceback and those of its causes, which keep the tensors of the failed attempt alive."""
+    """Returns the error without its traceback and causes, which keep the tensors of the failed attempt alive."""
     if isinstance(error, torch.OutOfMemoryError):  # outside of the pipeline, which explains its own
         return OutOfMemory("memory ran out while images were shown: ask for fewer images, a smaller size or no partial images")
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
+
+
+def filled(tasks: Sequence[Task], images: int) -> list[Task]:
+    """Returns the tasks, filled up with copies of the last one."""
+    return [*tasks, *[tasks[-1]] * (images - len(tasks))]
+
+
+def read_alone(reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
+    """Returns prompts for a pipeline, each text encoded alone: features round differently in another batch."""
+    read = {prompt: reader.read([prompt]) for prompt in dict.fromkeys(prompts)}
+    features = [one for prompt in prompts if isinstance(one := read[prompt], TextFeatures)]
+    return TextFeatures.joined(features) if features else list(prompts)  # classes need no encoder
+
+
+def without_fillers(report: Report, images: int, ran: int) -> Report:
+    """Returns the report of the first `images` of `ran` images; times and memory stay those of the whole batch."""
+    if images == ran:
+        return report
+    stages = tuple(replace(stage, rows=stage.rows * images // ran) for stage in report.stages)
+    return replace(report, seeds=None if report.seeds is None else report.seeds[:images], stages=stages)

@@ -15,11 +15,11 @@ from PIL import Image
 from rich.progress import Progress, TaskID
 
 from ..errors import SettingError
-from ..eval.methods import parse_methods
 from ..guidance import GuidanceLike, resolve_guidance
 from ..io import grid as side_by_side
 from ..io import write_image, write_text
 from ..loading.presets import ModelSpec
+from ..methods.registry import resolve_method
 from ..pipeline import Output, Pipeline, Preview
 from ..stage import Schedule
 from ..text import with_positive_prompt
@@ -192,7 +192,7 @@ def generate(
     spec = model.spec
     schedule = size.schedule(spec)
     settings = sampling.call_arguments(spec, schedule)
-    acceleration = parse_methods(*method or ())
+    acceleration = resolve_method(method)
     pictures = prompts.pictures(spec, output.out)
     model.settled(acceleration, schedule, min(batch, len(pictures)))
     output.require_writable(pictures, schedule)

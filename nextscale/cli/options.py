@@ -11,15 +11,15 @@ import torch
 import typer
 from typer.models import OptionInfo
 
+from ..batching.ray_cluster import LOCAL, RaySettings
 from ..errors import PromptError, SettingError
-from ..eval.prompts import EvalPrompt, read_eval_prompts
 from ..loading.load import choose_device, load
 from ..loading.presets import NANO, ModelSpec, model_spec
 from ..methods.method import Method
 from ..metrics.files import VARIABLE
 from ..models.base import KvDtype
 from ..models.quantized import FORMATS, Quantize
-from ..offline.ray import LOCAL, RaySettings
+from ..offline.prompts import EvalPrompt, read_eval_prompts
 from ..pipeline import Pipeline
 from ..stage import Schedule
 from .parse import choose_schedule, require_no_model_names, settled_method

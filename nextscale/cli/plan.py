@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ..eval.methods import parse_methods
 from ..guidance import ResolvedGuidance
 from ..loading.artifacts import encoder_bytes
 from ..loading.beside import local_weights, rank_table_of
 from ..loading.presets import model_spec
 from ..loading.without_weights import without_weights
+from ..methods.registry import resolve_method
 from ..models.base import NextScaleModel
 from ..pipeline import Settings
 from ..planning.cost import Workload
@@ -80,7 +80,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a method would compute, and its cost, without weights and without running anything."""
-    spec, chosen = model_spec(model), parse_methods(*method or ())
+    spec, chosen = model_spec(model), resolve_method(method)
     schedule = size.schedule(spec)
     built, tokenizer = without_weights(spec, as_torch_dtype(dtype), as_quantize(quantize), as_kv_dtype(kv_dtype))
     built.check_schedule(schedule)

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..batching.ray_cluster import LOCAL
 from ..errors import NextscaleError, SettingError
 from ..eval.results import version
 from ..loading.presets import MODELS
-from ..offline.ray import LOCAL
 
 MEASURE = "Measurements"  # panel of the help
 USAGE_ERRORS: Any = typer.BadParameter.__bases__  # the parent of all usage errors has no public name that every version of typer knows

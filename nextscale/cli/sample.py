@@ -18,15 +18,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..batching.ray_cluster import LOCAL, RaySettings
 from ..errors import SettingError, SizeError
-from ..eval.methods import parse_methods
 from ..eval.results import where
 from ..loading.random_weights import random_pipeline
+from ..methods.registry import resolve_method
 from ..offline.lock import working_folder
 from ..offline.plan import Batch as PlannedBatch
 from ..offline.plan import plan_batches
 from ..offline.prompts import SamplePrompt, read_sample_prompts
-from ..offline.ray import LOCAL, RaySettings, sample_on_ray
+from ..offline.ray import sample_on_ray
 from ..offline.sampler import Done, OnImages, sample
 from ..offline.shard import AUTO, Shard
 from ..offline.store import Store
@@ -137,7 +138,7 @@ def sample_command(
     if ray is not None:
         require_known_actors(model, ray)
     model = on_own_gpu(model) if run.shard == AUTO and ray is None else model
-    acceleration = parse_methods(*method or ())
+    acceleration = resolve_method(method)
     if ray is not None and ray.address != LOCAL and acceleration.chooses:
         raise SettingError(
             f"{acceleration.label} is looked up for the machine that runs it, and a cluster may have several: name the method"

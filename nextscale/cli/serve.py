@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from ..errors import MissingExtra, SettingError
-from ..eval.methods import parse_methods
 from ..loading.load import choose_device, load
 from ..loading.presets import model_spec
+from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from .groups import grouped
 from .options import (
@@ -194,7 +194,7 @@ def serve(
     model.require_known()
     ray = on_ray.settings()
     named = " + ".join(method or ["dense"])
-    chosen = parse_methods(named)
+    chosen = resolve_method(named)
     for spec, device in product(map(model_spec, model.names), model.device or (None,)):
         settled_method(chosen, spec, spec.settings.schedules.choose(None, None), 1, choose_device(device), model.weights)
     require_packages()

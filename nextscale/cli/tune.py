@@ -16,7 +16,6 @@ import typer
 from rich.markup import escape
 
 from ..errors import NextscaleError, PromptError, SettingError
-from ..eval.prompts import EvalPrompt, evenly_spread, read_eval_prompts
 from ..eval.results import version, where
 from ..eval.timing import ROUNDS
 from ..loading.beside import local_weights, profile_folders
@@ -25,6 +24,7 @@ from ..loading.presets import ModelSpec
 from ..methods.auto import Auto
 from ..methods.registry import parse_method
 from ..metrics import Lpips
+from ..offline.prompts import EvalPrompt, evenly_spread, read_eval_prompts
 from ..pipeline import Pipeline
 from ..planning.cost import Workload
 from ..profiles import SUFFIX, Profile, fingerprint, profile_folder, profile_name

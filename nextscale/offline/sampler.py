@@ -93,9 +93,14 @@ def longest_prompts(batches: Iterable[Batch]) -> LongestPrompts:
     return {size: sorted(found, key=lambda prompt: (len(str(prompt)), str(prompt)))[-LONGEST_TRIED:] for size, found in prompts.items()}
 
 
-def missing(batches: Sequence[Batch], there: set[str]) -> list[Batch]:
-    """The batches of which an image is not there. They keep the images that are, which are generated once more as company."""
-    return [batch for batch in batches if any(picture.file not in there for picture in batch.pictures)]
+def missing(batches: Sequence[Batch], store: Store, on_images: OnImages) -> tuple[set[str], Sequence[Batch], list[Batch]]:
+    """Returns the names of the shard's complete images, its batches, and those of them that lack an image. batches: those of all shards.
+
+    Batches keep their complete images, which are generated again so that the others have the same batch.
+    """
+    there, mine = store.verified(batches), store.shard.part(batches)
+    on_images(len(there))
+    return there, mine, [batch for batch in mine if any(picture.file not in there for picture in batch.pictures)]
 
 
 def sample(
@@ -106,10 +111,7 @@ def sample(
     on_images: OnImages = lambda _: None,
 ) -> Done:
     """Generates the images of the store's shard that are missing. Loads the model only if there are any. batches: those of all shards."""
-    there = store.verified(batches)
-    on_images(len(there))
-    mine = store.shard.part(batches)
-    todo = missing(mine, there)
+    there, mine, todo = missing(batches, store, on_images)
     if not todo:
         return Done(0, len(there), 0.0, 0)
     generator = Generator(load(), settings)

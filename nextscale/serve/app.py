@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from ..eval.methods import standard
 from ..guidance import ResolvedGuidance
+from ..methods.registry import standard_methods
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, fitting, parsed_method
 from .compare import Comparer
@@ -141,7 +141,7 @@ def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
     """Those of `nextscale quality` that fit the model with so many stages."""
     guided = ResolvedGuidance(served.pipeline.settings.guidance, schedule, len(served.pipeline.model.blocks))
     found = {"dense": "dense"}
-    for name, text in standard(len(schedule), len(served.pipeline.model.blocks)).items():
+    for name, text in standard_methods(len(schedule)).items():
         with suppress(ApiError):
             fitting(served, parsed_method(text), schedule, guided, "method")
             found[name] = text

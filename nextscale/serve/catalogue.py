@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
-from ..eval.methods import parse_methods
 from ..generate import check_plans
 from ..guidance import ResolvedGuidance, resolve_guidance
 from ..methods.code import CoDe
 from ..methods.combine import Combined
 from ..methods.method import Method
+from ..methods.registry import resolve_method
 from ..methods.skip import SkipStages
 from ..pipeline import Pipeline
 from ..planning.memory import ASSUMED_KEPT
@@ -86,7 +86,7 @@ class Catalogue:
     def __init__(self, models: Sequence[Served], aliases: Mapping[str, str], method: str, limits: Limits) -> None:
         self.models = {served.name: served for served in models}
         self.aliases, self.method, self.limits = dict(aliases), method, limits
-        self._default = parse_methods(method)
+        self._default = resolve_method(method)
 
     def find(self, name: str | None) -> Served:
         if name is None:
@@ -235,7 +235,7 @@ def parsed_method(text: str) -> Method:
     if not METHOD.fullmatch(text) or not text.strip():
         raise refused("method", f"method {text!r}: give a name with settings, such as fastvar or skip:last=2")
     with about("method"):
-        return quietly(lambda: parse_methods(text), f"method {text!r} cannot be read")
+        return quietly(lambda: resolve_method(text), f"method {text!r} cannot be read")
 
 
 def fitting(served: Served, method: Method, schedule: Schedule, guided: ResolvedGuidance, param: str) -> Sequence[Any]:

@@ -1,44 +1,42 @@
-"""The server as a Ray Serve application: replicas on the machines of a cluster behind one address, with the same HTTP contract.
+"""Runs the server as a Ray Serve application: replicas on a cluster behind one address, with the same HTTP contract.
 
-Every replica is the whole server of `nextscale serve`, with a batcher of its own, which refuses what is too much with 429. Ray spreads
-requests over replicas, replaces those that die and ends them gently. What a dying replica had begun fails with a 5xx; clients ask again.
+Every replica is the whole server with a batcher of its own. Ray spreads requests over replicas, replaces those that die and ends them
+gently. Requests of a dying replica fail with a 5xx; clients send them again.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
+from ..batching.ray_cluster import CPUS, LOCAL, RaySettings, connected
 from ..errors import MissingExtra, SettingError
-from ..offline.ray import CPUS, LOCAL, RaySettings, connected, gpus_per_worker, workers_for
 from .app import create_app
 from .service import Content, Service
 from .settings import ServeSettings
 
 NAME = "nextscale"
 WAITING_SECONDS = 1.0
-PROXY_SECONDS = ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-"""Ray Serve kills a proxy that is not up after 5 seconds, which busy machines of few cores do not manage."""
+PROXY_SECONDS = ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # its default of 5 s is too short for busy machines of few cores
 
 
 class Replica:
-    """One server without its socket; Ray asks it for an ASGI application."""
+    """A server without its socket, from which Ray gets an ASGI application."""
 
     def __init__(self, content: Content, settings: ServeSettings) -> None:
         self._service = Service(content, settings)
         self._service.open()
-        self._seconds = settings.shutdown_timeout
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self._service)
 
     def check_health(self) -> None:
-        """Raises where Ray should replace it."""
+        """Raises RuntimeError if Ray should replace the replica."""
         if self._service.state == "failed":
             raise RuntimeError("a worker of the batcher died")
 
@@ -49,7 +47,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class RayServer:
-    """Where replicas run. `ray.workers` is their number, `ray.gpus` the share of a GPU of each."""
+    """A server of `ray.workers` replicas."""
 
     content: Content
     settings: ServeSettings
@@ -57,55 +55,43 @@ class RayServer:
 
     def __post_init__(self) -> None:
         if self.content.devices != (None,):
-            raise SettingError("with --ray every replica takes the GPU that Ray gives it: leave out --device, and say --workers and --gpus")
+            raise SettingError("--device must be left out with --ray: every replica takes the GPU that Ray gives it")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Until the block ends; then accepted requests finish."""
+        """Runs the replicas until the block ends; then accepted requests finish."""
         os.environ.setdefault(*PROXY_SECONDS)  # for a cluster that is started here
         with connected(self.ray) as ray:
-            serve = ray_serve()
+            try:
+                from ray import serve
+            except ImportError as error:
+                raise MissingExtra(f"`serve --ray` needs Ray Serve ({error}): pip install 'nextscale[ray]'") from error
+            share, workers = self.ray.share(ray), self.ray.count(ray)
             if self.ray.address == LOCAL:  # which does not grow: Ray would wait without end
-                self.require_room(ray.cluster_resources())
+                resources = ray.cluster_resources()
+                room = min(int(resources.get("CPU", 0) / CPUS), int(resources["GPU"] / share) if share else workers)
+                if workers > room:
+                    raise SettingError(f"workers must be at most {room} on this machine; got {workers}. Give fewer, or less gpus for each")
+            deployment = serve.deployment(
+                name="images",
+                num_replicas=workers,
+                ray_actor_options={"num_cpus": CPUS, "num_gpus": share},
+                max_ongoing_requests=2 * self.settings.max_queue,  # so that clients get the batcher's own answer, with retry-after
+                max_queued_requests=self.settings.max_queue,
+                graceful_shutdown_timeout_s=self.settings.shutdown_timeout,
+                health_check_period_s=5,
+            )
             serve.start(http_options={"host": self.settings.host, "port": self.settings.port})
             try:
-                serve.run(self.application(serve), name=NAME, route_prefix="/")
+                serve.run(deployment(serve.ingress()(Replica)).bind(self.content, self.settings), name=NAME, route_prefix="/")
                 yield
             finally:
                 serve.delete(NAME)
                 serve.shutdown()
 
-    def require_room(self, resources: Mapping[str, float]) -> None:
-        share, workers = gpus_per_worker(self.ray), workers_for(self.ray)
-        room = min(int(resources.get("CPU", 0) / CPUS), int(resources["GPU"] / share) if share else workers)
-        if workers > room:
-            raise SettingError(
-                f"--workers {workers}: this machine has room for {room}; give fewer, or a smaller share of a GPU with --gpus"
-            )
-
-    def application(self, serve: Any) -> Any:
-        deployment = serve.deployment(
-            name="images",
-            num_replicas=workers_for(self.ray),
-            ray_actor_options={"num_cpus": CPUS, "num_gpus": gpus_per_worker(self.ray)},
-            max_ongoing_requests=2 * self.settings.max_queue,  # so that the batcher's own answer, with retry-after, is what clients see
-            max_queued_requests=self.settings.max_queue,
-            graceful_shutdown_timeout_s=self.settings.shutdown_timeout,
-            health_check_period_s=5,
-        )
-        return deployment(serve.ingress()(Replica)).bind(self.content, self.settings)
-
-
-def ray_serve() -> Any:
-    try:
-        from ray import serve
-    except ImportError as error:
-        raise MissingExtra(f"`serve --ray` needs Ray Serve ({error}): pip install 'nextscale[ray]'") from error
-    return serve
-
 
 def serve_on_ray(server: RayServer) -> None:
-    """Returns after SIGINT or SIGTERM. While replicas start, which may wait for machines without end, these end it at once."""
+    """Serves until SIGINT or SIGTERM. While replicas start, which may wait for machines without end, these end it at once."""
     ended = Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server.running():

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..batching import Batcher, Handle, Job
 from ..errors import NextscaleError, SettingError
-from ..eval.methods import parse_methods
+from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from ..text.prompts import ClassReader
 from .catalogue import SIZE, Asked, Catalogue, Served
@@ -149,7 +149,7 @@ class Service:
 
 def warm_up(pipeline: Pipeline, warmups: Sequence[Warmup], method: str) -> None:
     """Sizes that this model does not offer are for other models."""
-    chosen = parse_methods(method)
+    chosen = resolve_method(method)
     for warmup in warmups:
         if warmup.size not in pipeline.settings.schedules.offers():
             continue

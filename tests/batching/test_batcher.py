@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from nextscale.batching import Batcher, BatchRecord, GeneratedImage, Handle, Job, Partial
-from nextscale.batching.filling import read_alone
 from nextscale.batching.jobs import Task
-from nextscale.batching.queue import PROBATION, Waiting
-from nextscale.batching.throughput import Throughput
+from nextscale.batching.queue import PROBATION, JobQueue, Throughput
+from nextscale.batching.worker import read_alone
 from nextscale.errors import DeadlinePassed, JobCancelled, OutOfMemory, Overloaded, PromptError, SettingError, ShuttingDown, UnknownModel
 from nextscale.pipeline import Pipeline
 from nextscale.report import Report
@@ -126,8 +125,8 @@ def tasks_of(key: str, clock: Clock, images: int = 1) -> list[Task]:
     return [Task(handle, position, clock()) for position in range(images)]
 
 
-def waiting_room(clock: Clock, max_batch: int = 4, delay: float = 1.0, max_queue: int = 100) -> Waiting:
-    return Waiting(max_batch, delay, max_queue, Throughput(1), clock)
+def waiting_room(clock: Clock, max_batch: int = 4, delay: float = 1.0, max_queue: int = 100) -> JobQueue:
+    return JobQueue(max_batch, delay, max_queue, Throughput(1), clock)
 
 
 def test_a_batch_waits_for_company_until_the_delay_is_over_or_it_is_full() -> None:
@@ -169,11 +168,11 @@ def test_a_limit_after_running_out_of_memory_is_lifted_again() -> None:
         room.put(tasks_of("a", clock, images=4))
         for _ in range(2):
             taken = room.take({"toy"}) or []
-            assert len(taken) == 2 or room._limit(key) == 4
+            assert len(taken) == 2 or room.limit(key) == 4
             room.finished(taken)
-        if room._limit(key) == 4:
+        if room.limit(key) == 4:
             break
-    assert room._limit(key) == 4
+    assert room.limit(key) == 4
 
 
 # --- images
@@ -362,7 +361,7 @@ def test_a_deadline_ends_a_job_that_waits_and_one_that_runs() -> None:
     toy = opened()
     with Batcher([{"toy": toy}], batch_delay=0) as batcher:
         late = batcher.submit(job("late", deadline=0.0))
-        with pytest.raises(DeadlinePassed, match="not ready before"):
+        with pytest.raises(DeadlinePassed, match="not ready"):
             late.result(SECONDS)
         assert toy.calls == []
         held = SimpleNamespace(handle=None)
@@ -403,7 +402,7 @@ def test_a_full_queue_says_when_to_come_back_by_measured_throughput() -> None:
     with Batcher([{"toy": toy}], max_queue=3, batch_delay=0) as batcher:
         first = running(batcher, toy)
         large = batcher.submit(job("larger than the queue", 1, 2, 3, 4))  # an empty queue takes it
-        with pytest.raises(Overloaded, match="4 images are waiting and 3 may") as refused:
+        with pytest.raises(Overloaded, match="4 of 3 images") as refused:
             batcher.submit(job("refused"))
         assert refused.value.retry_after == 1.0  # nothing measured yet
         toy.gate.set()
@@ -531,7 +530,7 @@ def test_devices_share_the_queue_and_get_only_models_that_they_have() -> None:
         assert batcher.submit(job("q", model="b")).result(SECONDS)
         here.gate.set()
         assert held.result(SECONDS)
-        with pytest.raises(UnknownModel, match="there are a, b"):
+        with pytest.raises(UnknownModel, match="a, b"):
             batcher.submit(job("r", model="c"))
 
 
@@ -542,9 +541,9 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_jobs_and_batchers_without_content_are_refused() -> None:
-    with pytest.raises(SettingError, match="no seeds"):
+    with pytest.raises(SettingError, match="seeds"):
         Job("toy", "p", ())
-    with pytest.raises(SettingError, match="no pipelines"):
+    with pytest.raises(SettingError, match="devices"):
         Batcher([{}])
 
 

@@ -545,7 +545,7 @@ def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("family", "method", "settings"),
     [
-        ("var", Method(), {"forbidden": (1, 3)}),
+        ("var", Method(), {"suppressed_codes": (1, 3)}),
         ("infinity", ToMe(random=True), {}),
         ("infinity", Combined((FastVAR({2: 1.0}), ToMe(random=True, stages=(2, 3)))), {}),
         ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", first_stage=1), ToMe(random=True))), {}),

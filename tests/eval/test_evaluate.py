@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nextscale.eval.folders.evaluate import frechet_interval, spread
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,17 +24,16 @@ from typer.testing import CliRunner, Result
 from nextscale.cli import app
 from nextscale.errors import CheckpointError, MissingExtra, NextscaleError, SettingError, SizeError
 from nextscale.eval.folders import EvaluationSetup, ImageFolder, evaluate_folder
-from nextscale.eval.folders.cache import CACHE, features_of
-from nextscale.eval.folders.evaluate import frechet_interval, spread
-from nextscale.eval.folders.networks import NETWORKS, Network, central, clip, dinov2
 from nextscale.metrics import Lpips, frechet
-from nextscale.metrics.dists import Dists
-from nextscale.metrics.files import DINOV2, INCEPTION, metric_folder
-from nextscale.metrics.frechet import frechet_distance
-from nextscale.metrics.library import inception_score, kernel_distance
 from nextscale.metrics.lpips import WEIGHTS
-from nextscale.metrics.neighbours import precision_recall
 from nextscale.metrics.pixels import psnr, ssim
+from nextscale_research.metrics.cache import CACHE, features_of
+from nextscale_research.metrics.dists import Dists
+from nextscale_research.metrics.files import DINOV2, INCEPTION, metric_folder
+from nextscale_research.metrics.frechet import frechet_distance
+from nextscale_research.metrics.library import inception_score, kernel_distance
+from nextscale_research.metrics.neighbours import precision_recall
+from nextscale_research.metrics.networks import NETWORKS, Network, central, clip, dinov2
 from tests.conftest import PROJECT
 
 SHARED = PROJECT.parent / "shared" / "metrics"
@@ -271,7 +271,7 @@ def counting(calls: list[int]) -> Network:
 
 
 def test_features_are_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nextscale.eval.folders.cache.PART", 4)
+    monkeypatch.setattr("nextscale_research.metrics.cache.PART", 4)
     folder, calls = picture_folder(tmp_path / "images", 10), list[int]()
     first = features_of(folder, counting(calls), CPU, batch=3)
     assert sum(calls) == 10 and first.shape == (10, 3)
@@ -288,7 +288,7 @@ def test_features_are_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nextscale.eval.folders.cache.PART", 2)
+    monkeypatch.setattr("nextscale_research.metrics.cache.PART", 2)
     folder = picture_folder(tmp_path / "images", 6)
 
     def stop(images: int, seen: list[int] = []) -> None:  # noqa: B006 - counts its calls

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from nextscale.eval.judges import Judges
+from nextscale.eval.quality import Batch, Evaluation, Requests, evaluate, mixed_batches
 from PIL import Image
 from rich.console import Console
 from torch import Tensor
@@ -25,22 +27,20 @@ from nextscale.cli import app, options
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
 from nextscale.eval import summary
-from nextscale.eval.agreement import Agreement, Probe, vary
-from nextscale.eval.frontier import frontier_svg, label_spots
-from nextscale.eval.judges import Judges
-from nextscale.eval.methods import LISTS, chosen_methods
-from nextscale.eval.prompts import EvalPrompt, read_eval_prompts
-from nextscale.eval.quality import Batch, Evaluation, Requests, evaluate, mixed_batches
 from nextscale.eval.results import read_rows
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import Method, MethodRun, RunSetup
 from nextscale.metrics import Lpips
-from nextscale.metrics.efficientnet import FEATURES, EfficientNetLite0
-from nextscale.metrics.files import EFFICIENTNET, VARIABLE
 from nextscale.metrics.intervals import mean_interval, set_interval
+from nextscale.offline.prompts import EvalPrompt, read_eval_prompts
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
+from nextscale_research.metrics.efficientnet import FEATURES, EfficientNetLite0
+from nextscale_research.metrics.files import EFFICIENTNET, VARIABLE
+from nextscale_research.quality.agreement import Agreement, Probe, vary
+from nextscale_research.quality.frontier import frontier_svg, label_spots
+from nextscale_research.quality.lists import LISTS, chosen_methods
 from tests.helpers.tiny import OneSchedule, infinity_spec, with_ranks
 
 SCHEDULE = Schedule((1, 2, 4, 8, 16))  # 32 pixels a side
@@ -336,9 +336,9 @@ def test_prompt_files(tmp_path: Path) -> None:
         ("empty.txt", "\n# nothing\n", "no prompt"),
         ("broken.jsonl", "{", "line 1 is no JSON"),
         ("deep.jsonl", "[" * 100_000, "line 1 is no JSON"),
-        ("nameless.jsonl", '{"label": "bee"}', "line 1: expected an object with a caption"),
+        ("nameless.jsonl", '{"label": "bee"}', "line 1 must have a text"),
         ("no.tar", "this is no tar", "cannot be read"),
-        ("odd.jsonl", '{"caption": "a bee", "label": ["bee"]}', r"line 1: label is \['bee'\]; expected a string"),
+        ("odd.jsonl", '{"caption": "a bee", "label": ["bee"]}', "line 1: label must be a string"),
     ],
 )
 def test_bad_prompt_files_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:

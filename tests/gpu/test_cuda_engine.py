@@ -199,7 +199,7 @@ def test_packed_rows_in_half_precision(family: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("family", "method", "settings"),
     [
-        ("var", Method(), {"forbidden": (1, 3)}),
+        ("var", Method(), {"suppressed_codes": (1, 3)}),
         ("infinity", Combined((FastVAR({2: 1.0}), ToMe(random=True, stages=(2, 3)))), {}),
         ("infinity", Combined((SparseVAR(tau=0.5, metric="logits", first_stage=1), ToMe(random=True))), {}),
         ("star_refined", SparseVAR(tau=0.3, first_stage=2), {}),  # the runs before the capture leave out nothing

@@ -229,7 +229,7 @@ def test_generate_says_what_auto_took(tuned_nano: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert resolve_method(FAST).label in result.stdout
     assert "Auto(speedup=2): 2.50x at LPIPS 0.090 in the profile of nano at 8x6, batch 2, on CPU of another kind" in result.stdout
-    assert '"chosen_by": "Auto(speedup=2): 2.50x at LPIPS 0.090' in (tuned_nano / "report.json").read_text()
+    assert '"selection_reason": "Auto(speedup=2): 2.50x at LPIPS 0.090' in (tuned_nano / "report.json").read_text()
 
 
 def test_plan_takes_auto(tuned_nano: Path) -> None:

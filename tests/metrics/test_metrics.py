@@ -14,9 +14,9 @@ from PIL import Image
 from nextscale.errors import CheckpointError, SettingError
 from nextscale.io import from_pil
 from nextscale.metrics import pixels
-from nextscale.metrics.efficientnet import EfficientNetLite0, central_crop
-from nextscale.metrics.frechet import Directions, frechet_distance
 from nextscale.metrics.pixels import psnr, ssim
+from nextscale_research.metrics.efficientnet import EfficientNetLite0, central_crop
+from nextscale_research.metrics.frechet import Directions, frechet_distance
 from tests.conftest import PROJECT
 
 NETWORKS = PROJECT.parent / "shared" / "metrics"

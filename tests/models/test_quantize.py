@@ -22,8 +22,6 @@ from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR, T
 from nextscale import device as placement
 from nextscale.cli import app
 from nextscale.errors import SettingError
-from nextscale.eval.format_errors import generate_seen, plant_outliers, stage_errors
-from nextscale.eval.formats import OWN, Variant, compare_formats
 from nextscale.eval.results import CONDITIONS, comparable
 from nextscale.kernels.e4m3 import LARGEST, from_e4m3, to_e4m3
 from nextscale.loading.quantizing import quantize_model
@@ -34,6 +32,8 @@ from nextscale.models.quantized import FORMATS, Fp8Linear, Int8Linear, Quantize,
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import weights_bytes
 from nextscale.profiles import fingerprint
+from nextscale_research.quality.format_errors import generate_seen, plant_outliers, stage_errors
+from nextscale_research.quality.formats import OWN, Variant, compare_formats
 from tests.benchmarks import test_speed_tables as bench
 from tests.eval import test_quality as quality
 from tests.helpers import tiny

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -11,13 +12,14 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,18 +28,18 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import sample as benchmark
 from benchmarks.sample_table import sample_table
+from nextscale.batching.ray_cluster import RaySettings
 from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.eval.methods import parse_methods
 from nextscale.loading import presets
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.methods.registry import resolve_method
 from nextscale.offline import lock
 from nextscale.offline.lock import FolderInUse, working_folder
 from nextscale.offline.manifest import Entry, read_folder, read_manifest
 from nextscale.offline.plan import Batch, Picture, plan_batches
 from nextscale.offline.prompts import SamplePrompt, read_sample_prompts
-from nextscale.offline.ray import RaySettings
 from nextscale.offline.sampler import Done, Generator, longest_prompts, sample
 from nextscale.offline.shard import Shard
 from nextscale.offline.store import Encoded, Store
@@ -105,17 +107,17 @@ def test_prompts_have_ids_seeds_and_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": ""}', "has no prompt"),
-        ('{"id": "a"}', "has no prompt"),
+        ('{"prompt": ""}', "must have a text"),
+        ('{"id": "a"}', "must have a text"),
         ("[1]", "expected an object"),
         ("{", "is no JSON"),
-        ('{"prompt": "a", "id": "../x"}', "cannot name files"),
-        ('{"prompt": "a", "id": ".hidden"}', "cannot name files"),
-        ('{"prompt": "a", "seed": -1}', "no whole number"),
+        ('{"prompt": "a", "id": "../x"}', "id must be"),
+        ('{"prompt": "a", "id": ".hidden"}', "id must be"),
+        ('{"prompt": "a", "seed": -1}', "seed must be"),
         ('{"prompt": "a", "size": 1.5}', "as on the command line"),
         ('{"prompt": "a", "id": "b"}\n{"prompt": "c", "id": "b"}', "several prompts"),
         ("", "holds no prompt"),
-        ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 has no prompt"),
+        ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 must have a text"),
         ('{"prompt": ' + "[" * 100_000, "is no JSON"),
     ],
 )
@@ -303,7 +305,7 @@ def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.Monkey
     entry = read_manifest(out / "manifest.jsonl")[0]
     assert entry.settings["method"] == "Auto(speedup=1.5)" and entry.settings["chosen"]
     assert "2 were there" in run(prompts, out, *more).output
-    monkeypatch.setattr(ModelOptions, "settled", lambda *_: parse_methods("skip:last=1"))
+    monkeypatch.setattr(ModelOptions, "settled", lambda *_: resolve_method("skip:last=1"))
     result = run(prompts, out, *more)
     assert result.exit_code == 2 and "says that 00000_0.png has chosen" in result.output
     refused = run(prompts, out, *more, "--ray", "auto", "--dtype", "float32")
@@ -439,19 +441,47 @@ def test_a_folder_in_use_is_refused(prompts: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_run_removes_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, removals = lock._lock, iter(range(3))
+    acquire, removals = lock.FileLock.acquire, iter(range(3))
 
-    def removed_before(path: Path) -> IO[str] | None:
+    def removed_before(self: Any, *given: Any, **more: Any) -> Any:
         if next(removals, None) is not None:
-            shutil.rmtree(path.parent.parent)
-        return take(path)
+            shutil.rmtree(tmp_path / ".sample")
+        return acquire(self, *given, **more)
 
-    monkeypatch.setattr(lock, "_lock", removed_before)
+    monkeypatch.setattr(lock.FileLock, "acquire", removed_before)
     with working_folder(tmp_path, Shard()) as work:
-        assert (work / "lock").exists()
+        assert work.is_dir() and work.with_name("0-of-1.lock").exists()
     (tmp_path / ".sample").write_text("no folder")
-    with pytest.raises(NextscaleError, match="cannot be made and locked"), working_folder(tmp_path, Shard()):
+    with pytest.raises(NextscaleError, match="cannot be locked"), working_folder(tmp_path, Shard()):
         pass
+
+
+def test_file_systems_without_locks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(NextscaleError, match="on a file system with locks"),
+        working_folder(tmp_path, Shard()),
+    ):
+        pass
+    assert contents(tmp_path) == {}
+
+
+def test_it_locks_where_fcntl_does_not_exist(tmp_path: Path) -> None:
+    program = (
+        "import sys, warnings; sys.modules['fcntl'] = None; warnings.simplefilter('ignore')\n"
+        "from pathlib import Path\nfrom nextscale.offline.lock import FolderInUse, working_folder\n"
+        "from nextscale.offline.shard import Shard\nout = Path(sys.argv[1])\n"
+        "with working_folder(out, Shard()):\n"
+        "    try:\n        with working_folder(out, Shard()):\n            raise SystemExit('not locked')\n"
+        "    except FolderInUse:\n        pass\n"
+        "with working_folder(out, Shard()) as work:\n    assert work.is_dir()\nassert not list(out.iterdir())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
@@ -459,9 +489,10 @@ def test_what_dead_runs_left_is_removed(tmp_path: Path) -> None:
         folder = tmp_path / ".sample" / name
         folder.mkdir(parents=True)
         (folder / "half.png").write_bytes(b"half")
-        (folder / "lock").write_text("process 1 on elsewhere")
+        (folder / "owner").write_text("process 1 on elsewhere")
+        folder.with_name(f"{name}.lock").touch()
     with working_folder(tmp_path, Shard()) as work:
-        assert {file.name for file in work.iterdir()} == {"lock"}
+        assert {file.name for file in work.iterdir()} == {"owner"} and len([*work.parent.iterdir()]) == 2
     assert contents(tmp_path) == {}
 
 
@@ -470,7 +501,7 @@ def test_only_folders_of_shards_are_removed(tmp_path: Path) -> None:
         (tmp_path / ".sample" / name).mkdir(parents=True)
         (tmp_path / ".sample" / name / "file").write_text("content")
     with working_folder(tmp_path, Shard()) as work:
-        assert {file.name for file in work.iterdir()} == {"lock"}
+        assert {file.name for file in work.iterdir()} == {"owner"}
     assert {*contents(tmp_path)} == {".sample/photos/file"}
 
 
@@ -488,10 +519,10 @@ def test_a_read_only_folder_is_verified_and_not_written(prompts: Path, tmp_path:
     assert result.exit_code == 2 and "is read-only, and 1 of its images are missing" in result.output
 
 
-@pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1/lock"])
+@pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1.lock"])
 def test_nothing_behind_a_symbolic_link_is_removed(link: str, tmp_path: Path) -> None:
     mine, out = tmp_path / "mine", tmp_path / "out"
-    for name in ("lock", "0-of-1/lock", "0-of-1/half.png"):
+    for name in ("lock", "0-of-1/owner", "0-of-1/half.png"):
         (mine / name).parent.mkdir(parents=True, exist_ok=True)
         (mine / name).write_text("precious")
     before = contents(mine)

@@ -234,7 +234,11 @@ def replay_flexvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
             else RampGuidance(strength=run["cfg"], longest_span=9, full_above=run["max_pn"])
         )
         settings = {key: run[key] for key in ("top_k", "top_p", "g_seed") if key in run}
-        rules = {"sampled_sides": FLEXVAR_SAMPLED_SIDES, "widest_sampled": run["max_pn"], "forbidden": tuple(run.get("invalid_ids", ()))}
+        rules = {
+            "sampled_sides": FLEXVAR_SAMPLED_SIDES,
+            "widest_sampled": run["max_pn"],
+            "suppressed_codes": tuple(run.get("invalid_ids", ())),
+        }
         if "top_k_used_per_stage" in run:
             sampling = Sampling(top_k=run["top_k"], **rules)
             assert [sampling.top_k_at(stage) for stage in schedule] == run["top_k_used_per_stage"]

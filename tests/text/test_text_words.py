@@ -15,13 +15,13 @@ from torch import Tensor
 
 import training.words as training
 from nextscale.errors import CheckpointError, PromptError, SettingError, TextEncoderUnavailable
-from nextscale.eval.shards import Record
 from nextscale.loading.random_weights import fill_random
 from nextscale.models import InfinityConfig
 from nextscale.models.infinity import Infinity
 from nextscale.text import Encoder, WordTextEncoder
 from nextscale.text.words import FILE_NAME, SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, plain_words, stems
 from tests.helpers.tiny import INFINITY_SCHEDULE
+from training.records import Record
 from training.words import SentenceModel, build_vocabulary, common_parts, distil_vectors, make_word_encoder
 
 WORDS = ("a", "red", "cat", "on", "snow", "mobile", "3d", "smile", "run", "puppy", "shirt")

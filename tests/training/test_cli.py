@@ -17,15 +17,16 @@ from typer.testing import CliRunner, Result
 import nextscale
 import training.__main__ as commands
 from nextscale.checkpoints import write_weights
-from nextscale.eval.shards import CAPTIONS, Record
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.models import Infinity
+from nextscale.offline.prompts import CAPTIONS
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
 from tests.training.test_data import lines, picture, shard
 from training.__main__ import app
 from training.model_settings import ModelTraining
 from training.model_trainer import initialise
+from training.records import Record
 from training.settings import changed
 from training.tokenizer_settings import TokenizerTraining
 

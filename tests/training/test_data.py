@@ -13,8 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from nextscale.eval.shards import CAPTIONS, DataError, Record, read_shard
+from nextscale.errors import PromptError
+from nextscale.offline.prompts import CAPTIONS
 from training.data import Pictures, fingerprint, read_pictures
+from training.records import Record, read_records
 
 
 def picture(size: tuple[int, int] = (16, 16), mode: str = "RGB", color: Any = "red", kind: str = "PNG") -> bytes:
@@ -74,20 +76,20 @@ def test_transparent_becomes_white(tmp_path: Path) -> None:
         ({CAPTIONS: b""}, "no pictures"),
         ({CAPTIONS: b"\n{"}, "captions.jsonl of .*, line 2 is no JSON"),
         ({CAPTIONS: b"\xff"}, "is not UTF-8"),
-        ({CAPTIONS: lines(["fox.png", "a fox"])}, "line 1: expected an object with a caption"),
-        ({CAPTIONS: lines({"file": "fox.png"})}, "expected an object with a caption"),
+        ({CAPTIONS: lines(["fox.png", "a fox"])}, "line 1: expected an object"),
+        ({CAPTIONS: lines({"file": "fox.png"}), "fox.png": picture()}, "line 1 must have a text"),
         ({CAPTIONS: lines({"caption": "a fox"})}, "lacks 1 images .* such as ''"),
-        ({CAPTIONS: lines(FOX | {"caption": " "})}, "a string that is not empty"),
-        ({CAPTIONS: lines(FOX | {"caption": 3})}, "expected an object with a caption"),
-        ({CAPTIONS: lines(FOX | {"file": ["fox.png"]})}, r"file is \['fox.png'\]; expected a string"),
-        ({CAPTIONS: lines(FOX | {"keywords": "bird"})}, "keywords is 'bird'; expected a list"),
+        ({CAPTIONS: lines(FOX | {"caption": " "}), "fox.png": picture()}, "must have a text"),
+        ({CAPTIONS: lines(FOX | {"caption": 3}), "fox.png": picture()}, "caption must be a string"),
+        ({CAPTIONS: lines(FOX | {"file": ["fox.png"]})}, "file must be a string"),
+        ({CAPTIONS: lines(FOX | {"keywords": "bird"}), "fox.png": picture()}, "keywords must be a list"),
         ({CAPTIONS: lines(FOX), "fox.png": b"not a picture"}, "fox.png is no picture"),
         ({CAPTIONS: lines(FOX), "fox.png": picture()[:40]}, "fox.png is no picture"),
         ({CAPTIONS: lines(FOX), "fox.png": picture((16, 20))}, "16x20 pixels; expected a square"),
     ],
 )
 def test_shards_that_are_refused(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(PromptError, match=message):
         read_pictures([shard(tmp_path / "0.tar", members)], [16])
 
 
@@ -95,12 +97,12 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     whole = shard(tmp_path / "0.tar", {CAPTIONS: lines(FOX), "fox.png": 40 * picture()})
     for name, content in (("cut.tar", whole.read_bytes()[:2100]), ("zeros.tar", b"0" * 2000), ("empty.tar", b"")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=f"{name} (cannot be read as a tar|holds no|lacks)"):
-            read_shard(tmp_path / name)
+        with pytest.raises(PromptError, match=f"{name} (cannot be read as a tar|holds no|lacks)"):
+            read_records(tmp_path / name)
     for missing in (tmp_path / "none.tar", tmp_path):
-        with pytest.raises(DataError, match="cannot be read as a tar"):
-            read_shard(missing)
-    with pytest.raises(DataError, match="name at least one shard"):
+        with pytest.raises(PromptError, match="cannot be read as a tar"):
+            read_records(missing)
+    with pytest.raises(PromptError, match="name at least one shard"):
         read_pictures([], [16])
 
 
@@ -109,7 +111,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_members_larger_than_their_shard_or_the_limit_are_refused(
     large: str, sparse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nextscale.eval.shards.LARGEST_MEMBER", 1000)
+    monkeypatch.setattr("nextscale.offline.prompts.MAX_MEMBER", 1000)
     with tarfile.open(tmp_path / "0.tar", "w") as tar:
         for name, content in {CAPTIONS: lines(FOX), "fox.png": picture()}.items():
             info = tarfile.TarInfo(name)
@@ -119,12 +121,12 @@ def test_members_larger_than_their_shard_or_the_limit_are_refused(
                 info.pax_headers = sparse_headers if sparse else {}
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-    with pytest.raises(DataError, match=f"'{large}' of '.*0.tar' must be a file of at most 1000 bytes, not sparse"):
-        read_shard(tmp_path / "0.tar")
+    with pytest.raises(PromptError, match=f"'{large}' of '.*0.tar' must be a file of at most 1000 bytes, not sparse"):
+        read_records(tmp_path / "0.tar")
 
 
 def test_an_image_with_many_captions_is_read_once(tmp_path: Path) -> None:
-    records, images = read_shard(shard(tmp_path / "0.tar", {CAPTIONS: lines(FOX, FOX | {"caption": "a red fox"}), "fox.png": picture()}))
+    records, images = read_records(shard(tmp_path / "0.tar", {CAPTIONS: lines(FOX, FOX | {"caption": "a red fox"}), "fox.png": picture()}))
     assert [record.caption for record in records] == ["a fox", "a red fox"] and images[0] is images[1]
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
-from nextscale.eval.shards import Record
 from nextscale.guidance import ConstantGuidance
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
@@ -32,6 +31,7 @@ from training.forcing import ForcedPass, forced_pyramid, stage_weights, stage_wi
 from training.model import train_model
 from training.model_settings import Batch, ModelTraining, Phase
 from training.model_trainer import ModelTrainer, initialise
+from training.records import Record
 from training.run import CURVE, STATE, Budget, Run
 
 CPU = torch.device("cpu")

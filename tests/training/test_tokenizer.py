@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.eval.shards import Record
 from nextscale.loading.load import load_module
 from nextscale.metrics import Lpips
 from nextscale.metrics.pixels import psnr
@@ -21,6 +20,7 @@ from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from training.data import Pictures
 from training.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
+from training.records import Record
 from training.run import Budget, Run
 from training.tokenizer import train_tokenizer
 from training.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through

@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError
-from nextscale.eval.prompts import EvalPrompt
 from nextscale.methods import SkipStages, resolve_method
 from nextscale.methods.method import Method
+from nextscale.offline.prompts import EvalPrompt
 from nextscale.profiles import Profile
 from nextscale.report import Report
 from nextscale.tune.candidate import Candidate
 from nextscale.tune.foresight import block_groups, captured, foresight
 from nextscale.tune.frontier import frontier, gaps, near_frontier, thinned
-from nextscale.tune.ladders import LADDERS, ladders, probed
 from nextscale.tune.log import TrialLog
 from nextscale.tune.predict import Predictor, fitted, interpolated
 from nextscale.tune.prompts import own_prompts
 from nextscale.tune.search import Search, behind
-from nextscale.tune.space import SHARES, Space, adjacent
+from nextscale.tune.space import LADDERS, SHARES, Space, adjacent, ladders, probed
 from nextscale.tune.trials import Bench
 from nextscale.tune.validate import prove
 from tests.helpers import tiny

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from nextscale.eval.quality import Evaluation, evaluate, mixed_batches
 from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
@@ -17,7 +18,6 @@ from nextscale.cli import app, options, parse
 from nextscale.cli.console import WholePercent, share_bar
 from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, provable, starting_points
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.eval.quality import Evaluation, evaluate, mixed_batches
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 from nextscale.methods import resolve_method

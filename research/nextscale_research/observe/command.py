@@ -12,7 +12,6 @@ from typing import Annotated
 
 import torch
 import typer
-from nextscale.eval.methods import parse_methods
 
 from nextscale.cli.console import share_bar
 from nextscale.cli.files import require_writable
@@ -31,6 +30,7 @@ from nextscale.cli.options import (
 from nextscale.cli.parse import parse_prompt
 from nextscale.errors import SettingError
 from nextscale.io import write_image, write_text
+from nextscale.methods.registry import resolve_method
 from nextscale.metrics import Lpips
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
@@ -200,8 +200,8 @@ def measure_details(
             sample,
             schedule,
             distances,
-            {name: parse_methods(name) for name in DETAIL_METHODS},
-            projected=parse_methods("stagevar"),
+            {name: resolve_method(name) for name in DETAIL_METHODS},
+            projected=resolve_method("stagevar"),
             on_progress=lambda share: progress.update(task, completed=share),
         )
     figures.write_details(found, pictures)

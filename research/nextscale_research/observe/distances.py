@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from nextscale.eval.folders.networks import NETWORKS, Network
-from nextscale.metrics.dists import Dists
 from torch import Tensor
 
 from nextscale.errors import CheckpointError
 from nextscale.metrics import Lpips
+from nextscale_research.metrics.dists import Dists
+from nextscale_research.metrics.networks import NETWORKS, Network
 
 from .numbers import Curve
 

@@ -18,12 +18,12 @@ from nextscale.methods.method import Method
 from nextscale.models.base import NextScaleModel
 from nextscale.models.quantization import PRODUCTS, find
 from nextscale.models.quantized import FORMATS, Quantize
+from nextscale.offline.prompts import EvalPrompt
 from nextscale.pipeline import Pipeline
 from nextscale.planning.memory import weights_bytes
 from nextscale.schedules import SizeLike
 
 from .judge import SetJudge
-from .prompts import EvalPrompt
 
 BENCHMARK = "formats"
 OWN = "as loaded"  # the variant without a format

@@ -1,4 +1,4 @@
-"""Methods that are judged together: named lists, and single ones written out."""
+"""Lists of methods that are compared together."""
 
 from __future__ import annotations
 
@@ -7,40 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from nextscale.errors import SettingError
 from nextscale.eval.results import DENSE
 from nextscale.methods.method import Method
-from nextscale.methods.registry import resolve_method
+from nextscale.methods.registry import resolve_method, standard_methods
 
 GUIDANCE_OFF = "stagevar:alphas=[]"
-MILD, BOLD = "budgets .8/.6/.5, guidance dropped", "budgets .6/.4/.25, guidance dropped"
-
-
-def standard(stages: int, blocks: int) -> dict[str, str]:
-    """Plain skipping, every method at its defaults, budgets of SparseVAR, and two combinations that were tuned on nano.
-
-    FastVAR and StageVAR are published for 13 stages: they skip the last two, and thin or project the one before. There each is also tried
-    without skipping. Of 10 stages FastVAR thins the last by 0.4, so there it is also tried on the last two; StageVAR runs the last two
-    without guidance and the last at low rank.
-    """
-    skips = stages > 12
-    thinned = {stages - 4: 0.4, stages - 3: 0.5, stages - 2: 0.6, stages - 1: 0.75} if skips else {stages - 2: 0.4, stages - 1: 0.5}
-    variant = "no stage skipped" if skips else "last two stages"
-    late = range(stages - 3, stages)
-    mild, bold = (dict(zip(late, shares, strict=True)) for shares in ((0.8, 0.6, 0.5), (0.6, 0.4, 0.25)))
-    return {
-        "skip the last stage": "skip:last=1",
-        "skip the last two stages": "skip:last=2",
-        "skip the last three stages": "skip:last=3",
-        MILD: f"sparsevar:keep={mild},alpha=6 + dropguidance:first_stage={stages - 2}",
-        BOLD: f"sparsevar:keep={bold} + dropguidance:first_stage={stages - 3}",
-        "SparseVAR": "sparsevar",
-        **{f"SparseVAR, {share:.0%} of the cells": f"sparsevar:keep={share}" for share in (0.2, 0.3, 0.4, 0.5, 0.6)},
-        "FastVAR": "fastvar",
-        f"FastVAR, {variant}": f"fastvar:ratios={thinned}",
-        "StageVAR": "stagevar",
-        **({"StageVAR, no stage skipped": f"stagevar:alphas={ {stages - 1: 0.96} }"} if skips else {}),
-        "guidance dropped": "dropguidance",
-        "guidance dropped, unconditional rows kept": "dropguidance:kept_rows=uncond",
-        "ToMe": "tome",
-    }
 
 
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
@@ -125,7 +94,7 @@ def peers(stages: int, blocks: int) -> dict[str, str]:
 
 
 LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
-    "standard": standard,
+    "standard": lambda stages, blocks: standard_methods(stages),
     "sparsevar-decisions": sparsevar_decisions,
     "sparsevar-anchors": sparsevar_anchors,
     "sparsevar-stages": sparsevar_stages,
@@ -144,12 +113,7 @@ def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, 
     for one in asked:
         specs |= LISTS[one](stages, blocks) if one in LISTS else {one: one}
     try:
-        methods = {name: parse_methods(spec) for name, spec in specs.items() if name != DENSE}
+        methods = {name: resolve_method(spec) for name, spec in specs.items() if name != DENSE}
     except SettingError as error:
         raise SettingError(f"{error}. Lists of methods: {', '.join(LISTS)}") from error
     return {DENSE: Method(), **methods}
-
-
-def parse_methods(*specs: str) -> Method:
-    """One method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
-    return resolve_method(specs)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nextscale.errors import PromptError
-from nextscale.eval.prompts import evenly_spread
-from nextscale.offline.prompts import SamplePrompt
+from nextscale.offline.prompts import SamplePrompt, evenly_spread
 
 HPS_STYLES = ("anime", "concept-art", "paintings", "photo")
 IMAGENET_CLASSES = 1000
