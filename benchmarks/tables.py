@@ -155,9 +155,13 @@ def judged_labels(row: Row) -> str:
     return f" Labels are judged on the {row['label']['images']} prompts whose label training pictures have." if "label" in row else ""
 
 
+AS_RELEASED = ("rows both", "rows uncond", "resize nearest", "left out: zero", "4 nearest anchors", "anchors at the edges")
+"""Choices that only a third party's program makes, as they were measured when each was a setting of its own."""
+
+
 def decisions_table(rows: list[Row]) -> str:
     """What SparseVAR's open choices do, from the last run of `nextscale quality --method sparsevar-decisions` on a GPU."""
-    names = list(sparsevar_decisions(DECIDED_STAGES, DECIDED_BLOCKS))
+    names = [*sparsevar_decisions(DECIDED_STAGES, DECIDED_BLOCKS), *AS_RELEASED]
     tried = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
     last = next(row for row in reversed(tried) if row["method"] == ONLY_DECIDED)
     found = {row["method"]: row for row in comparable(tried, last)}

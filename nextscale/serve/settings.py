@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..batching.batcher import require_batching
+from ..batching import require_batching
 from ..errors import NextscaleError, SettingError
 from ..validation import is_int, is_number
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..eval.probe import FeatureProbe
-from ..methods.frequency import GridMap, feature_change, image_change
+from ..methods.sparsevar_cells import GridMap, feature_change, image_change
 from ..output import Preview
 from ..pipeline import Pipeline
 from ..stage import Schedule, Stage

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nextscale.canvas import Canvas
 from nextscale.guidance import CfgBranches
-from nextscale.methods import SparseVAR
 from nextscale.methods.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
-from nextscale.methods.sparsevar.run import Choice, SparseRun
+from nextscale.methods.sparsevar import SparseRun, SparseVAR
+from nextscale.methods.sparsevar_cells import Cells
 from nextscale.methods.stagevar.lowrank import representatives
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
@@ -179,13 +179,13 @@ class PlantedCounts(SparseVAR):
 class PlantedRun(SparseRun):
     settings: PlantedCounts
 
-    def _choose(self, stage: Stage, canvas: Canvas) -> Choice | None:
+    def choose_cells(self, stage: Stage, canvas: Canvas) -> Cells | None:
         if stage.index < self.first:
             return None
         device = canvas.latent.device
         order = torch.arange(stage.cells, device=device) * 40503 % 65521  # scattered, and made on the device: this is captured
         if self.alpha is not None:
-            order = order.index_fill(0, self._anchors(stage, self.alpha, device), -1)
+            order = order.index_fill(0, self.grid_anchors(stage, device), -1)
         counts = (torch.linspace(0.2, 1, self.setup.batch, device=device) * stage.cells).round().long().clamp(min=1)
         kept = order.argsort(stable=True).argsort() < counts[:, None]  # [B, cells]
-        return Choice(~kept, kept, counts)
+        return Cells(~kept, kept, counts)

@@ -24,22 +24,19 @@ from nextscale.guidance import CfgBranches
 from nextscale.loading.presets import ModelConfig, build_model
 from nextscale.methods import DENSE, DropGuidance, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
 from nextscale.methods.combine import Combined
-from nextscale.methods.frequency import (
+from nextscale.methods.sparsevar import SparseRun, SparseVAR
+from nextscale.methods.sparsevar_cells import (
     GridMap,
     anchor_cells,
     anchor_count,
     best_anchor,
     feature_change,
-    high_similarity,
     image_change,
     in_steps,
     largest_cells,
-    low_change,
     neighbour_similarity,
     share_above,
 )
-from nextscale.methods.sparsevar import SparseVAR
-from nextscale.methods.sparsevar.run import SparseRun
 from nextscale.models import Hart, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.base import HeadInputs
 from nextscale.models.blocks import Block
@@ -55,16 +52,7 @@ from tests.helpers import tiny
 # tokens resemble an anchor and others do not. Random weights change all cells about alike, hence so high a tau.
 STRONG = {family: SparseVAR(tau=0.97, alpha=3, beta=0.98, blocks=0) for family in tiny.FAMILIES} | {"flexvar": SparseVAR(tau=0.9, blocks=0)}
 INFINITY_SIDES = tuple(height for height, _ in INFINITY_SIZES[1.0])
-# As a third party's program chooses; four near anchors are what it means to compare.
-PROGRAM = {
-    "blocks": (0, 2),
-    "rows": "both",
-    "select": "share",
-    "resize": "nearest",
-    "left_out": "zero",
-    "candidates": 4,
-    "edges": True,
-}
+PROGRAM = {"blocks": (0, 2), "as_released": True}
 RESIDUAL_FAMILIES = tuple(family for family in tiny.FAMILIES if family != "flexvar")
 ANY_SCHEDULE = tuple(family for family in tiny.FAMILIES if not family.startswith("var"))
 NON_SQUARE = {family: Schedule(((1, 1), (2, 3), (3, 5), (4, 6))) for family in ANY_SCHEDULE}
@@ -123,11 +111,11 @@ def watched(family: str, method: Method | None = None, images: int = 3, **option
 
     def look(preview: Preview) -> None:
         run = watching.runs[-1]
-        choice = None if preview.done.skipped else run.choice
+        cells = None if preview.done.skipped else run.cells
         size = preview.done.stage.size
-        excluded = None if choice is None else choice.excluded.clone().unflatten(1, size)
-        counts = None if choice is None else choice.counts.tolist()
-        seen.append(Seen(preview.done, excluded, counts, None if run.anchor_map is None else run.anchor_map.tokens))
+        excluded = None if cells is None else cells.excluded.clone().unflatten(1, size)
+        counts = None if cells is None else cells.counts.tolist()
+        seen.append(Seen(preview.done, excluded, counts, None if run.restored is None else run.restored[0]))
 
     options = WHOLE_CODES.get(family, {}) | {"seed": 11} | options
     prompts = options.pop("prompts", tiny.prompts(family, images))
@@ -171,18 +159,23 @@ def test_maps_are_resized_between_cell_centres() -> None:
     assert three.at((4, 4)).is_contiguous()
 
 
+def low(detail: Tensor, tau: float, left_out: Tensor | None = None, **fields: Any) -> Tensor:
+    run, none = start(SparseVAR(tau=tau, **fields)), torch.zeros_like(detail, dtype=torch.bool)
+    return run.below_threshold(detail, none if left_out is None else left_out, tiny.schedule_of("var")[-1])
+
+
 def test_low_is_below_a_share_of_the_images_own_peak() -> None:
     change = torch.tensor([[0.0, 3.9, 4.0, 8.0], [0.0, 1.0, 2.0, 2.0]])
-    assert low_change(change, 0.5).tolist() == [[True, True, False, False], [True, False, False, False]]
-    assert not low_change(change, 0.0).any()
-    assert low_change(change, 1.0).tolist() == [[True, True, True, False], [True, True, False, False]]
-    assert not low_change(torch.zeros(1, 4), 1.0).any()
+    assert low(change, 0.5).tolist() == [[True, True, False, False], [True, False, False, False]]
+    assert not low(change, 0.0).any()
+    assert low(change, 1.0).tolist() == [[True, True, True, False], [True, True, False, False]]
+    assert not low(torch.zeros(1, 4), 1.0).any()
 
 
 def test_similar_is_above_a_share_of_the_images_own_peak() -> None:
     similarity = torch.tensor([[0.2, 0.4, 0.8, -0.5], [-0.4, -0.2, -0.1, -0.1]])
-    assert high_similarity(similarity, 0.5).tolist() == [[False, False, True, False], [False] * 4]
-    assert not high_similarity(similarity, 1.0).any()
+    assert low(-similarity, 0.5, metric="logits").tolist() == [[False, False, True, False], [False] * 4]
+    assert not low(-similarity, 1.0, metric="logits").any()
 
 
 def test_neighbours_are_the_cells_around_inside_the_grid() -> None:
@@ -220,12 +213,12 @@ def test_anchors_are_the_top_left_cells_of_windows() -> None:
     assert anchor_cells((2, 2), 1, cpu).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("settings", [{"alpha": 10**30}, {"candidates": 10**30}, {"tau": Fraction(9, 10)}, {"keep": Fraction(1, 2)}])
+@pytest.mark.parametrize("settings", [{"alpha": 10**30}, {"tau": Fraction(9, 10)}, {"keep": Fraction(1, 2)}])
 def test_numbers_of_any_size_and_kind(settings: dict[str, Any]) -> None:
-    """A spacing beyond the grid leaves one anchor, and more candidates than anchors are all of them."""
+    """A spacing beyond the grid leaves one anchor."""
     usual = {"alpha": 99, "tau": 0.9, "keep": 0.5}
     pipeline, prompts = tiny.shared_pipeline("infinity"), tiny.prompts("infinity", 2)
-    given, same = ({"tau": 0.9, "first_stage": 2} | one for one in (settings, {key: usual.get(key, "all") for key in settings}))
+    given, same = ({"tau": 0.9, "first_stage": 2} | one for one in (settings, {key: usual[key] for key in settings}))
     tiny.assert_same_bits(*(pipeline(prompts, seed=3, method=SparseVAR(**one)) for one in (given, same)))
 
 
@@ -347,7 +340,7 @@ def test_without_anchors_only_what_is_above_the_threshold_is_computed() -> None:
     run, _ = toy(alpha=None)
     assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
     out = torch.arange(8.0).view(1, 4, 2)
-    left, tokens = run.restore(out, run.choice.tokens(TOY[3]))
+    left, tokens = run.restore(out, run.kept_tokens(TOY[3]))
     assert left is out
     assert tokens.index.tolist() == [[3, 7, 11, 15]]
 
@@ -364,8 +357,8 @@ def test_images_of_a_batch_keep_their_own_numbers_of_tokens() -> None:
 
 def test_which_rows_are_scored() -> None:
     """The toy's unconditional rows change ten times as much."""
-    for rows, factor in (("cond", 1.0), ("uncond", 10.0), ("both", 5.5)):
-        run, _ = toy(rows=rows)
+    for as_released, factor in ((False, 1.0), (True, 5.5)):
+        run, _ = toy(as_released=as_released)
         assert torch.allclose(run.change.values[..., 0], factor * EAST)
         run.observe(0, torch.zeros(1, 9, 1), EAST.sqrt()[..., None], Tokens(TOY[2]))  # with one cfg branch gone
         assert torch.allclose(run.change.values[..., 0], EAST)
@@ -388,26 +381,26 @@ def test_change_across_several_blocks() -> None:
 
 def test_a_share_counted_before_enlarging() -> None:
     """Three of nine cells are above half of the largest: of 16 cells 5 are kept, the last column and the last cell beside it."""
-    run, plan = toy(alpha=None, select="share", resize="nearest", left_out="zero")
+    run, plan = toy(alpha=None, as_released=True)
     assert plan.num_tokens == 5
     assert on_4x4(run).index[0].tolist() == [3, 7, 11, 14, 15]
 
 
 def test_cells_that_did_not_run_have_no_change() -> None:
-    run, _ = toy(alpha=4, left_out="zero")
+    run, _ = toy(alpha=None, as_released=True)
     tokens = on_4x4(run)
-    observed(run, torch.tensor([[1.0, 30.0, 70.0, 110.0, 150.0]]), TOY[3], tokens)
-    expected = square([1, 0, 0, 30], [0, 0, 0, 70], [0, 0, 0, 110], [0, 0, 0, 150]).view(4, 4)
+    observed(run, torch.tensor([[30.0, 70.0, 110.0, 130.0, 150.0]]), TOY[3], tokens)
+    expected = 5.5 * square([0, 0, 0, 30], [0, 0, 0, 70], [0, 0, 0, 110], [0, 0, 130, 150]).view(4, 4)
     assert torch.allclose(run.change.values.view(4, 4), expected)
 
 
 def test_anchors_at_the_edges_are_kept() -> None:
-    run, plan = toy(alpha=3, edges=True, tau=1.0, first_stage=3)
+    run, plan = toy(alpha=3, as_released=True, tau=1.0, first_stage=3)
     run.change = GridMap(square([9, 0, 0], [0, 0, 0], [0, 0, 0])[..., None], (3, 3))
     plan = plan_of(run, TOY[3])
-    assert run.choice.kept.view(4, 4).tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
+    assert run.cells.kept.view(4, 4).tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
     assert plan.num_tokens == 4
-    forecast = SparseVAR(alpha=3, edges=True, first_stage=3).forecast(run.setup.model, TOY, kept=0.0)
+    forecast = SparseVAR(alpha=3, as_released=True, first_stage=3).forecast(run.setup.model, TOY, kept=0.0)
     assert [forecast[stage].num_tokens for stage in (3, 4)] == [4, 9]
 
 
@@ -420,7 +413,7 @@ def test_text_before_the_first_stage_is_not_scored() -> None:
 
 def restored(run: Any, out: Tensor, channels: int = 2) -> Tensor:
     """The logits of the 4x4 stage, cell by cell; NaN where it has none. The tail repeats the last token."""
-    values, tokens = run.restore(out, run.choice.tokens(TOY[3]))
+    values, tokens = run.restore(out, run.kept_tokens(TOY[3]))
     assert tokens.index.shape == (1, 16)
     count = int(tokens.count)
     assert (tokens.index[0, count:] == tokens.index[0, count - 1]).all()
@@ -464,7 +457,7 @@ def test_a_distant_anchor_propagates_if_it_is_more_similar() -> None:
     run, _ = toy(alpha=3)
     run.logits = GridMap(torch.tensor([RIGHT, LEFT, RIGHT, LEFT, LEFT, LEFT, LEFT, LEFT, LEFT])[None], (3, 3))
     on_4x4(run)
-    numbers = torch.tensor([cell for cell in range(16) if run.choice.kept[0, cell]], dtype=torch.float32)
+    numbers = torch.tensor([cell for cell in range(16) if run.cells.kept[0, cell]], dtype=torch.float32)
     assert restored(run, numbers[None, :, None].expand(-1, -1, 2))[1, 1, 0] == 12
 
 
@@ -472,7 +465,7 @@ def test_bits_are_compared_all_together() -> None:
     """Infinity's logits [B, N, bits, 2] are one vector per token."""
     run, _ = toy(alpha=4)
     on_4x4(run)
-    values, _ = run.restore(torch.arange(10.0).view(1, 5, 1, 2), run.choice.tokens(TOY[3]))
+    values, _ = run.restore(torch.arange(10.0).view(1, 5, 1, 2), run.kept_tokens(TOY[3]))
     assert values.shape == (1, 16, 1, 2)
     assert values[0, :4, 0].tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]  # cells 0, 1, 3 and 4
 
@@ -505,7 +498,7 @@ def test_cells_to_which_no_anchor_propagates_leave_the_canvas_as_it_was() -> Non
     observed(run, EAST, schedule[2])
     run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3).repeat_interleave(tiny.BITS, 1).view(1, 9, tiny.BITS, 2), Tokens(schedule[2]))
     plan_of(run, schedule[3], canvas)
-    out, tokens = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.choice.tokens(schedule[3]))
+    out, tokens = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.kept_tokens(schedule[3]))
     before = canvas.latent
     canvas.add(out.argmax(dim=-1), tokens)
     changed = (canvas.latent != before).any(dim=1)[0]
@@ -532,8 +525,8 @@ def test_what_is_left_out_once_stays_out() -> None:
     assert torch.allclose(run.change.values, torch.tensor(7.0))
     run.restore(torch.ones(1, 5, 2), tokens.rows(slice(0, 1)))
     plan = plan_of(run, TOY[4])
-    assert run.choice.excluded.view(6, 6).tolist() == [[True, True, True, True, False, False]] * 6
-    assert run.choice.tokens(TOY[4]).index[0].tolist() == [0, 4, 5, 10, 11, 16, 17, 22, 23, 24, 28, 29, 34, 35]
+    assert run.cells.excluded.view(6, 6).tolist() == [[True, True, True, True, False, False]] * 6
+    assert run.kept_tokens(TOY[4]).index[0].tolist() == [0, 4, 5, 10, 11, 16, 17, 22, 23, 24, 28, 29, 34, 35]
     assert plan == StagePlan(num_tokens=14)  # nothing needs the last stage's change
 
 
@@ -543,7 +536,7 @@ def test_a_peak_among_cells_that_were_left_out_does_not_decide() -> None:
     run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
     run.change = GridMap(square([9, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 1], [0, 0, 0, 0])[..., None], (4, 4))
     plan_of(run, TOY[4])
-    kept = set(run.choice.tokens(TOY[4]).index[0].tolist())
+    kept = set(run.kept_tokens(TOY[4]).index[0].tolist())
     assert {5, 11, 17, 23} <= kept <= {5, 11, 17, 23, 16}  # of the column before it one cell lies on the threshold
 
 
@@ -551,10 +544,10 @@ def test_a_peak_among_cells_that_were_left_out_does_not_decide() -> None:
 def test_changes_that_shrink_from_stage_to_stage_leave_as_much(factor: float) -> None:
     """What was left out keeps the larger changes of earlier stages, which must not be the measure of what remains."""
     pattern = torch.rand(1, 64, generator=torch.Generator().manual_seed(0))
-    left_out = low_change(pattern, 0.6)
+    left_out = low(pattern, 0.6)
     later = torch.where(left_out, pattern, factor * pattern)
-    assert torch.equal(low_change(later, 0.6, left_out) | left_out, left_out)
-    assert not low_change(later, 0.6, left_out)[~left_out].any()
+    assert torch.equal(low(later, 0.6, left_out) | left_out, left_out)
+    assert not low(later, 0.6, left_out)[~left_out].any()
 
 
 def test_flexvar_has_no_anchors() -> None:
@@ -582,9 +575,9 @@ def test_logits_as_the_metric() -> None:
         assert plan_of(run, stage) == DENSE  # no block is tapped
         run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3)[None, : stage.cells], Tokens(stage))
     plan = plan_of(run, TOY[3])
-    assert torch.equal(run.choice.excluded, expected > 0.9 * expected.max())
-    assert run.choice.excluded.view(4, 4)[:, 0].all()
-    assert not run.choice.excluded.view(4, 4)[:, 3].any()
+    assert torch.equal(run.cells.excluded, expected > 0.9 * expected.max())
+    assert run.cells.excluded.view(4, 4)[:, 0].all()
+    assert not run.cells.excluded.view(4, 4)[:, 3].any()
     assert plan.observed == ()
 
 
@@ -593,7 +586,7 @@ def test_without_anchors_the_cell_least_like_its_neighbours_is_kept() -> None:
     run, _ = toy(metric="mse")
     run.settings, run.alpha = SparseVAR(metric="logits", tau=0.0, alpha=None, first_stage=3), None
     assert plan_of(run, TOY[3]).num_tokens == 1
-    assert run.choice.kept[0].nonzero().item() in (3, 15)
+    assert run.cells.kept[0].nonzero().item() in (3, 15)
 
 
 class Film:
@@ -615,7 +608,7 @@ def test_images_as_the_metric() -> None:
     run = start(SparseVAR(metric="image", tau=0.3, alpha=None, first_stage=3), schedule=TOY)
     plans = [plan_of(run, stage, film) for stage in TOY.stages[:4]]
     assert plans == [DENSE, DENSE, DENSE, StagePlan(num_tokens=4)]
-    assert run.choice.tokens(TOY[3]).index.tolist() == [[10, 11, 14, 15]]
+    assert run.kept_tokens(TOY[3]).index.tolist() == [[10, 11, 14, 15]]
     film = Film([first, second])
     run = start(SparseVAR(metric="image", tau=0.2, alpha=None, first_stage=3), schedule=TOY)
     assert [plan_of(run, stage, film).num_tokens for stage in TOY.stages[2:4]] == [None, 8]
@@ -658,7 +651,7 @@ def test_a_budget_keeps_the_most_changed_cells_and_all_anchors() -> None:
     assert first == second == sorted(first)
     assert {0, 2, 8, 10} < set(first) < {0, 2, 8, 10, 3, 7, 11, 15}
     assert tokens.count is None
-    assert run.choice.excluded.view(4, 4).sum() == 13  # no anchor changes as much as these
+    assert run.cells.excluded.view(4, 4).sum() == 13  # no anchor changes as much as these
 
 
 def test_without_anchors_a_budget_is_a_share_of_all_cells() -> None:
@@ -678,7 +671,7 @@ def test_cells_that_are_still_there_fill_a_budget_first() -> None:
     run.change = GridMap(square([9, 0, 0], [0, 0, 0], [0, 0, 0])[..., None], (3, 3))
     observed(run, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), TOY[3], tokens)
     assert plan_of(run, TOY[4]).num_tokens == 9
-    kept = run.choice.kept.view(6, 6)
+    kept = run.cells.kept.view(6, 6)
     assert not kept[:, :4].any()
     assert kept[:, 4:].sum() == 9
 
@@ -689,7 +682,7 @@ def test_where_too_few_are_left_the_most_changed_of_the_others_fill_a_budget() -
     run.excluded = GridMap((torch.arange(9) != 4).float().view(1, 9, 1), (3, 3))
     run.change = GridMap(square([0, 0, 8], [0, 1, 0], [0, 0, 0])[..., None], (3, 3))
     assert plan_of(run, TOY[3]).num_tokens == 5
-    assert run.choice.kept[0].nonzero().flatten().tolist() == [3, 5, 6, 9, 10]
+    assert run.cells.kept[0].nonzero().flatten().tolist() == [3, 5, 6, 9, 10]
 
 
 def test_budgets_do_not_grow_until_a_dense_stage() -> None:
@@ -710,7 +703,7 @@ def test_all_cells_are_there_again_after_a_dense_stage() -> None:
         observed(run, torch.arange(float(x.shape[1]))[None], stage, tokens)
     assert run.excluded is None
     assert plan_of(run, schedule[4]).num_tokens == 8
-    assert run.choice.kept[0].nonzero().flatten().tolist() == list(range(8, 16))
+    assert run.cells.kept[0].nonzero().flatten().tolist() == list(range(8, 16))
 
 
 @pytest.mark.parametrize("metric", ["mse", "logits"])
@@ -731,7 +724,7 @@ def test_a_budget_needs_a_stage_to_choose_by() -> None:
         def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
             return tuple(StagePlan(skip=stage.index == 1) for stage in schedule)
 
-    with pytest.raises(SettingError, match="stage 2 chooses its cells by the stages before it, from 1 on"):
+    with pytest.raises(SettingError, match="keep: stage 2 chooses"):
         generated("infinity", method=[SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
     generated("infinity", method=[SparseVAR(keep=0.5, first_stage=1), SkipSecond()])
 
@@ -777,30 +770,24 @@ def test_a_budget_without_guidance_in_late_stages(family: str) -> None:
         ({"beta": None}, "beta"),
         ({"alpha": 0}, "alpha.*None for no anchors; got 0"),
         ({"alpha": 2.5}, "alpha"),
-        ({"first_stage": 0}, "first_stage is a stage index, with metric mse from 1.*got 0"),
-        ({"first_stage": 1, "metric": "image"}, "metric image from 2.*got 1"),
+        ({"first_stage": 0}, "first_stage.*metric mse.*got 0"),
+        ({"first_stage": 1, "metric": "image"}, "from 2.*metric image.*got 1"),
         ({"first_stage": 9.5}, "first_stage"),
-        ({"blocks": -1}, "blocks is a block.*counted from 0; got -1"),
+        ({"blocks": -1}, "blocks.*got -1"),
         ({"blocks": "last"}, "blocks.*got 'last'"),
-        ({"metric": "l2"}, "metric is one of mse, logits, image; got 'l2'"),
-        ({"rows": "all"}, "rows is one of cond, uncond, both; got 'all'"),
-        ({"resize": "area"}, "resize is one of bilinear, nearest; got 'area'"),
-        ({"left_out": 0}, "left_out is one of carried, zero; got 0"),
-        ({"select": "top"}, "select is one of threshold, share; got 'top'"),
-        ({"select": "share", "metric": "logits"}, "select='share' .* with metric logits.*choose metric mse"),
-        ({"left_out": "zero", "metric": "image"}, "left_out='zero' with metric image"),
-        ({"keep": 1.5}, "keep is a share from 0 to 1, or {stage index: share} with indices from 1; got 1.5"),
+        ({"metric": "l2"}, "metric.*mse, logits, image; got 'l2'"),
+        ({"as_released": True, "metric": "logits"}, "as_released.*metric"),
+        ({"as_released": True, "anchors": "content"}, "as_released.*anchors"),
+        ({"keep": 1.5}, "keep.*got 1.5"),
         ({"keep": True}, "keep"),
         ({"keep": {}}, "keep"),
         ({"keep": {0: 0.5}}, "indices from 1.*got {0: 0.5}"),
         ({"keep": {1: 0.5}, "metric": "image"}, "indices from 2"),
         ({"keep": ((3, 0.5), (3, 0.4))}, "each once"),
-        ({"keep": {3: 0.5}, "first_stage": 3}, "first_stage=3 and keep=.*leave out first_stage"),
-        ({"keep": 0.5, "select": "share"}, "keep=0.5 and select='share'.*leave out one"),
-        ({"candidates": 0}, 'candidates.*from 1, or "all"; got 0'),
-        ({"candidates": "four"}, "candidates"),
-        ({"edges": 1}, "edges is True or False; got 1"),
-        ({"blocks": (3, 3)}, r"or \(first block, last block \+ 1\).*got \(3, 3\)"),
+        ({"keep": {3: 0.5}, "first_stage": 3}, "keep=.*leave out first_stage"),
+        ({"keep": 0.5, "as_released": True}, "as_released.*keep"),
+        ({"as_released": 1}, "as_released.*got 1"),
+        ({"blocks": (3, 3)}, r"blocks.*got \(3, 3\)"),
         ({"blocks": (-1, 3)}, "blocks"),
         ({"blocks": (1, 2, 3)}, "blocks"),
     ],
@@ -813,11 +800,10 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (SparseVAR(first_stage=4), "first_stage=4, but there are 4 stages: choose 1 to 3"),
-        (SparseVAR(first_stage=4, metric="image"), "choose 2 to 3"),
-        (SparseVAR(blocks=(1, 4)), r"blocks=\(1, 4\), but this model has 3 blocks: choose a part of \(0, 3\)"),
-        (SparseVAR(keep={2: 0.5, 4: 0.5}), "keep names stage 4, but there are 4 stages: choose up to 3"),
-        (SparseVAR(blocks=3), r"blocks=\(3, 4\), but this model has 3 blocks"),
+        (SparseVAR(first_stage=4), "first_stage.*0 to 3.*got 4"),
+        (SparseVAR(blocks=(1, 4)), r"blocks.*\(0, 3\).*got \(1, 4\)"),
+        (SparseVAR(keep={2: 0.5, 4: 0.5}), "keep.*0 to 3.*got 4"),
+        (SparseVAR(blocks=3), r"blocks.*\(0, 3\).*got \(3, 4\)"),
         (Combined((SparseVAR(), SparseVAR(tau=0.5))), "SparseVAR and SparseVAR reduces whole stages"),
     ],
 )
@@ -882,8 +868,8 @@ SMALL_HART = HartConfig(24, 64, 4, (1, 2), 8, 4, 8, text_tokens=2, residual_dim=
 )
 def test_the_published_blocks_and_their_places_at_other_depths(config: ModelConfig, blocks: range) -> None:
     model = build_model(config)
-    assert SparseVAR().tapped_blocks(model) == blocks
-    assert SparseVAR(blocks=0).tapped_blocks(model) == range(1)
+    assert SparseVAR().observed_blocks(model) == blocks
+    assert SparseVAR(blocks=0).observed_blocks(model) == range(1)
 
 
 def test_the_forecast_of_a_stage() -> None:
@@ -929,7 +915,7 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
         SparseVAR(keep=1),
         SparseVAR(keep=1, metric="logits", alpha=None),
         SparseVAR(tau=0.0, anchors="content"),
-        SparseVAR(keep=1, anchors="content", rows="uncond"),
+        SparseVAR(keep=1, anchors="content"),
         SparseVAR(**{**PROGRAM, "tau": 0.0}),
     ],
     ids=["mse", "image", "logits", "all anchors", "keep", "keep by logits", "content", "keep by content", "program"],
@@ -1046,7 +1032,7 @@ def in_order(tokens: Tokens, image: int) -> list[int]:
     return tokens.index[image, :count].tolist()
 
 
-FORMS: dict[str, dict[str, Any]] = {"": {}, "keep": {"keep": 0.4}, "content": {"anchors": "content"}, "uncond": {"rows": "uncond"}}
+FORMS: dict[str, dict[str, Any]] = {"": {}, "keep": {"keep": 0.4}, "content": {"anchors": "content"}}
 BY_FORM = pytest.mark.parametrize("form", FORMS)
 
 
@@ -1125,7 +1111,7 @@ def test_non_square_images(family: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rows": "both"},
+        {"as_released": True},
         {"alpha": None},
         {"alpha": 2},
         {"beta": -1.0},
@@ -1222,12 +1208,12 @@ def test_harts_residual_completes_the_code_that_each_cell_has_sampled(branches: 
     pipeline, watching = tiny.shared_pipeline("hart"), Watched(STRONG["hart"])
     methods = [watching] if branches is None else [watching, branches]
     pipeline(tiny.prompts("hart", 3), seed=11, method=methods, on_stage=look, smooth=False)
-    done, choice, (hidden, ids) = seen[-1], watching.runs[-1].choice, entered[0]
+    done, computed_cells, (hidden, ids) = seen[-1], watching.runs[-1].cells, entered[0]
     assert hidden.tokens.aligned(done.tokens) and torch.equal(ids, done.codes)  # what the residual is conditioned on is on the canvas
     added = (latents[-1] - latents[-2]).flatten(2).transpose(1, 2)  # [B, cells, Z]
     own = 0
     for image in range(3):
-        computed = choice.kept[image].nonzero().flatten().tolist()
+        computed = computed_cells.kept[image].nonzero().flatten().tolist()
         cells = in_order(done.tokens, image)
         for place, cell in enumerate(cells):
             expected = pipeline.tokenizer.codebook[done.codes[image, place]] + done.residual[image, place]
@@ -1347,7 +1333,7 @@ def test_the_compute_mask_counts_spans_inside_reduced_stages(family: str) -> Non
     """One block of three computes every token that enters, two compute half of them, and rows of a guided pair may differ in which."""
     method = Watched(Combined((STRONG[family], Halving(range(1, 3), len(tiny.schedule_of(family)) - 2))))
     output = generated(family, method=method, compute_mask=True)
-    mask, sparse = output.compute_mask[-1].flatten(1), method.runs[-1].runs[0].choice
+    mask, sparse = output.compute_mask[-1].flatten(1), method.runs[-1].runs[0].cells
     assert (mask[sparse.kept] >= 1 / 3 - 1e-6).all()
     assert (mask[~sparse.kept] == 0).all()
     expected = [(count + 2 * ((count + 1) // 2)) / 3 for count in sparse.counts.tolist()]
@@ -1400,7 +1386,7 @@ def test_any_map_keeps_the_promises(
         if plan.num_tokens is None:
             assert tokens.index is None
         else:
-            counts = run.choice.counts.tolist()
+            counts = run.cells.counts.tolist()
             assert plan.num_tokens == max(counts) and 1 <= min(counts) < stage.cells
             assert (tokens.count is None) <= (min(counts) == max(counts))
             assert (tokens.packing is None) == (tokens.count is None)
@@ -1409,14 +1395,14 @@ def test_any_map_keeps_the_promises(
             for image in range(2):
                 cells = in_order(tokens, image)
                 assert cells == sorted(set(cells)) and len(cells) == counts[image]
-                assert cells == run.choice.kept[image].nonzero().flatten().tolist()
+                assert cells == run.cells.kept[image].nonzero().flatten().tolist()
                 if alpha is not None:
                     assert set(anchor_cells(stage.size, alpha, torch.device("cpu")).tolist()) <= set(cells)
-        if run.choice is not None:
+        if run.cells is not None:
             if out_before is not None:
                 parents = out_before.at(stage.size, "nearest-exact")[..., 0] > 0.5
-                assert (run.choice.excluded | ~parents).all()
-            out_before = GridMap(run.choice.excluded[..., None].float(), stage.size)
+                assert (run.cells.excluded | ~parents).all()
+            out_before = GridMap(run.cells.excluded[..., None].float(), stage.size)
         values = change[:, :, None] if tokens.index is None else tokens.rows(slice(0, 2)).gather(change[:, :, None])
         after = values.sqrt().repeat(2, 1, 1)
         run.observe(0, tokens.pack(torch.zeros_like(after)), tokens.pack(after), tokens)

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import SettingError
-from nextscale.methods.frequency import GridMap, anchor_cells
 from nextscale.methods.sparsevar import SparseVAR
-from nextscale.methods.sparsevar.anchors import MOST_BLOCKS, covering_cells, rounds, typical_cells
+from nextscale.methods.sparsevar_cells import MAX_BLOCKS, GridMap, anchor_cells, covering_cells, rounds, typical_cells
 from nextscale.stage import Tokens
 from tests.methods.test_sparsevar import RESIDUAL_FAMILIES, TOY, NoReads, in_order, plan_of, toy, watched
 
@@ -98,7 +97,7 @@ def test_rounds_cover_nearly_what_one_at_a_time_does_and_more_than_the_grid(seed
 
 def test_a_large_grid_has_one_anchor_in_a_block_at_most() -> None:
     size, count = (40, 36), 90
-    assert MOST_BLOCKS < 40 * 36 < 4 * MOST_BLOCKS
+    assert MAX_BLOCKS < 40 * 36 < 4 * MAX_BLOCKS
     vectors, computed = regions(1, size), torch.zeros(2, 40 * 36, dtype=torch.bool)
     computed[:, :720] = torch.rand(2, 720, generator=torch.Generator().manual_seed(0)) < 0.5
     marked = covering_cells(vectors, computed, count, size)
@@ -129,7 +128,7 @@ def test_a_budget_has_as_many_tokens_as_with_the_grid_and_the_host_reads_nothing
         run.restore(torch.ones(1, plan.num_tokens, 8), tokens.rows(slice(0, 1)))
     assert plan.num_tokens == tokens.num_tokens == 7
     assert {3, 7, 11} <= set(tokens.index[0].tolist())  # the most changed cells, as without anchors
-    assert run.choice.excluded[0, tokens.index[0]].sum() == 4  # the anchors lie in what is left out
+    assert run.cells.excluded[0, tokens.index[0]].sum() == 4  # the anchors lie in what is left out
 
 
 @pytest.mark.parametrize("family", RESIDUAL_FAMILIES)
@@ -150,7 +149,7 @@ def test_every_cell_has_the_logits_of_a_computed_one_or_none(family: str, keep: 
     assert copied > 0
 
 
-@pytest.mark.parametrize("fields", [{"alpha": None}, {"edges": True}, {"candidates": 4}], ids=str)
+@pytest.mark.parametrize("fields", [{"alpha": None}, {"as_released": True}], ids=str)
 def test_settings_that_have_no_meaning_by_content_are_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(SettingError, match="anchors=content"):
+    with pytest.raises(SettingError, match="anchors"):
         SparseVAR(anchors="content", **fields)  # type: ignore[arg-type]

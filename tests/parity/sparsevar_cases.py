@@ -21,9 +21,8 @@ from torch import Tensor
 from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
 from nextscale.canvas import Canvas, on_grid
 from nextscale.generate import StageOutput
-from nextscale.methods import frequency
-from nextscale.methods.frequency import GridMap, anchor_cells, best_anchor, feature_change
 from nextscale.methods.method import MethodRun, RunSetup
+from nextscale.methods.sparsevar_cells import GridMap, anchor_cells, best_anchor, feature_change, largest_cells, share_above
 from nextscale.models import Infinity
 from nextscale.models.context import ForwardContext
 from tests.parity import infinity_cases
@@ -67,11 +66,8 @@ class Rules(NamedTuple):
             tau=self.tau,
             first_stage=self.first,
             blocks=(self.blocks.start, self.blocks.stop),
-            rows="both",
             alpha=None,
-            select="share",
-            resize="nearest",
-            left_out="zero",
+            as_released=True,
         )
 
 
@@ -214,7 +210,7 @@ class StoredFilling(Trace):
     def share(self, stage: Stage) -> Tensor:
         """Relative to the largest change of the whole batch, and the largest of its images: [1]."""
         change = self.change(stage)
-        return frequency.share_above(change, self.rules.tau, change.amax().view(1, 1)).amax(dim=0, keepdim=True)
+        return share_above(change, self.rules.tau, change.amax().view(1, 1)).amax(dim=0, keepdim=True)
 
     def program_kept(self, stage: Stage) -> Tensor:
         """Cells that enter the network, [B, cells], put together from the method's parts. Of one image the method must say the same."""
@@ -222,7 +218,7 @@ class StoredFilling(Trace):
         change = GridMap(self.change(before)[..., None], before.size).at(stage.size, "nearest")[..., 0]
         count = (self.share(before) * stage.cells).long().expand(self.batch)
         count = torch.where(count == 0, stage.cells, count)  # a defect: where nothing is to be kept, everything is
-        kept = frequency.largest_cells(change, count)
+        kept = largest_cells(change, count)
         if self.batch == 1:
             # With the method what is left out stays out. Here it comes back where the share asks for more cells than are left.
             there = GridMap(self.method_kept.get(before.index, torch.ones(1, before.cells))[..., None].float(), before.size)

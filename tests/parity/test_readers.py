@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nextscale import Schedule
 from nextscale.errors import SettingError
-from nextscale.methods.frequency import best_anchor
+from nextscale.methods.sparsevar_cells import best_anchor
 from tests.parity.accelerated import SettledBits
 from tests.parity.cases import find_cases, replay
 from tests.parity.compare import Expected, Tolerance

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.methods.frequency import GridMap, feature_change
+from nextscale.methods.sparsevar_cells import GridMap, feature_change
 from nextscale.methods.token_ops import distance_from_mean
 from nextscale.stage import Schedule, Stage, Tokens
 

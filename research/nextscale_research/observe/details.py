@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from nextscale.eval.probe import FeatureProbe
-from nextscale.methods.frequency import GridMap, neighbour_similarity
 from nextscale.methods.method import Method
+from nextscale.methods.sparsevar_cells import GridMap, neighbour_similarity
 from nextscale.output import Preview
 from nextscale.pipeline import Output, Pipeline
 from nextscale.request import Randomness

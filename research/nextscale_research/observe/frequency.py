@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.methods.frequency import image_change
+from nextscale.methods.sparsevar_cells import image_change
 
 from .detail import LEVELS, extreme_quarters, local_detail, luminance, rank_correlation
 from .numbers import Curve, Frequency, plain

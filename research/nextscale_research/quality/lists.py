@@ -21,16 +21,11 @@ def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
     groups = {f"blocks {first} to {first + blocks // 4 - 1}": (first, first + blocks // 4) for first in range(0, blocks, blocks // 4)}
     chosen: dict[str, dict[str, object]] = {
         "SparseVAR, 40 % kept": {},
-        **{f"rows {rows}": {"rows": rows} for rows in ("both", "uncond")},
         **{f"alpha {alpha}": {"alpha": alpha} for alpha in (2, 3, 6, 8, "none")},
         **{f"beta {beta}": {"beta": beta} for beta in (0.8, 0.95, 1, -1)},
         **{f"block {block}": {"blocks": block} for block in range(blocks)},
         **{name: {"blocks": list(group)} for name, group in groups.items()},
         "all blocks": {"blocks": [0, blocks]},
-        "resize nearest": {"resize": "nearest"},
-        "left out: zero": {"left_out": "zero"},
-        "4 nearest anchors": {"candidates": 4},
-        "anchors at the edges": {"edges": True},
         "logits": {"metric": "logits"},
         "image": {"metric": "image"},
     }
