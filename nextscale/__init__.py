@@ -1,29 +1,48 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from .errors import NextscaleError
-from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
-from .loading import MODELS, ModelSpec, load
-from .methods import (
-    Auto,
-    CoDe,
-    DropGuidance,
-    FastVAR,
-    Method,
-    MethodRun,
-    ScaleKV,
-    SkipStages,
-    SkipVAR,
-    SparseVAR,
-    StagePlan,
-    StageVAR,
-    ToMe,
-)
-from .pipeline import Output, Pipeline, Preview
-from .profiles import Profile
-from .report import Report
-from .sampling import Sampling
-from .stage import Schedule, Stage, Tokens
-from .text import T5Encoder, TextFeatures
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import NextscaleError
+    from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
+    from .loading import MODELS, ModelSpec
+    from .loading.load import load
+    from .methods import (
+        Auto,
+        CoDe,
+        DropGuidance,
+        FastVAR,
+        Method,
+        MethodRun,
+        ScaleKV,
+        SkipStages,
+        SkipVAR,
+        SparseVAR,
+        StagePlan,
+        StageVAR,
+        ToMe,
+    )
+    from .pipeline import Output, Pipeline, Preview
+    from .profiles import Profile
+    from .report import Report
+    from .sampling import Sampling
+    from .stage import Schedule, Stage, Tokens
+    from .text import T5Encoder, TextFeatures
+
+    __version__: str
+
+MODULES = {  # of the public names; each is imported when a name of it is first used, so that the command line starts without torch
+    "errors": ("NextscaleError",),
+    "guidance": ("ConstantGuidance", "Guidance", "RampGuidance", "StageGuidance"),
+    "loading": ("MODELS", "ModelSpec", "load"),
+    "pipeline": ("Output", "Pipeline", "Preview"),
+    "profiles": ("Profile",),
+    "report": ("Report",),
+    "sampling": ("Sampling",),
+    "stage": ("Schedule", "Stage", "Tokens"),
+    "text": ("T5Encoder", "TextFeatures"),
+}
 
 __all__ = [
     "MODELS",
@@ -59,3 +78,18 @@ __all__ = [
     "Tokens",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("nextscale")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = next((module for module, names in MODULES.items() if name in names), "methods")
+    if module != "errors":
+        import_module(".loading", __name__)  # pipelines can then be saved
+    return getattr(import_module(f".{module}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *globals()]

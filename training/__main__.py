@@ -10,8 +10,7 @@ import torch
 import typer
 
 from nextscale.cli.files import require_writable
-from nextscale.cli.groups import grouped
-from nextscale.cli.options import MACHINE, Device, Force, out_option
+from nextscale.cli.options import MACHINE, Device, Force, grouped, out_option
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
 from nextscale.loading.load import choose_device, load_module

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from ..loading.conversion import Conversion
-from ..loading.presets import model_spec
 from .files import require_writable
-from .options import DTYPES, Dtype, Force, ModelName, as_torch_dtype
-from .program import app
+from .options import DtypeName, Force, ModelName, option
+from .parse import torch_dtype
+from .show import show_next
 
 
-class Part(StrEnum):
-    model = "model"
-    tokenizer = "tokenizer"
-
-
-@app.command()
 def convert(
     *,
     model: ModelName,
-    source: Annotated[Path, typer.Argument(metavar="IN", help="An official file, or a folder of shards.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Published file, or a folder of shards.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.", show_default=False)],
-    part: Annotated[Part, typer.Option("--part", metavar="PART", help="What IN holds: model or tokenizer.")] = Part.model,
+    part: Annotated[Literal["model", "tokenizer"], option("--part", "PART", "Content of IN: model or tokenizer.")] = "model",
     dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", metavar="DTYPE", show_default="as in IN", help=f"Type of the written weights: {DTYPES}.")
+        DtypeName | None, option("--dtype", "DTYPE", "Type of the written weights: float32, bfloat16 or float16.", None, "as in IN")
     ] = None,
     force: Force = False,
 ) -> None:
-    """Write an official checkpoint as one safetensors file, under the published names.
+    """Convert a published checkpoint to one safetensors file with the published names.
 
-    HART's settings, which the tensors do not say, go into a file beside it.
+    Writes HART's settings, which its tensors do not contain, into a file beside it.
     """
-    conversion = Conversion.plan(model_spec(model), source, target, is_model=part is Part.model)
+    from ..loading.conversion import Conversion
+    from ..loading.presets import model_spec
+
+    conversion = Conversion.plan(model_spec(model), source, target, is_model=part == "model")
     require_writable([target, *conversion.settings], force)
-    tensors = conversion.run(as_torch_dtype(dtype))
+    tensors = conversion.run(torch_dtype(dtype))
     typer.echo(f"{target}: {tensors} tensors, {target.stat().st_size / 2**20:.1f} MiB")
+    show_next(f"nextscale generate -m {model} --{'weights' if part == 'model' else part} {target} PROMPT")

@@ -7,36 +7,30 @@ from typing import Annotated
 
 import typer
 
-from ..loading.fetch import download_model
-from .options import MODEL_HELP, Offline
-from .program import app
+from .options import ModelName, Offline, option
+from .show import show_next
 
 
-@app.command()
 def download(
     *,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP}.", show_default=False)],
+    model: ModelName,
     to: Annotated[
-        Path | None,
-        typer.Option(
-            "--to",
-            metavar="DIR",
-            show_default="the hub's cache",
-            help="Folder for the files; with NEXTSCALE_HOME set to it they are found there.",
-        ),
+        Path | None, option("--to", "FOLDER", "Folder of the files; set NEXTSCALE_HOME to it to load them.", None, "the hub's cache")
     ] = None,
-    convert: Annotated[
-        bool, typer.Option("--convert", help="Also write pickled weights as safetensors beside them; those are then loaded.")
-    ] = False,
+    convert: Annotated[bool, option("--convert", None, "Also write pickled weights as safetensors, which are then loaded.")] = False,
     offline: Offline = False,
 ) -> None:
-    """Fetch what a model needs: weights, tokenizer and text encoder.
+    """Download the weights, tokenizer and text encoder of a model.
 
-    Only missing files are fetched, and an interrupted download goes on where it stopped. Files in DIR with other content than the hub's are
-    replaced. HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are honored.
+    Skips existing files and continues interrupted downloads. Replaces files in FOLDER whose content differs from the hub's.
+    Reads HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
     """
+    from ..loading.fetch import download_model
+
     found = download_model(model, to, convert, offline)
     if not found:
-        typer.echo(f"{model} comes with the package: there is nothing to fetch")
+        typer.echo(f"{model} is part of the package; there is nothing to download.")
     for what, path in found.items():
         typer.echo(f"{what}: {path}")
+    home = "" if to is None else f"NEXTSCALE_HOME={to} "
+    show_next(f"{home}nextscale generate -m {model} PROMPT")

@@ -1,19 +1,23 @@
-"""What the commands write, and under which names."""
+"""Names of the files that commands write."""
 
 from __future__ import annotations
 
+import mimetypes
 import re
+import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from ..errors import SettingError
-from ..io import IMAGE_FORMATS
-from ..stage import Stage
+
+if TYPE_CHECKING:
+    from ..stage import Stage
+
+IMAGE_FORMATS = (".png", ".jpg", ".jpeg", ".webp")
 
 LONGEST_SLUG = 40
 FILES_NAMED = 3  # in one error message
@@ -35,14 +39,21 @@ class Picture:
         return self.file.with_stem(f"{self.file.stem}-mask")
 
 
+def default_out(name: str) -> Path:
+    """Returns the file or folder of this name here; in a checkout of nextscale one outside of it."""
+    here = Path.cwd()
+    in_checkout = any((folder / ".git").exists() and (folder / "nextscale" / "cli").is_dir() for folder in (here, *here.parents))
+    return Path(tempfile.gettempdir(), "nextscale", name) if in_checkout else Path(name)
+
+
 def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Path) -> list[Picture]:
     repeated = [prompt for prompt in prompts for _ in range(images)]
     if out.suffix.lower() not in IMAGE_FORMATS:
-        if out.suffix.lower() in Image.registered_extensions():
-            raise SettingError(f"--out {out}: give a folder, or a name that ends in {', '.join(IMAGE_FORMATS)}")
+        if (mimetypes.guess_type(out.name)[0] or "").startswith("image/"):
+            require_image_name("--out", out)
         return [Picture(prompt, seed + i, out / picture_name(i, seed + i, prompt)) for i, prompt in enumerate(repeated)]
     if len(repeated) > 1:
-        raise SettingError(f"--out {out} is a single file for {len(repeated)} images: give a folder, and --grid FILE for one sheet")
+        raise SettingError(f"--out must be a folder for {len(repeated)} images; got the file {out}. One picture of all: --grid FILE.")
     return [Picture(prompts[0], seed, out)]
 
 
@@ -52,7 +63,7 @@ def picture_name(index: int, seed: int, prompt: str | int) -> str:
 
 
 def slug(text: str) -> str:
-    """The first words as letters and digits that are safe in file names; empty if the text has none."""
+    """Returns the first words as letters and digits that are safe in file names; empty if the text has none."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     words = "-".join(re.findall(r"[a-z0-9]+", plain))
     return words if len(words) <= LONGEST_SLUG else words[: LONGEST_SLUG + 1].rpartition("-")[0] or words[:LONGEST_SLUG]
@@ -60,19 +71,19 @@ def slug(text: str) -> str:
 
 def require_image_name(option: str, file: Path) -> None:
     if file.suffix.lower() not in IMAGE_FORMATS:
-        raise SettingError(f"{option} {file}: give a name that ends in {', '.join(IMAGE_FORMATS)}")
+        raise SettingError(f"{option} must end in {', '.join(IMAGE_FORMATS)}; got {file}.")
 
 
 def require_writable(files: Sequence[Path], force: bool) -> None:
     """Raises SettingError unless all files can be written, each once; existing ones only with `force`."""
     if twice := [file for file, times in Counter(files).items() if times > 1]:
-        raise SettingError(f"{named(twice)} would be written twice: give --out, --grid and --report different names")
+        raise SettingError(f"{named(twice)} would be written twice. Give the files different names.")
     if folders := [file for file in files if file.is_dir()]:
-        raise SettingError(f"cannot write {named(folders)}: there is a folder of that name")
+        raise SettingError(f"cannot write {named(folders)}: a folder has that name. Choose another name.")
     if blocked := [folder for folder in {file.parent for file in files} if folder.exists() and not folder.is_dir()]:
-        raise SettingError(f"cannot write into {named(blocked)}: it is a file; give a folder")
+        raise SettingError(f"cannot write into {named(blocked)}: it is a file. Give a folder.")
     if not force and (taken := [file for file in files if file.exists()]):
-        raise SettingError(f"not overwriting {named(taken)}: choose another name, or pass --force")
+        raise SettingError(f"{named(taken)} exists already. Choose another name, or pass --force.")
 
 
 def named(files: Sequence[Path]) -> str:

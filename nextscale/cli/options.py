@@ -1,316 +1,324 @@
-"""The options that commands share: each is defined once here, as a type, and those that belong together form a group."""
+"""The options that commands share, in groups. Modules of the command line import torch only where they need it, so that help is quick."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-import torch
 import typer
-from typer.models import OptionInfo
 
-from ..batching.ray_cluster import LOCAL, RaySettings
 from ..errors import PromptError, SettingError
-from ..loading.load import choose_device, load
-from ..loading.presets import NANO, ModelSpec, model_spec
-from ..methods.method import Method
-from ..metrics.files import VARIABLE
-from ..models.base import KvDtype
-from ..models.quantized import FORMATS, Quantize
-from ..offline.prompts import EvalPrompt, read_eval_prompts
-from ..pipeline import Pipeline
-from ..stage import Schedule
-from .parse import choose_schedule, require_no_model_names, settled_method
+from . import parse
 
-DEFAULT_MODEL = NANO.name  # it comes with the package
+if TYPE_CHECKING:
+    import torch
+
+    from ..guidance import GuidanceLike
+    from ..loading import ModelSpec
+    from ..methods import Method
+    from ..offline.prompts import EvalPrompt
+    from ..pipeline import Pipeline
+    from ..stage import Schedule
+
+DEFAULT_MODEL = "nano"  # part of the package
 SAMPLING, MACHINE, OUTPUT = "Guidance and sampling", "Model and machine", "Output"  # panels of the help
 
 
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Replaces each argument that is a dataclass of annotated options by its fields, for typer, and builds the dataclass for the call."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type] = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+    def parameters() -> Iterator[inspect.Parameter]:
+        for name, parameter in inspect.signature(command).parameters.items():
+            owner, several = (groups[name], inspect.signature(groups[name]).parameters) if name in groups else (command, {name: parameter})
+            annotations = get_type_hints(owner, include_extras=True)
+            for one in several.values():
+                yield one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotations[one.name])
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        built = {name: group(**{field.name: values.pop(field.name) for field in fields(group)}) for name, group in groups.items()}
+        command(**values, **built)
+
+    signature = inspect.Signature(list(parameters()))
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    return run
 
 
-class Format(StrEnum):
-    fp8 = "fp8"
-    int8 = "int8"
+def option(names: str, metavar: str | None, help: str, panel: str | None = None, default: bool | str = True, **limits: Any) -> Any:
+    """Returns a typer option. `default`: the text that the help shows for it."""
+    return typer.Option(*names.split(), metavar=metavar, help=help, rich_help_panel=panel, show_default=default, **limits)
 
 
-DTYPES = ", ".join(Dtype)
+def list_methods(asked: list[str] | None) -> list[str] | None:
+    if asked and "help" in asked:
+        from .show import method_table, result_console
+
+        result_console().print(method_table())
+        raise typer.Exit
+    return asked
 
 
-class KeyValueDtype(StrEnum):
-    int8 = "int8"
+# --- single options
 
-
-def as_quantize(format: Format | None) -> Quantize | None:
-    return next((known for known in FORMATS if known == format), None)
-
-
-@overload
-def as_torch_dtype(dtype: Dtype) -> torch.dtype: ...
-@overload
-def as_torch_dtype(dtype: None) -> None: ...
-def as_torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
-    return None if dtype is None else getattr(torch, dtype.value)
-
-
-def as_kv_dtype(dtype: KeyValueDtype | None) -> KvDtype | None:
-    return None if dtype is None else "int8"
-
-
-# Every option says its own name: typer 0.27 takes the metavar for it otherwise where they are the same word, and wants --SIZE.
-
-MODEL_HELP = "A name from `nextscale models`"
-ModelName = Annotated[str, typer.Option("--model", "-m", metavar="NAME", help=f"{MODEL_HELP}.")]
-ModelNames = Annotated[list[str] | None, typer.Option("--model", "-m", metavar="NAME", help=f"{MODEL_HELP}; can be repeated.")]
-
-PromptWords = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="PROMPT",
-        show_default=False,
-        help="Text, or a class number for class models. -1 means no class and needs -- before it: -m var-d16 -- 207 -1",
-    ),
+MODEL_HELP, DEFAULT_DEVICE = "Model name from `nextscale models`.", "cuda if there is a GPU"
+ModelName = Annotated[str, option("--model -m", "NAME", MODEL_HELP)]
+Device = Annotated[str | None, option("--device", "DEVICE", "cpu, cuda or cuda:N.", MACHINE, DEFAULT_DEVICE)]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+Dtype = Annotated[DtypeName | None, option("--dtype", "DTYPE", "float32, bfloat16 or float16.", MACHINE, "bfloat16, on the CPU float32")]
+Quantize = Annotated[
+    Literal["fp8", "int8"] | None,
+    option("--quantize", "FORMAT", "8-bit weights: fp8 (faster on Ada, Hopper and newer GPUs) or int8 (less memory anywhere).", MACHINE),
 ]
-PromptsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompts",
-        metavar="FILE",
-        help="Prompts: one per line (# starts a comment), a .jsonl file with prompts or captions, or a .tar shard of images and captions.",
-    ),
-]
-Limit = Annotated[
-    int | None,
-    typer.Option("--limit", metavar="N", min=1, show_default="all", help="Number of prompts to take from FILE, evenly spread over it."),
-]
-ImagesPerPrompt = Annotated[int, typer.Option("--images", metavar="N", min=1, help="Images per prompt.")]
-SEED_HELP = "Seed of the first image; each further image takes the next one."
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help=SEED_HELP)]
-SeedOrRandom = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, show_default="random", help=SEED_HELP)]
-
-SIZE_HELP = "HEIGHTxWIDTH in pixels, the side of a square, or a pixel budget such as 0.25M"
-Size = Annotated[str | None, typer.Option("--size", metavar="SIZE", show_default="the model's own", help=f"{SIZE_HELP}.")]
-Sizes = Annotated[
-    list[str] | None, typer.Option("--size", metavar="SIZE", show_default="the model's own", help=f"{SIZE_HELP}; can be repeated.")
-]
-Aspect = Annotated[str | None, typer.Option("--aspect", metavar="W:H", help="Aspect ratio such as 16:9.")]
-Sides = Annotated[
-    str | None,
-    typer.Option("--sides", metavar="LIST", help="FlexVAR: the token maps of all stages, such as 1,2,3,5,8 or 1,2,4x6; replaces --size."),
-]
-
-CombinedMethods = Annotated[
+KvDtype = Annotated[Literal["int8"] | None, option("--kv-dtype", "DTYPE", "KV cache type: int8 halves it.", MACHINE, "as --dtype")]
+Offline = Annotated[bool, option("--offline", None, "Do not download; fail if a file is missing.", MACHINE)]
+Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
         metavar="METHOD",
         show_default="dense",
-        help="An acceleration method with its settings, such as skip:last=2 or auto:speedup=2; repeat it, or join with +, to combine them.",
+        callback=list_methods,
+        help="Acceleration method with settings, such as skip:last=2 or auto:speedup=2; join several with +. `--method help` lists them.",
     ),
 ]
-
-
-def compared_methods(default: str, lists: str = "") -> OptionInfo:
-    """--method where each one is a row of a comparison. `lists`: names that stand for several methods."""
-    named = f", or {lists}" if lists else ""
-    text = f"A method to compare with dense generation, such as fastvar+skip:last=1{named}; repeat it for more rows."
-    return typer.Option("--method", metavar="METHOD", show_default=default, help=text)
-
-
-def out_option(metavar: str, text: str, default: bool | str = True) -> OptionInfo:
-    return typer.Option("--out", metavar=metavar, rich_help_panel=OUTPUT, show_default=default, help=text)
-
-
-Force = Annotated[bool, typer.Option("--force", rich_help_panel=OUTPUT, help="Overwrite existing files.")]
-
-Weights = Annotated[
-    Path | None, typer.Option("--weights", metavar="PATH", rich_help_panel=MACHINE, help="File or folder of the model's weights.")
-]
-TokenizerFile = Annotated[
-    Path | None, typer.Option("--tokenizer", metavar="PATH", rich_help_panel=MACHINE, help="File of the tokenizer's weights.")
-]
-TextEncoderSource = Annotated[
+Batch = Annotated[int, option("--batch", "N", "Images per batch; smaller batches need less memory.", MACHINE, min=1)]
+Size = Annotated[
     str | None,
-    typer.Option("--text-encoder", metavar="PATH", rich_help_panel=MACHINE, help="Folder, file or hub name of the text encoder."),
+    option("--size", "SIZE", "WIDTHxHEIGHT, a side, a pixel budget such as 0.25M, or FlexVAR's token maps 1,2,6x4.", None, "model"),
 ]
-OffloadText = Annotated[
-    bool,
-    typer.Option(
-        "--offload-text",
-        rich_help_panel=MACHINE,
-        help="Keep the text encoder on the GPU only while it encodes: less memory, slower prompts.",
-    ),
-]
-Offline = Annotated[bool, typer.Option("--offline", rich_help_panel=MACHINE, help="Fetch nothing: what is missing is an error.")]
-Device = Annotated[
+Aspect = Annotated[str | None, option("--aspect", "W:H", "Aspect ratio such as 16:9.")]
+SEED = "Seed of the first image; each further image takes the next one."
+Seed = Annotated[int, option("--seed", "N", SEED, min=0)]
+NumImages = Annotated[int, option("--num-images -n", "N", "Images per prompt.", min=1)]
+PROMPT_FILES = "Prompt file: .txt with one per line, .jsonl with prompts or captions, or .tar of images and captions."
+PromptsFile = Annotated[Path | None, option("--prompts", "FILE", PROMPT_FILES)]
+Limit = Annotated[int | None, option("--limit", "N", "Number of prompts from FILE, evenly spread.", None, "all", min=1)]
+Force = Annotated[bool, option("--force", None, "Overwrite existing files.", OUTPUT)]
+Json = Annotated[bool, option("--json", None, "Print JSON.", OUTPUT)]
+Ray = Annotated[
     str | None,
-    typer.Option("--device", metavar="DEVICE", rich_help_panel=MACHINE, show_default="cuda if there is a GPU", help="cpu, cuda or cuda:N."),
-]
-DtypeName = Annotated[
-    Dtype | None,
-    typer.Option(
-        "--dtype",
-        metavar="DTYPE",
-        rich_help_panel=MACHINE,
-        show_default="bfloat16, on the CPU float32",
-        help=f"Type of the weights: {DTYPES}.",
-    ),
-]
-QuantizeName = Annotated[
-    Format | None,
-    typer.Option(
-        "--quantize",
-        metavar="FORMAT",
-        rich_help_panel=MACHINE,
-        show_default="as --dtype says",
-        help="Blocks with weights of eight bits: fp8 (Ada, Hopper and newer GPUs: less memory and faster) or int8 (anywhere: less memory).",
-    ),
-]
-KvDtypeName = Annotated[
-    KeyValueDtype | None,
-    typer.Option(
-        "--kv-dtype",
-        metavar="DTYPE",
-        rich_help_panel=MACHINE,
-        show_default="that of the model",
-        help="Type in which keys and values are kept: int8 halves them.",
-    ),
-]
-BATCH_HELP = "Images per batch; a smaller one needs less memory"
-Batch = Annotated[int, typer.Option("--batch", metavar="N", min=1, rich_help_panel=MACHINE, help=f"{BATCH_HELP}.")]
-Batches = Annotated[
-    list[int] | None,
-    typer.Option("--batch", metavar="N", min=1, rich_help_panel=MACHINE, show_default="1", help=f"{BATCH_HELP}; can be repeated."),
-]
-Metrics = Annotated[
-    Path | None,
-    typer.Option(
-        "--metrics", metavar="FOLDER", rich_help_panel=MACHINE, show_default=VARIABLE, help="Folder of the networks besides LPIPS."
+    option(
+        "--ray",
+        "ADDRESS,workers=N,gpus=X",
+        "Run on a Ray cluster: alone it starts one on this machine, auto or an address joins one. workers: actors; gpus: share of each.",
+        MACHINE,
     ),
 ]
 
 
-@dataclass(frozen=True)
-class RayOptions:
-    """Whether it runs on a Ray cluster, and on how much of it."""
+def out_option(metavar: str, help: str, default: bool | str = True) -> Any:
+    return option("--out", metavar, help, OUTPUT, default)
 
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            "--ray",
-            metavar="ADDRESS",
-            rich_help_panel=MACHINE,
-            help=f"Run on a Ray cluster: alone or with {LOCAL} it starts one on this machine, auto or an address joins one.",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option("--workers", metavar="N", min=1, rich_help_panel=MACHINE, show_default="as GPUs allow", help="With --ray: actors."),
-    ] = None
-    gpus: Annotated[
-        float, typer.Option("--gpus", metavar="SHARE", rich_help_panel=MACHINE, help="With --ray: of each actor; 0.25 puts four on a GPU.")
-    ] = 1.0
 
-    def settings(self) -> RaySettings | None:
-        if self.ray is None:
-            if self.workers is not None or self.gpus != 1.0:
-                raise SettingError("--workers and --gpus say how many actors a Ray cluster runs: add --ray, or leave them out")
-            return None
-        return RaySettings(self.ray, self.workers, self.gpus)
+# --- groups
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Prompts of a file."""
+    """The prompts of a file."""
 
     prompts_file: PromptsFile = None
     limit: Limit = None
 
     def read_file(self) -> list[EvalPrompt]:
-        """The prompts of the file; none without a file."""
+        from ..offline.prompts import read_eval_prompts
+
         if self.prompts_file is not None:
             return read_eval_prompts(self.prompts_file, self.limit)
         if self.limit is not None:
-            raise SettingError("--limit takes prompts from a file: add --prompts FILE, or leave it out")
+            raise SettingError("--limit needs a prompt file. Add --prompts FILE.")
         return []
 
 
 @dataclass(frozen=True)
 class PromptOptions(PromptFile):
-    """Prompts of the command line, then those of a file."""
+    """Prompts on the command line, then those of a file."""
 
-    prompts: PromptWords = None
-    images: ImagesPerPrompt = 1
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT",
+            show_default=False,
+            help="Text, or a class number for class models; -1 (no class) needs -- before it: -m var-d16 -- 207 -1",
+        ),
+    ] = None
 
     def read(self) -> list[str]:
         words = self.prompts or []
-        require_no_model_names(words)
+        parse.require_no_model_names(words)
         prompts = [*words, *(prompt.text for prompt in self.read_file())]
         if not prompts:
-            raise PromptError("no prompt: write one, or pass --prompts FILE")
+            raise PromptError('no prompt given. Write one, such as "a red apple", or pass --prompts FILE.')
         return prompts
 
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """The size of images, in one of three forms."""
+    """The size of images."""
 
     size: Size = None
     aspect: Aspect = None
-    sides: Sides = None
-
-    @property
-    def given(self) -> bool:
-        return (self.size, self.aspect, self.sides) != (None, None, None)
 
     def schedule(self, spec: ModelSpec) -> Schedule:
-        return choose_schedule(spec.settings.schedules, self.size, self.aspect, self.sides)
+        return parse.choose_schedule(spec.settings.schedules, self.size, self.aspect)
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which model, its files, and where it runs."""
+class ImageOptions(SizeOptions):
+    """Size, seed and number of images."""
 
-    model: ModelName = DEFAULT_MODEL
-    weights: Weights = None
-    tokenizer: TokenizerFile = None
-    text_encoder: TextEncoderSource = None
-    offload_text: OffloadText = False
+    seed: Seed = 0
+    num_images: NumImages = 1
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """The files of a model, and its types."""
+
+    weights: Annotated[Path | None, option("--weights", "PATH", "File or folder of the model weights.", MACHINE)] = None
+    tokenizer: Annotated[Path | None, option("--tokenizer", "PATH", "File of the tokenizer weights.", MACHINE)] = None
+    text_encoder: Annotated[str | None, option("--text-encoder", "PATH", "Text encoder: folder, file or hub name.", MACHINE)] = None
+    offload_text: Annotated[
+        bool,
+        option("--offload-text", None, "Keep the text encoder on the GPU only while it encodes: less memory, slower.", MACHINE),
+    ] = False
     offline: Offline = False
-    device: Device = None
-    dtype: DtypeName = None
-    quantize: QuantizeName = None
-    kv_dtype: KvDtypeName = None
+    dtype: Dtype = None
+    quantize: Quantize = None
+    kv_dtype: KvDtype = None
 
     @property
-    def spec(self) -> ModelSpec:
-        return model_spec(self.model)
+    def torch_dtype(self) -> torch.dtype | None:
+        return parse.torch_dtype(self.dtype)
 
-    @property
-    def torch_device(self) -> torch.device:
-        return choose_device(self.device)
+    def open(self, name: str, device: str | None, **more: Any) -> Pipeline:
+        """Loads a pipeline. `more`: arguments of `nextscale.load` without an option."""
+        from .. import loading
 
-    def settled(self, method: Method, schedule: Schedule, batch: int) -> Method:
-        """The method that such a request runs; SettingError if its settings do not go with the model or the size."""
-        return settled_method(method, self.spec, schedule, batch, self.torch_device, self.weights)
-
-    def load(self, **more: Any) -> Pipeline:
-        """`more`: arguments of `nextscale.load` that are no shared options."""
-        return load(
-            self.model,
+        return loading.load(
+            name,
             weights=self.weights,
             tokenizer=self.tokenizer,
             text_encoder=self.text_encoder,
             offload_text=self.offload_text,
             download=not self.offline,
-            device=self.device,
-            dtype=as_torch_dtype(self.dtype),
-            quantize=as_quantize(self.quantize),
-            kv_dtype=as_kv_dtype(self.kv_dtype),
+            device=device,
+            dtype=self.torch_dtype,
+            quantize=self.quantize,
+            kv_dtype=self.kv_dtype,
             **more,
         )
+
+
+@dataclass(frozen=True)
+class ModelOptions(FileOptions):
+    """The model, its files, and where it runs."""
+
+    model: ModelName = DEFAULT_MODEL
+    device: Device = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        from ..loading.presets import model_spec
+
+        return model_spec(self.model)
+
+    @property
+    def torch_device(self) -> torch.device:
+        from ..device import choose_device
+
+        return choose_device(self.device)
+
+    def resolved(self, method: Method, schedule: Schedule, batch: int) -> Method:
+        """Returns the method that such a request runs. Raises SettingError if its settings do not fit the model or the size."""
+        return parse.resolved_method(method, self.spec, schedule, batch, self.torch_device, self.weights)
+
+    def load(self, **more: Any) -> Pipeline:
+        """Loads the pipeline. `more`: arguments of `nextscale.load` without an option."""
+        return self.open(self.model, self.device, **more)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Guidance, and how codes are sampled from logits."""
+
+    guidance: Annotated[
+        str | None,
+        option(
+            "--guidance",
+            "SCALE",
+            "CFG scale in the model's published form; 3,3,1 is one scale per stage; constant:4 and ramp:2.5 choose the form.",
+            SAMPLING,
+            "as published",
+        ),
+    ] = None
+    negative: Annotated[str | None, option("--negative", "PROMPT", "Negative prompt or class.", SAMPLING)] = None
+    temperature: Annotated[str | None, option("--temperature", "NUMBER", "Below 1 is less random; 1,1,0.5 is one per stage.", SAMPLING)] = (
+        None
+    )
+    top_k: Annotated[int | None, option("--top-k", "K", "Sample from the K most likely codes; 0 means all.", SAMPLING)] = None
+    top_p: Annotated[
+        float | None, option("--top-p", "P", "Sample from the most likely codes of total probability P; 0 means all.", SAMPLING)
+    ] = None
+    sampling: Annotated[
+        list[str] | None,
+        option(
+            "--sampling",
+            "KEY=VALUE",
+            "greedy: take the most likely code. smooth=false (VAR, HART, STAR): sample codes instead of mixing them."
+            " refine=false (STAR): sample late stages at once. as_released (STAR): all images of a batch read the first prompt."
+            " positive_prompt (Infinity): add words for good faces to prompts about people.",
+            SAMPLING,
+        ),
+    ] = None
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        return parse.parse_switches(self.sampling or ())
+
+    @property
+    def loading(self) -> dict[str, bool]:
+        """The arguments of `nextscale.load`."""
+        return {"as_released": self.switches.get("as_released", False)}
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The options that were given, with their values."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "sampling"} | self.switches
+
+    def prompt(self, text: str, spec: ModelSpec) -> str | int:
+        from ..text import with_positive_prompt
+
+        positive = self.switches.get("positive_prompt", False)
+        if positive and spec.text_encoder is None:
+            raise SettingError(f"--sampling positive_prompt needs a text model; {spec.name} takes class numbers. Leave it out.")
+        return parse.parse_prompt(with_positive_prompt(text) if positive else text, spec)
+
+    def call_arguments(self, spec: ModelSpec, schedule: Schedule) -> dict[str, Any]:
+        """Returns the arguments of the pipeline call; wrong values are refused before the weights are loaded."""
+        from ..guidance import resolve_guidance
+
+        guidance: GuidanceLike = None if self.guidance is None else parse.parse_guidance(self.guidance, spec.settings.guidance)
+        resolve_guidance(guidance, spec.settings.guidance).scales(schedule)
+        switches = self.switches
+        given: dict[str, Any] = {
+            "temperature": None if self.temperature is None else parse.parse_temperature(self.temperature),
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "greedy": switches.get("greedy") or None,
+            "smooth": switches.get("smooth"),
+        }
+        sampling = {name: value for name, value in given.items() if value is not None}
+        if "refine" in switches and spec.settings.sampling.refine is None:
+            raise SettingError(f"--sampling refine needs a model that samples late stages in rounds; {spec.name} does not. Leave it out.")
+        sampling |= {"refine": None} if switches.get("refine") is False else {}
+        spec.settings.sampling.changed(**sampling).check(schedule)
+        negative = None if self.negative is None else parse.parse_prompt(self.negative, spec)
+        return {"guidance": guidance, "negative": negative, **sampling}

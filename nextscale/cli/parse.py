@@ -1,4 +1,4 @@
-"""From words of the command line to what the library takes; wrong ones are refused before any weights are loaded."""
+"""Converts words of the command line to values of the library; wrong ones are refused before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -6,100 +6,129 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..errors import PromptError, SettingError, SizeError
-from ..guidance import ConstantGuidance, Guidance, GuidanceLike, RampGuidance
-from ..loading.beside import local_weights, profile_folders, rank_table_of
-from ..loading.load import choose_device, prompt_reader
-from ..loading.presets import MODELS, ModelSpec, build_model, build_tokenizer
-from ..methods.method import Method
-from ..methods.selection import SelectionContext
-from ..offline.prompts import is_unicode
-from ..profiles import Profile, find_profiles
-from ..schedules import Schedules
-from ..stage import Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..batching.ray_cluster import RaySettings
+    from ..guidance import Guidance, GuidanceLike
+    from ..loading import ModelSpec
+    from ..methods import Method
+    from ..profiles import Profile
+    from ..schedules import Schedules
+    from ..stage import Schedule
+
+LOCAL, AUTO = "local", "auto"  # --ray alone; --shard under a launcher
+SWITCHES = ("greedy", "smooth", "refine", "as_released", "positive_prompt")  # of --sampling
 
 
 def require_no_model_names(words: Sequence[str]) -> None:
-    """Refuses prompts that are the name of a model and nothing else: whoever writes one most likely wants to choose that model."""
+    """Raises PromptError for a prompt that is just a model name: most likely -m is missing."""
+    from ..loading import MODELS
+
     for word in words:
         if word in MODELS:
-            raise PromptError(
-                f"prompt {word!r} is the name of a model: choose the model with -m {word}; "
-                f"if you want images of that word, say so in a sentence, such as 'the word {word}'"
-            )
+            raise PromptError(f"prompt {word!r} is the name of a model. Choose the model with -m {word}, or use the word in a sentence.")
 
 
 def parse_prompt(text: str, spec: ModelSpec) -> str | int:
-    """A prompt of the command line: the text as it is, or a class number."""
+    """Returns the text as it is, or a class number."""
+    import torch
+
+    from ..loading.load import prompt_reader
+    from ..offline.prompts import is_unicode
+
     if spec.text_encoder is None:
         number = int(text) if re.fullmatch(r"\s*-?\d{1,18}\s*", text) else text
         prompt_reader(spec, None, torch.device("cpu")).read(number)
         return number
     if not text.strip():
-        raise PromptError("a prompt is empty: write at least one visible character, or leave it out")
+        raise PromptError("a prompt is empty. Write at least one visible character, or leave it out.")
     if not is_unicode(text):
-        raise PromptError(f"the prompt {text!r:.80} holds half of a character (\\ud800 to \\udfff), which no file can hold: write it whole")
+        raise PromptError(f"prompt {text!r:.80} must be valid Unicode; it holds half of a character (\\ud800 to \\udfff).")
     return text
 
 
+def parse_methods(words: Sequence[str] | None) -> Method:
+    """Returns one method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
+    from ..methods.registry import resolve_method
+
+    return resolve_method(list(words or ()))
+
+
 def method_name(text: str) -> str:
-    """Combined methods as tables name them: "fastvar + skip:last=1"."""
+    """Returns combined methods as tables name them: "fastvar + skip:last=1"."""
     return " + ".join(part.strip() for part in text.split("+"))
 
 
-def situation_of(
-    spec: ModelSpec, device: torch.device, profiles: Sequence[Profile], schedule: Schedule | None, batch: int, weights: Path | None = None
-) -> SelectionContext:
-    """A request as it is known without weights, but with the ranks that lie beside them."""
-    with torch.device("meta"):
-        model, tokenizer = build_model(spec.model), build_tokenizer(spec.tokenizer)
-    place = weights or local_weights(spec)
-    model.rank_table = None if place is None else rank_table_of(model, place)
-    return SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return None if name is None else getattr(torch, name)
 
 
-def settled_method(
+def resolved_method(
     method: Method, spec: ModelSpec, schedule: Schedule, batch: int = 1, device: torch.device | None = None, weights: Path | None = None
 ) -> Method:
-    """The method that such a request runs, as far as that is known without weights; SettingError if its settings do not go with it."""
+    """Returns the method that a request runs, as far as it is known without weights. Raises SettingError if its settings do not fit."""
+    import torch
+
+    from ..device import choose_device
+    from ..loading import beside
+    from ..loading.without_weights import without_weights
+    from ..methods.selection import SelectionContext
+
+    model, tokenizer = without_weights(spec, torch.float32)
+    place = weights or beside.local_weights(spec)
+    model.rank_table = None if place is None else beside.rank_table_of(model, place)
     profiles = list(named_profiles(spec, weights).values()) if method.chooses else []
-    situation = situation_of(spec, device or choose_device(None), profiles, schedule, batch, weights)
-    settled = method.settle(situation)
-    settled.forecast(situation.model, schedule)
-    return settled
+    device = device or choose_device(None)
+    resolved = method.settle(SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights))
+    resolved.forecast(model, schedule)
+    return resolved
 
 
 def named_profiles(spec: ModelSpec, weights: Path | None = None) -> dict[Path, Profile]:
-    """The profiles where a model's weights lie, or will lie, that give its name. Loading compares the weights themselves."""
-    place = weights or local_weights(spec)
-    folders = [] if place is None else profile_folders(spec, place.expanduser())
+    """Returns the profiles of a model beside its weights, by its name. Loading compares the weights themselves."""
+    from ..loading import beside
+    from ..profiles import find_profiles
+
+    place = weights or beside.local_weights(spec)
+    folders = [] if place is None else beside.profile_folders(spec, place.expanduser())
     return {path: profile for path, profile in find_profiles(folders).items() if profile.model == spec.name}
 
 
-def choose_schedule(book: Schedules, size: str | None, aspect: str | None = None, sides: str | None = None) -> Schedule:
-    if sides is None:
-        return book.choose(None if size is None else parse_size(size), aspect)
-    if size is not None or aspect is not None:
-        raise SizeError("--sides already fixes the size: leave out --size and --aspect")
-    parts = [parse_size(side) for side in sides.split(",")]
-    maps = [part for part in parts if not isinstance(part, str)]
-    if len(maps) < len(parts):
-        raise SizeError(f"--sides {sides!r}: give whole numbers, or HEIGHTxWIDTH, separated by commas, such as 1,2,3,5,8")
-    return book.choose(Schedule(maps), None)
+def choose_schedule(schedules: Schedules, size: str | None, aspect: str | None = None) -> Schedule:
+    """Returns the schedule of a size as text: 512x256, 256, 0.25M, or token maps such as 1,2,6x4."""
+    from ..stage import Schedule
+
+    if size is None or "," not in size:
+        return schedules.choose(None if size is None else parse_size(size), aspect)
+    maps = [one for one in map(parse_size, size.split(",")) if not isinstance(one, str)]
+    if len(maps) <= size.count(","):
+        raise SizeError(f"size must list token maps as sides or WIDTHxHEIGHT, such as 1,2,3,6x4; got {size!r}.")
+    return schedules.choose(Schedule(maps), aspect)
 
 
 def parse_size(text: str) -> tuple[int, int] | int | str:
-    """HEIGHTxWIDTH or a side in numbers; any other text is left to the model as the name of a pixel budget."""
+    """Returns (height, width) of WIDTHxHEIGHT, or a side. Other text names a pixel budget and is left to the model."""
     numbers = [int(part) for part in text.split("x") if re.fullmatch(r"\d{1,18}", part)]
     if len(numbers) != text.count("x") + 1 or len(numbers) > 2:
         return text
-    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
+    return numbers[0] if len(numbers) == 1 else (numbers[1], numbers[0])
+
+
+def size_text(size: Sequence[int]) -> str:
+    """Returns (height, width) as WIDTHxHEIGHT."""
+    return f"{size[1]}x{size[0]}"
 
 
 def parse_guidance(text: str, published: Guidance) -> GuidanceLike:
+    from ..guidance import ConstantGuidance, RampGuidance
+
     form, colon, values = text.rpartition(":")
     numbers = parse_numbers(values)
     if not colon and len(numbers) > 1:
@@ -113,20 +142,59 @@ def parse_guidance(text: str, published: Guidance) -> GuidanceLike:
             case "ramp":
                 ramp = published if isinstance(published, RampGuidance) else RampGuidance()
                 return ramp.with_strength(numbers[0])
-    raise SettingError(f"--guidance {text!r}: give a number, one per stage such as 3,3,1, or a form such as constant:4 or ramp:2.5")
+    raise SettingError(f"--guidance must be a number, one per stage such as 3,3,1, or a form such as constant:4 or ramp:2.5; got {text!r}.")
 
 
 def parse_temperature(text: str) -> float | list[float]:
     numbers = parse_numbers(text)
     if not numbers:
-        raise SettingError(f"--temperature {text!r}: give a number, or one per stage such as 1,1,0.5")
+        raise SettingError(f"--temperature must be a number, or one per stage such as 1,1,0.5; got {text!r}.")
     return numbers[0] if len(numbers) == 1 else numbers
 
 
 def parse_numbers(text: str) -> list[float]:
-    """The numbers between commas; none if any of them is not one."""
+    """Returns the numbers between commas; none if any of them is not one."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         return []
     return numbers if all(math.isfinite(number) for number in numbers) else []
+
+
+def parse_pairs(option: str, words: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """Reads the values NAME=NUMBER of an option."""
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        numbers = parse_numbers(value)
+        if name not in names or len(numbers) != 1:
+            raise SettingError(f"{option} must be NAME=NUMBER with one of {', '.join(names)}; got {word!r}.")
+        found[name] = numbers[0]
+    return found
+
+
+def parse_switches(words: Sequence[str]) -> dict[str, bool]:
+    """Reads the values of --sampling: "greedy", "smooth=false" or several between commas."""
+    found = {}
+    for word in (part.strip() for text in words for part in text.split(",")):
+        name, _, value = word.partition("=")
+        if name not in SWITCHES or value not in ("", "true", "false"):
+            raise SettingError(f"--sampling must be one of {', '.join(SWITCHES)}, with =true or =false; got {word!r}.")
+        found[name] = value != "false"
+    return found
+
+
+def parse_ray(text: str | None) -> RaySettings | None:
+    """Reads ADDRESS,workers=N,gpus=X, in which every part may be missing."""
+    if text is None:
+        return None
+    from ..batching.ray_cluster import RaySettings
+
+    pairs = dict(part.strip().partition("=")[::2] if "=" in part else ("address", part.strip()) for part in text.split(","))
+    try:
+        address, workers, gpus = pairs.pop("address", LOCAL), pairs.pop("workers", None), float(pairs.pop("gpus", 1))
+        if pairs or (workers is not None and int(workers) < 1):
+            raise ValueError
+    except ValueError:
+        raise SettingError(f"--ray must be ADDRESS,workers=N,gpus=X, such as auto,workers=8,gpus=0.5; got {text!r}.") from None
+    return RaySettings(address, None if workers is None else int(workers), gpus)

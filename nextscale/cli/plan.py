@@ -18,8 +18,7 @@ from ..models.base import NextScaleModel
 from ..pipeline import Settings
 from ..planning.cost import Workload
 from ..stage import Schedule
-from .groups import grouped
-from .options import (
+from .old_options import (
     DEFAULT_MODEL,
     DTYPES,
     CombinedMethods,
@@ -32,7 +31,8 @@ from .options import (
     as_quantize,
     as_torch_dtype,
 )
-from .parse import settled_method
+from .old_parse import settled_method
+from .options import grouped
 from .plan_forecast import forecast_of
 from .plan_table import show
 from .program import app

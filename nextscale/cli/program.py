@@ -1,4 +1,4 @@
-"""The program that the commands belong to, and how it shows errors."""
+"""The command line: `python -m nextscale` and `nextscale`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,60 @@ from itertools import pairwise, takewhile
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from ..batching.ray_cluster import LOCAL
 from ..errors import NextscaleError, SettingError
-from ..eval.results import version
-from ..loading.presets import MODELS
+from .parse import LOCAL
 
 MEASURE = "Measurements"  # panel of the help
 USAGE_ERRORS: Any = typer.BadParameter.__bases__  # the parent of all usage errors has no public name that every version of typer knows
+RENAMED = {  # commands and options of earlier versions
+    "demo": "compare",
+    "quality": "compare",
+    "frontier": "compare --plot FILE",
+    "profiles": "models -m NAME",
+    "fit": "calibrate skipvar or calibrate scalekv",
+    "observe": "calibrate stagevar (other observations: python -m nextscale_research.observe)",
+    "train": "python -m training",
+    "--images": "-n",
+    "--seeds": "-n",
+    "--height": "--size WIDTHxHEIGHT",
+    "--width": "--size WIDTHxHEIGHT",
+    "--sides": "--size 1,2,4x6",
+    "--greedy": "--sampling greedy",
+    "--smooth": "--sampling smooth",
+    "--no-smooth": "--sampling smooth=false",
+    "--no-refine": "--sampling refine=false",
+    "--as-released": "--sampling as_released",
+    "--positive-prompt": "--sampling positive_prompt",
+    "--unguided": "--guidance 1",
+    "--workers": "--ray ADDRESS,workers=N",
+    "--gpus": "--ray ADDRESS,gpus=SHARE",
+    "--max-images": "--limit images=N",
+    "--max-pixels": "--limit pixels=N",
+    "--max-prompt": "--limit prompt_chars=N",
+    "--request-timeout": "--limit request_timeout=SECONDS",
+    "--shutdown-timeout": "--limit shutdown_timeout=SECONDS",
+}
 
 
-class Program(TyperGroup):
-    """Shows what the user can do something about as one `error:` message; any other exception keeps its traceback."""
+class PlainFlags:
+    """Shows flags without <bool>."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in found:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""
+        return found
+
+
+class Command(PlainFlags, TyperCommand):
+    pass
+
+
+class Program(PlainFlags, TyperGroup):
+    """Shows errors that a user can correct as one `error:` message; any other exception keeps its traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -34,41 +75,44 @@ class Program(TyperGroup):
             typer.echo(f"error: {error}", err=True)
             status = 2
         except OSError as error:
-            typer.echo(f"error: {error}: check the name, the permissions and the free space", err=True)
+            typer.echo(f"error: {error}. Check the name, the permissions and the free space.", err=True)
             status = 2
         except USAGE_ERRORS as error:
-            message = error.format_message().rstrip(".")
             see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            takes_model = error.ctx is not None and any("--model" in option.opts for option in error.ctx.command.params)
-            typer.echo(f"error: {message}{model_hint(message) if takes_model else ''}{see}", err=True)
+            typer.echo(f"error: {error.format_message().rstrip('.')}{hint(error)}{see}", err=True)
             status = 2
         sys.exit(status)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """A command may have a name of two words, the first of which is a command too: `observe` and `observe ranks`."""
+        if args[0] in RENAMED and args[0] not in self.commands:
+            raise SettingError(f"`nextscale {args[0]}` is now `{RENAMED[args[0]]}`.")
         require_values(args)
-        args = with_cluster(args)
-        two_words = " ".join(args[:2])
-        return (two_words, self.commands[two_words], args[2:]) if two_words in self.commands else super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, with_cluster(args))
+
+
+def hint(error: Any) -> str:
+    """Returns what to write instead of an old option, or of a model's name without -m."""
+    if (name := getattr(error, "option_name", None)) in RENAMED:
+        return f"; it is now {RENAMED[name]}"
+    words = re.findall(r"[^\s()]+", str(error.format_message())) if "unexpected extra argument" in error.format_message() else []
+    if not words or not any("--model" in option.opts for option in error.ctx.command.params):
+        return ""
+    from ..loading import MODELS
+
+    return "".join(f"; choose the model with -m {word}" for word in words if word in MODELS)
 
 
 def require_values(words: Sequence[str]) -> None:
     """Raises SettingError for an option with an empty value, as an unset variable of a shell gives."""
     for word, after in pairwise([*takewhile(lambda word: word != "--", words), "--"]):
         if word.startswith("-") and (not after or word.partition("=")[1:] == ("=", "")):
-            raise SettingError(f"{word.rstrip('=')} has an empty value: give one, or leave the option out")
+            raise SettingError(f"{word.rstrip('=')} has an empty value. Give one, or leave the option out.")
 
 
 def with_cluster(words: Sequence[str]) -> list[str]:
-    """Returns the words with the cluster that --ray means where it stands alone."""
+    """Returns the words with a value for --ray that stands alone."""
     pairs = pairwise([*words, "--"])
     return [part for word, after in pairs for part in ((word, LOCAL) if word == "--ray" and after.startswith("-") else (word,))]
-
-
-def model_hint(message: str) -> str:
-    """What to write in place of a model's name that stands where no word is expected."""
-    words = re.findall(r"[^\s()]+", message) if "unexpected extra argument" in message else []
-    return "".join(f"; choose the model with -m {word}" for word in words if word in MODELS)
 
 
 app = typer.Typer(cls=Program, add_completion=False, pretty_exceptions_enable=False)
@@ -76,7 +120,9 @@ app = typer.Typer(cls=Program, add_completion=False, pretty_exceptions_enable=Fa
 
 def show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"nextscale {version()}")
+        from .. import __version__
+
+        typer.echo(f"nextscale {__version__}")
         raise typer.Exit
 
 

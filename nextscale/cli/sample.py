@@ -9,176 +9,143 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 
-from ..batching.ray_cluster import LOCAL, RaySettings
 from ..errors import SettingError, SizeError
-from ..eval.results import where
-from ..loading.random_weights import random_pipeline
-from ..methods.registry import resolve_method
-from ..offline.lock import working_folder
-from ..offline.plan import Batch as PlannedBatch
-from ..offline.plan import plan_batches
-from ..offline.prompts import SamplePrompt, read_sample_prompts
-from ..offline.ray import sample_on_ray
-from ..offline.sampler import Done, OnImages, sample
-from ..offline.shard import AUTO, Shard
-from ..offline.store import Store
-from ..pipeline import Pipeline
-from ..stage import Schedule
-from .console import image_bar
-from .generate import SamplingOptions
-from .groups import grouped
-from .options import (
-    MACHINE,
-    OUTPUT,
-    Batch,
-    CombinedMethods,
-    Limit,
-    ModelOptions,
-    RayOptions,
-    Seed,
-    SizeOptions,
-    as_kv_dtype,
-    as_quantize,
-    as_torch_dtype,
-    out_option,
-)
-from .parse import choose_schedule, parse_prompt
-from .program import app, version
+from .files import default_out
+from .options import MACHINE, OUTPUT, Batch, ImageOptions, Limit, Methods, ModelOptions, Ray, SamplingOptions, option, out_option
+from .parse import AUTO, LOCAL, choose_schedule, parse_methods, parse_ray
+from .show import image_bar, show_next
 
+if TYPE_CHECKING:
+    import torch
 
-class Format(StrEnum):
-    png = "png"
-    jpg = "jpg"
-    webp = "webp"
+    from ..batching.ray_cluster import RaySettings
+    from ..methods import Method
+    from ..offline.plan import Batch as PlannedBatch
+    from ..offline.prompts import SamplePrompt
+    from ..offline.sampler import Done, OnImages
+    from ..pipeline import Pipeline
+    from ..stage import Schedule
 
 
 @dataclass(frozen=True)
-class SampledPrompts:
-    """Which images to generate."""
+class RunOptions:
+    """The prompts, the folder of the images, and the share of this process."""
 
     prompts_file: Annotated[
         Path,
-        typer.Option(
+        option(
             "--prompts",
-            metavar="FILE",
-            help="A .jsonl file: prompt (or caption, text, class), perhaps id, seed, size, aspect; or one per line, or a .tar shard.",
+            "FILE",
+            ".jsonl file with prompt (or caption, text, class) and optional id, seed, size, aspect; or one per line, or a .tar shard.",
         ),
     ]
     limit: Limit = None
-    seeds: Annotated[int, typer.Option("--seeds", metavar="K", min=1, help="Images per prompt, each with a seed of its own.")] = 1
-    seed: Seed = 0
+    out: Annotated[Path | None, out_option("FOLDER", "Folder of the images; existing ones are verified and kept.", "samples")] = None
+    format: Annotated[Literal["png", "jpg", "webp"], option("--format", "FORMAT", "png, jpg or webp.", OUTPUT)] = "png"
+    shard: Annotated[
+        str, option("--shard", "i/N", f"Part of this process, 0/8 to 7/8; {AUTO} under torchrun or Slurm. All may share a folder.", MACHINE)
+    ] = "0/1"
+    ray: Ray = None
+    random_weights: Annotated[
+        bool, option("--random-weights", None, "Random weights, to measure speed: reads no files, images mean nothing.", MACHINE)
+    ] = False
 
-    def batches(self, model: ModelOptions, size: SizeOptions, batch: int, suffix: str) -> list[PlannedBatch]:
+    def batches(self, model: ModelOptions, image: ImageOptions, sampling: SamplingOptions, batch: int) -> list[PlannedBatch]:
+        from ..offline.plan import plan_batches
+        from ..offline.prompts import read_sample_prompts
+
         spec = model.spec
-        usual = size.schedule(spec)
+        usual = image.schedule(spec)
 
         def schedule(prompt: SamplePrompt) -> Schedule:
             if prompt.size is None and prompt.aspect is None:
                 return usual
             try:
-                return choose_schedule(spec.settings.schedules, prompt.size or size.size, prompt.aspect or size.aspect, None)
+                return choose_schedule(spec.settings.schedules, prompt.size or image.size, prompt.aspect or image.aspect)
             except SizeError as error:
                 raise SizeError(f"{self.prompts_file}, prompt {prompt.id!r}: {error}") from error
 
-        prompts = read_sample_prompts(self.prompts_file, self.limit)
         return plan_batches(
-            prompts, batch=batch, read=partial(parse_prompt, spec=spec), schedule=schedule, seeds=self.seeds, seed=self.seed, suffix=suffix
+            read_sample_prompts(self.prompts_file, self.limit),
+            batch=batch,
+            read=partial(sampling.prompt, spec=spec),
+            schedule=schedule,
+            seeds=image.num_images,
+            seed=image.seed,
+            suffix=f".{self.format}",
         )
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Where images go, and which part of them this process makes."""
-
-    out: Annotated[Path, out_option("FOLDER", "Folder of the images; what is there already is verified and kept.")] = Path("samples")
-    format: Annotated[Format, typer.Option("--format", metavar="FORMAT", rich_help_panel=OUTPUT, help="png, jpg or webp.")] = Format.png
-    shard: Annotated[
-        str,
-        typer.Option(
-            "--shard",
-            metavar="i/N",
-            rich_help_panel=MACHINE,
-            help=f"The part of the images that this process makes: 0/8 to 7/8, or {AUTO} under torchrun or Slurm. All may share a folder.",
-        ),
-    ] = "0/1"
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", rich_help_panel=MACHINE, help="No files are read and images mean nothing: to measure speed."),
-    ] = False
-
-
-@app.command("sample")
-@grouped
-def sample_command(
+def sample(
     *,
     model: ModelOptions,
-    prompts: SampledPrompts,
-    size: SizeOptions,
-    method: CombinedMethods = None,
+    method: Methods = None,
+    image: ImageOptions,
     sampling: SamplingOptions,
     batch: Batch = 8,
     run: RunOptions,
-    on_ray: RayOptions,
 ) -> None:
-    """Generate the images of many prompts into a folder, one file and one line of its manifest each.
+    """Generate the images of a prompt file into a folder, one file and one manifest line each.
 
-    Killed at any moment and started again it ends with the same files. Images that are there are verified and not made again.
+    An interrupted run continues with the same command; existing images are verified and kept.
     """
-    shard = Shard.parse(run.shard)
-    ray = on_ray.settings()
+    from ..offline.lock import working_folder
+    from ..offline.ray import sample_on_ray
+    from ..offline.sampler import sample as generate_missing
+    from ..offline.shard import Shard
+    from ..offline.store import Store
+
+    shard, ray, acceleration = Shard.parse(run.shard), parse_ray(run.ray), parse_methods(method)
     if ray is not None:
-        require_known_actors(model, ray)
-    model = on_own_gpu(model) if run.shard == AUTO and ray is None else model
-    acceleration = resolve_method(method)
-    if ray is not None and ray.address != LOCAL and acceleration.chooses:
-        raise SettingError(
-            f"{acceleration.label} is looked up for the machine that runs it, and a cluster may have several: name the method"
-        )
-    batches = prompts.batches(model, size, batch, f".{run.format}")
+        require_known_actors(model, ray, acceleration)
+    elif run.shard == AUTO:
+        model = on_own_gpu(model)
+    batches = run.batches(model, image, sampling, batch)
     arguments, chosen = {}, {}
     for one in {one.schedule: one for one in batches}.values():
-        settled = model.settled(acceleration, one.schedule, one.images)
+        resolved = model.resolved(acceleration, one.schedule, one.images)
         if acceleration.chooses:
-            chosen[one.pictures[0].stages] = settled.label
+            chosen[one.pictures[0].stages] = resolved.label
         arguments = sampling.call_arguments(model.spec, one.schedule)
-    settings = described(model, sampling, acceleration.label, run)
-    if run.out.exists() and not run.out.is_dir():
-        raise SettingError(f"--out {run.out} is a file: give a folder")
+    out = run.out or default_out("samples")
+    if out.exists() and not out.is_dir():
+        raise SettingError(f"--out must be a folder; {out} is a file.")
     total = sum(len(one.pictures) for one in shard.part(batches))
-    with (
-        stopping(run.out),
-        working_folder(run.out, shard) as work,
-        progress_of(total) as on_images,
-        warnings_as_notes(),
-    ):
-        store = Store(run.out, work, shard, settings, versions(None if ray else model.torch_device, batch), chosen)
-        load = partial(random, model) if run.random_weights else partial(model.load, as_released=sampling.as_released)
+    with stopping(out), working_folder(out, shard) as work, progress_of(total) as on_images, warnings_as_notes():
+        about = described(model, sampling, acceleration.label, run.random_weights)
+        store = Store(out, work, shard, about, versions(None if ray else model.torch_device, batch), chosen)
+        load = partial(random, model) if run.random_weights else partial(model.load, **sampling.loading)
         call = {**arguments, "method": acceleration}
-        done = sample(load, call, batches, store, on_images) if ray is None else sample_on_ray(load, call, batches, store, ray, on_images)
+        if ray is None:
+            done = generate_missing(load, call, batches, store, on_images)
+        else:
+            done = sample_on_ray(load, call, batches, store, ray, on_images)
         if shard.count > 1:
             store.read(batches)  # other shards may have begun meanwhile, with other settings
-    show(done, run.out)
+    show(done, out)
 
 
-def require_known_actors(model: ModelOptions, ray: RaySettings) -> None:
-    """Refuses what would mean one thing here and another on the machines of a cluster."""
+def require_known_actors(model: ModelOptions, ray: RaySettings, method: Method) -> None:
+    """Raises SettingError for settings that other machines of a cluster may understand differently."""
     if model.device not in (None, "cpu"):
-        raise SettingError(f"--device {model.device}: with --ray every actor takes the GPU that Ray gives it; leave it out, or say cpu")
+        raise SettingError(f"--device must be cpu or left out with --ray, which assigns GPUs to its actors; got {model.device}.")
     if ray.address != LOCAL and model.dtype is None:
-        raise SettingError(f"--ray {ray.address}: say --dtype, bfloat16 for GPUs; the cluster may have other devices than this machine")
+        raise SettingError("--dtype is required on a cluster, whose devices may differ from those here. For GPUs pass --dtype bfloat16.")
+    if ray.address != LOCAL and method.chooses:
+        raise SettingError(f"--method {method.label} depends on the machine, and a cluster may have several kinds. Name the method itself.")
 
 
 def on_own_gpu(model: ModelOptions) -> ModelOptions:
-    """The options with a GPU of its own for each process that a launcher starts on one machine."""
+    """Returns the options with a GPU of its own for each process that a launcher starts on one machine."""
+    import torch
+
     local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
     if model.device is not None or local is None or torch.cuda.device_count() < 2:
         return model
@@ -186,36 +153,39 @@ def on_own_gpu(model: ModelOptions) -> ModelOptions:
 
 
 def random(model: ModelOptions) -> Pipeline:
-    """A pipeline with random weights."""
+    """Returns a pipeline with random weights."""
+    from ..device import choose_dtype
+    from ..loading.random_weights import random_pipeline
+
     if model.weights or model.tokenizer or model.text_encoder or model.offload_text:
-        raise SettingError("--random-weights reads no files: leave out --weights, --tokenizer, --text-encoder and --offload-text")
+        raise SettingError("--random-weights reads no files. Leave out --weights, --tokenizer, --text-encoder and --offload-text.")
     device = model.torch_device
-    dtype = as_torch_dtype(model.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    quantize, kv_dtype = as_quantize(model.quantize), as_kv_dtype(model.kv_dtype)
-    return random_pipeline(model.spec, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype)
+    dtype = choose_dtype(model.torch_dtype, device)
+    return random_pipeline(model.spec, device=device, dtype=dtype, quantize=model.quantize, kv_dtype=model.kv_dtype)
 
 
-def described(model: ModelOptions, sampling: SamplingOptions, method: str, run: RunOptions) -> dict[str, Any]:
-    """What images depend on besides prompt and seed, as plain values. Files count by name: where they lie does not matter."""
-    dtype = model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32")
+def described(model: ModelOptions, sampling: SamplingOptions, method: str, random_weights: bool) -> dict[str, Any]:
+    """Returns what images depend on besides prompt and seed, as plain values. Files are compared by name, without their folder."""
     files = {"weights": model.weights, "tokenizer": model.tokenizer, "text_encoder": model.text_encoder}
-    changed = {name: value for name, value in vars(sampling).items() if value not in (None, False)}
     settings = {
         "model": model.model,
         **{name: Path(value).name for name, value in files.items() if value is not None},
-        **({"weights": "random"} if run.random_weights else {}),
+        **({"weights": "random"} if random_weights else {}),
         "method": method,
-        "dtype": str(dtype),
-        **({"quantize": model.quantize.value} if model.quantize else {}),
-        **({} if model.kv_dtype is None else {"kv_dtype": str(model.kv_dtype)}),
-        **changed,
+        "dtype": model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32"),
+        **{name: value for name, value in {"quantize": model.quantize, "kv_dtype": model.kv_dtype}.items() if value is not None},
+        **sampling.changes,
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
 
 
 def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
-    """Versions of the programs, and the device; without one, workers of a cluster add their own."""
+    """Returns the versions of the programs, and the device; without one, workers of a cluster add their own."""
+    import torch
+
+    from ..eval.results import version, where
+
     found = where(device or torch.device("cpu"))
     known = {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "batch": batch}
     return known if device is None else {**known, "device": found["hardware"]}
@@ -223,7 +193,7 @@ def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
 
 @contextmanager
 def stopping(out: Path) -> Iterator[None]:
-    """Says how it goes on where Ctrl-C, or SIGTERM as Slurm sends it, ends the run. Files that are being written are finished first."""
+    """Prints how to continue after Ctrl-C, or SIGTERM as Slurm sends it. Files that are being written are finished first."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -233,7 +203,7 @@ def stopping(out: Path) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        typer.echo(f"stopped: the images in {out} are whole, and the same command makes the others", err=True)
+        typer.echo(f"stopped: the images in {out} are complete. The same command continues.", err=True)
         raise
     finally:
         if handled:
@@ -249,7 +219,7 @@ def progress_of(total: int) -> Iterator[OnImages]:
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Shows warnings as plain lines, without the place in the program that they come from."""
+    """Prints warnings without the line of code that they come from."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: typer.echo(f"note: {message}", err=True)
         yield
@@ -258,5 +228,6 @@ def warnings_as_notes() -> Iterator[None]:
 def show(done: Done, out: Path) -> None:
     rate = done.images_per_second
     speed = "" if rate is None else f", {rate:.2f} images/s after the first batch, files included"
-    there = f"; {done.there} were there" if done.there else ""
-    typer.echo(f"{done.written} {'image' if done.written == 1 else 'images'} written to {out}{speed}{there}")
+    kept = f"; {done.there} kept" if done.there else ""
+    typer.echo(f"{done.written} {'image' if done.written == 1 else 'images'} written to {out}{speed}{kept}")
+    show_next(f"nextscale evaluate {out} --real FOLDER  # FID against real images")

@@ -55,9 +55,10 @@ class MethodResult:
     def row(self, dense: MethodResult) -> Row:
         """Returns the columns of this method."""
         if self.error is not None:
-            return {"engine": None, "error": self.error}
+            return {"settings": self.method.label, "engine": None, "error": self.error}
         reports, pairs = self.reports, list(zip(dense.reports, self.reports, strict=True))
         row: Row = {
+            "settings": reports[0].method,
             "engine": " and ".join(sorted({report.engine for report in reports})),
             "ms_per_image": percentiles_and_range([1000 * report.seconds / batch_of(report) for report in reports]),
             "decode_ms_per_image": percentiles([1000 * report.decode_seconds / batch_of(report) for report in reports]),
@@ -85,11 +86,6 @@ class Comparison:
     rows: list[Row]
     prompts: list[Any]
     results: dict[str, MethodResult]
-
-    @property
-    def shown(self) -> dict[str, Tensor]:
-        """The first images of every method that generated some, [n, 3, H, W] in 8 bits."""
-        return {name: torch.cat(result.images)[:SHOWN] for name, result in self.results.items() if result.images}
 
 
 class Batch(NamedTuple):
@@ -191,7 +187,7 @@ def compare(
         raise SettingError("prompts must not be empty")
     requests = Requests(pipeline, schedule, prompts, seed, mixed_batches(len(prompts), batch))
     chosen = {DENSE: Method(), **methods}  # each round starts with the images that the others are compared with
-    results = {name: MethodResult(pipeline.settled(method, schedule, batch)) for name, method in chosen.items()}
+    results = {name: MethodResult(method) for name, method in chosen.items()}
     longest = requests.longest()
     for _ in range(WARM_UPS if requests.on_gpu else 1):  # on a CPU one batch: the first one pays for memory that all later ones find
         for name, result in [*results.items()][0 if requests.on_gpu else -1 :]:
@@ -213,9 +209,10 @@ def compare(
             else:
                 result.measure(done.images, dense, lpips)
             on_images(name, done.images)
-            if sum(map(len, result.images)) < SHOWN:
-                result.images.append(done.images.cpu())
-                result.masks.append((requests.generate(result.method, numbers, True) if masks and requests.on_gpu else done).masks)
+            if (left := SHOWN - sum(map(len, result.images))) > 0:
+                result.images.append(done.images[:left].cpu())
+                masked = requests.generate(result.method, numbers, True) if masks and requests.on_gpu else done
+                result.masks.append(tuple(share[:left] for share in masked.masks))
     common = requests.conditions(results[DENSE].reports[0])
     rows = [common | {"method": name, "settings": result.method.label} | result.row(results[DENSE]) for name, result in results.items()]
     return Comparison(rows, [prompt for numbers in requests.batches for prompt in requests.texts(numbers)], results)

@@ -8,13 +8,13 @@ import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import NextscaleError, SettingError
+from ..errors import MissingExtra, NextscaleError, SettingError
 from ..io import append_text
 from ..report import hardware_name
 
@@ -48,6 +48,14 @@ def require_results(file: Path | None) -> None:
 def short_error(error: Exception) -> str:
     """Returns the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def research(module: str) -> Any:
+    """Imports a module of the research package, which has further metrics and plots."""
+    try:
+        return import_module(f"nextscale_research.{module}")
+    except ImportError as error:
+        raise MissingExtra(f"this needs the package nextscale-research ({error}). Run `pip install ./research` in a checkout.") from error
 
 
 # --- times

@@ -29,9 +29,9 @@ from typer.testing import CliRunner, Result
 from nextscale.checkpoints import published_slots
 from nextscale.cli import app, options
 from nextscale.cli.files import slug
-from nextscale.cli.groups import grouped
+from nextscale.cli.options import grouped
 from nextscale.cli.parse import parse_guidance, parse_size
-from nextscale.cli.results import darkened, engines
+from nextscale.cli.show import darkened, engines
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading import presets
 from nextscale.loading.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer

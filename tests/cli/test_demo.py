@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from nextscale.cli.demo import ON_CPU, PROMPTS, PUBLISHED, MethodImages, RowMaker, decibels, row_table, sheet
 from PIL import Image, ImageFont
 from typer.testing import CliRunner, Result
 
 from nextscale import Schedule
-from nextscale.cli import app, options, parse
-from nextscale.cli.demo import ON_CPU, PROMPTS, PUBLISHED, MethodImages, RowMaker, decibels, row_table, sheet
-from nextscale.cli.parse import settled_method
-from nextscale.cli.results import darkened
-from nextscale.cli.sheet import LETTERS, MARGIN, wrapped
+from nextscale.cli import app
+from nextscale.cli import old_options as options
+from nextscale.cli import old_parse as parse
+from nextscale.cli.old_parse import settled_method
+from nextscale.cli.show import FONT_SIZE, MARGIN, darkened, wrapped
 from nextscale.io import to_pil
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
@@ -82,7 +83,7 @@ def test_rows_show_the_images_of_the_same_seeds() -> None:
     columns = (pipeline(prompts, seed=7).images, accelerated.images, darkened(accelerated.images, accelerated.compute_mask or ()))
     for column, images in enumerate(columns):
         for row, image in enumerate(reversed(images)):  # from below
-            bottom = drawn.shape[0] - row * (HEIGHT + LETTERS + 2 * MARGIN)
+            bottom = drawn.shape[0] - row * (HEIGHT + FONT_SIZE + 2 * MARGIN)
             shown = drawn[bottom - HEIGHT : bottom, column * WIDTH : (column + 1) * WIDTH].astype(int)
             assert abs(shown - np.asarray(image).astype(int)).max() <= 1  # a batch rounds as its images alone do, to a level
     assert np.asarray(columns[2][0]).mean() < np.asarray(columns[1][0]).mean()  # darker: a stage was left out
@@ -304,7 +305,7 @@ def test_padding_is_a_column_where_there_is_any() -> None:
 
 
 def test_headings_stay_in_their_columns() -> None:
-    font = ImageFont.load_default(LETTERS)
+    font = ImageFont.load_default(FONT_SIZE)
     text = "a simple cartoon emoji of a penguin in twitter style"
     lines = wrapped(text, font, 150)
     assert len(lines) > 2

@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 from benchmarks.tables import judged_runs, quality_table
 from nextscale.checkpoints import Layout, write_weights
-from nextscale.cli import app, options
+from nextscale.cli import app
+from nextscale.cli import old_options as options
 from nextscale.cli import quality as quality_command
 from nextscale.errors import CheckpointError, PromptError, SettingError
 from nextscale.eval import summary

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.cells import with_tables
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
 from nextscale.cli import app as nextscale_app
-from nextscale.cli import options
+from nextscale.cli import old_options as options
 from nextscale.errors import MissingExtra, SettingError
 from nextscale.eval.calibrate_ranks import energies
 from nextscale.eval.probe import FeatureProbe

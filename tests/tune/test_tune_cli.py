@@ -14,8 +14,10 @@ from nextscale.eval.quality import Evaluation, evaluate, mixed_batches
 from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
-from nextscale.cli import app, options, parse
-from nextscale.cli.console import WholePercent, share_bar
+from nextscale.cli import app
+from nextscale.cli import old_options as options
+from nextscale.cli import old_parse as parse
+from nextscale.cli.show import WholePercent, share_bar
 from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, provable, starting_points
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.loading import presets

@@ -13,10 +13,8 @@ from typing import Annotated
 import torch
 import typer
 
-from nextscale.cli.console import share_bar
 from nextscale.cli.files import require_writable
-from nextscale.cli.groups import given_by_user, grouped
-from nextscale.cli.options import (
+from nextscale.cli.old_options import (
     OUTPUT,
     Batch,
     Force,
@@ -25,9 +23,12 @@ from nextscale.cli.options import (
     PromptOptions,
     Seed,
     SizeOptions,
+    given_by_user,
     out_option,
 )
-from nextscale.cli.parse import parse_prompt
+from nextscale.cli.old_parse import parse_prompt
+from nextscale.cli.options import grouped
+from nextscale.cli.show import share_bar
 from nextscale.errors import SettingError
 from nextscale.io import write_image, write_text
 from nextscale.methods.registry import resolve_method

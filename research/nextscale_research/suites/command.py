@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from nextscale.cli.console import result_console
 from nextscale.cli.files import require_writable
 from nextscale.cli.options import Force
+from nextscale.cli.show import result_console
 from nextscale.errors import SettingError
 from nextscale.eval.results import read_rows, where
 from nextscale.io import write_text

@@ -1,0 +1,147 @@
+"""Results and progress in the terminal, and pictures that show several images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageFont
+    from torch import Tensor
+
+    from ..report import Report
+
+UNLIMITED_WIDTH = 10_000
+ENGINES = {"graphs": "CUDA graphs"}
+MIN_LIGHT = 0.25  # where no stage computed anything
+FONT_SIZE, MARGIN = 18, 6  # pixels
+
+
+def result_console() -> Console:
+    """Returns standard output; file names stay on one line if it is not a terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=UNLIMITED_WIDTH)
+
+
+def show_next(command: str) -> None:
+    """Prints the command that a user most likely wants next."""
+    result_console().print(f"Next: {command}", markup=False, soft_wrap=True)
+
+
+def plain_table(*columns: str, left: Sequence[str] = (), folded: Sequence[str] = ()) -> Table:
+    """Returns a table without lines: columns are aligned to the right, except those named in `left` and `folded`."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in (*left, *folded) else "right", overflow="fold" if name in folded else "ellipsis")
+    return table
+
+
+def method_table() -> Table:
+    """Returns the methods with one line each, as their classes describe them."""
+    from ..methods.registry import method_class, method_names
+
+    table = plain_table("method", "", left=("method", ""))
+    for name in method_names():
+        table.add_row(name, escape((method_class(name).__doc__ or "").partition("\n")[0]))
+    return table
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def engines(reports: Sequence[Report]) -> str:
+    """Returns the engines in the order in which they ran: "eager", "CUDA graphs" or "eager, then CUDA graphs"."""
+    return ", then ".join(dict.fromkeys(ENGINES.get(report.engine, report.engine) for report in reports))
+
+
+class WholePercent(ProgressColumn):
+    """Percentage rounded down: 100 % means done."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{int(task.percentage)} %")
+
+
+class ImagesPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.2f} images/s")
+
+
+def share_bar() -> Progress:
+    """Returns a bar for tasks with a total of 1."""
+    return _bar(WholePercent())
+
+
+def token_bar() -> Progress:
+    """Returns a bar for tasks whose total is a number of tokens."""
+    return _bar(MofNCompleteColumn(), TextColumn("tokens"))
+
+
+def image_bar() -> Progress:
+    """Returns a bar for tasks whose total is a number of images."""
+    return _bar(MofNCompleteColumn(), ImagesPerSecond())
+
+
+def _bar(*amount: ProgressColumn) -> Progress:
+    """Returns a bar that is shown on a terminal only, and removed when it ends."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def darkened(images: Sequence[Image.Image], compute_mask: Sequence[Tensor]) -> list[Image.Image]:
+    """Returns the images, darker where less of the network ran; `compute_mask`: shares per stage, [B, h, w].
+
+    A stage has the weight of its cells, so that late stages count most.
+    """
+    import numpy as np
+    import torch
+    from PIL import Image
+    from torch.nn.functional import interpolate
+
+    size = (images[0].height, images[0].width)
+    cells = sum(share[0].numel() for share in compute_mask)
+    resized = [share[0].numel() / cells * interpolate(share.cpu()[:, None], size, mode="nearest-exact")[:, 0] for share in compute_mask]
+    light = MIN_LIGHT + (1 - MIN_LIGHT) * torch.stack(resized).sum(dim=0)  # [B, height, width]
+    shaded = [np.rint(np.asarray(image) * place[..., None].numpy()) for image, place in zip(images, light, strict=True)]
+    return [Image.fromarray(pixels.astype(np.uint8)) for pixels in shaded]
+
+
+def compared(prompts: Sequence[str], rows: Mapping[str, Sequence[Image.Image]]) -> Image.Image:
+    """Returns a sheet with a column for each prompt and a titled row of images of equal size for each method."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(FONT_SIZE)
+    width, height = next(iter(rows.values()))[0].size
+    headings = ["\n".join(wrapped(prompt, font, width - 2 * MARGIN)) for prompt in prompts]
+    line = FONT_SIZE + 2 * MARGIN
+    top = max(heading.count("\n") + 1 for heading in headings) * (FONT_SIZE + MARGIN) + 2 * MARGIN
+    across = max(width * len(prompts), *(round(font.getlength(title)) + 2 * MARGIN for title in rows))
+    picture = Image.new("RGB", (across, top + (line + height) * len(rows)), "white")
+    pen = ImageDraw.Draw(picture)
+    for column, heading in enumerate(headings):
+        pen.multiline_text((column * width + MARGIN, MARGIN), heading, "black", font, spacing=MARGIN)
+    for number, (title, images) in enumerate(rows.items()):
+        edge = top + (line + height) * number
+        pen.text((MARGIN, edge + MARGIN), title, "black", font)
+        for column, image in enumerate(images):
+            picture.paste(image, (column * width, edge + line))
+    return picture
+
+
+def wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+    """Returns lines that fit the width; a word that is wider stands alone."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
