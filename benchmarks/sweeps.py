@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nextscale.eval.results import DENSE, Row, append_rows, comparable, judged, read_rows
+from nextscale.eval.results import DENSE, Row, append_rows, read_rows
 from nextscale.loading.presets import model_spec
 from nextscale_research.observe.plots import BLUE, GREY, STYLE, svg_of
 from nextscale_research.quality.lists import LISTS
+from nextscale_research.quality.rows import comparable, judged
 
 from .cells import MACS, METHOD, Column, bounded, table_of, with_tables
 from .observations import FOLDER, PAGE

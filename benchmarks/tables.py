@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from nextscale.eval.results import CONDITIONS, DENSE, Row, comparable, judged, read_rows, real_agreement
+from nextscale.eval.results import DENSE, Row, read_rows
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.methods import resolve_method
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
 from nextscale_research.quality.frontier import frontier_svg
 from nextscale_research.quality.lists import sparsevar_decisions
+from nextscale_research.quality.rows import CONDITIONS, comparable, judged, real_agreement
 
 from .cells import IMAGE, MACS, METHOD, Column, bounded, faster, table, table_of, with_tables
 from .formats_table import format_tables

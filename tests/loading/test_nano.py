@@ -18,7 +18,7 @@ import nextscale
 from nextscale.assets import EMBEDDED
 from nextscale.checkpoints import published_slots
 from nextscale.cli import app
-from nextscale.cli.demo import PROMPTS
+from nextscale.cli.compare import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO, Embedded, build_model, build_tokenizer

@@ -91,5 +91,5 @@ def write_part(files: Sequence[Path], features: Tensor, state: str) -> None:
             temporary.write_bytes(content)
     except NextscaleError as error:
         if len(files) == 1:
-            raise NextscaleError(f"{error}, or choose another folder for features with --cache") from error
+            raise NextscaleError(f"{error} Features are kept in the folder of images, or in the home folder (NEXTSCALE_HOME).") from error
         write_part(files[1:], features, state)

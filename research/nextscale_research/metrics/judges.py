@@ -102,10 +102,10 @@ def set_measures(ours: Tensor, real: Tensor) -> list[dict[str, float]]:
     """Returns Fréchet distance, kernel distance, precision and recall of features. The first takes longest, the others may be refused."""
     kernel = spread(*kernel_distance(ours.cpu(), real.cpu()))
     precise, recalled = (mean_interval(flags.double()).rounded() for flags in precision_recall(ours, real))
-    return [frechet_interval(ours, real), kernel, precise, recalled]
+    return [frechet_interval(ours, real, RESAMPLES), kernel, precise, recalled]
 
 
-def frechet_interval(ours: Tensor, real: Tensor, resamples: int = RESAMPLES) -> dict[str, float]:
+def frechet_interval(ours: Tensor, real: Tensor, resamples: int) -> dict[str, float]:
     moments = Moments.of(real)
 
     def distance(numbers: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from nextscale.errors import CheckpointError, SettingError
 from nextscale.io import replacing
 
 from ..metrics.efficientnet import FEATURES, EfficientNetLite0
-from ..offline.prompts import EvalPrompt
+from nextscale.offline.prompts import EvalPrompt
 
 SIDE = 256  # pixels, to which real images are brought before their features are taken
 FEATURES_BATCH = 64

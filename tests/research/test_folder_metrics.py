@@ -1,40 +1,37 @@
-"""`nextscale evaluate`: its numbers are those of the libraries that others use, its cache goes on where it stopped."""
+"""Metrics of folders by networks: numbers of the libraries that others use, and a cache that continues where it stopped."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from nextscale.eval.folders.evaluate import frechet_interval, spread
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
-from nextscale.cli import app
 from nextscale.errors import CheckpointError, MissingExtra, NextscaleError, SettingError, SizeError
-from nextscale.eval.folders import EvaluationSetup, ImageFolder, evaluate_folder
-from nextscale.metrics import Lpips, frechet
+from nextscale.eval.folders import ImageFolder, describe
+from nextscale.metrics import Lpips
 from nextscale.metrics.lpips import WEIGHTS
 from nextscale.metrics.pixels import psnr, ssim
+from nextscale_research.metrics import frechet
 from nextscale_research.metrics.cache import CACHE, features_of
 from nextscale_research.metrics.dists import Dists
-from nextscale_research.metrics.files import DINOV2, INCEPTION, metric_folder
+from nextscale_research.metrics.files import DINOV2, INCEPTION, VARIABLE, metric_folder
 from nextscale_research.metrics.frechet import frechet_distance
+from nextscale_research.metrics.judges import NetworkJudge, frechet_interval, judges, spread
 from nextscale_research.metrics.library import inception_score, kernel_distance
 from nextscale_research.metrics.neighbours import precision_recall
-from nextscale_research.metrics.networks import NETWORKS, Network, central, clip, dinov2
+from nextscale_research.metrics.networks import NETWORKS, Network, central, clip, dinov2, inception
 from tests.conftest import PROJECT
+from tests.eval.test_folders import picture_folder, run
 
 SHARED = PROJECT.parent / "shared" / "metrics"
 CPU = torch.device("cpu")
@@ -44,15 +41,6 @@ needs_torchmetrics = pytest.mark.skipif(find_spec("torchmetrics") is None, reaso
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def picture_folder(folder: Path, count: int, seed: int = 0, side: int = 40) -> ImageFolder:
-    folder.mkdir()
-    random = np.random.default_rng(seed)
-    for number in range(count):
-        pixels = random.integers(0, 255, (side, side, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((2 * side, 2 * side), Image.Resampling.BICUBIC).save(folder / f"{number:03d}.png")
-    return ImageFolder(folder)
 
 
 def tiny_dists() -> Dists:
@@ -209,7 +197,7 @@ def test_dinov2_and_clip_are_read_from_folders(transformer_folders: Path, tmp_pa
 def test_clip_score_is_the_cosine(transformer_folders: Path, tmp_path: Path) -> None:
     folder = picture_folder(tmp_path / "images", 2)
     with pytest.raises(NextscaleError, match="no manifest"):
-        evaluate_folder(folder, EvaluationSetup(CPU, transformer_folders, ["clip"]))
+        NetworkJudge(clip(transformer_folders, CPU), None, CPU).check(folder)
     lines = [
         {
             "file": f"00{n}.png",
@@ -225,7 +213,7 @@ def test_clip_score_is_the_cosine(transformer_folders: Path, tmp_path: Path) -> 
     ]
     (folder.path / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     folder = ImageFolder(folder.path)
-    row = evaluate_folder(folder, EvaluationSetup(CPU, transformer_folders, ["clip"]))
+    row = describe(folder, CPU) | NetworkJudge(clip(transformer_folders, CPU), None, CPU).row(folder, lambda images: None)
     network = clip(transformer_folders, CPU)
     assert network.text is not None
     images, prompts = features_of(folder, network, CPU), network.text(["a cat", "a dog"])
@@ -234,10 +222,11 @@ def test_clip_score_is_the_cosine(transformer_folders: Path, tmp_path: Path) -> 
     assert row["model"] == "m" and row["images"] == 2
 
 
-def test_missing_networks_are_named_with_address_and_folder(tmp_path: Path) -> None:
+def test_missing_networks_are_named_with_address_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="huggingface.co/facebook/dinov2-large"):
         metric_folder(DINOV2, tmp_path)
-    result = run(picture_folder(tmp_path / "a", 2).path, "--against", tmp_path / "a", "--metrics", tmp_path)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    result = run(picture_folder(tmp_path / "a", 2).path, "--real", tmp_path / "a")
     assert result.exit_code == 2
     assert INCEPTION in result.output and str(tmp_path) in result.output and "github.com/toshas/torch-fidelity" in result.output
 
@@ -245,18 +234,18 @@ def test_missing_networks_are_named_with_address_and_folder(tmp_path: Path) -> N
 def test_an_inception_file_with_another_content_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / INCEPTION).write_bytes(b"something that would be unpickled")
     with pytest.raises(CheckpointError, match="sha256"):
-        EvaluationSetup(CPU, tmp_path, ["inception"]).load()
+        inception(tmp_path, CPU)
 
 
 @pytest.mark.parametrize(("name", "module"), [("efficientnet", "kid"), ("inception", "inception")])
 def test_missing_torchmetrics_is_noticed_with_the_networks(name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NETWORKS, name, lambda *_: counting([]))
+    monkeypatch.setitem(NETWORKS, name, lambda *_: replace(counting([]), name=name))
     monkeypatch.setitem(sys.modules, f"torchmetrics.image.{module}", None)
     real = picture_folder(tmp_path / "real", 1) if module == "kid" else None
     with pytest.raises(MissingExtra, match="torchmetrics"):
-        EvaluationSetup(CPU, networks=[name], real=real).load()
+        judges(["fd-efficientnet" if real else "inception-score"], real, None, CPU)
     monkeypatch.setitem(NETWORKS, "clip", lambda *_: replace(counting([]), text=lambda prompts: torch.zeros(len(prompts), 3)))
-    EvaluationSetup(CPU, networks=["clip"], real=real).load()
+    judges(["clip-score"], real, None, CPU)
 
 
 # --- features
@@ -311,49 +300,12 @@ def test_features_are_kept_in_the_home_folder_where_the_images_are_read_only(tmp
     assert torch.equal(features_of(folder, counting(calls), CPU), first) and sum(calls) == 3
     (tmp_path / "home").rename(tmp_path / "away")
     (tmp_path / "home").touch()
-    with pytest.raises(NextscaleError, match="--cache"):
+    with pytest.raises(NextscaleError, match="NEXTSCALE_HOME"):
         features_of(folder, counting(calls), CPU)
     assert torch.equal(features_of(folder, counting(calls), CPU, cache=tmp_path / "cache"), first)
 
 
-def test_only_regular_files_are_images(tmp_path: Path) -> None:
-    folder = picture_folder(tmp_path / "images", 2)
-    (folder.path / "x.png").mkdir()
-    os.mkfifo(folder.path / "y.png")
-    (folder.path / "z.png").symlink_to(folder.path / "000.png")
-    assert ImageFolder(folder.path).files == [Path("000.png"), Path("001.png"), Path("z.png")]
-
-
-@pytest.mark.parametrize("twice", ["ours", "theirs"])
-def test_a_stem_that_occurs_twice_is_not_paired(twice: str, tmp_path: Path) -> None:
-    ours, theirs = picture_folder(tmp_path / "ours", 2), picture_folder(tmp_path / "theirs", 2)
-    assert ours.partners(theirs) == theirs.files
-    Image.new("RGB", (80, 80)).save(tmp_path / twice / "000.jpg")
-    result = run(ours.path, "--dense", theirs.path, "--metric", "psnr", "--device", "cpu")
-    assert result.exit_code == 2 and "000.jpg" in result.output and str(tmp_path / twice) in result.output
-
-
 # --- the command
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
-
-
-def test_pairs_into_a_results_file(tmp_path: Path) -> None:
-    folder, other = picture_folder(tmp_path / "fast", 6, seed=1).path, picture_folder(tmp_path / "dense", 6, seed=2).path
-    out = tmp_path / "results.jsonl"
-    out.write_text('{"benchmark": "quality"}\n')
-    result = run(folder, "--dense", other, "--out", out, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    earlier, row = (json.loads(line) for line in out.read_text().splitlines())
-    assert earlier == {"benchmark": "quality"}
-    assert row["benchmark"] == "evaluate" and row["folder"] == "fast" and row["dense"] == "dense" and row["size"] == [80, 80]
-    pixels = [torch.stack([ImageFolder(each).load(Path(f"{n:03d}.png")) for n in range(6)]).float() / 127.5 - 1 for each in (folder, other)]
-    lpips = Lpips.load()(*pixels)
-    assert row["lpips"]["value"] == pytest.approx(float(lpips.mean()), abs=1e-5)
-    assert row["psnr"]["value"] == pytest.approx(float(psnr(*pixels).mean()), abs=1e-4)
-    assert row["ssim"]["low"] < row["ssim"]["value"] < row["ssim"]["high"]
 
 
 @needs_networks
@@ -361,31 +313,13 @@ def test_pairs_into_a_results_file(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     find_spec("torch_fidelity") is not None and find_spec("torchvision") is None, reason="torchmetrics needs torchvision then"
 )
-def test_sets_by_efficientnet(tmp_path: Path) -> None:
+def test_sets_by_efficientnet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(SHARED))
+    monkeypatch.setattr("nextscale_research.metrics.judges.RESAMPLES", 3)
     folder, other = picture_folder(tmp_path / "fast", 6, seed=1), picture_folder(tmp_path / "real", 6, seed=2)
-    result = run(
-        folder.path, "--against", other.path, "--metric", "fd-efficientnet", "--metrics", SHARED, "--device", "cpu", "--resamples", 3
-    )
+    result = run(folder.path, "--real", other.path, "--metric", "fd-efficientnet", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "fd_efficientnet" in result.output and "precision_efficientnet" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (lambda folder: [], "FOLDER is missing"),
-        (lambda folder: [folder], "nothing to compare with"),
-        (lambda folder: [folder, "--metric", "lpips"], "add --dense"),
-        (lambda folder: [folder, "--metric", "fid"], "add --against"),
-        (lambda folder: [folder, "--metric", "beauty", "--dense", folder], "choose one of"),
-        (lambda folder: [folder.parent / "absent", "--dense", folder], "is no folder"),
-        (lambda folder: [folder, "--dense", folder.parent / "other", "--metric", "psnr"], "lacks 1 of the 3"),
-    ],
-)
-def test_wrong_questions_are_refused(arguments: Callable[[Path], list[object]], said: str, tmp_path: Path) -> None:
-    picture_folder(tmp_path / "other", 2)
-    result = run(*arguments(picture_folder(tmp_path / "images", 3).path))
-    assert result.exit_code == 2 and said in result.output
 
 
 @pytest.mark.parametrize("absent", ["real", "dense", "manifest"])
@@ -397,20 +331,12 @@ def test_folders_that_do_not_fit_are_refused_before_features_are_computed(
     monkeypatch.setitem(NETWORKS, "clip", lambda *_: replace(counting(calls), text=lambda prompts: torch.zeros(len(prompts), 3)))
     folder = picture_folder(tmp_path / "images", 3).path
     options = {
-        "real": ["--against", tmp_path / "absent"],
-        "dense": ["--against", folder, "--metric", "psnr", "--dense", picture_folder(tmp_path / "dense", 2).path],
-        "manifest": ["--against", folder, "--metric", "clip-score"],
+        "real": ["--real", tmp_path / "absent"],
+        "dense": ["--real", folder, "--metric", "psnr", "--dense", picture_folder(tmp_path / "dense", 2).path],
+        "manifest": ["--real", folder, "--metric", "clip-score"],
     }
     result = run(folder, "--metric", "fd-efficientnet", *options[absent], "--device", "cpu")
     assert result.exit_code == 2 and not calls
-
-
-def test_too_many_resamples_are_refused(tmp_path: Path) -> None:
-    folder = picture_folder(tmp_path / "images", 3).path
-    result = run(folder, "--against", folder, "--resamples", 99999999999)
-    assert result.exit_code == 2 and "--resamples" in result.output
-    with pytest.raises(SettingError, match="resamples"):
-        frechet_interval(torch.randn(5, 2), torch.randn(5, 2), 99999999999)
 
 
 def test_images_that_cannot_be_read_are_named(tmp_path: Path) -> None:
