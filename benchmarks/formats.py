@@ -27,7 +27,7 @@ from nextscale.eval.bench import release, request_prompts
 from nextscale.eval.results import Row
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.metrics import Lpips
-from nextscale.models.quantized import FORMATS
+from nextscale.models.quantization import FORMATS
 from nextscale.offline.prompts import read_eval_prompts
 from nextscale_research.metrics.efficientnet import EfficientNetLite0
 from nextscale_research.quality.agreement import Agreement

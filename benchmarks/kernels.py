@@ -60,7 +60,6 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         mean_over_tokens,
         mean_over_tokens_reference,
     )
-    from nextscale.kernels.int8_tokens import Int8Tokens
     from nextscale.kernels.kv_int8 import dequantize_tokens, dequantize_tokens_reference, quantize_tokens, quantize_tokens_reference
     from nextscale.kernels.norm import (
         norm_modulate,
@@ -68,6 +67,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         residual_norm_modulate,
         residual_norm_modulate_reference,
     )
+    from nextscale.kernels.reference import Int8Tokens
     from nextscale.kernels.restore import restore_tokens, restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache, rotate_into_cache_reference
     from nextscale.kernels.shapes import warps_for
@@ -82,7 +82,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
     for side in SIDES:
         tokens = side * side
         x, update = normal(rows, tokens, DIM), normal(rows, tokens, DIM)
-        gain, scale, shift = normal(rows, 6, DIM)[:, :3, None].unbind(1)
+        gate, scale, shift = normal(rows, 6, DIM)[:, :3, None].unbind(1)
         kept = int(tokens * KEPT)
         index = torch.rand(rows, tokens, generator=generator, device=device).argsort(dim=1)[:, :kept].sort(dim=1).values
         whole = size(x)
@@ -97,7 +97,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         shape = (rows, tokens, DIM)
         yield case(norm_modulate, norm_modulate_reference, shape, 2 * whole, x, scale, shift)
         yield case(norm_modulate, norm_modulate_reference, (rows, kept, DIM), 2 * (whole * kept // tokens), x, scale, shift, index)
-        yield case(residual_norm_modulate, residual_norm_modulate_reference, shape, 4 * whole, x, gain, update, scale, shift)
+        yield case(residual_norm_modulate, residual_norm_modulate_reference, shape, 4 * whole, x, gate, update, scale, shift)
         qkv, angles = normal(rows, tokens, 3, HEADS, HEAD_DIM), normal(tokens, HEAD_DIM // 2, dtype=torch.float32)
         keys, values = (torch.empty(rows, tokens + 697, HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
         rotation, temperature = torch.polar(torch.ones_like(angles), angles), normal(HEADS, dtype=torch.float32).exp()
@@ -112,7 +112,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
             memory, fresh = normal(rows, MEMORY[0] * MEMORY[1], DIM), normal(rows, kept, DIM)
             inputs = memory, MEMORY, (side, side), fresh, index
             moved = 2 * whole + size(memory, fresh)
-            yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gain=gain)
+            yield case(restore_tokens, restore_tokens_reference, shape, moved, *inputs, base=x, gate=gate)
         yield case(mean_over_tokens, mean_over_tokens_reference, shape, whole, x)
         mean = x.mean(dim=1, keepdim=True, dtype=torch.float32)
         yield case(distance_from_mean, distance_from_mean_reference, shape, whole, x, mean)

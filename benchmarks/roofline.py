@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nextscale.kernels.e4m3 import E4M3
+from nextscale.kernels.reference import E4M3
 from nextscale.models.base import NextScaleModel
 from nextscale.models.macs import macs_per_token
-from nextscale.models.quantized import Quantize
+from nextscale.models.quantization import Quantize
 from nextscale.planning.cost import BlockMacs, StageCost, Workload, request_cost
 from nextscale.report import Stopwatch
 

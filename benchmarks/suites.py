@@ -21,7 +21,7 @@ from nextscale.eval.bench import ENGINES, Runner, bench, choose_engines, release
 from nextscale.eval.results import DENSE, Row, percentiles_ms, read_rows, short_error, where
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import Method, SparseVAR, resolve_method
-from nextscale.models.quantized import FORMATS, Quantize
+from nextscale.models.quantization import FORMATS, Quantize
 from nextscale.offline.shard import Shard
 from nextscale.pipeline import Pipeline
 from nextscale.planning.cost import Workload

@@ -30,6 +30,7 @@ SWEEPS = {
     "sparsevar-anchors": "SparseVAR: one anchor in n x n cells",
     "sparsevar-stages": "SparseVAR: first reduced stage",
 }
+ALPHAS = tuple(f"alpha {alpha}" for alpha in (0, 0.8, 0.9, 0.96, 0.99))  # stagevar_variants:alphas={LAST: alpha},ranks=measured
 SKIPPED = "skip:"
 COLUMNS, SIZE = 4, (12.5, 5.6)  # of panels; inches
 APART = 0.2, 0.012  # of MACs and of LPIPS, between points that are named
@@ -43,7 +44,8 @@ def swept(rows: Sequence[Row]) -> tuple[Row, dict[str, list[Row]]]:
         stages = len(spec.settings.schedules.choose(tuple(dense["size"]), None))
         found = {row["method"]: row for row in comparable(known, dense) if "error" not in row}
         skipped = [row for name, row in found.items() if name.startswith(SKIPPED)]
-        lists = {name: [*skipped, *(found[one] for one in LISTS[name](stages, spec.model.depth) if one in found)] for name in SWEEPS}
+        labels = {name: ALPHAS if name == "stagevar-alphas" else LISTS[name](stages, spec.model.depth) for name in SWEEPS}
+        lists = {name: [*skipped, *(found[one] for one in labels[name] if one in found)] for name in SWEEPS}
         if all(len(own) > len(skipped) for own in lists.values()):
             return dense, lists
     raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}: `nextscale quality --method LIST ...` makes them")

@@ -1,6 +1,6 @@
 """nextscale: fast, exact inference for next-scale image generators."""
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .sampling import Sampling
     from .stage import Schedule, Stage, Tokens
     from .text import T5Encoder, TextFeatures
-
-    __version__: str
 
 MODULES = {  # of the public names; each is imported when a name of it is first used, so that the command line starts without torch
     "errors": ("NextscaleError",),
@@ -81,8 +79,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return metadata.version("nextscale")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = next((module for module, names in MODULES.items() if name in names), "methods")

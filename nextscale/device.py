@@ -10,7 +10,7 @@ from torch import nn
 
 from .errors import SettingError
 from .models.base import KvDtype
-from .models.quantized import FORMATS, Quantize
+from .models.quantization import FORMATS, Quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_FROM = (8, 9)  # compute capability

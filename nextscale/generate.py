@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .cache import ComputedCells, StageMemory, Workspace
+from .cache.attention import attention_backend
 from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import ResolvedGuidance
 from .methods.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCounts
-from .models.attention import attention_backend
 from .models.base import HeadInputs, NextScaleModel
 from .models.blocks import Block, run_in_order
 from .models.context import Conditioning, ForwardContext
@@ -216,7 +216,7 @@ def put_given(
 
 def computed_shares(model: NextScaleModel, ctx: ForwardContext) -> Tensor | None:
     """Returns the share of the sublayers that this stage has computed for every cell, [B, cells]; None if it was not counted."""
-    return None if ctx.computed is None else ctx.computed.take(sum(len(block.sublayers) for block in model.stack))
+    return None if ctx.computed is None else ctx.computed.take(sum(block.num_sublayers for block in model.stack))
 
 
 def as_measured(plan: StagePlan, ctx: ForwardContext) -> StagePlan:
@@ -282,7 +282,7 @@ def reporting(segment: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardC
     ctx.computed.reported = False
     yield
     if not ctx.computed.reported:
-        ctx.computed.add(tokens, x, sum(len(block.sublayers) for block in segment))
+        ctx.computed.add(tokens, x, sum(block.num_sublayers for block in segment))
 
 
 def boundaries(depth: int, plan: StagePlan, guidance: ResolvedGuidance) -> list[int]:

@@ -47,7 +47,7 @@ def report_html(report: Report) -> str:
 
 
 def stage_cells(stage: StageReport) -> tuple[str, ...]:
-    grid = f"{stage.height}x{stage.width}"
+    grid = f"{stage.width}x{stage.height}"
     if stage.skipped:
         return str(stage.index), grid, "skipped", "0", f"{stage.cost_share:.0%}", f"{1000 * stage.seconds:.1f}"
     return str(stage.index), grid, f"{stage.computed:.0f}", str(stage.rows), f"{stage.cost_share:.0%}", f"{1000 * stage.seconds:.1f}"

@@ -7,18 +7,17 @@ stage, guidance inside the network, a method that runs blocks its own way) they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .cache import LayerCache
-from .cache.attending import AttendingCache
 from .errors import SettingError
 from .models.blocks import run_in_order
 from .models.rope import InterleavedRope
-from .stage import Rows, Schedule, Stage, Tokens
+from .stage import Schedule, Stage, Tokens
 
 if TYPE_CHECKING:
     from .models.base import NextScaleModel
@@ -71,7 +70,7 @@ def fits_one_pass(model: NextScaleModel, ctx: ForwardContext) -> bool:
     return (
         positions
         and not any(block.changes_input for block in model.stack)
-        and not any(isinstance(cache, AttendingCache) for cache in ctx.cache)
+        and all(type(cache).attend is LayerCache.attend for cache in ctx.cache)
     )
 
 
@@ -84,20 +83,5 @@ def read_in_one_pass(model: NextScaleModel, ctx: ForwardContext, stages: Sequenc
     mask = (number[:, None] >= number)[None, None]  # [1, 1, T, T]
     rope = ctx.cond.rope
     tables = InterleavedRope([torch.cat([rope.table(stage) for stage in stages])]) if isinstance(rope, InterleavedRope) else None
-    part = replace(ctx, cond=replace(ctx.cond, rope=tables), cache=[BlockCausal(cache, mask) for cache in ctx.cache], computed=None)
+    part = replace(ctx, cond=replace(ctx.cond, rope=tables), attention_mask=mask, computed=None)
     run_in_order(model.stack, x, Tokens(joined), part)
-
-
-@dataclass(frozen=True)
-class BlockCausal:
-    """A cache that is filled with several stages at once, of which each sees itself and those before it."""
-
-    cache: LayerCache
-    mask: Tensor  # [1, 1, T, T]
-
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        keys, values, _ = self.cache.append(q, k, v, tokens)
-        return keys, values, self.mask
-
-    def keep_rows(self, rows: Rows) -> None:
-        self.cache.keep_rows(rows)

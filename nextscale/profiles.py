@@ -178,7 +178,7 @@ class Profile:
     @property
     def described(self) -> str:
         """The model, size, batch and machine that were measured, in words."""
-        return f"{self.model} at {self.size[0]}x{self.size[1]}, batch {self.batch}, on {self.hardware}"
+        return f"{self.model} at {self.size[1]}x{self.size[0]}, batch {self.batch}, on {self.hardware}"
 
     @property
     def file_name(self) -> str:

@@ -62,8 +62,8 @@ def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:
 
 def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeError:
     nearest = sorted(offers, key=lambda offer: math.dist(map(math.log, offer), map(math.log, size)))[:4]
-    named = ", ".join(f"{height}x{width}" for height, width in nearest)
-    return SizeError(f"no schedule generates {size[0]}x{size[1]} (height x width); nearest: {named}")
+    named = ", ".join(f"{width}x{height}" for height, width in nearest)
+    return SizeError(f"no schedule generates {size[1]}x{size[0]} (width x height); nearest: {named}")
 
 
 @cache

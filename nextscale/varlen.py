@@ -19,7 +19,7 @@ class VarlenLayout:
     image: Tensor  # [T]
     place: Tensor  # [T], within the tokens of its image
     cell: Tensor  # [T], on the grid; tokens before those of the grid count up to -1
-    starts: Tensor  # [B + 1], the first entry of each image, and the end of the last; int32
+    cu_seqlens: Tensor  # [B + 1], the first entry of each image, and the end of the last; int32
     slots: Tensor  # [B * N], the entry of every place in a padded row
     width: int  # N
 
@@ -41,12 +41,12 @@ class VarlenLayout:
             cell = torch.where(place < prefix, place - prefix, cell)
         last = counts[:, None] - 1
         slots = begins[:, None] + torch.minimum(torch.arange(width, device=index.device), last)
-        starts = torch.cat([begins, ends[-1:]]).clamp(max=total).int()
-        return cls(image, place, cell, starts, slots.clamp(max=total - 1).flatten(), width)
+        cu_seqlens = torch.cat([begins, ends[-1:]]).clamp(max=total).int()
+        return cls(image, place, cell, cu_seqlens, slots.clamp(max=total - 1).flatten(), width)
 
     @property
     def images(self) -> int:
-        return self.starts.shape[0] - 1
+        return self.cu_seqlens.shape[0] - 1
 
     @property
     def total(self) -> int:
@@ -71,7 +71,7 @@ class VarlenLayout:
     def repeat_last(self, x: Tensor) -> Tensor:
         """x [F, T, ...] with what the last token has become in the place of all padding."""
         entry = torch.arange(self.total, device=x.device)
-        return x.index_select(1, torch.minimum(entry, self.starts[-1] - 1))
+        return x.index_select(1, torch.minimum(entry, self.cu_seqlens[-1] - 1))
 
     def row(self, branches: int) -> Tensor:
         """The row of every entry among F * B, [F, T]."""
@@ -80,14 +80,14 @@ class VarlenLayout:
     def without_prefix(self, x: Tensor, grid: VarlenLayout) -> Tensor:
         """x [F, T, C] at the tokens that lie on the grid, which are packed as `grid` says."""
         prefix = self.width - grid.width
-        entry = self.starts[grid.image] + prefix + grid.place
+        entry = self.cu_seqlens[grid.image] + prefix + grid.place
         return x.index_select(1, entry.clamp(max=self.total - 1))
 
     def with_prefix(self, prefix: Tensor, x: Tensor, grid: VarlenLayout) -> Tensor:
         """x of the tokens on the grid, packed as `grid` says, with those before them: [F * B, P, C] and [F, T, C] to this packing."""
         before = prefix.shape[1]
         both = torch.cat([self._of_images(prefix), x], dim=1)
-        on_grid = self.images * before + grid.starts[self.image] + self.place - before
+        on_grid = self.images * before + grid.cu_seqlens[self.image] + self.place - before
         entry = torch.where(self.place < before, self.image * before + self.place, on_grid)
         return both.index_select(1, entry.clamp(max=both.shape[1] - 1))
 

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nextscale import kernels
-from nextscale.kernels.int8_tokens import Int8Tokens
+from nextscale.kernels.reference import Int8Tokens
 from nextscale_research.methods.attend_lists_kernel import attend_lists
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -66,7 +66,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "attention": lambda: kernels.attend_lengths(q, keys, values, 40, 0.125),
         "attention, ragged": lambda: kernels.attend_lengths(q, keys, values, numbers(2), 0.125),
         "attention, unit queries": lambda: kernels.attend_lengths(q, keys, values, numbers(2), 0.125, unit=True),
-        "attention, packed": lambda: kernels.attend_lengths(packed, keys, values, numbers(2), 0.125, starts=numbers(3), longest=6),
+        "attention, packed": lambda: kernels.attend_lengths(packed, keys, values, numbers(2), 0.125, cu_seqlens=numbers(3), longest=6),
         "attention, e4m3": lambda: kernels.attend_lengths(q, keys, values, 40, 0.125, unit=True, e4m3_scale=0.5),
         "attention over lists": lambda: attend_lists(q, keys, values, numbers(1, 1, 2, 32), numbers(1, 1, 2), 4, 0.125),
         "rotation": lambda: kernels.rotate_into_cache(qkv, temperature, rotation, None, keys, values, 4),
@@ -83,7 +83,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "e4m3, silu": lambda: kernels.silu_to_e4m3(x, 0.5),
         "restoration": lambda: kernels.restore_tokens(tensor(2, 4, CHANNELS), (2, 2), (4, 4), tensor(2, 3, CHANNELS), index),
         "restoration, residual": lambda: kernels.restore_tokens(
-            tensor(2, 4, CHANNELS), (2, 2), (4, 4), tensor(2, 3, CHANNELS), index, base=tensor(2, 16, CHANNELS), gain=row
+            tensor(2, 4, CHANNELS), (2, 2), (4, 4), tensor(2, 3, CHANNELS), index, base=tensor(2, 16, CHANNELS), gate=row
         ),
         "distances": lambda: kernels.distance_from_mean(x, kernels.mean_over_tokens(x)),
         "selection": lambda: kernels.topk_indices_sorted(torch.zeros(2, 64), 16),

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import nextscale
 from nextscale import Profile
-from nextscale.cli import app, parse
 from nextscale.errors import NextscaleError, ProfileError, SettingError
-from nextscale.loading import presets
+from nextscale.loading import beside, presets
 from nextscale.profiles import Interval, find_profiles, fingerprint, own_profiles, profile_folder, require_own
 from nextscale.serialization import LARGEST
 from tests.helpers import tiny
-from tests.helpers.tiny_profiles import FAST, NEAR, POINTS, SKIP, point, profile_of
+from tests.helpers.cli import run_cli
+from tests.helpers.tiny_profiles import FAST, NEAR, SKIP, point, profile_of
 
 PROFILE = profile_of(tiny.shared_pipeline("infinity"))
 
@@ -255,57 +254,18 @@ def test_profiles_lie_beside_the_weights(tmp_path: Path) -> None:
 # --- the command
 
 
-@pytest.fixture
-def beside_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of profiles beside the weights of the one model that is known, tiny-infinity."""
-    monkeypatch.setattr("nextscale.cli.profiles.MODELS", {"tiny-infinity": tiny.SPECS["infinity"]})
-    monkeypatch.setattr(parse, "local_weights", lambda *_: tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["profiles", *map(str, arguments)], catch_exceptions=False)
-
-
-def test_profiles_are_listed(beside_tiny: Path) -> None:
-    assert "No profile found. `nextscale tune` makes one." in run().stdout
-    PROFILE.save("a.profile.json")
-    profile_of(tiny.shared_pipeline("infinity"), batch=7, points=POINTS[:1]).save("b.profile.json")
-    rows = [re.split(r" {2,}", line.strip()) for line in run().stdout.splitlines()]
-    assert rows[1][:7] == ["tiny-infinity", "8x6", "2", "CPU of another kind", "2", "1.50 to 2.50", "0.030 to 0.090"]
-    assert rows[2][2] == "7"
-    assert rows[2][-1].endswith("b.profile.json")
-
-
-def test_a_profile_is_shown_and_plotted(beside_tiny: Path) -> None:
-    PROFILE.save("a.profile.json")
-    result = run("a.profile.json", "--plot", "a.svg")
-    assert result.exit_code == 0, result.stderr
-    rows = [re.split(r" {2,}", line.strip()) for line in result.stdout.splitlines()]
-    assert ["1.50", "0.030 (0.027 to 0.033)", "20.0 dB", "66.7", "67%", NEAR] in rows
-    assert ["1.40", "0.200 (0.180 to 0.220)", "20.0 dB", "71.4", "71%", f"for comparison: {SKIP}"] in rows
-    plot = Path("a.svg").read_text()
-    assert all(f"{number}  {name}</text>" in plot for number, name in enumerate(("dense", NEAR, FAST, SKIP)))
-    assert "speedup over dense" in plot  # though it was measured on a CPU
-    assert plot.count("<circle") == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("absent.profile.json",), "it cannot be read"),
-        (("x.profile.json", "-m", "nano"), "leave it out, or leave out the files"),
-        (("--plot", "a.png"), "give a name that ends in .svg"),
-        (("--plot", "a.svg"), "--plot draws one profile, and here are 0"),
-        (("-m", "nono"), "unknown model 'nono'"),
-    ],
-)
-def test_refusals(arguments: tuple[str, ...], message: str, beside_tiny: Path) -> None:
-    result = run(*arguments)
-    assert (result.exit_code, result.stderr.startswith("error: ")) == (2, True)
-    assert message in result.stderr
-    assert list(beside_tiny.iterdir()) == []
+def test_profiles_of_a_model_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(presets.MODELS, "tiny-infinity", tiny.SPECS["infinity"])
+    monkeypatch.setattr(beside, "local_weights", lambda *_: tmp_path)
+    assert "Next: nextscale tune -m tiny-infinity" in run_cli("models", "-m", "tiny-infinity").stdout
+    PROFILE.save(tmp_path / "a.profile.json")
+    shown = run_cli("models", "-m", "tiny-infinity").stdout
+    assert PROFILE.described in shown and "Next: nextscale generate -m tiny-infinity --method auto" in shown
+    rows = [re.split(r" {2,}", line.strip()) for line in shown.splitlines()]
+    assert ["1.50", "0.030 (0.027 to 0.033)", "20.0 dB", "66.7", "66.7%", NEAR] in rows
+    assert ["1.40", "0.200 (0.180 to 0.220)", "20.0 dB", "71.4", "71.4%", f"for comparison: {SKIP}"] in rows
+    assert json.loads(run_cli("models", "-m", "tiny-infinity", "--json").stdout)["profiles"] == [str(tmp_path / "a.profile.json")]
+    assert "unknown model 'nono'" in run_cli("models", "-m", "nono").stderr
 
 
 def test_a_profile_that_is_made_wrong_is_refused_at_once() -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.models.attention import attend
-from nextscale.models.blocks import ModulatedBlock
+from nextscale.cache.attention import attend
+from nextscale.models.blocks import Block
 from nextscale.models.context import Conditioning
 from nextscale.models.infinity import Infinity
 from nextscale.models.modulation import Modulation
@@ -78,15 +78,15 @@ def stage_windows(stages: Sequence[Stage], device: torch.device) -> tuple[Window
 
 
 def forced_block(
-    block: ModulatedBlock,
+    block: Block,
     x: Tensor,
     modulation: Modulation,
     text: tuple[Tensor, Tensor, Tensor | None],
-    temperature: Tensor,
+    logit_scale: Tensor,
     rotation: tuple[Tensor, Tensor],
     windows: tuple[Window, ...],
 ) -> Tensor:
-    """`ModulatedBlock.forward` over a whole pyramid. Everything that differs from block to block is an argument: compiled once for all."""
+    """`Block.forward` over a whole pyramid. Everything that differs from block to block is an argument: compiled once for all."""
     cosines, sines = rotation  # [tokens, 1, 1, head_dim / 2]
 
     def turn(qk: Tensor) -> Tensor:
@@ -94,12 +94,15 @@ def forced_block(
         return torch.stack([first * cosines - second * sines, first * sines + second * cosines], dim=-1).flatten(-2)
 
     attention = block.attention
-    q, k, v = attention.queries_keys_values(block.attention_input(x, modulation), temperature, turn)
+    q, k, v = attention.queries_keys_values(
+        torch.addcmul(modulation.attention_shift, block.norm(x), modulation.attention_scale), logit_scale, turn
+    )
     q, k = q.to(x.dtype), k.to(x.dtype)
     seen = [attend(q[:, w.start : w.end], k[:, : w.end], v[:, : w.end], w.mask, attention.scale) for w in windows]
-    x = torch.addcmul(x, modulation.attention_gain, attention.proj(torch.cat(seen, dim=1)))
+    x = torch.addcmul(x, modulation.attention_gate, attention.proj(torch.cat(seen, dim=1)))
     x = x + block.text_attention.attend_text(block.text_norm(x), *text)
-    return torch.addcmul(x, modulation.feed_forward_gain, block.feed_forward(block.feed_forward_input(x, modulation)))
+    y = torch.addcmul(modulation.feed_forward_shift, block.norm(x), modulation.feed_forward_scale)
+    return torch.addcmul(x, modulation.feed_forward_gate, block.feed_forward(y))
 
 
 def stage_weights(stages: Sequence[Stage]) -> Tensor:
@@ -125,10 +128,10 @@ class ForcedPass:
         model = self.model
         x = torch.cat([condition.start, model.word_embed(seen.to(model.dtype))], dim=1) + model.level_embed(self.levels)
         assert condition.text is not None and condition.head is not None
-        for layer, block in enumerate(model.modulated):
-            temperature = condition.temperatures[layer]
+        for layer, block in enumerate(model.stack):
+            logit_scale = condition.logit_scales[layer]
             text = (*condition.text.keys_values[layer], condition.text.mask)
-            x = self.run_block(block, x, condition.modulation[layer], text, temperature, self.rotation, self.windows)
+            x = self.run_block(block, x, condition.modulation[layer], text, logit_scale, self.rotation, self.windows)
         dtype = model.head.weight.dtype
         hidden = torch.addcmul(condition.head.shift.to(dtype), model.head_norm(x.to(dtype)), condition.head.scale.to(dtype))
         zero, one = model.head(hidden).float().unflatten(-1, (-1, 2)).unbind(-1)

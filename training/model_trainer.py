@@ -15,7 +15,7 @@ from nextscale.loading.load import load_module
 from nextscale.loading.presets import NANO
 from nextscale.models import Infinity
 from nextscale.models.context import Conditioning
-from nextscale.models.text_context import Padding
+from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Pipeline
 from nextscale.schedules import InfinitySchedules
 from nextscale.stage import Schedule
@@ -44,7 +44,7 @@ def initialise(model: Infinity) -> None:
             nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
             nn.init.zeros_(module.bias)
     depth = len(model.blocks)
-    for block in model.modulated:
+    for block in model.stack:
         assert block.attention.log_temperature is not None
         nn.init.constant_(block.attention.log_temperature, math.log(FIRST_TEMPERATURE))
         nn.init.zeros_(block.modulation_table)
@@ -126,7 +126,7 @@ class ModelTrainer:
         if dropped is not None:
             nothing = model.no_text.float()[real % len(places)]
             rows = torch.where(dropped[real // len(places), None], nothing, rows)
-        return model.read(rows, Padding(tuple((1 + lengths).tolist()), self.device, longest))
+        return model.read(rows, TextContext.of(tuple((1 + lengths).tolist()), self.device, longest))
 
     def step(self, progress: float, step: int, features: Mapping[int, Features], captions: Captions) -> dict[str, Tensor | float]:
         """One step; `step` counts those before it. Returns what the curve shows; nothing is read back from the device."""

@@ -11,18 +11,9 @@ from .jobs import GeneratedImage, Handle, Job, Partial, Task
 from .queue import JobQueue, Throughput
 from .worker import BatchRecord, GeneratesImages, Worker
 
-__all__ = ["BatchRecord", "Batcher", "GeneratedImage", "GeneratesImages", "Handle", "Job", "Partial", "require_batching"]
+__all__ = ["BatchRecord", "Batcher", "GeneratedImage", "GeneratesImages", "Handle", "Job", "Partial"]
 
 JOIN_SECONDS = 5.0  # for workers to leave their stage when the batcher closes
-
-
-def require_batching(max_batch: int, batch_delay: float, max_queue: int) -> None:
-    """Raises SettingError for values that a Batcher does not take; a server calls it before it loads models."""
-    for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
-        if not is_int(count, least=1):
-            raise SettingError(f"{name} must be an int of at least 1; got {count!r}")
-    if not is_number(batch_delay) or not 0 <= batch_delay < 60:
-        raise SettingError(f"batch_delay must be a number of seconds from 0 to below 60; got {batch_delay!r}")
 
 
 class Batcher:
@@ -51,7 +42,11 @@ class Batcher:
         on_batch: Callable[[BatchRecord], None] = lambda _: None,
         same_images: bool = False,
     ) -> None:
-        require_batching(max_batch, batch_delay, max_queue)
+        for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
+            if not is_int(count, least=1):
+                raise SettingError(f"{name} must be an int of at least 1; got {count!r}")
+        if not is_number(batch_delay) or not 0 <= batch_delay < 60:
+            raise SettingError(f"batch_delay must be a number of seconds from 0 to below 60; got {batch_delay!r}")
         if not devices or not all(devices):
             raise SettingError("devices must map model names to pipelines, for one device or more; got none")
         self._models = frozenset(model for pipelines in devices for model in pipelines)

@@ -34,22 +34,8 @@ class RaySettings:
     gpus: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise SettingError(f"workers must be an int of at least 1; got {self.workers}")
         if not 0 < self.gpus < math.inf or (self.gpus > 1 and self.gpus != int(self.gpus)):
             raise SettingError(f"gpus must be a share of one GPU, such as 0.25, or a whole number; got {self.gpus}")
-
-    @staticmethod
-    def parse(text: str) -> RaySettings:
-        """Reads "ADDRESS,workers=N,gpus=X"; each part may be left out."""
-        fields: dict[str, Any] = {}
-        for part in filter(None, text.split(",")):
-            name, equals, value = part.partition("=")
-            try:
-                fields |= {name: {"workers": int, "gpus": float}[name](value)} if equals else {"address": part}
-            except (KeyError, ValueError) as error:
-                raise SettingError(f"--ray must be [ADDRESS][,workers=N][,gpus=X]; got {text!r}") from error
-        return RaySettings(**fields)
 
     def share(self, ray: Any) -> float:
         """Returns the GPUs per worker; 0 on a cluster without GPUs."""

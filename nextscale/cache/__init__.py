@@ -1,21 +1,24 @@
-"""What a request remembers: keys and values per layer, and outputs of earlier stages."""
+"""State of a request: keys and values per layer, and outputs of earlier stages."""
 
+from .attention import AttentionCall, CacheView, real_entries
 from .compute_mask import ComputedCells
 from .int8 import QuantizedLayerCache, QuantizedSpec, plain_cache
-from .layer import DenseLayerCache, LayerCache, NoCache, Slot, real_entries, row_count
-from .spec import CacheSpec, StageKeys
+from .layer import CompressedLayerCache, LayerCache, NoCache, row_count
+from .spec import CacheSpec, CompressedSpec, StageKeys
 from .stage_memory import StageMemory
 from .workspace import Workspace, copy_wide, in_widest
 
 __all__ = [
+    "AttentionCall",
     "CacheSpec",
+    "CacheView",
+    "CompressedLayerCache",
+    "CompressedSpec",
     "ComputedCells",
-    "DenseLayerCache",
     "LayerCache",
     "NoCache",
     "QuantizedLayerCache",
     "QuantizedSpec",
-    "Slot",
     "StageKeys",
     "StageMemory",
     "Workspace",

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
-from .layer import DenseLayerCache, Slot
+from ..kernels.reference import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
+from .attention import CacheView
+from .layer import LayerCache
 from .spec import CacheSpec
 from .workspace import Pair, Workspace
 
@@ -48,7 +49,7 @@ class QuantizedSpec(CacheSpec):
         )
 
 
-class QuantizedLayerCache(DenseLayerCache):
+class QuantizedLayerCache(LayerCache):
     """Every token of every stage, in 8 bits."""
 
     reads_workspace = True
@@ -58,13 +59,13 @@ class QuantizedLayerCache(DenseLayerCache):
         restore(Int8Tokens(*self._held()), *(target.narrow(1, 0, self.length) for target in (keys, values)))
         return keys, values
 
-    def written(self, slot: Slot, new: int) -> None:
+    def written(self, view: CacheView, new: int) -> None:
         if self._pair is None:  # the last stage, whose keys nothing reads again
             return
-        store = kernels.quantize_tokens if kernels.available(slot.keys) else quantize_tokens_reference
-        store(slot.keys, slot.values, slot.start, new, Int8Tokens(*self._pair))
+        store = kernels.quantize_tokens if kernels.available(view.keys) else quantize_tokens_reference
+        store(view.keys, view.values, view.start, new, Int8Tokens(*self._pair))
 
 
-def plain_cache(spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:
+def plain_cache(spec: CacheSpec, workspace: Workspace) -> LayerCache:
     """The cache of a layer that keeps all of its tokens, as the sizes say."""
-    return QuantizedLayerCache(spec, workspace) if isinstance(spec, QuantizedSpec) else DenseLayerCache(spec, workspace)
+    return QuantizedLayerCache(spec, workspace) if isinstance(spec, QuantizedSpec) else LayerCache(spec, workspace)

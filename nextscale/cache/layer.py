@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..stage import Rows, Stage, Tokens
+from .attention import MAX_FEW_QUERIES, AttentionCall, CacheView, attend, attend_rows
 from .spec import CacheSpec
 from .workspace import Pair, Workspace, copy_wide, total_bytes
 
 
-class LayerCache(Protocol):
-    """Keys and values of one layer: dense here, compressed in a method's own class."""
-
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Adds k, v [R, N, H, D] of `tokens`; returns all keys and values [R, T, H, D] and a mask [R, 1, 1, T] or None."""
-        ...
-
-    def keep_rows(self, rows: Rows) -> None: ...
-
-
-def real_entries(lengths: Tensor, entries: int) -> Tensor:
-    """A mask of the entries that rows of these lengths [R] have: [R, 1, 1, entries]."""
-    return (torch.arange(entries, device=lengths.device) < lengths[:, None])[:, None, None]
-
-
-class Slot(NamedTuple):
-    """Where new keys and values go, and what a stage reads once they are there."""
-
-    keys: Tensor  # [R, T, H, D]
-    values: Tensor
-    start: int | Tensor  # of the new entries; [R] once rows differ
-    end: int
-    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included; int32
-
-    @property
-    def filled(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and a mask [R, 1, 1, end] where rows differ."""
-        mask = None if self.lengths is None else real_entries(self.lengths, self.end)
-        return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
-
-
-class DenseLayerCache:
+class LayerCache:
     """Every token of every stage, written in place into memory that is allocated when the first stage comes.
 
     What was planned is allocated at once; it grows where a method runs more than its forecast said. When rows leave, what the others
@@ -76,36 +46,36 @@ class DenseLayerCache:
     def values(self) -> Tensor:
         return self._held()[1]
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.put(k, v, tokens).filled
-
-    def put(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
-        """Adds k, v [R, N, H, D] of `tokens`; returns where all keys and values are."""
-        rows, new = k.shape[:2]
-        slot = self.reserve(rows, new, tokens)
-        for store, fresh in ((slot.keys, k), (slot.values, v)):
-            if isinstance(slot.start, int):
-                store.narrow(1, slot.start, new).copy_(fresh)
+    def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
+        """Adds k, v [R, N, H, D] of `tokens`, or packed ones [F, T, H, D], each at the end of its row."""
+        packing, new = tokens.packing, tokens.num_tokens
+        view = self.reserve(tokens.rows_of(k), new, tokens)
+        for store, fresh in ((view.keys, k), (view.values, v)):
+            if isinstance(view.start, int):
+                store.narrow(1, view.start, new).copy_(fresh)
+            elif packing is None:
+                row = torch.arange(k.shape[0], device=k.device)[:, None]
+                store[row, view.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
             else:
-                row = torch.arange(rows, device=k.device)[:, None]
-                store[row, slot.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
-        self.written(slot, new)
-        return slot
+                row = packing.row(k.shape[0])
+                # padding goes where the last token does
+                store[row, view.start[row] + packing.place] = packing.repeat_last(fresh.to(store.dtype))
+        self.written(view, new)
+        return view
 
-    def append_packed(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
-        """Adds k, v [F, T, H, D] of packed tokens, each at the end of its row."""
-        packing = tokens.packing
-        assert packing is not None
-        slot = self.reserve(tokens.rows_of(k), tokens.num_tokens, tokens)
-        assert isinstance(slot.start, Tensor)
-        row = packing.row(k.shape[0])
-        entry = slot.start[row] + packing.place
-        for store, fresh in ((slot.keys, k), (slot.values, v)):
-            store[row, entry] = packing.repeat_last(fresh.to(store.dtype))  # padding goes where the last token does
-        self.written(slot, tokens.num_tokens)
-        return slot
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Returns the result of attention before its projection, [R, N, H * D]. Override it to read some of the keys, or to drop some."""
+        view, q = call.view, call.q
+        keys, values = view.keys.narrow(1, 0, view.end), view.values.narrow(1, 0, view.end)
+        if call.mask is not None:
+            return attend(q, keys, values, call.mask, call.scale)
+        few = call.captured and q.shape[0] * q.shape[1] <= MAX_FEW_QUERIES
+        return attend_rows(
+            q, keys, values, view.lengths, call.scale,
+            packing=call.tokens.packing, captured=call.captured, few=few, e4m3_scale=call.e4m3_scale,
+        )  # fmt: skip
 
-    def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> Slot:
+    def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> CacheView:
         """Makes room for `new` entries per row, which the caller writes, and then says so with `written`.
 
         finite_tails: what lies beyond a row's end is finite, as a mask needs it: zero times NaN is NaN. Attention that reads a row up
@@ -119,18 +89,16 @@ class DenseLayerCache:
             self._make_room(end, tokens.stage)
         in_workspace = final or self.reads_workspace
         keys, values = self._read(*self.workspace.pair(rows, end)) if in_workspace else (self.keys, self.values)
-        slot = Slot(keys, values, self.length, end)
-        if self.lengths is not None or tokens.count is not None:
-            added = tokens.prefix + tokens.count if tokens.count is not None and tokens.prefix else tokens.count
-            slot = self._ragged(slot, new, added, in_workspace, finite_tails)
+        view = CacheView(keys, values, self.length, end)
+        view = self._ragged(view, new, tokens, in_workspace, finite_tails)
         if final:
             self._pair, self._spent = None, True
         else:
             self.length = end
-        return slot
+        return view
 
-    def written(self, slot: Slot, new: int) -> None:
-        """The `new` entries per row of the slot that was reserved last are there."""
+    def written(self, view: CacheView, new: int) -> None:
+        """The `new` entries per row of the view that was reserved last are there."""
 
     def _read(self, keys: Tensor, values: Tensor) -> Pair:
         """What is held goes to the beginning of these."""
@@ -138,9 +106,11 @@ class DenseLayerCache:
             copy_wide(target.narrow(1, 0, self.length), source.narrow(1, 0, self.length))
         return keys, values
 
-    def _ragged(self, slot: Slot, new: int, added: Tensor | None, in_workspace: bool, finite_tails: bool) -> Slot:
-        """Rows of different length: each row continues at its own end, so the next stage overwrites this one's padding."""
-        rows, device = slot.keys.shape[0], slot.keys.device
+    def _ragged(self, view: CacheView, new: int, tokens: Tokens, in_workspace: bool, finite_tails: bool) -> CacheView:
+        """Lets every row continue at its own end once they differ, so that the next stage overwrites this one's padding."""
+        if self.lengths is None and tokens.count is None:
+            return view
+        rows, device = view.keys.shape[0], view.keys.device
         if self.lengths is None:
             self.lengths = torch.full((rows,), self.length, dtype=torch.int32, device=device)
             self._finite_tails = finite_tails
@@ -148,11 +118,11 @@ class DenseLayerCache:
                 self._clear_tail()
         assert self._finite_tails or not finite_tails, "tails that an earlier stage has not cleared"
         if in_workspace and finite_tails:
-            for store in (slot.keys, slot.values):
+            for store in (view.keys, view.values):
                 store.narrow(1, self.length, new).zero_()
         start = self.lengths
-        self.lengths = (start + (new if added is None else added)).int()
-        return slot._replace(start=start, lengths=self.lengths)
+        self.lengths = (start + (new if tokens.count is None else tokens.prefix + tokens.count)).int()
+        return view._replace(start=start, lengths=self.lengths)
 
     def keep_rows(self, rows: Rows) -> None:
         self._rows = row_count(rows, self._rows)
@@ -190,24 +160,60 @@ class DenseLayerCache:
             store.narrow(1, self.length, store.shape[1] - self.length).zero_()
 
 
-class NoCache:
+class NoCache(LayerCache):
     """The cache of blocks that read nothing of earlier stages (STAR's refiner)."""
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        mask = None
-        if tokens.count is not None:
-            mask = real_entries(tokens.prefix + tokens.count, k.shape[1])
-        return k.to(v.dtype), v, mask
+    def __init__(self) -> None:
+        """Holds nothing."""
 
-    def append_packed(self, k: Tensor, v: Tensor, tokens: Tokens) -> Slot:
-        assert tokens.count is not None
+    def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
         keys, values = tokens.unpack(k.to(v.dtype)), tokens.unpack(v)
-        return Slot(keys, values, 0, keys.shape[1], (tokens.prefix + tokens.count).int())
+        lengths = None if tokens.count is None else (tokens.prefix + tokens.count).int()
+        return CacheView(keys, values, 0, keys.shape[1], lengths)
 
     def keep_rows(self, rows: Rows) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""
 
 
 def row_count(rows: Rows, of: int) -> int:
     """How many of a number of rows these are."""
     return len(range(*rows.indices(of))) if isinstance(rows, slice) else rows.shape[0]
+
+
+class CompressedLayerCache(LayerCache):
+    """Holds what was kept, in memory of just that size; an override of `attend` calls `keep`.
+
+    A stage reads what its layer has kept, and its own keys, from the workspace, so that the largest stage takes memory once and not in
+    every layer.
+    """
+
+    def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> CacheView:
+        keys, values = self.workspace.pair(rows, self.length + new)
+        for target, source in zip((keys, values), self._pair or (), strict=False):
+            copy_wide(target.narrow(1, 0, self.length), source)
+        self._pair = None
+        view = self._ragged(CacheView(keys, values, self.length, self.length + new), new, tokens, True, finite_tails)
+        self.length += new
+        return view
+
+    def kept_after(self, stage: int) -> int | None:
+        """Returns the number of tokens of a row to keep after this stage; None for all."""
+        kept = next(known.kept for known in self.spec.stages if known.stage == stage)
+        return kept[0] if kept is not None and kept[0] < self.length else None
+
+    def keep(self, view: CacheView, selection: Tensor | None) -> None:
+        """Holds the entries at `selection` [R, K, H], ascending, of the workspace; None: all."""
+        for_heads = None if selection is None else selection[..., None].expand(-1, -1, -1, view.keys.shape[-1])
+        filled = [store.narrow(1, 0, view.end) for store in (view.keys, view.values)]
+        self._pair = tuple(store.clone() if for_heads is None else store.gather(1, for_heads) for store in filled)
+        if selection is not None:
+            self.length = selection.shape[1]
+            self.lengths = None if self.lengths is None else self.lengths.clamp(max=self.length)
+
+    def keep_rows(self, rows: Rows) -> None:
+        self._rows = row_count(rows, self._rows)
+        self._pair = None if self._pair is None else tuple(store[rows].clone() for store in self._pair)
+        self.lengths = None if self.lengths is None else self.lengths[rows]
+
+    def _clear_tail(self) -> None:
+        """Tails are in the workspace, where they are cleared."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -127,3 +128,34 @@ class CacheSpec:
 def per_layer(stages: Sequence[StageKeys]) -> list[int]:
     """Tokens of a row over all these stages, for every layer."""
     return [sum(tokens) for tokens in zip(*(stage.tokens for stage in stages), strict=True)]
+
+
+@dataclass(frozen=True)
+class CompressedSpec(CacheSpec):
+    """Sizes where layers keep a part of their tokens after some stages (`StageKeys.kept`)."""
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of a row that every layer holds before each stage that runs, and after the last, which leaves nothing."""
+        held = [(0,) * self.layers]
+        for stage in self.stages:
+            seen = [before + new for before, new in zip(held[-1], stage.tokens, strict=True)]
+            held.append(tuple(seen if stage.kept is None else map(min, seen, stage.kept)))
+        return (*held[:-1], (0,) * self.layers)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a row that a layer reads at a stage."""
+        sizes = zip(self.held, self.stages, strict=False)
+        return max((before + new for held, stage in sizes for before, new in zip(held, stage.tokens, strict=True)), default=0)
+
+    def bytes_at(self, stage: int, workspace: bool = True) -> int:
+        """Returns the most bytes of a stage: layers are compressed one after another, so some are still as they were before it."""
+        number = next(place for place, known in enumerate(self.stages) if known.stage == stage)
+        before, after = self.held[number], self.held[number + 1]
+        most = max(accumulate((new - old for old, new in zip(before, after, strict=True)), initial=sum(before)))
+        shared = self._pair_bytes(self.stages[0].rows, self.tokens) if workspace else 0
+        return self._pair_bytes(self.stages[number].rows, most) + shared
+
+    def freed_bytes(self, layers: int) -> int:
+        return self._pair_bytes(self._rows_at(self.final), sum(self.held[len(self.stages) - 1][:layers]))

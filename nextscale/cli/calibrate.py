@@ -90,7 +90,7 @@ def calibrate_stagevar(
 ) -> None:
     from ..eval.calibrate_ranks import measure_table
     from ..loading.load import find
-    from ..models.rank_table import rank_file, write_rank_table
+    from ..methods.stagevar_ranks import rank_file, write_rank_table
 
     spec = model.spec
     alphas = [fraction("alphas", text) for text in chosen["alphas"].split("+")]

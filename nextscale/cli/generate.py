@@ -174,14 +174,14 @@ def write_grid(pictures: Sequence[Picture], file: Path) -> None:
 def write_report(settings: Mapping[str, Any], calls: Sequence[Call], file: Path) -> None:
     import torch
 
-    from .. import __version__
+    from ..eval.results import version
     from ..io import write_text
 
     described = [
         {"files": [one.file for one in pictures], "prompts": [one.prompt for one in pictures], **report.to_dict()}
         for pictures, report in calls
     ]
-    content = {"nextscale": __version__, "torch": torch.__version__, "settings": settings, "calls": described}
+    content = {"nextscale": version(), "torch": torch.__version__, "settings": settings, "calls": described}
     text = json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
     write_text(text.encode(errors="backslashreplace").decode(), file)  # names of files may hold bytes that are not UTF-8
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from ..errors import PromptError, SettingError, SizeError
 
@@ -64,6 +64,10 @@ def method_name(text: str) -> str:
     return " + ".join(part.strip() for part in text.split("+"))
 
 
+@overload
+def torch_dtype(name: str) -> torch.dtype: ...
+@overload
+def torch_dtype(name: str | None) -> torch.dtype | None: ...
 def torch_dtype(name: str | None) -> torch.dtype | None:
     import torch
 

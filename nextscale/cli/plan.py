@@ -1,94 +1,242 @@
-"""`nextscale plan`."""
+"""`nextscale plan`: cost and memory of a method beside those of dense generation."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from ..guidance import ResolvedGuidance
-from ..loading.artifacts import encoder_bytes
-from ..loading.beside import local_weights, rank_table_of
-from ..loading.presets import model_spec
-from ..loading.without_weights import without_weights
-from ..methods.registry import resolve_method
-from ..models.base import NextScaleModel
-from ..pipeline import Settings
-from ..planning.cost import Workload
-from ..stage import Schedule
-from .old_options import (
-    DEFAULT_MODEL,
-    DTYPES,
-    CombinedMethods,
-    Dtype,
-    KvDtypeName,
-    ModelName,
-    QuantizeName,
-    SizeOptions,
-    as_kv_dtype,
-    as_quantize,
-    as_torch_dtype,
+from . import parse
+from .options import DEFAULT_MODEL, DtypeName, Json, KvDtype, Methods, ModelName, Quantize, SizeOptions, option
+from .show import percent, plain_table, show_next
+
+if TYPE_CHECKING:
+    from ..loading import ModelSpec
+    from ..methods import CoDe, Method
+    from ..models import NextScaleModel
+    from ..planning.cost import RequestCost, StageCost, Workload
+    from ..stage import Schedule
+    from ..tokenizers.base import Tokenizer
+
+MAX_COUNT = 1_000_000  # images or tokens
+NOT_COUNTED = (
+    "Not counted: text encoder, canvas, decoding, and how a method selects and restores tokens, such as SparseVAR's search for anchors;"
+    " the matrix products with which StageVAR and ToMe reduce tokens are counted."
 )
-from .old_parse import settled_method
-from .options import grouped
-from .plan_forecast import forecast_of
-from .plan_table import show
-from .program import app
-
-MOST = 1_000_000  # images or tokens
 
 
-@dataclass(frozen=True)
-class RequestOptions:
-    """What a request asks for besides its size."""
-
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, max=MOST, help="Images per batch.")] = 1
-    text_tokens: Annotated[
-        int, typer.Option("--text-tokens", metavar="N", min=1, max=MOST, help="Tokens of a prompt, for models that attend to them.")
-    ] = 64
-    unguided: Annotated[bool, typer.Option("--unguided", help="Without guidance: one row per image.")] = False
-
-    def workload(self, model: NextScaleModel, settings: Settings, schedule: Schedule) -> Workload:
-        guided = not self.unguided and ResolvedGuidance(settings.guidance, schedule, len(model.blocks)).needs_both
-        read = self.text_tokens if model.stack[0].has_text else 0
-        return Workload(schedule, self.batch, guided, read, settings.sampling.refine)
-
-
-@app.command()
-@grouped
 def plan(
     *,
     model: ModelName = DEFAULT_MODEL,
-    method: CombinedMethods = None,
+    method: Methods = None,
     size: SizeOptions,
-    request: RequestOptions,
+    batch: Annotated[int, option("--batch", "N", "Images per batch.", min=1, max=MAX_COUNT)] = 1,
+    text_tokens: Annotated[
+        int, option("--text-tokens", "N", "Tokens of a prompt, for models that attend to them.", min=1, max=MAX_COUNT)
+    ] = 64,
+    guidance: Annotated[
+        str | None, option("--guidance", "SCALE", "CFG scale; constant:1 is without guidance.", None, "as published")
+    ] = None,
     keep_ratio: Annotated[
-        float,
-        typer.Option(
-            "--keep-ratio",
-            metavar="SHARE",
-            min=0,
-            max=1,
-            help="Share of the tokens assumed to be computed where a method is data-dependent.",
-        ),
+        float, option("--keep-ratio", "SHARE", "Share of the tokens that data-dependent methods are assumed to compute.", min=0, max=1)
     ] = 0.5,
-    dtype: Annotated[Dtype, typer.Option("--dtype", metavar="DTYPE", help=f"Type of weights, keys and values: {DTYPES}.")] = Dtype.bfloat16,
-    quantize: QuantizeName = None,
-    kv_dtype: KvDtypeName = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dtype: Annotated[DtypeName, option("--dtype", "DTYPE", "Type of weights and KV cache: float32, bfloat16 or float16.")] = "bfloat16",
+    quantize: Quantize = None,
+    kv_dtype: KvDtype = None,
+    as_json: Json = False,
 ) -> None:
-    """Show what a method would compute, and its cost, without weights and without running anything."""
-    spec, chosen = model_spec(model), resolve_method(method)
-    schedule = size.schedule(spec)
-    built, tokenizer = without_weights(spec, as_torch_dtype(dtype), as_quantize(quantize), as_kv_dtype(kv_dtype))
+    """Show the cost and memory of a method, without weights and without running it."""
+    from ..guidance import ResolvedGuidance, resolve_guidance
+    from ..loading.artifacts import encoder_bytes
+    from ..loading.beside import local_weights, rank_table_of
+    from ..loading.presets import model_spec
+    from ..loading.without_weights import without_weights
+    from ..planning.cost import Workload
+
+    spec, chosen = model_spec(model), parse.parse_methods(method)
+    schedule, settings = size.schedule(spec), spec.settings
+    built, tokenizer = without_weights(spec, parse.torch_dtype(dtype), quantize, kv_dtype)
     built.check_schedule(schedule)
     built.rank_table = rank_table_of(built, weights) if (weights := local_weights(spec)) else None
-    workload = request.workload(built, spec.settings, schedule)
-    settled = settled_method(chosen, spec, schedule, request.batch)
-    forecast = forecast_of(spec.name, built, tokenizer, settled, workload, keep_ratio, encoder_bytes(spec))
+    scale = None if guidance is None else parse.parse_guidance(guidance, settings.guidance)
+    guided = ResolvedGuidance(resolve_guidance(scale, settings.guidance), schedule, len(built.blocks)).needs_both
+    workload = Workload(schedule, batch, guided, text_tokens if built.stack[0].has_text else 0, settings.sampling.refine)
+    resolved = parse.resolved_method(chosen, spec, schedule, batch)
+    facts = forecast(spec, built, tokenizer, resolved, workload, keep_ratio, encoder_bytes(spec))
     if as_json:
-        typer.echo(json.dumps(forecast.to_dict(), indent=2))
-    else:
-        show(forecast)
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    show(facts)
+    show_next(f"nextscale compare -m {model}{''.join(f' --method {one!r}' for one in method or ())}  # measured time and images")
+
+
+def forecast(
+    spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float, text_encoder: int
+) -> dict[str, Any]:
+    """Returns what the command prints, as plain values. `text_encoder`: bytes of its weights."""
+    from ..collaborate import pair_cost, pair_memory
+    from ..generate import check_cache
+    from ..methods.code import CoDe
+    from ..methods.method import DENSE
+    from ..planning.cost import request_cost
+    from ..planning.memory import ASSUMED_KEPT, request_memory, reserved_bytes, reserved_cache
+
+    schedule, rows, name = workload.schedule, workload.images * (2 if workload.guided else 1), spec.name
+    check_cache(model, method)
+    plans = method.forecast(model, schedule, workload.guided, keep_ratio)
+    reserved = method.forecast(model, schedule, workload.guided, max(keep_ratio, ASSUMED_KEPT))
+    parts = [(model, plans, reserved)]  # models that run one after the other
+    dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
+    peak, dense_peak = request_memory(model, tokenizer, workload, reserved), request_memory(model, tokenizer, workload)
+    if isinstance(method, CoDe):
+        text_encoder, draft = 0, method.drafted(schedule)
+        partner, refiner = refiner_of(spec, model, tokenizer, method, schedule)
+        name = f"{name} + {partner}"
+        peak = pair_memory(model, refiner, tokenizer, workload, draft)
+        if draft < len(schedule):
+            planned = pair_cost(model, refiner, workload, draft)
+            parts.append((refiner, (DENSE,) * len(schedule), (DENSE,) * len(schedule)))
+    cells = [(stage.keys, same.keys) for stage, same in zip(planned.stages, dense.stages, strict=True) if not stage.stage.last]
+    encoding = peak.weights + text_encoder
+    return {
+        "model": name,
+        "method": method.label,
+        "batch": workload.images,
+        "guided": workload.guided,
+        "keep_ratio": keep_ratio if method.data_dependent else None,
+        "text_tokens": workload.text_tokens,
+        "stages": [stage_facts(stage, same) for stage, same in zip(planned.stages, dense.stages, strict=True)],
+        "dense": cost_facts(dense),
+        "planned": cost_facts(planned),
+        "share": planned.share(dense),
+        "key_share": sum(kept for kept, _ in cells) / sum(whole for _, whole in cells) if cells else None,
+        "memory": {  # bytes
+            "reserved": max(
+                reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts
+            ),  # of the KV cache before a request starts, text included
+            "dense": model.cache_spec(schedule, rows).kept_bytes,  # of it, read by later stages
+            "planned": max(reserved_cache(one, schedule, own, workload.images, rows).kept_bytes for one, own, _ in parts),
+            "method_peak": asdict(peak) | {"peak": peak.peak},  # with what was reserved
+            "dense_peak": asdict(dense_peak) | {"peak": dense_peak.peak},
+            "text_encoder": text_encoder,  # its weights, in none of the peaks
+            "encoding": encoding,  # all weights, while a prompt is encoded
+            "resident_peak": peak.peak + text_encoder,  # where the text encoder stays on the GPU
+            "offloaded_peak": max(peak.peak, encoding),  # where it is there only while it encodes
+        },
+    }
+
+
+def refiner_of(
+    spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: CoDe, schedule: Schedule
+) -> tuple[str, NextScaleModel]:
+    """Returns CoDe's smaller model. Raises SettingError if none fits."""
+    from ..collaborate import Half, partner_name, require_pair
+    from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
+    from ..loading.without_weights import without_weights
+
+    partner = partner_name(spec.name, method.refiner, smaller_models(spec))
+    require_shared_tokenizer(spec, model_spec(partner))
+    refiner, its_tokenizer = without_weights(model_spec(partner), model.dtype, model.quantize)
+    require_pair(Half(spec.name, model, tokenizer), Half(partner, refiner, its_tokenizer))
+    refiner.check_schedule(schedule)
+    return partner, refiner
+
+
+def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:
+    stage = planned.stage
+    return {
+        "index": stage.index,
+        "height": stage.height,
+        "width": stage.width,
+        "cells": stage.cells,
+        "skipped": planned.skipped,
+        "tokens": planned.tokens,
+        "computed": planned.computed,
+        "rows": planned.rows,
+        "key_share": None if stage.last else planned.keys / dense.keys,  # nothing reads the last stage's keys again
+        "dense": dense.total,
+        "planned": planned.total,
+        "share": planned.share(dense),
+    }
+
+
+def cost_facts(cost: RequestCost) -> dict[str, int]:
+    return {"linear": cost.linear, "attention": cost.attention, "head": cost.head, "total": cost.total}
+
+
+def show(facts: dict[str, Any]) -> None:
+    console, memory, peak = Console(highlight=False), facts["memory"], facts["memory"]["method_peak"]
+    rows = "guided (two rows per image)" if facts["guided"] else "unguided"
+    console.print(f"[bold]{facts['model']}[/bold], batch {facts['batch']}, {rows}; method: {escape(facts['method'])}")
+    if (assumed := facts["keep_ratio"]) is not None:
+        console.print(f"Assumed: {percent(assumed)} of the tokens are computed where the method is data-dependent (--keep-ratio).")
+    if facts["text_tokens"]:
+        console.print(f"Assumed: {facts['text_tokens']} text tokens (--text-tokens).")
+    console.print(stage_table(facts))
+    if any(stage["computed"] != stage["tokens"] for stage in facts["stages"]):
+        console.print("Computed is the mean over all sublayers: some run fewer tokens than enter; the head runs those that enter.")
+    kinds = {"linear layers": "linear", "attention": "attention", "heads": "head"}
+    shares = [f"{title} {percent(facts['planned'][kind] / facts['dense'][kind])}" for title, kind in kinds.items()]
+    console.print(f"Dense, planned: MACs of this request. Planned relative to dense: {', '.join(shares)}.")
+    console.print(NOT_COUNTED)
+    console.print(
+        f"KV cache: {gib(memory['reserved'])} are reserved, text included; later stages read {gib(memory['planned'])} of it,"
+        f" with dense generation {gib(memory['dense'])}."
+    )
+    console.print(
+        f"Peak memory: about {gib(peak['peak'])}, dense {gib(memory['dense_peak']['peak'])}: weights {gib(peak['weights'])} without the"
+        f" text encoder, and the larger of {gib(peak['generating'])} for the stages (KV cache and activations) and"
+        f" {gib(peak['decoding'])} for decoding."
+    )
+    if memory["text_encoder"]:
+        console.print(
+            f"Text encoder: {gib(memory['text_encoder'])}; with it the peak is {gib(memory['resident_peak'])}. With --offload-text weights"
+            f" take {gib(memory['encoding'])} while a prompt is encoded, and the peak is {gib(memory['offloaded_peak'])}."
+        )
+
+
+def stage_table(facts: dict[str, Any]) -> Table:
+    table = plain_table("stage", "grid", "tokens", "computed", "rows", "keys", "dense", "planned", "share", left=("stage",))
+    for stage in facts["stages"]:
+        table.add_row(
+            str(stage["index"]),
+            f"{stage['width']}x{stage['height']}",
+            str(stage["cells"]),
+            "skipped" if stage["skipped"] else str(round(stage["computed"])),
+            str(stage["rows"]),
+            "" if stage["key_share"] is None else percent(stage["key_share"]),
+            short(stage["dense"]),
+            short(stage["planned"]),
+            percent(stage["share"]),
+        )
+    table.add_row(
+        "all",
+        "",
+        str(sum(stage["cells"] for stage in facts["stages"])),
+        str(round(sum(stage["computed"] for stage in facts["stages"]))),
+        "",
+        "" if facts["key_share"] is None else percent(facts["key_share"]),
+        short(facts["dense"]["total"]),
+        short(facts["planned"]["total"]),
+        percent(facts["share"]),
+    )
+    return table
+
+
+def short(number: int) -> str:
+    """Returns three digits and a unit."""
+    if number == 0:
+        return "0"
+    value, units = float(number), ["", "k", "M", "G", "T", "P"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{f'{value:#.3g}'.rstrip('.')} {units[0]}".strip()
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from io import TextIOWrapper
 from itertools import pairwise, takewhile
 from typing import Annotated, Any
@@ -36,7 +37,7 @@ RENAMED = {  # commands and options of earlier versions
     "--no-refine": "--sampling refine=false",
     "--as-released": "--sampling as_released",
     "--positive-prompt": "--sampling positive_prompt",
-    "--unguided": "--guidance 1",
+    "--unguided": "--guidance constant:1",
     "--workers": "--ray ADDRESS,workers=N",
     "--gpus": "--ray ADDRESS,gpus=SHARE",
     "--max-images": "--limit images=N",
@@ -120,9 +121,7 @@ app = typer.Typer(cls=Program, add_completion=False, pretty_exceptions_enable=Fa
 
 def show_version(asked: bool) -> None:
     if asked:
-        from .. import __version__
-
-        typer.echo(f"nextscale {__version__}")
+        typer.echo(f"nextscale {version('nextscale')}")
         raise typer.Exit
 
 

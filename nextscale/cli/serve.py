@@ -63,6 +63,7 @@ class NetworkOptions:
 
     host: Annotated[str, option("--host", "HOST", "Address; 0.0.0.0 opens it to other machines.", NETWORK)] = "127.0.0.1"
     port: Annotated[int, option("--port", "PORT", "Port; 0 picks a free one.", NETWORK, min=0, max=65535)] = 8000
+    root_path: Annotated[str, option("--root-path", "PATH", "Path under which a proxy publishes the server.", NETWORK)] = ""
     api_key_file: Annotated[
         Path | None, option("--api-key-file", "FILE", f"API keys, one per line; or set {KEY_VARIABLE} to a key.", NETWORK)
     ] = None
@@ -117,6 +118,7 @@ def serve(
     settings = ServeSettings(
         host=network.host,
         port=network.port,
+        root_path=network.root_path,
         max_batch=batching.max_batch,
         batch_delay=batching.batch_delay_ms / 1000,
         max_queue=batching.max_queue,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.base import PromptInputs
-from ..models.text_context import TextBuffer, TextInputs, masked_length
+from ..models.text_context import TextInputs, masked_length
 from ..sampling import ImageRng, NoiseKind, Rng
 
 # --- prompts
@@ -35,10 +35,10 @@ class StaticInputs:
     def __init__(self, inputs: PromptInputs, batch: int, room: int) -> None:
         self._batch = batch
         text = None
-        if isinstance(inputs.text, TextInputs):
+        if inputs.text is not None:
             like, texts = inputs.text.rows, len(inputs.text.lengths)
             rows = like.new_zeros(texts * room, like.shape[1])
-            text = TextBuffer(rows, torch.zeros(texts, dtype=torch.int32, device=like.device), room)
+            text = TextInputs(rows, room=room, counts=torch.zeros(texts, dtype=torch.int32, device=like.device))
         self.value = PromptInputs(tuple(torch.empty_like(rows) for rows in inputs.rows), text)
         self.load(inputs)
 
@@ -47,16 +47,16 @@ class StaticInputs:
         targets = list(self.value.rows)
         fresh = [padded_rows(rows, target.shape[0], self._batch) for rows, target in zip(inputs.rows, targets, strict=True)]
         text, buffer = inputs.text, self.value.text
-        if isinstance(text, TextInputs) and isinstance(buffer, TextBuffer):
-            text = padded_texts(text, buffer.lengths.shape[0], self._batch)
-            if max(text.lengths) > buffer.length:
-                raise ValueError(f"a text of {max(text.lengths)} tokens where there is room for {buffer.length}")
-            starts = range(0, buffer.rows.shape[0], buffer.length)
+        if text is not None and buffer is not None and buffer.counts is not None:
+            text = padded_texts(text, buffer.counts.shape[0], self._batch)
+            if max(text.lengths) > buffer.room:
+                raise ValueError(f"a text of {max(text.lengths)} tokens where there is room for {buffer.room}")
+            starts = range(0, buffer.rows.shape[0], buffer.room)
             targets += [buffer.rows.narrow(0, start, length) for start, length in zip(starts, text.lengths, strict=True)]
             fresh += text.rows.split(text.lengths)
             buffer.rows.zero_()  # else another request's NaN would stay behind the texts, and zero times NaN is NaN
-            lengths = torch.tensor(text.lengths, dtype=torch.int32, pin_memory=buffer.lengths.is_cuda)
-            buffer.lengths.copy_(lengths, non_blocking=True)
+            lengths = torch.tensor(text.lengths, dtype=torch.int32, pin_memory=buffer.counts.is_cuda)
+            buffer.counts.copy_(lengths, non_blocking=True)
         torch._foreach_copy_(targets, fresh)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..cache import DenseLayerCache
 from ..canvas import Canvas
 from ..methods.method import MethodRun
 from ..models.context import ForwardContext
@@ -29,5 +28,5 @@ class State:
 
     def state_tensors(self) -> list[Tensor]:
         """What later stages read and what depends on how many tokens were run. Keys and values lie in memory that all forks share."""
-        lengths = [cache.lengths for cache in self.ctx.cache if isinstance(cache, DenseLayerCache) and cache.lengths is not None]
+        lengths = [cache.lengths for cache in self.ctx.cache if cache.lengths is not None]
         return [self.canvas.latent, *self.run.state_tensors(), *lengths]

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from ..errors import SettingError
 from ..methods.combine import Combined
-from ..methods.stagevar import StageVAR
-from ..methods.stagevar.lowrank import energy_ranks
-from ..methods.stagevar.ranks import counted_tokens
-from ..methods.stagevar.settings import PUBLISHED_ALPHA, group_layers
-from ..models.rank_table import RankRow, RankTable, identity
+from ..methods.stagevar import ALPHA, StageVAR
+from ..methods.stagevar_ranks import RankRow, RankTable, counted_tokens, energy_ranks, group_layers, identity
 from ..pipeline import Pipeline
 from ..stage import Schedule, Stage
 from ..validation import is_fraction
@@ -59,7 +56,7 @@ class RankWatcher:
 def measure_ranks(
     pipe: Pipeline,
     prompts: Iterable[Any],
-    alphas: Sequence[float] = (PUBLISHED_ALPHA,),
+    alphas: Sequence[float] = (ALPHA,),
     method: StageVAR | None = None,
     stages: Sequence[int] | None = None,
     seed: int = 0,
@@ -83,7 +80,7 @@ def measure_ranks(
         raise SettingError(f"alphas {alphas!r}: give one or more numbers above 0 and up to 1")
     layers = tuple(blocks.start for blocks in group_layers(pipe.model, method.groups))
     watcher = RankWatcher(layers, alphas)
-    dense = replace(method, guidance_off=first, alphas=(), ranks=None, variant="vanilla", as_released=False)
+    dense = replace(method, guidance_off=first, alphas=(), ranks=None, as_released=False)
     probed = Combined((dense, FeatureProbe((watcher.watch,), layers, frozenset(measured))))
     for image, prompt in enumerate(prompts):
         pipe(prompt, seed=seed + image, method=probed, **request)

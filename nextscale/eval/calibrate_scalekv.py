@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import CacheSpec, LayerCache, Workspace
-from ..cache.attending import AttendingCache, AttentionCall
+from ..cache import AttentionCall, CacheSpec, LayerCache, Workspace
 from ..methods.method import Method, MethodRun, RunSetup
 from ..methods.scalekv import LAYERS_PER_DRAFTER, ScaleKV, window_places
-from ..models.attention import attend_slot
 from ..pipeline import Pipeline
 from ..stage import Schedule
 
@@ -63,14 +61,14 @@ class AttentionLostRun(MethodRun):
         return MeasuringCache(spec, workspace, self.method, self.layers - 1)
 
 
-class MeasuringCache(AttendingCache):
+class MeasuringCache(LayerCache):
     def __init__(self, spec: CacheSpec, workspace: Workspace, method: AttentionLost, layer: int) -> None:
         super().__init__(spec, workspace)
         self.method, self.layer = method, layer
 
     def attend(self, seen: AttentionCall) -> Tensor:
-        out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
-        if seen.slot.end > self.method.capacity and seen.tokens.stage.index != self.spec.final:  # nothing is kept for a stage after that
+        out = super().attend(seen)
+        if seen.view.end > self.method.capacity and seen.tokens.stage.index != self.spec.final:  # nothing is kept for a stage after that
             self.method.seen.append((self.layer, lost_attention(seen, self.method.capacity, self.method.window)))
         return out
 
@@ -79,7 +77,7 @@ def lost_attention(seen: AttentionCall, capacity: int, window: int) -> float:
     """The share of the window's attention outside the `capacity` keys that receive most of it, mean over rows and heads."""
     places = window_places(seen.tokens, seen.q.shape[:2], min(window, seen.q.shape[1]), seen.q.device)
     asking = seen.q.gather(1, places[..., None, None].expand(-1, -1, *seen.q.shape[2:])).transpose(1, 2)
-    keys = seen.slot.keys.narrow(1, 0, seen.slot.end).permute(0, 2, 3, 1)
+    keys = seen.view.keys.narrow(1, 0, seen.view.end).permute(0, 2, 3, 1)
     received = ((asking @ keys.to(asking.dtype)).float() * seen.scale).softmax(dim=-1).mean(dim=2)  # [R, H, T]
     return 1 - float(received.topk(capacity, dim=-1).values.sum(dim=-1).mean())
 

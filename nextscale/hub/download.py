@@ -62,7 +62,7 @@ def require_room(folder: Path, needed: int) -> None:
     if free < needed:
         raise DownloadError(
             f"{size_text(needed)} are needed in {folder}, {size_text(free)} are free. Make room, or choose another disk: "
-            "nextscale download MODEL --to DIR, or HF_HOME"
+            "nextscale download -m MODEL --to FOLDER, or HF_HOME"
         )
 
 

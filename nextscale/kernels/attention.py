@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .e4m3 import E4M3
 from .quantize import in_e4m3_range
-from .shapes import SMALLEST_SQUARE, power_of_two, require_shape
+from .reference import E4M3
+from .shapes import MIN_SQUARE, power_of_two, require_shape
 
 LOG2_E = 1.4426950408889634
-SMALLEST_DOT = 16  # sides of a product on tensor cores
+MIN_DOT = 16  # sides of a product on tensor cores
 WIDE = 128  # channels of a head from which on three blocks of keys and values do not fit the 99 KB that many GPUs share among a program
 SHORT = 128  # keys that are read without being waited for, at most: a text
 
@@ -51,7 +51,7 @@ def attended(q, keys_ptr, values_ptr, start, length, largest, total, out, keys_t
 
 @triton.jit(do_not_specialize=["queries", "images", "known_length"])
 def attend_lengths_kernel(
-    q_ptr, keys_ptr, values_ptr, lengths_ptr, starts_ptr, out_ptr, queries, images, known_length, factor, inverse,
+    q_ptr, keys_ptr, values_ptr, lengths_ptr, cu_seqlens_ptr, out_ptr, queries, images, known_length, factor, inverse,
     q_row, q_token, q_head, keys_row, keys_token, keys_head, values_row, values_token, values_head,
     RAGGED: tl.constexpr, PACKED: tl.constexpr, UNIT: tl.constexpr, QUANTIZED: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr,
@@ -64,8 +64,8 @@ def attend_lengths_kernel(
     end = queries
     if PACKED:
         source = row // images
-        start = tl.load(starts_ptr + row % images)
-        end = tl.load(starts_ptr + row % images + 1)
+        start = tl.load(cu_seqlens_ptr + row % images)
+        end = tl.load(cu_seqlens_ptr + row % images + 1)
         query += start
     asked = (query < end)[:, None] & (channel < CHANNELS)[None, :]
     length = known_length
@@ -120,7 +120,7 @@ def attend_lengths(
     scale: float,
     *,
     unit: bool = False,
-    starts: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     longest: int | None = None,
     e4m3_scale: float | None = None,
     tile: Tile | None = None,
@@ -129,15 +129,15 @@ def attend_lengths(
 
     lengths: [R], int32, each from 1 to T; a number where all rows are equally long. Half precision.
     unit: queries are made unit vectors first, as `models.attention.unit_vectors` does it, and rounded as if that stood alone.
-    starts: [B + 1], int32, where q [F, N, H, D] holds the queries of F * B = R rows, B of them one after another: those of row f * B + b
-    are q[f, starts[b] : starts[b + 1]], at most `longest`. What lies behind the last gets no result.
+    cu_seqlens: [B + 1], int32, where q [F, N, H, D] holds the queries of F * B = R rows, B of them in order: those of row f * B + b
+    are q[f, cu_seqlens[b] : cu_seqlens[b + 1]], at most `longest`. What lies behind the last gets no result.
     e4m3_scale: the result is divided by it and rounded to e4m3.
     """
     branches, num_queries, heads, channels = q.shape
-    images = 1 if starts is None else starts.shape[0] - 1
+    images = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     rows, room = branches * images, keys.shape[1]
-    if starts is not None:
-        starts = starts.int().contiguous()
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.int().contiguous()
     for name, store in (("keys", keys), ("values", values)):
         require_shape(name, store, rows, room, heads, channels)
     ragged, length = (lengths, room) if isinstance(lengths, Tensor) else (None, lengths)  # the largest possible length, or that of all rows
@@ -151,23 +151,23 @@ def attend_lengths(
     queries, key_block, warps, stages = tile_for(length, channels) if tile is None else tile
     with torch.cuda.device_of(q):
         attend_lengths_kernel[triton.cdiv(longest or num_queries, queries), heads, rows](
-            q, keys, values, ragged, starts, out, num_queries, images, length, scale * LOG2_E, 1 / (e4m3_scale or 1.0),
+            q, keys, values, ragged, cu_seqlens, out, num_queries, images, length, scale * LOG2_E, 1 / (e4m3_scale or 1.0),
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-            RAGGED=ragged is not None, PACKED=starts is not None, UNIT=unit, QUANTIZED=e4m3_scale is not None, EPS=SMALLEST_SQUARE,
-            HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
+            RAGGED=ragged is not None, PACKED=cu_seqlens is not None, UNIT=unit, QUANTIZED=e4m3_scale is not None, EPS=MIN_SQUARE,
+            HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), MIN_DOT),
             QUERIES=queries, KEYS=key_block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out
 
 
 def attend_lengths_reference(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, unit: bool = False, starts: Tensor | None = None
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, unit: bool = False, cu_seqlens: Tensor | None = None
 ) -> Tensor:
     if unit:
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
-        q = F.rms_norm(wide, wide.shape[-1:], eps=SMALLEST_SQUARE).to(q.dtype)
-    if starts is not None:
-        return attend_packed_reference(q, keys, values, lengths, scale, starts.tolist())
+        q = F.rms_norm(wide, wide.shape[-1:], eps=MIN_SQUARE).to(q.dtype)
+    if cu_seqlens is not None:
+        return attend_packed_reference(q, keys, values, lengths, scale, cu_seqlens.tolist())
     if isinstance(lengths, int):
         lengths = torch.full((q.shape[0],), lengths, device=q.device)
     there = (torch.arange(keys.shape[1], device=lengths.device) < lengths[:, None])[:, None, None]
@@ -177,11 +177,11 @@ def attend_lengths_reference(
     return out.transpose(1, 2).flatten(2)
 
 
-def attend_packed_reference(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, starts: list[int]) -> Tensor:
+def attend_packed_reference(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, cu_seqlens: list[int]) -> Tensor:
     out = q.new_zeros(*q.shape[:2], q.shape[2] * q.shape[3])
     for row in range(keys.shape[0]):
-        branch, image = divmod(row, len(starts) - 1)
-        asked, one = slice(starts[image], starts[image + 1]), slice(row, row + 1)
+        branch, image = divmod(row, len(cu_seqlens) - 1)
+        asked, one = slice(cu_seqlens[image], cu_seqlens[image + 1]), slice(row, row + 1)
         length = lengths if isinstance(lengths, int) else lengths[one]
         out[branch, asked] = attend_lengths_reference(q[branch, asked][None], keys[one], values[one], length, scale)[0]
     return out

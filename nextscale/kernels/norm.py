@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .e4m3 import E4M3, to_e4m3
 from .quantize import in_e4m3_range
+from .reference import E4M3, to_e4m3
 from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
 
 NORM_EPS = 1e-6
@@ -22,9 +22,9 @@ NORM_EPS = 1e-6
 
 @triton.jit(do_not_specialize=["tokens", "images"])
 def norm_modulate_kernel(
-    x_ptr, index_ptr, image_ptr, update_ptr, gain_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
-    tokens, images, x_row, x_token, update_row, update_token, gain_row, scale_row, shift_row, eps, inverse,
-    INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GAINED: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
+    x_ptr, index_ptr, image_ptr, update_ptr, gate_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
+    tokens, images, x_row, x_token, update_row, update_token, gate_row, scale_row, shift_row, eps, inverse,
+    INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
     CENTRED: tl.constexpr, QUANTIZED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -41,8 +41,8 @@ def norm_modulate_kernel(
     x = tl.load(x_ptr + row * x_row + source * x_token + channel, mask=inside, other=0.0).to(tl.float32)
     if UPDATED:
         update = tl.load(update_ptr + row * update_row + token * update_token + channel, mask=inside, other=0.0).to(tl.float32)
-        if GAINED:
-            update *= tl.load(gain_ptr + owner * gain_row + channel, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            update *= tl.load(gate_ptr + owner * gate_row + channel, mask=inside, other=0.0).to(tl.float32)
         rounded = (x + update).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + written, rounded, mask=inside)
         x = rounded.to(tl.float32)  # the norm is that of what later blocks read
@@ -94,7 +94,7 @@ def norm_modulate(
         norm_modulate_kernel[tokens, rows](
             x, index, image, None, None, scale, shift, None, out,
             tokens, images, x.stride(0), x.stride(1), 0, 0, 0, row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
-            INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GAINED=False, SCALED=scale is not None,
+            INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GATED=False, SCALED=scale is not None,
             SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
             num_warps=warps or warps_for(block),
         )  # fmt: skip
@@ -148,7 +148,7 @@ def norm_modulate_reference(
 
 def residual_norm_modulate(
     x: Tensor,
-    gain: Tensor | None,
+    gate: Tensor | None,
     update: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
@@ -164,9 +164,9 @@ def residual_norm_modulate(
     """
     rows, tokens, channels = x.shape
     require_shape("update", update, rows, tokens, channels)
-    images = images_in(image, rows, gain, scale, shift)
+    images = images_in(image, rows, gate, scale, shift)
     x, update = dense_channels(x), dense_channels(update)
-    gain, scale, shift = (each_row(one, rows * images, channels) for one in (gain, scale, shift))
+    gate, scale, shift = (each_row(one, rows * images, channels) for one in (gate, scale, shift))
     if image is not None:
         require_shape("image", image, tokens)
     total = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
@@ -174,10 +174,10 @@ def residual_norm_modulate(
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
-            x, None, image, update, gain, scale, shift, total, out,
-            tokens, images, x.stride(0), x.stride(1), update.stride(0), update.stride(1), row_stride(gain),
+            x, None, image, update, gate, scale, shift, total, out,
+            tokens, images, x.stride(0), x.stride(1), update.stride(0), update.stride(1), row_stride(gate),
             row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
-            INDEXED=False, PACKED=image is not None, UPDATED=True, GAINED=gain is not None, SCALED=scale is not None,
+            INDEXED=False, PACKED=image is not None, UPDATED=True, GATED=gate is not None, SCALED=scale is not None,
             SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
             num_warps=warps or warps_for(block),
         )  # fmt: skip
@@ -186,7 +186,7 @@ def residual_norm_modulate(
 
 def residual_norm_modulate_reference(
     x: Tensor,
-    gain: Tensor | None,
+    gate: Tensor | None,
     update: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
@@ -195,6 +195,6 @@ def residual_norm_modulate_reference(
     image: Tensor | None = None,
     e4m3_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    gain = of_tokens(gain, x.shape[0], image)
-    total = x + update if gain is None else torch.addcmul(x, gain, update)
+    gate = of_tokens(gate, x.shape[0], image)
+    total = x + update if gate is None else torch.addcmul(x, gate, update)
     return total, norm_modulate_reference(total, scale, shift, centred=centred, image=image, e4m3_scale=e4m3_scale)

@@ -14,18 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .group_norm import Sums, group_norm_silu_reference, mean_and_scale
-from .shapes import LARGEST_NORM_CONV, image_sizes, power_of_two, require_shape
+from .shapes import MAX_NORM_CONV, image_sizes, power_of_two, require_shape
 
 # The input is read twice, once for its mean and variance: 0.54 GB for bfloat16, 1024 x 1024 pixels with 128 channels, at the least 0.13 ms
 # at 4.3 TB/s.
 TILE = 16384  # bytes of pixels that a program works on at a time
 COLUMNS = 64  # of a tile, at most: what the tensor cores of a warp group take at a time
 ROWS = 32  # of a program, at most: it reads two more
-SMALLEST_ROWS = 8
+MIN_ROWS = 8
 PROGRAMS = 1056  # eight per multiprocessor of an H200
 STAGES = 3  # rows that are on their way at a time
 WARPS = 4
-LARGEST_OUT = 4  # output channels: three sums of so many lie side by side, and a product of tensor cores has 16 columns
+MAX_OUT = 4  # output channels: three sums of so many lie side by side, and a product of tensor cores has 16 columns
 
 
 @triton.jit(do_not_specialize=["height", "width", "rows"])
@@ -98,14 +98,14 @@ def group_norm_silu_conv(
     images, channels, _ = image_sizes(x)
     height, width = x.shape[2:]
     out_channels = weight.shape[0]
-    if not 1 <= out_channels <= LARGEST_OUT or channels > LARGEST_NORM_CONV:
-        raise ValueError(f"weight is {list(weight.shape)}; expected at most {LARGEST_NORM_CONV} channels, and {LARGEST_OUT} in the result")
+    if not 1 <= out_channels <= MAX_OUT or channels > MAX_NORM_CONV:
+        raise ValueError(f"weight is {list(weight.shape)}; expected at most {MAX_NORM_CONV} channels, and {MAX_OUT} in the result")
     require_shape("weight", weight, out_channels, channels, 3, 3)
     require_shape("bias", bias, out_channels)
     block = max(power_of_two(channels), 16)
     columns = max(min(COLUMNS, TILE // (block * x.element_size()), power_of_two(width + 2)), 16)
     segments = triton.cdiv(width, columns - 2)
-    rows = max(min(ROWS, images * segments * height // PROGRAMS), SMALLEST_ROWS)
+    rows = max(min(ROWS, images * segments * height // PROGRAMS), MIN_ROWS)
     mean, scale = mean_and_scale(x, groups, norm_weight, eps, None, sums)
     out = torch.empty((images, out_channels, height, width), dtype=torch.float32, device=x.device, memory_format=torch.channels_last)
     with torch.cuda.device_of(x):

@@ -20,10 +20,10 @@ from .shapes import dense_channels, per_row, power_of_two, require_index, requir
 
 @triton.jit(do_not_specialize=["tokens", "kept", "memory_height", "memory_width", "height", "width"])
 def restore_tokens_kernel(
-    memory_ptr, fresh_ptr, index_ptr, base_ptr, gain_ptr, cells_ptr, out_ptr,
+    memory_ptr, fresh_ptr, index_ptr, base_ptr, gate_ptr, cells_ptr, out_ptr,
     tokens, kept, memory_height, memory_width, height, width,
-    memory_row, memory_token, fresh_row, fresh_token, base_row, base_token, gain_row,
-    BASED: tl.constexpr, GAINED: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr,
+    memory_row, memory_token, fresh_row, fresh_token, base_row, base_token, gate_row,
+    BASED: tl.constexpr, GATED: tl.constexpr, CELLS: tl.constexpr, STEPS: tl.constexpr,
     TALLEST: tl.constexpr, WIDEST: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
@@ -61,8 +61,8 @@ def restore_tokens_kernel(
                     memory_ptr + row * memory_row + place.to(tl.int64) * memory_token + channel, mask=inside & there, other=0.0
                 ).to(tl.float32)  # fmt: skip
         value *= 1.0 / ((bottom - top) * (right - left)).to(tl.float32)
-    if GAINED:
-        value *= tl.load(gain_ptr + row * gain_row + channel, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        value *= tl.load(gate_ptr + row * gate_row + channel, mask=inside, other=0.0).to(tl.float32)
     out = (base + value).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (row * tokens + token) * CHANNELS + channel, out, mask=inside)
 
@@ -81,7 +81,7 @@ def restore_tokens(
     index: Tensor,
     *,
     base: Tensor | None = None,
-    gain: Tensor | None = None,
+    gate: Tensor | None = None,
     cells: Tensor | None = None,
     warps: int | None = None,
 ) -> Tensor:
@@ -103,17 +103,17 @@ def restore_tokens(
     if base is not None:
         require_shape("base", base, rows, tokens, channels)
         base = dense_channels(base)
-    gain = None if gain is None else per_row(gain, rows, channels)
+    gate = None if gate is None else per_row(gate, rows, channels)
     memory, fresh = dense_channels(memory), dense_channels(fresh)
     out = torch.empty(rows, tokens, channels, dtype=fresh.dtype, device=fresh.device)
     block = power_of_two(channels)
     with torch.cuda.device_of(fresh):
         restore_tokens_kernel[tokens, rows](
-            memory, fresh, index, base, gain, cells, out,
+            memory, fresh, index, base, gate, cells, out,
             tokens, kept, *size, *grid,
             *memory.stride()[:2], *fresh.stride()[:2], *((0, 0) if base is None else base.stride()[:2]),
-            0 if gain is None else gain.stride(0),
-            BASED=base is not None, GAINED=gain is not None, CELLS=cells is not None, STEPS=(grid[0] * grid[1]).bit_length(),
+            0 if gate is None else gate.stride(0),
+            BASED=base is not None, GATED=gate is not None, CELLS=cells is not None, STEPS=(grid[0] * grid[1]).bit_length(),
             TALLEST=widest_window(size[0], grid[0]), WIDEST=widest_window(size[1], grid[1]), CHANNELS=channels, BLOCK=block,
             num_warps=warps or warps_for(block),
         )  # fmt: skip
@@ -128,7 +128,7 @@ def restore_tokens_reference(
     index: Tensor,
     *,
     base: Tensor | None = None,
-    gain: Tensor | None = None,
+    gate: Tensor | None = None,
     cells: Tensor | None = None,
 ) -> Tensor:
     channels = memory.shape[-1]
@@ -139,8 +139,8 @@ def restore_tokens_reference(
     resized = F.interpolate(memory.transpose(1, 2).unflatten(2, size), size=grid, mode="area").flatten(2).transpose(1, 2)
     if cells is not None:
         resized = at(resized, cells)
-    if gain is not None:
-        resized, fresh = gain * resized, gain * fresh
+    if gate is not None:
+        resized, fresh = gate * resized, gate * fresh
     if base is not None:
         resized, fresh = base + resized, at(base, index) + fresh
     return resized.scatter(1, index[..., None].expand(-1, -1, channels).long(), fresh)

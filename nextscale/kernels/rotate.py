@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .shapes import SMALLEST_SQUARE, power_of_two, require_index, require_shape, warps_for
+from .shapes import MIN_SQUARE, power_of_two, require_index, require_shape, warps_for
 
 # Bytes for bfloat16 [2, 4096, 3, 16, 128]: 101 MB in, 101 MB out, 47 us at 4.3 TB/s. Torch moves 1007 MB in six to eight kernels, most of
 # it queries and keys in float32: 234 us. Measured on an H200: 55 us, torch 559. One program per token, so that a rotation is read once for
@@ -132,7 +132,7 @@ def rotate_into_cache(
             qkv, temperature, table, index, starts, image, place, ends, q, keys, values,
             0 if starts is not None else start, tokens, images, *qkv.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
             NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
-            PACKED=packed is not None, EPS=SMALLEST_SQUARE,
+            PACKED=packed is not None, EPS=MIN_SQUARE,
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
@@ -153,7 +153,7 @@ def rotate_into_cache_reference(
     rows, tokens, _, heads, head_dim = qkv.shape
     qk = qkv[:, :, :2].to(torch.promote_types(qkv.dtype, torch.float32))
     if temperature is not None:
-        qk = F.rms_norm(qk, (head_dim,), eps=SMALLEST_SQUARE)
+        qk = F.rms_norm(qk, (head_dim,), eps=MIN_SQUARE)
     if rotation is not None:
         at = rotation[None] if index is None else rotation[index.long()]  # [1 or R, N, D / 2]
         pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)).contiguous())

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 ELEMENTS_PER_THREAD = 16  # two 16-byte accesses of bfloat16 in flight per tensor
-LARGEST_WARPS = 16
-LARGEST_CHANNELS = 128  # of a tile of an image: 256 bytes of bfloat16 side by side
-LARGEST_NORM_CONV = 256  # channels whose weights a program of `norm_conv` can keep
-SMALLEST_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
+MAX_WARPS = 16
+MAX_CHANNELS = 128  # of a tile of an image: 256 bytes of bfloat16 side by side
+MAX_NORM_CONV = 256  # channels whose weights a program of `norm_conv` can keep
+MIN_SQUARE = 1e-24  # only keeps a zero vector from dividing by zero
 
 
 def power_of_two(count: int) -> int:
@@ -19,7 +19,7 @@ def power_of_two(count: int) -> int:
 
 def warps_for(elements: int) -> int:
     """Warps of a program that holds this number of elements (a power of two) of each tensor: 4 for 2048, 8 for 4096."""
-    return min(max(elements // (32 * ELEMENTS_PER_THREAD), 1), LARGEST_WARPS)
+    return min(max(elements // (32 * ELEMENTS_PER_THREAD), 1), MAX_WARPS)
 
 
 def dense_channels(x: Tensor) -> Tensor:
@@ -55,5 +55,5 @@ def image_sizes(x: Tensor) -> tuple[int, int, int]:
 
 def tile_sizes(channels: int, pixels: int, elements: int) -> tuple[int, int]:
     """Pixels and channels of a tile: as many channels as the largest power of two that divides them, so that no lane is idle."""
-    block = min(LARGEST_CHANNELS, channels & -channels)
+    block = min(MAX_CHANNELS, channels & -channels)
     return min(elements // block, power_of_two(pixels)), block

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..errors import SettingError
 from ..io import home
+from ..methods.stagevar_ranks import RankTable, rank_file, read_rank_table
 from ..models.base import NextScaleModel
-from ..models.rank_table import RankTable, rank_file, read_rank_table
 from ..profiles import profile_folder
 from .artifacts import Weights
 from .fetch import locate
@@ -21,7 +21,7 @@ def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
         return None
     table = read_rank_table(file)
     if not table.belongs_to(model):
-        raise SettingError(f"{file} lies beside these weights, and has {table!r}: remove it, or write it with `nextscale observe ranks`")
+        raise SettingError(f"{file} lies beside these weights, and has {table!r}: remove it, or run `nextscale calibrate stagevar`")
     return table
 
 

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, SettingError
 from ..io import home
 from ..models import HartConfig, StarConfig
 from ..models.base import KvDtype
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Engine, Pipeline
 from ..profiles import own_profiles

@@ -8,8 +8,7 @@ import torch
 
 from ..device import place
 from ..models.base import NextScaleModel
-from ..models.quantization import quantize_blocks
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize, quantize_blocks
 from ..profiles import fingerprint
 
 

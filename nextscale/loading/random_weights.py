@@ -10,7 +10,7 @@ from torch import nn
 from ..device import check_quantize, choose_kv_dtype
 from ..models import HartConfig, InfinityConfig, StarConfig
 from ..models.base import KvDtype
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize
 from ..pipeline import Pipeline
 from ..text import RandomEncoder
 from .load import prompt_reader

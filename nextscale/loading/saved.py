@@ -15,9 +15,9 @@ from ..checkpoints.files import read_object
 from ..device import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
 from ..errors import CheckpointError, SettingError
 from ..io import write_text
+from ..methods.stagevar_ranks import rank_file, write_rank_table
 from ..models.base import KvDtype
-from ..models.quantized import Quantize
-from ..models.rank_table import rank_file, write_rank_table
+from ..models.quantization import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Pipeline, Settings
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder

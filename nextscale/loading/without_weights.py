@@ -6,8 +6,7 @@ import torch
 
 from ..device import check_quantized_dtype, place
 from ..models.base import KvDtype, NextScaleModel
-from ..models.quantization import quantize_blocks
-from ..models.quantized import Quantize
+from ..models.quantization import Quantize, quantize_blocks
 from ..tokenizers.base import Tokenizer
 from .presets import ModelSpec, build_model, build_tokenizer
 

@@ -128,4 +128,4 @@ def no_profile(situation: SelectionContext) -> str:
 def advice(situation: SelectionContext) -> str:
     size = f" --size {situation.size}" if situation.size else ""
     weights = f" --weights {shlex.quote(str(situation.weights))}" if situation.weights else ""
-    return f"measure it with `nextscale tune {situation.name}{weights}{size} --batch {situation.batch} --device {situation.device.type}`"
+    return f"measure it with `nextscale tune -m {situation.name}{weights}{size} --batch {situation.batch} --device {situation.device.type}`"

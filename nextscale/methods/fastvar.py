@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import SettingError
-from ..models.blocks import FusedSublayer, run_fused
+from ..models.blocks import Sublayer, run_sublayers
 from ..models.context import ForwardContext
 from ..stage import Schedule, Tokens, repeat_tail
 from ..validation import is_fraction, is_int, require_flags
@@ -244,7 +244,7 @@ class RememberedBlocks(Span):
         return memory_names(self.layers)
 
     def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
-        return {name: len(block.sublayers) for block in blocks for name in memory_names(range(block.layer, block.layer + 1))}
+        return {name: block.num_sublayers for block in blocks for name in memory_names(range(block.layer, block.layer + 1))}
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         if tokens.index is not None:
@@ -252,27 +252,26 @@ class RememberedBlocks(Span):
                 f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
                 f" {tokens.num_tokens} tokens there: choose a cache_stage that the other method leaves whole"
             )
-        fused = [block.fused_sublayers(x, ctx) for block in blocks]
-        if all(fused):
-            chain = [remembering(block, i, one) for block, several in zip(blocks, fused, strict=True) for i, one in enumerate(several)]
-            return run_fused(chain, x, tokens, ctx)
+        if kernels.available(x):
+            chain = [remembering(block, i, one) for block in blocks for i, one in enumerate(block.sublayers(ctx))]
+            return run_sublayers(chain, x, tokens, ctx)
         for block in blocks:
-            for number, sublayer in enumerate(block.sublayers):
+            for number, sublayer in enumerate(block.sublayers(ctx)):
                 update = sublayer(x, tokens, ctx)
                 ctx.memory.store(memory_key(block, number), update, tokens)
                 x = x + update
         return x
 
 
-def remembering(block: Block, number: int, fused: FusedSublayer) -> FusedSublayer:
+def remembering(block: Block, number: int, sublayer: Sublayer) -> Sublayer:
     """Returns the sublayer, changed so that it keeps what it computes before the gain."""
 
     def run(y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        update = fused.run(y, tokens, ctx)
+        update = sublayer.run(y, tokens, ctx)
         ctx.memory.store(memory_key(block, number), update, tokens)
         return update
 
-    return fused._replace(run=run)
+    return sublayer._replace(run=run)
 
 
 @dataclass(frozen=True)
@@ -292,26 +291,22 @@ class ThinnedBlocks(Span):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
-            fused = block.fused_sublayers(x, ctx)
-            for number, sublayer in enumerate(block.sublayers):
+            for number, sublayer in enumerate(block.sublayers(ctx)):
                 selection, kept = top_share(tokens, distance_from_mean(x, tokens), self.ratio)
                 if ctx.computed is not None:
                     ctx.computed.add(kept, selection, 1)
-                if fused:  # the kernels normalise as they gather
-                    gain, update = fused[number].gain, fused[number].run(fused[number].normed(x, selection), kept, ctx)
-                else:
-                    gain, update = None, sublayer(pick(x, selection), kept, ctx)
-                x = restored(x, update, gain, selection, memory_key(block, number), tokens, ctx)
+                update, gate = sublayer.update(x, kept, ctx, selection)
+                x = restored(x, update, gate, selection, memory_key(block, number), tokens, ctx)
         return repeat_tail(x, tokens.count)
 
 
 def restored(
-    x: Tensor, update: Tensor, gain: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, ctx: ForwardContext
+    x: Tensor, update: Tensor, gate: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, ctx: ForwardContext
 ) -> Tensor:
     """x [R, N, C] with the update [R, K, C] added at the selected tokens, and what an earlier stage has kept at the others."""
     if kernels.available(x):
         memory, size = remembered(ctx.memory.stored, key, tokens)
-        return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gain=gain, cells=tokens.index)
+        return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gate=gate, cells=tokens.index)
     filled = remembered(partial(ctx.memory.fill, tokens=tokens), key, tokens)
     return put_(x + filled, selection, pick(x, selection) + update)
 

@@ -21,7 +21,7 @@ from .scalekv import ScaleKV
 from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
-from .stagevar.method import StageVAR
+from .stagevar import StageVAR
 from .tome import ToMe
 
 MethodLike = Method | str | Sequence[Method | str] | None

@@ -11,11 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from ..cache.attending import AttentionCall
-from ..cache.compressed import CompressedLayerCache, CompressedSpec
+from ..cache import AttentionCall, CacheSpec, CompressedLayerCache, CompressedSpec, LayerCache, Workspace
 from ..errors import SettingError
-from ..models.attention import attend_slot
 from ..stage import Schedule, Tokens
 from ..validation import is_fraction, is_int, require_flags
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
@@ -40,7 +37,7 @@ class ScaleKV(Method):
     The knobs that matter:
     share: mean share of the keys before the last stage that the layers keep, where no budgets are published. 1 keeps all.
     drafters: layers that keep as much as fits the mean. None is the published choice for Infinity of 32 and 40 layers at its 13 square
-        stages, with the published budgets; everywhere else it is ours, the first layers, one in about 13. `nextscale fit scalekv`
+        stages, with the published budgets; everywhere else it is ours, the first layers, one in about 13. `nextscale calibrate scalekv`
         measures a model's own.
 
     To tinker with:
@@ -114,7 +111,7 @@ class ScaleKVRun(MethodRun):
     method: ScaleKV
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        return ScaleKVCache(spec, workspace, self.method) if isinstance(spec, CompressedSpec) else DenseLayerCache(spec, workspace)
+        return ScaleKVCache(spec, workspace, self.method) if isinstance(spec, CompressedSpec) else LayerCache(spec, workspace)
 
 
 class ScaleKVCache(CompressedLayerCache):
@@ -123,11 +120,11 @@ class ScaleKVCache(CompressedLayerCache):
         self.method = method
 
     def attend(self, seen: AttentionCall) -> Tensor:
-        out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        out = super().attend(seen)
         stage = seen.tokens.stage.index
         if stage != self.spec.final:
             keep = self.kept_after(stage)
-            self.keep(seen.slot, None if keep is None else self.selected(seen, keep))
+            self.keep(seen.view, None if keep is None else self.selected(seen, keep))
         return out
 
     def selected(self, seen: AttentionCall, keep: int) -> Tensor:
@@ -137,18 +134,18 @@ class ScaleKVCache(CompressedLayerCache):
 
     def scores(self, seen: AttentionCall) -> tuple[Tensor, Tensor]:
         """Scores of all entries, [R, H, T], and the places of the window among them, [R, W]."""
-        slot, heads = seen.slot, seen.q.shape[2]
-        if self.method.as_released and seen.tokens.index is None and slot.lengths is None:
-            window = released_window(seen.tokens.stage.index, slot.end, self.method.window, seen.q.device).expand(seen.q.shape[0], -1)
-            places = (window - (slot.end - seen.q.shape[1])).clamp(0, seen.q.shape[1] - 1)
+        view, heads = seen.view, seen.q.shape[2]
+        if self.method.as_released and seen.tokens.index is None and view.lengths is None:
+            window = released_window(seen.tokens.stage.index, view.end, self.method.window, seen.q.device).expand(seen.q.shape[0], -1)
+            places = (window - (view.end - seen.q.shape[1])).clamp(0, seen.q.shape[1] - 1)
         else:
             places = window_places(seen.tokens, seen.q.shape[:2], self.method.window, seen.q.device)  # [R, W]
-            window = places + (slot.start if isinstance(slot.start, int) else slot.start[:, None])
+            window = places + (view.start if isinstance(view.start, int) else view.start[:, None])
         x, weight = seen.projected()
         chosen = x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))
         queries = F.linear(chosen, weight[: x.shape[-1]]).unflatten(-1, (heads, -1))
-        keys = slot.keys.narrow(1, 0, slot.end)
-        return key_scores(keys, queries, window, self.method.pooling, slot.lengths), window
+        keys = view.keys.narrow(1, 0, view.end)
+        return key_scores(keys, queries, window, self.method.pooling, view.lengths), window
 
 
 def window_places(tokens: Tokens, shape: Sequence[int], window: int, device: torch.device) -> Tensor:

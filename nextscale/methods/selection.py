@@ -64,5 +64,5 @@ class SelectionContext:
 
     @property
     def size(self) -> str:
-        """Height and width of the image, as the command line takes them; empty where they are not known."""
-        return "x".join(str(side * self.pixels_per_token) for side in self.sizes[-1]) if self.sizes else ""
+        """WIDTHxHEIGHT of the image; empty if unknown."""
+        return "x".join(str(side * self.pixels_per_token) for side in reversed(self.sizes[-1])) if self.sizes else ""

@@ -81,7 +81,7 @@ class SkipVAR(Method):
 
     The knobs that matter:
     models: the decision models: "0.84", "0.86", "0.88" (published for Infinity-2B; the structural similarity to the dense image that they
-        aim at), "0.84 diff-only", or a file that `nextscale fit skipvar` has made for another model. Nothing but a fit makes them right
+        aim at), "0.84 diff-only", or a file that `nextscale calibrate skipvar` has made. Nothing but a fit makes them right
         elsewhere.
     most: at most this number of stages is dropped or runs without guidance. 0 is dense generation.
 

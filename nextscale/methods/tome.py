@@ -108,12 +108,12 @@ class MergedBlocks(Span):
         merging = self.merging(x, tokens, ctx)
         for block in blocks:
             merge = merging(block, x)
-            for name, sublayer in zip(sublayers_of(block), block.sublayers, strict=True):
+            for name, sublayer in zip(sublayers_of(block), block.sublayers(ctx), strict=True):
                 merged = name in self.sublayers
                 x = x + (merge.unmerge(sublayer(merge.merge(x), merge.tokens, ctx)) if merged else sublayer(x, tokens, ctx))
             if ctx.computed is not None:
                 ctx.computed.add(merge.tokens, merge.selection, len(self.sublayers))
-                ctx.computed.add(tokens, x, len(block.sublayers) - len(self.sublayers))
+                ctx.computed.add(tokens, x, block.num_sublayers - len(self.sublayers))
         return x
 
     def merging(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Callable[[Block, Tensor], Merge]:

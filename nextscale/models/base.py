@@ -17,15 +17,13 @@ from ..errors import SettingError, SizeError
 from ..guidance import ResolvedGuidance
 from ..sampling import Refinement, Rng, Sampling, choose, pass_noise
 from ..stage import Schedule, Stage, Tokens
-from .attention import temperature
-from .block_config import BlockConfig
-from .blocks import Block, ModulatedBlock
+from .attention import logit_scale
+from .blocks import Block, BlockConfig
 from .context import Conditioning, ForwardContext
 from .macs import macs_per_token
 from .modulation import HeadModulation
-from .quantized import Quantize
-from .rank_table import RankTable
-from .text_context import TextBuffer, TextInputs
+from .quantization import Quantize
+from .text_context import TextInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class PromptInputs:
     """What the prompts give a model, on its device: of a condition, all that differs from request to request."""
 
     rows: tuple[Tensor, ...] = ()  # [R, ...] each: the prompts', then, if guided, those of what to steer away from
-    text: TextInputs | TextBuffer | None = None
+    text: TextInputs | None = None
 
 
 class ModelRequest(Protocol):
@@ -82,7 +80,7 @@ class NextScaleModel(nn.Module):
     adds_residual: ClassVar[bool] = False  # `residual` has something to add to the last stage
     replaces_codes: ClassVar[bool] = False  # a stage replaces what earlier ones have generated, and is no residual to them
     rotates_in_float32: ClassVar[bool] = False  # queries and keys are rotated by torch in float32, not by a kernel
-    rank_table: RankTable | None = None  # measured of these weights, if it lies beside them
+    rank_table: Any = None  # a RankTable (StageVAR) that was measured of these weights, if it lies beside them
     quantize: Quantize | None = None  # the format in which the blocks have their weights; None: the model's dtype
     fingerprint: str | None = None  # of the weights before they were quantised
     kv_dtype: KvDtype | None = None  # in which keys and values are kept for later stages; None: as they are computed
@@ -103,10 +101,6 @@ class NextScaleModel(nn.Module):
     def rows_share_text(self) -> bool:
         """Whether the first row's attention to the text is used for all rows (STAR as released)."""
         return False
-
-    @property
-    def modulated(self) -> tuple[ModulatedBlock, ...]:
-        return tuple(block for block in self.stack if isinstance(block, ModulatedBlock))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,7 +197,7 @@ class NextScaleModel(nn.Module):
 
     def modulation_tables(self) -> Tensor:
         """What each block adds to a modulation that all share, [L, 1, 6, C]."""
-        return torch.stack([block.modulation_table for block in self.modulated])[:, None]
+        return torch.stack([block.modulation_table for block in self.stack])[:, None]
 
     def head_modulation(self, condition: Tensor) -> HeadModulation:
         """Condition [R, C] to what it does before the head."""
@@ -229,10 +223,10 @@ class NextScaleModel(nn.Module):
         return 0
 
 
-def temperatures(blocks: tuple[Block, ...]) -> list[Tensor | None]:
+def logit_scales(blocks: tuple[Block, ...]) -> list[Tensor | None]:
     """What multiplies the queries of each head, [H, 1] per layer; the same for all stages."""
     logs: list[Tensor] = [log for block in blocks if (log := block.attention.log_temperature) is not None]
-    return list(temperature(torch.stack(logs))) if logs else [None] * len(blocks)
+    return list(logit_scale(torch.stack(logs))) if logs else [None] * len(blocks)
 
 
 def check_levels(schedule: Schedule, levels: int) -> None:

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import kernels
 from ..stage import Tokens
-from ..varlen import VarlenLayout
-from .attention import CrossAttention, SelfAttention
-from .block_config import BlockConfig
+from .attention import CrossAttention, SelfAttention, TextAttentionConfig
 from .context import ForwardContext
 from .feed_forward import FeedForward, GatedFeedForward
-from .modulation import Modulation
 
 NORM_EPS = 1e-6
 
-Sublayer = Callable[[Tensor, Tokens, ForwardContext], Tensor]
-"""A residual sublayer: returns what the block adds to its input."""
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Sizes and options of a block."""
+
+    dim: int
+    heads: int
+    hidden_dim: int
+    _: KW_ONLY
+    cosine: bool = True  # queries and keys of unit length with a learned logit scale per head
+    modulation: Literal["own", "shared"] | None = None  # by the condition; "shared": one for all blocks, plus a table per block
+    rms_norm: bool = False  # one learned root-mean-square norm for all sublayers, in place of plain layer norms
+    gated: bool = False  # feed-forward with a SiLU gate and no biases
+    text: TextAttentionConfig | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
 
 
 def plain_norm(dim: int, learned: bool = False) -> nn.LayerNorm:
@@ -32,62 +46,99 @@ def rms_norm(dim: int) -> nn.RMSNorm:
     return nn.RMSNorm(dim, eps=NORM_EPS)
 
 
-class Block(nn.Module):
-    """Residual sublayers, each behind a norm."""
+class Sublayer(NamedTuple):
+    """A residual sublayer: it adds gate * run(norm(x) * scale + shift). Calling it returns that for x [R, N, C]."""
 
-    changes_input: ClassVar[bool] = False  # before the first norm: running the sublayers one by one leaves that out
+    norm: nn.Module
+    scale: Tensor | None  # [R, 1, C] each; None where no condition modulates
+    shift: Tensor | None
+    gate: Tensor | None
+    run: Callable[[Tensor, Tokens, ForwardContext], Tensor]
+    input_scale: float | None  # of the e4m3 input of `run`; None: in the model's dtype
+
+    def __call__(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+        update, gate = self.update(x, tokens, ctx)
+        return update if gate is None else tokens.of_rows(gate) * update
+
+    def update(self, x: Tensor, tokens: Tokens, ctx: ForwardContext, index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Runs the sublayer on x, or on the `tokens` at `index` [R, K] of x; returns the update and the gate that is still to be applied.
+
+        In torch that is None: the update is multiplied by the gate. Kernels that add the update multiply it themselves.
+        """
+        update = self.run(self.normed(x, tokens, index), tokens, ctx)
+        if self.gate is None or kernels.available(x):
+            return update, self.gate
+        return tokens.of_rows(self.gate) * update, None
+
+    def normed(self, x: Tensor, tokens: Tokens, index: Tensor | None = None) -> Tensor:
+        """Returns the input of `run`."""
+        if kernels.available(x):
+            return kernels.norm_modulate(x, *self._affine, index, **self._settings(tokens))
+        y = self.norm(x if index is None else x.gather(1, index[..., None].expand(-1, -1, x.shape[-1])))
+        return y if self.scale is None or self.shift is None else torch.addcmul(tokens.of_rows(self.shift), y, tokens.of_rows(self.scale))
+
+    def add_and_norm(self, x: Tensor, before: Sublayer, update: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Adds the update of the sublayer before in one pass with the norm; returns the sum and the input of `run`."""
+        return kernels.residual_norm_modulate(x, before.gate, update, *self._affine, **self._settings(tokens))
+
+    @property
+    def _affine(self) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = getattr(self.norm, "weight", None), getattr(self.norm, "bias", None)
+        return (weight, bias) if self.scale is None else (self.scale, self.shift)
+
+    def _settings(self, tokens: Tokens) -> dict[str, Any]:
+        image = None if tokens.packing is None else tokens.packing.image
+        return {"centred": isinstance(self.norm, nn.LayerNorm), "image": image, "e4m3_scale": self.input_scale}
+
+
+def run_sublayers(sublayers: Sequence[Sublayer], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
+    """Runs sublayers of one block or of several in order. With kernels, an addition and the norm that follows are one pass."""
+    if not kernels.available(x):
+        for one in sublayers:
+            update = one.run(one.normed(x, tokens), tokens, ctx)
+            x = x + update if one.gate is None else torch.addcmul(x, tokens.of_rows(one.gate), update)
+        return x
+    y = sublayers[0].normed(x, tokens)
+    for one, following in pairwise(sublayers):
+        x, y = following.add_and_norm(x, one, one.run(y, tokens, ctx), tokens)
+    update, gate = sublayers[-1].run(y, tokens, ctx), sublayers[-1].gate
+    return x + update if gate is None else torch.addcmul(x, tokens.of_rows(gate), update)
+
+
+class Block(nn.Module):
+    """Residual sublayers, each behind a norm; a condition may scale, shift and gate attention and feed-forward."""
+
+    changes_input: ClassVar[bool] = False  # True: `forward` does more than run the sublayers
 
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
         self.layer = layer
         self.norm = rms_norm(config.dim) if config.rms_norm else plain_norm(config.dim)
-        self.attention = SelfAttention(layer, config)
+        self.attention = SelfAttention(layer, config.dim, config.heads, config.cosine)
         self.feed_forward = (GatedFeedForward if config.gated else FeedForward)(config.dim, config.hidden_dim)
         if config.text:
             self.text_norm = plain_norm(config.dim, config.text.learned_norm)
-            self.text_attention = CrossAttention(layer, config, config.text)
+            self.text_attention = CrossAttention(layer, config.dim, config.heads, config.text)
+        if config.modulation == "shared":
+            self.modulation_table = nn.Parameter(torch.empty(6, config.dim))
+        elif config.modulation == "own":
+            self.modulation = nn.Linear(config.dim, 6 * config.dim)
         self.has_text = config.text is not None
-        self.centred = not config.rms_norm
+        self.num_sublayers = 3 if self.has_text else 2
 
-    @property
-    def sublayers(self) -> tuple[Sublayer, ...]:
-        """The residual sublayers in order."""
-        text = (self.text_sublayer,) if self.has_text else ()
-        return (self.attention_sublayer, *text, self.feed_forward_sublayer)
-
-    def attention_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return self.attention(self.norm(x), tokens, ctx)
-
-    def text_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return self.text_attention(self.text_norm(x), ctx, tokens.packing)
-
-    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return self.feed_forward(self.norm(x))
+    def sublayers(self, ctx: ForwardContext) -> tuple[Sublayer, ...]:
+        """Returns the residual sublayers in order."""
+        m = ctx.cond.modulation
+        attention_gate, gate, attention_scale, scale, attention_shift, shift = m[self.layer] if m else (None,) * 6
+        text = self.text_attention.input_scale if self.has_text else None
+        return (
+            Sublayer(self.norm, attention_scale, attention_shift, attention_gate, self.attention, self.attention.input_scale),
+            *((Sublayer(self.text_norm, None, None, None, self._run_text, text),) if self.has_text else ()),
+            Sublayer(self.norm, scale, shift, gate, self._run_feed_forward, self.feed_forward.input_scale),
+        )
 
     def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        """Runs all sublayers in order; with kernels each addition fused with the next norm."""
-        fused = self.fused_sublayers(x, ctx)
-        return run_fused(fused, x, tokens, ctx) if fused else self.one_by_one(x, tokens, ctx)
-
-    def one_by_one(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        for sublayer in self.sublayers:
-            x = x + sublayer(x, tokens, ctx)
-        return x
-
-    def fused_sublayers(self, x: Tensor, ctx: ForwardContext) -> tuple[FusedSublayer, ...]:
-        """The sublayers in the form that the kernels take; empty where those cannot be used."""
-        if not kernels.available(x):
-            return ()
-        weight = self.norm.weight  # None of a norm that learns nothing
-        attention = FusedSublayer(weight, None, None, self.attention, self.centred, self.attention.input_scale)
-        feed_forward = FusedSublayer(weight, None, None, self._run_feed_forward, self.centred, self.feed_forward.input_scale)
-        return self.with_text(attention, feed_forward)
-
-    def with_text(self, attention: FusedSublayer, feed_forward: FusedSublayer) -> tuple[FusedSublayer, ...]:
-        if not self.has_text:
-            return attention, feed_forward
-        norm, scale = self.text_norm, self.text_attention.input_scale
-        return attention, FusedSublayer(norm.weight, norm.bias, None, self._run_text, input_scale=scale), feed_forward
+        return run_sublayers(self.sublayers(ctx), x, tokens, ctx)
 
     def _run_text(self, y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         return self.text_attention(y, ctx, tokens.packing)
@@ -96,104 +147,16 @@ class Block(nn.Module):
         return self.feed_forward(y)
 
 
-class FusedSublayer(NamedTuple):
-    """A residual sublayer taken apart: it adds gain * run(norm(x) * scale + shift)."""
-
-    scale: Tensor | None  # [R, 1, C], or [C] of a learned norm; None is 1
-    shift: Tensor | None
-    gain: Tensor | None
-    run: Sublayer  # takes what is normed
-    centred: bool = True  # by a layer norm; else by a root-mean-square norm
-    input_scale: float | None = None  # at which `run` takes its input as e4m3; None: as it is
-
-    def normed(self, x: Tensor, index: Tensor | None = None, image: Tensor | None = None) -> Tensor:
-        """The input of `run` from hidden states x [R, N, C], or from those at `index` [R, K]; `image` of packed tokens."""
-        return kernels.norm_modulate(x, self.scale, self.shift, index, centred=self.centred, image=image, e4m3_scale=self.input_scale)
-
-    def normed_sum(self, x: Tensor, before: FusedSublayer, update: Tensor, image: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Hidden states with the update of the sublayer before added, and the input of `run` from them."""
-        return kernels.residual_norm_modulate(
-            x, before.gain, update, self.scale, self.shift, centred=self.centred, image=image, e4m3_scale=self.input_scale
-        )
-
-
-def run_fused(sublayers: Sequence[FusedSublayer], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-    """Runs sublayers of one block or of several in order: an addition and the norm that follows are one pass."""
-    last = sublayers[-1]
-    image = None if tokens.packing is None else tokens.packing.image
-    y = sublayers[0].normed(x, image=image)
-    for sublayer, following in pairwise(sublayers):
-        x, y = following.normed_sum(x, sublayer, sublayer.run(y, tokens, ctx), image)
-    update = last.run(y, tokens, ctx)
-    return x + update if last.gain is None else torch.addcmul(x, tokens.of_rows(last.gain), update)
-
-
-class ModulatedBlock(Block):
-    """A block whose attention and feed-forward a condition scales, shifts and weights."""
-
-    def __init__(self, layer: int, config: BlockConfig) -> None:
-        super().__init__(layer, config)
-        if config.modulation == "shared":
-            self.modulation_table = nn.Parameter(torch.empty(6, config.dim))
-        else:
-            self.modulation = nn.Linear(config.dim, 6 * config.dim)
-
-    def fused_sublayers(self, x: Tensor, ctx: ForwardContext) -> tuple[FusedSublayer, ...]:
-        if not self.centred or not kernels.available(x):
-            return ()
-        m = ctx.cond.modulation[self.layer]
-        scale, shift, gain = m.attention_scale, m.attention_shift, m.attention_gain
-        attention = FusedSublayer(scale, shift, gain, self.attention, input_scale=self.attention.input_scale)
-        scale, shift, gain = m.feed_forward_scale, m.feed_forward_shift, m.feed_forward_gain
-        feed_forward = FusedSublayer(scale, shift, gain, self._run_feed_forward, input_scale=self.feed_forward.input_scale)
-        return self.with_text(attention, feed_forward)
-
-    def attention_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return tokens.of_rows(ctx.cond.modulation[self.layer].attention_gain) * self._attention(x, tokens, ctx)
-
-    def feed_forward_sublayer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return tokens.of_rows(ctx.cond.modulation[self.layer].feed_forward_gain) * self._feed_forward(x, tokens, ctx)
-
-    def one_by_one(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        """Each gain is fused with the addition."""
-        m = ctx.cond.modulation[self.layer]
-        x = torch.addcmul(x, tokens.of_rows(m.attention_gain), self._attention(x, tokens, ctx))
-        if self.has_text:
-            x = x + self.text_sublayer(x, tokens, ctx)
-        return torch.addcmul(x, tokens.of_rows(m.feed_forward_gain), self._feed_forward(x, tokens, ctx))
-
-    def _attention(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return self.attention(self.attention_input(x, ctx.cond.modulation[self.layer], tokens.packing), tokens, ctx)
-
-    def _feed_forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return self.feed_forward(self.feed_forward_input(x, ctx.cond.modulation[self.layer], tokens.packing))
-
-    def attention_input(self, x: Tensor, m: Modulation, packing: VarlenLayout | None = None) -> Tensor:
-        return self._modulated(x, m.attention_scale, m.attention_shift, packing, self.attention.input_scale)
-
-    def feed_forward_input(self, x: Tensor, m: Modulation, packing: VarlenLayout | None = None) -> Tensor:
-        return self._modulated(x, m.feed_forward_scale, m.feed_forward_shift, packing, self.feed_forward.input_scale)
-
-    def _modulated(self, x: Tensor, scale: Tensor, shift: Tensor, packing: VarlenLayout | None, e4m3_scale: float | None) -> Tensor:
-        if self.centred and kernels.available(x):
-            return kernels.norm_modulate(x, scale, shift, image=None if packing is None else packing.image, e4m3_scale=e4m3_scale)
-        if packing is not None:
-            scale, shift = packing.of_rows(scale), packing.of_rows(shift)
-        return torch.addcmul(shift, self.norm(x), scale)
-
-
 def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
     """Runs one block after another; with kernels, neighbours as one chain of sublayers."""
-    chain: list[FusedSublayer] = []
+    chain: list[Sublayer] = []
     for block in blocks:
-        fused = () if block.changes_input else block.fused_sublayers(x, ctx)
-        if not fused:
-            x = block(run_fused(chain, x, tokens, ctx) if chain else x, tokens, ctx)
-            chain = []
-        chain += fused
-    return run_fused(chain, x, tokens, ctx) if chain else x
+        if kernels.available(x) and not block.changes_input:
+            chain += block.sublayers(ctx)
+        else:
+            x, chain = block(run_sublayers(chain, x, tokens, ctx) if chain else x, tokens, ctx), []
+    return run_sublayers(chain, x, tokens, ctx) if chain else x
 
 
 def build_blocks(depth: int, config: BlockConfig) -> nn.ModuleList:
-    block = ModulatedBlock if config.modulation else Block
-    return nn.ModuleList(block(layer, config) for layer in range(depth))
+    return nn.ModuleList(Block(layer, config) for layer in range(depth))

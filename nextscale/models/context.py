@@ -24,7 +24,7 @@ class Conditioning:
     """Everything that follows from the prompt or class, computed once per request."""
 
     start: Tensor  # [R, 1, C], the first stage's token before the level is added
-    temperatures: list[Tensor | None]  # per layer, [H, 1]
+    logit_scales: list[Tensor | None]  # per layer, [H, 1]
     modulation: list[Modulation] = field(default_factory=list)  # per layer; empty where blocks are not modulated
     head: HeadModulation | None = None
     prefix: Tensor | None = None  # [R, S, C], text tokens that stand before it, without the level too
@@ -58,6 +58,7 @@ class ForwardContext:
     cfg_branches: CfgBranches
     method_rng: Rng  # random numbers for methods
     computed: ComputedCells | None = None  # where the caller wants to see what was computed
+    attention_mask: Tensor | None = None  # [1, 1, T, T], where several stages are read in one pass
     measured: dict[range, Any] = field(default_factory=dict)  # spans that find their number of tokens as they run, with that number
     captured: bool = False  # launches cost the host nothing
     data_dependent: bool = False  # the method may leave out tokens of one image and not of another

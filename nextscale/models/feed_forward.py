@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from .quantized import AnyLinear, Int8Linear, input_scale_of
+from .quantization import AnyLinear, Int8Linear, input_scale_of
 
 PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last stage of one guided image of 1024 x 1024 pixels has
 

@@ -13,14 +13,12 @@ from ..guidance import ResolvedGuidance
 from ..schedules import HART_1024
 from ..stage import Schedule, Stage
 from ..text.features import TextFeatures
-from .base import HeadInputs, NextScaleModel, PromptInputs, check_levels, temperatures
-from .block_config import BlockConfig
-from .blocks import build_blocks, rms_norm
+from .base import HeadInputs, NextScaleModel, PromptInputs, check_levels, logit_scales
+from .blocks import BlockConfig, build_blocks, rms_norm
 from .context import Conditioning
 from .macs import macs_per_token
-from .residual_head import ResidualHead
+from .residual_head import ResidualHead, SinusoidEmbedding
 from .rope import GridPlaces, RotateHalfRope
-from .sinusoid import SinusoidEmbedding
 from .text_context import check_channels
 from .weight_names import SHARED_RULES, block_rules
 
@@ -119,7 +117,7 @@ class Hart(NextScaleModel):
         return Conditioning(
             start=text[:, -1:],
             prefix=text[:, :-1],
-            temperatures=temperatures(self.stack),
+            logit_scales=logit_scales(self.stack),
             head=self.head_modulation(text.amax(dim=1)),
             rope=RotateHalfRope.over_text_and_grid(tables, self.block_config.head_dim, positions),
         )

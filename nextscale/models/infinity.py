@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..cache.attention import attend
 from ..checkpoints import Layout, Rule
 from ..errors import PromptError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .attention import attend
-from .base import NextScaleModel, PromptInputs, check_levels, temperatures
-from .block_config import BlockConfig, TextAttentionConfig
-from .blocks import ModulatedBlock, plain_norm, rms_norm
+from .attention import TextAttentionConfig
+from .base import NextScaleModel, PromptInputs, check_levels, logit_scales
+from .blocks import Block, BlockConfig, plain_norm, rms_norm
 from .context import Conditioning, ForwardContext
 from .modulation import Modulation
 from .rope import InterleavedRope, RopeMode, infinity_rotations
-from .text_context import Padding, TextInputs, check_channels
+from .text_context import TextContext, TextInputs, check_channels
 from .weight_names import SHARED_RULES, block_rules
 
 
@@ -59,14 +59,14 @@ class TextPool(nn.Module):
         self.kv = nn.Linear(text_channels, 2 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, text: Tensor, padding: Padding) -> Tensor:
+    def forward(self, text: Tensor, context: TextContext) -> Tensor:
         """Text rows [rows, Ct] of all samples to [R, C]."""
-        keys, values = padding.pad(self.kv(text).unflatten(-1, (2, *self.query.shape))).unbind(2)
+        keys, values = context.pad(self.kv(text).unflatten(-1, (2, *self.query.shape))).unbind(2)
         query = self.query.expand(keys.shape[0], 1, -1, -1)
-        return self.proj(attend(query, keys, values, padding.mask, self.scale).squeeze(1))
+        return self.proj(attend(query, keys, values, context.mask, self.scale).squeeze(1))
 
 
-class ChunkStart(ModulatedBlock):
+class ChunkStart(Block):
     """A block that adds the level embedding again, as one training option did; no released model uses it."""
 
     changes_input = True
@@ -103,11 +103,11 @@ class Infinity(NextScaleModel):
         self.head = nn.Linear(config.dim, 2 * config.bits_per_token)
         self.layout = self._published_names(config.depth // config.chunks)
 
-    def _block(self, layer: int) -> ModulatedBlock:
+    def _block(self, layer: int) -> Block:
         starts_chunk = layer > 0 and layer % (self.config.depth // self.config.chunks) == 0
         if self.config.level_every_chunk and starts_chunk:
             return ChunkStart(layer, self.config.block, self.level_embed)
-        return ModulatedBlock(layer, self.config.block)
+        return Block(layer, self.config.block)
 
     def _published_names(self, per_chunk: int) -> Layout:
         return Layout(
@@ -142,21 +142,21 @@ class Infinity(NextScaleModel):
 
     def condition_from(self, inputs: PromptInputs, tables: InterleavedRope) -> Conditioning:
         assert inputs.text is not None
-        conditioning = self.read(inputs.text.rows, inputs.text.padding())
+        conditioning = self.read(inputs.text.rows, inputs.text.context())
         conditioning.rope = tables
         return conditioning
 
-    def read(self, rows: Tensor, padding: Padding) -> Conditioning:
+    def read(self, rows: Tensor, context: TextContext) -> Conditioning:
         """What follows from text rows [sum of lengths, Ct], one prompt after another; without positions."""
         text = self.text_norm(rows.float()).to(self.dtype)
-        condition = self.text_pool(text, padding)
+        condition = self.text_pool(text, context)
         six = self.shared_modulation(F.silu(condition.float())).unflatten(-1, (6, -1)) + self.modulation_tables()
         return Conditioning(
             start=condition[:, None] + self.pos_start,
-            temperatures=temperatures(self.stack),
+            logit_scales=logit_scales(self.stack),
             modulation=Modulation.of_layers(six, self.dtype),
             head=self.head_modulation(condition),
-            text=padding.context(self.stack, self.text_proj(text)),
+            text=context.project(self.stack, self.text_proj(text)),
         )
 
     def rotations(self, schedule: Schedule) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .quantized import QuantizedLinear
+from .quantization import QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)

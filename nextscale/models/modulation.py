@@ -13,8 +13,8 @@ from ..stage import Rows
 class Modulation(NamedTuple):
     """Condition-dependent gains, scales and shifts of one block, [R, 1, C] each; scales are stored with the 1 added."""
 
-    attention_gain: Tensor
-    feed_forward_gain: Tensor
+    attention_gate: Tensor
+    feed_forward_gate: Tensor
     attention_scale: Tensor
     feed_forward_scale: Tensor
     attention_shift: Tensor

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import NoCache, StageMemory
+from ..cache.attention import attention_backend
 from ..sampling import cell_noise, sample_codes
 from ..stage import Tokens
-from .attention import attention_backend
-from .base import HeadInputs, temperatures
-from .block_config import BlockConfig
-from .blocks import Block, build_blocks, plain_norm, run_in_order
+from .base import HeadInputs, logit_scales
+from .blocks import Block, BlockConfig, build_blocks, plain_norm, run_in_order
 from .context import Conditioning, ForwardContext
 from .macs import macs_per_token
 from .rope import Rope
@@ -45,7 +44,7 @@ class Refiner(nn.Module):
 
     def condition(self, pooled: Tensor, rope: Rope) -> Conditioning:
         """The condition of the refiner's blocks; one token for the prompt [R, channels] stands before the cells."""
-        return Conditioning(start=self.text_proj(pooled)[:, None] + self.pos_start, temperatures=temperatures(self.stack), rope=rope)
+        return Conditioning(start=self.text_proj(pooled)[:, None] + self.pos_start, logit_scales=logit_scales(self.stack), rope=rope)
 
     def forward(self, x: Tensor, known: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """The main model's hidden states [R, N, C] and settled code vectors [B, N, Z], zero elsewhere, to logits [R, N, V].
@@ -65,12 +64,12 @@ class Refiner(nn.Module):
         rounds, drafted = sampling.refine.at(tokens.stage)
         ctx = replace(hidden.ctx, cond=hidden.ctx.cond.refiner, cache=[NoCache()] * len(self.blocks), memory=StageMemory())
         with_prompt = tokens.repeat(hidden.cfg_branches).with_prefix(1)
-        board = Board(tokens, request.batch, logits.device)
-        for turn, count in enumerate(cells_per_round(rounds, board.cells)):
+        state = RefinementState(tokens, request.batch, logits.device)
+        for turn, count in enumerate(cells_per_round(rounds, state.cells)):
             if turn < drafted:
                 out = logits
             else:
-                known = hidden.canvas.vectors(board.numbers) * board.settled[..., None]
+                known = hidden.canvas.vectors(state.numbers) * state.settled[..., None]
                 with attention_backend(with_prompt.rows_of(hidden.x) * with_prompt.num_tokens, logits.device, hidden.ctx.captured):
                     raw = self(hidden.x, tokens.pack(tokens.gather(known)), with_prompt, ctx)
                 guided = request.guidance.guide_as_last(raw, tokens.stage, tokens.branch_size(request.batch))
@@ -79,11 +78,11 @@ class Refiner(nn.Module):
             codes, kept = sample_codes(out, tokens, sampling, request.rng)
             certainty = kept.softmax(dim=-1).gather(-1, codes[..., None]).squeeze(-1)
             if turn < drafted:  # a drafted round settles twice; at first the most certain of all cells, those already settled included
-                board.settle(certainty, count, codes)
+                state.settle(certainty, count, codes)
             if turn < sampling.refine.random:
                 certainty = cell_noise(request.rng.uniform, tokens, certainty.shape, certainty.device)
-            board.settle(certainty * ~board.at(board.settled), count, codes)
-        return board.at(board.numbers)
+            state.settle(certainty * ~state.at(state.settled), count, codes)
+        return state.at(state.numbers)
 
     def macs(self, images: int, rows: int, num_tokens: int) -> int:
         """MACs of one round. One token for the prompt stands before the cells, and nothing is cached."""
@@ -94,7 +93,7 @@ class Refiner(nn.Module):
         return images * num_tokens * embedding + rows * (entered * per_token + products + num_tokens * head)
 
 
-class Board:
+class RefinementState:
     """What the rounds of a stage have settled, on its grid, so that the choice does not depend on the order of the tokens."""
 
     def __init__(self, tokens: Tokens, batch: int, device: torch.device) -> None:

@@ -18,10 +18,11 @@ from ..sampling import Rng, cell_noise
 from ..stage import Tokens
 from .blocks import plain_norm
 from .macs import macs_per_token
-from .sinusoid import SinusoidEmbedding
 
 TRAINED_STEPS = 1000
-LARGEST_BETA = 0.999
+MAX_BETA = 0.999
+WAVES = 256
+LONGEST = 10000.0
 RESIDUAL_SCALE = 0.6  # of the latent to what the network was trained on
 
 
@@ -46,7 +47,7 @@ def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
     def signal(share: float) -> float:
         return math.cos((share + 0.008) / 1.008 * math.pi / 2) ** 2
 
-    trained = [min(1 - signal((i + 1) / TRAINED_STEPS) / signal(i / TRAINED_STEPS), LARGEST_BETA) for i in range(TRAINED_STEPS)]
+    trained = [min(1 - signal((i + 1) / TRAINED_STEPS) / signal(i / TRAINED_STEPS), MAX_BETA) for i in range(TRAINED_STEPS)]
     spacing = (TRAINED_STEPS - 1) / (count - 1)
     timesteps = [round(i * spacing) for i in range(count)]  # half to even
     kept = np.cumprod(1 - np.array(trained, dtype=np.float64))[timesteps]
@@ -69,6 +70,25 @@ def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
         for i in range(count)
     ]
     return tuple(reversed(steps))
+
+
+def sinusoids(numbers: Tensor) -> Tensor:
+    """Numbers [N] to [N, 256], float32: cosines, then sines."""
+    half = WAVES // 2
+    inv_freq = torch.exp(-math.log(LONGEST) * torch.arange(half, device=numbers.device).float() / half)
+    angles = numbers.float()[:, None] * inv_freq
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class SinusoidEmbedding(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(WAVES, dim)
+        self.fc2 = nn.Linear(dim, dim)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Embeds numbers [N] as [N, dim]."""
+        return self.fc2(F.silu(self.fc1(sinusoids(numbers).to(self.fc1.weight.dtype))))
 
 
 class ResidualBlock(nn.Module):

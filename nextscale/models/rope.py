@@ -20,7 +20,7 @@ THETA = 10000.0
 class Rope(Protocol):
     """The turns of a whole schedule, computed once per request."""
 
-    def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def apply_rotary(self, x: Tensor, tokens: Tokens) -> Tensor:
         """Queries and keys x [R, N, 2, H, D], float32, turned to where their tokens are."""
         ...
 
@@ -59,14 +59,14 @@ def proportional_positions(stage: Stage, extent: tuple[int, int], device: torch.
     return raster(*(steps(side, device) / side * whole for side, whole in zip(stage.size, extent, strict=True)))
 
 
-def speeds(count: int, theta: float, device: torch.device | None) -> Tensor:
+def inv_freq(count: int, theta: float, device: torch.device | None) -> Tensor:
     """Radians per unit of position, [count], from fast to slow."""
     return 1.0 / theta ** (torch.arange(count, device=device).float() / count)
 
 
 def rotations(first: Tensor, second: Tensor, head_dim: int, theta: float = THETA) -> Tensor:
     """Unit complex numbers [cells, head_dim / 2]: `first` coordinates turn the first half of the channel pairs, `second` the rest."""
-    by = speeds(head_dim // 4, theta, first.device)
+    by = inv_freq(head_dim // 4, theta, first.device)
     angles = torch.cat([torch.outer(first, by), torch.outer(second, by)], dim=1)
     return torch.polar(torch.ones_like(angles), angles)
 
@@ -110,7 +110,7 @@ class InterleavedRope:
         """Rotations of all cells of a stage, [cells, head_dim / 2]."""
         return self.stages[stage.index][0, :, 0, 0]
 
-    def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def apply_rotary(self, x: Tensor, tokens: Tokens) -> Tensor:
         pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * self.at(tokens)).flatten(-2)
 
@@ -148,7 +148,7 @@ class RotateHalfRope:
     @classmethod
     def over_text_and_grid(cls, places: GridPlaces, head_dim: int, text_positions: Tensor) -> RotateHalfRope:
         """`text_positions` [R, T]; the last one is where the row's image begins."""
-        half, quarter = (speeds(head_dim // part, THETA, text_positions.device) for part in (2, 4))
+        half, quarter = (inv_freq(head_dim // part, THETA, text_positions.device) for part in (2, 4))
         text = (text_positions[..., None] * half).repeat(1, 1, 2)
         begin = text_positions[:, -1:, None]  # [R, 1, 1]
         by_row, by_column = (((along[:, None] + begin) * quarter).repeat(1, 1, 2) for along in (places.rows, places.columns))
@@ -169,7 +169,7 @@ class RotateHalfRope:
         place = torch.cat([before, tokens.prefix + tokens.index], dim=1)
         return cosines[row, place], sines[row, place]
 
-    def turn(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def apply_rotary(self, x: Tensor, tokens: Tokens) -> Tensor:
         cosines, sines = self.at(tokens)
         first, second = x.chunk(2, dim=-1)
         return torch.addcmul(x * cosines, torch.cat([-second, first], dim=-1), sines)

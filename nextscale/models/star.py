@@ -12,9 +12,9 @@ from ..errors import PromptError, SettingError
 from ..sampling import Refinement, Sampling, choose, pass_noise, sample_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
-from .base import HeadInputs, ModelRequest, NextScaleModel, PromptInputs, check_levels, temperatures
-from .block_config import BlockConfig, TextAttentionConfig
-from .blocks import build_blocks, plain_norm
+from .attention import TextAttentionConfig
+from .base import HeadInputs, ModelRequest, NextScaleModel, PromptInputs, check_levels, logit_scales
+from .blocks import BlockConfig, build_blocks, plain_norm
 from .context import Conditioning, ForwardContext
 from .refiner import Refiner
 from .rope import InterleavedRope, star_rotations
@@ -106,8 +106,8 @@ class Star(NextScaleModel):
         assert inputs.text is not None
         return Conditioning(
             start=self.text_proj(pooled)[:, None] + self.pos_start,
-            temperatures=temperatures(self.stack),
-            text=inputs.text.padding().context(self.stack, inputs.text.rows),
+            logit_scales=logit_scales(self.stack),
+            text=inputs.text.context().project(self.stack, inputs.text.rows),
             rope=tables,
             refiner=None if self.refiner is None else self.refiner.condition(pooled, tables),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,106 +21,83 @@ if TYPE_CHECKING:
 MASK_MULTIPLE = 8  # key counts that fused attention with a mask wants
 
 
-@dataclass(slots=True)
-class TextContext:
-    """Text keys and values of every layer, [R, T, H, D] each, and which of the T entries are real.
-
-    A single row serves all rows that run, as in STAR's reference implementation (`rows_share_text`).
-    """
-
-    keys_values: list[tuple[Tensor, Tensor]]
-    lengths: Tensor | None = None  # [R], int32; None when all rows are equally long
-    mask: Tensor | None = None  # [R, 1, 1, T], the same as a mask
-
-    def rows(self, rows: Rows) -> TextContext:
-        if self.keys_values[0][0].shape[0] == 1:
-            return self
-        lengths, mask = (None if x is None else x[rows] for x in (self.lengths, self.mask))
-        return TextContext([(k[rows], v[rows]) for k, v in self.keys_values], lengths, mask)
-
-
 def masked_length(tokens: int) -> int:
-    """Entries that `tokens` are padded to where a mask says which of them are real."""
+    """Returns the entries that `tokens` are padded to where a mask marks the real ones."""
     return math.ceil(tokens / MASK_MULTIPLE) * MASK_MULTIPLE
-
-
-def padded_length(lengths: tuple[int, ...]) -> int:
-    """Entries that prompts of these lengths are padded to; those of one length need no mask."""
-    return masked_length(max(lengths)) if len(set(lengths)) > 1 else lengths[0]
-
-
-class Padding:
-    """Rows of prompts of different length, from one after another to side by side."""
-
-    def __init__(self, lengths: tuple[int, ...], device: torch.device, least: int = 0) -> None:
-        """`least`: pad at least to this length, for those who need one shape for all batches."""
-        self.samples = len(lengths)
-        self.lengths: Tensor | None = None  # [R]
-        self.mask: Tensor | None = None  # [R, 1, 1, T]
-        if least or len(set(lengths)) > 1:
-            self.padded = masked_length(max(least, *lengths))
-            on_host = torch.tensor(lengths, dtype=torch.int32)
-            mask = real_entries(on_host, self.padded)
-            self.places = mask.flatten().nonzero().squeeze(1).to(device)  # found on the host once: pad() runs for every layer
-            self.lengths, self.mask = on_host.to(device), mask.to(device)
-
-    def pad(self, rows: Tensor) -> Tensor:
-        """[sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
-        if self.mask is not None:
-            rows = rows.new_zeros(self.samples * self.padded, *rows.shape[1:]).index_copy_(0, self.places, rows)
-        return rows.unflatten(0, (self.samples, -1))
-
-    def context(self, blocks: Sequence[Block], text: Tensor) -> TextContext:
-        """Keys and values that the blocks compute from the text rows [sum of lengths, C]."""
-        padded = [self.pad(block.text_attention.text_keys_values(text)) for block in blocks]
-        return TextContext([(kv[:, :, 0], kv[:, :, 1]) for kv in padded], self.lengths, self.mask)
-
-
-class PaddedAlready(Padding):
-    """Rows that lie side by side: `padded` of every prompt, however many of them are real, which the device alone knows."""
-
-    def __init__(self, lengths: Tensor, padded: int) -> None:
-        self.samples, self.padded = lengths.shape[0], padded
-        self.lengths, self.mask = lengths, real_entries(lengths, padded)
-
-    def pad(self, rows: Tensor) -> Tensor:
-        """[R * T, ...] to [R, T, ...]."""
-        return rows.unflatten(0, (self.samples, self.padded))
 
 
 @dataclass(frozen=True, eq=False)
 class TextInputs:
-    """The prompts of a request, one after another, for models whose blocks attend to them."""
+    """The prompts of a request, one after another, for models whose blocks attend to them.
 
-    rows: Tensor  # [sum of lengths, C], of a dtype that does not depend on the prompts
-    lengths: tuple[int, ...]
+    A captured graph reads them at fixed addresses: every prompt has `room` rows then, and the device alone knows how many are real. The
+    others are never read, but must be finite.
+    """
+
+    rows: Tensor  # [sum of lengths, C], or [R * room, C]; of a dtype that does not depend on the prompts
+    lengths: tuple[int, ...] = ()
+    room: int = 0
+    counts: Tensor | None = None  # [R], int32, with `room`
 
     @property
     def length(self) -> int:
         """Tokens of a row that attention reads, padding included."""
-        return padded_length(self.lengths)
+        return self.room or (masked_length(max(self.lengths)) if len(set(self.lengths)) > 1 else self.lengths[0])
 
-    def padding(self) -> Padding:
-        return Padding(self.lengths, self.rows.device)
+    def context(self) -> TextContext:
+        if self.counts is None:
+            return TextContext.of(self.lengths, self.rows.device)
+        return TextContext(self.counts.shape[0], self.counts, real_entries(self.counts, self.room))
 
 
-@dataclass(frozen=True, eq=False)
-class TextBuffer:
-    """`TextInputs` at a fixed address, for prompts up to a length; what lies behind them is never read, but must be finite."""
+@dataclass(slots=True)
+class TextContext:
+    """Prompts side by side: text keys and values of every layer, and which of the T entries of each row are real.
 
-    rows: Tensor  # [R * length, C]
-    lengths: Tensor  # [R], int32
-    length: int
+    A single row serves all rows that run, as in STAR's reference implementation (`rows_share_text`).
+    """
 
-    def padding(self) -> PaddedAlready:
-        return PaddedAlready(self.lengths, self.length)
+    prompts: int
+    lengths: Tensor | None = None  # [R], int32; None when all rows are equally long
+    mask: Tensor | None = None  # [R, 1, 1, T], the same as a mask
+    places: Tensor | None = None  # [sum of lengths], of text rows among the padded ones; None if they are padded already
+    keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [R, T, H, D] each, per layer
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device, least: int = 0) -> TextContext:
+        """Lays out prompts of these lengths, padded at least to `least` if one shape has to do for all batches."""
+        if not least and len(set(lengths)) == 1:
+            return cls(len(lengths))
+        on_host = torch.tensor(lengths, dtype=torch.int32)
+        mask = real_entries(on_host, masked_length(max(least, *lengths)))
+        places = mask.flatten().nonzero().squeeze(1)  # found on the host once: pad() runs for every layer
+        return cls(len(lengths), on_host.to(device), mask.to(device), places.to(device))
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """Moves text rows [sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
+        if self.places is not None and self.mask is not None:
+            rows = rows.new_zeros(self.mask.numel(), *rows.shape[1:]).index_copy_(0, self.places, rows)
+        return rows.unflatten(0, (self.prompts, -1))
+
+    def project(self, blocks: Sequence[Block], text: Tensor) -> TextContext:
+        """Computes the keys and values of all blocks from text rows [sum of lengths, C]."""
+        padded = [self.pad(block.text_attention.text_keys_values(text)) for block in blocks]
+        self.keys_values = [(kv[:, :, 0], kv[:, :, 1]) for kv in padded]
+        return self
+
+    def rows(self, rows: Rows) -> TextContext:
+        if self.prompts == 1:
+            return self
+        lengths, mask = (None if x is None else x[rows] for x in (self.lengths, self.mask))
+        keys_values = [(k[rows], v[rows]) for k, v in self.keys_values]
+        return replace(self, prompts=keys_values[0][0].shape[0], lengths=lengths, mask=mask, places=None, keys_values=keys_values)
 
 
 def context_bytes(layers: int, rows: int, tokens: int, dim: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of `rows` prompts, the longest of which has this number of tokens."""
+    """Returns the bytes of the keys and values of `rows` prompts, the longest of which has this number of tokens."""
     return 2 * layers * rows * masked_length(tokens) * dim * dtype.itemsize
 
 
 def check_channels(features: TextFeatures, expected: int) -> None:
     if features.channels != expected:
-        raise PromptError(f"text features have {features.channels} channels; this model was trained with {expected}")
+        raise PromptError(f"text features must have {expected} channels for this model; got {features.channels}")

@@ -12,9 +12,8 @@ from ..checkpoints import Layout, Rule
 from ..errors import SizeError
 from ..stage import Schedule, Stage
 from ..text.prompts import Labels
-from .base import NextScaleModel, PromptInputs, temperatures
-from .block_config import BlockConfig
-from .blocks import build_blocks, plain_norm
+from .base import NextScaleModel, PromptInputs, logit_scales
+from .blocks import BlockConfig, build_blocks, plain_norm
 from .context import Conditioning
 from .modulation import Modulation
 from .weight_names import CLASS_RULES
@@ -78,13 +77,13 @@ class ClassConditioned(NextScaleModel):
         activated = F.silu(condition)
         return Conditioning(
             start=condition[:, None] + self.pos_start,
-            temperatures=temperatures(self.stack),
+            logit_scales=logit_scales(self.stack),
             modulation=self._modulations(activated),
             head=self.head_modulation(condition),
         )
 
     def _modulations(self, activated: Tensor) -> list[Modulation]:
-        six = torch.stack([block.modulation(activated) for block in self.modulated]).unflatten(-1, (6, -1))
+        six = torch.stack([block.modulation(activated) for block in self.stack]).unflatten(-1, (6, -1))
         return Modulation.of_layers(six, self.dtype)
 
 

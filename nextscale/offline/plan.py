@@ -59,7 +59,7 @@ def plan_batches(
 ) -> list[Batch]:
     """All images in batches of at most `batch`, each of one size.
 
-    Image k of prompt i has the seed `seed + i * seeds + k`, as `nextscale generate --images` counts them; where the prompt has a seed of
+    Image k of prompt i has the seed `seed + i * seeds + k`, as `nextscale generate -n` counts them; where the prompt has a seed of
     its own, that plus k. read: a prompt's text as the pipeline takes it. schedule: the size of its images.
     """
     if suffix not in IMAGE_FORMATS:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..cache import CacheSpec, StageKeys
-from ..cache.compressed import CompressedSpec
+from ..cache import CacheSpec, CompressedSpec, StageKeys
 from ..methods.method import DENSE, StagePlan
 from ..models.base import NextScaleModel
 from ..models.feed_forward import PIECE

@@ -1,4 +1,4 @@
-"""What a client gets for its images: the JSON answer, and the events of a stream."""
+"""Answers with images: JSON, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from ..batching import GeneratedImage, Partial
-from .catalogue import Asked
+from .catalogue import ParsedRequest, text_of
 from .metrics import tokens
 from .pictures import encoded, mask_picture
 from .schema import ImageRequest
@@ -19,59 +19,40 @@ PARTIAL, COMPLETED = "image_generation.partial_image", "image_generation.complet
 
 NO_SETTINGS = (
     *("n", "stream", "partial_images", "user", "safety_identifier", "output_format", "output_compression", "masks"),
-    *("aspect", "width", "height"),  # the size says it
+    *("aspect", "width", "height"),  # given by the size
 )
 
 
 class Answer:
-    """Encodes what belongs to one request. Its methods take time and run outside of the event loop."""
+    """Encodes the images of one request. Its methods take time and run outside the event loop."""
 
-    def __init__(self, request: ImageRequest, asked: Asked) -> None:
-        self._request, self._asked = request, asked
-        self._created = int(time.time())
-        self._form = request.output_format or "png"
-
-    @property
-    def _common(self) -> dict[str, Any]:
-        height, width = self._asked.size
-        return {"background": "opaque", "output_format": self._form, "quality": "auto", "size": f"{width}x{height}"}
+    def __init__(self, request: ImageRequest, parsed: ParsedRequest) -> None:
+        self._request, self._parsed = request, parsed
+        self._created, self._form = int(time.time()), request.output_format or "png"
+        self._common = {"background": "opaque", "output_format": self._form, "quality": "auto", "size": text_of(parsed.size)}
 
     def whole(self, images: Sequence[GeneratedImage]) -> dict[str, Any]:
-        """The answer without a stream."""
-        return {
-            "created": self._created,
-            "data": [self._image(image) for image in images],
-            **self._common,
-            "model": self._asked.model,
-            "usage": usage(images),
-        }
+        """Returns the answer without a stream."""
+        data, more = [self._image(image) for image in images], {"model": self._parsed.model, "usage": usage(images)}
+        return {"created": self._created, "data": data, **self._common, **more}
 
     def partial(self, partial: Partial, number: int) -> str:
-        """`number`: which of the partial images of its image it is."""
-        event = {
-            "type": PARTIAL,
-            "b64_json": self._encode(partial.image),
-            "partial_image_index": number,
-            "created_at": self._created,
-            **self._common,
-            "image_index": partial.position,
-            "seed": self._asked.seeds[partial.position],
-            "stage": partial.stage,
-            "stages": len(self._asked.schedule),
-        }
-        return event_text(PARTIAL, event)
+        """Returns the event of the partial image with this number."""
+        return self._event(
+            PARTIAL,
+            b64_json=self._encode(partial.image),
+            partial_image_index=number,
+            image_index=partial.position,
+            seed=self._parsed.seeds[partial.position],
+            stage=partial.stage,
+            stages=len(self._parsed.schedule),
+        )
 
     def completed(self, position: int, image: GeneratedImage) -> str:
-        event = {
-            "type": COMPLETED,
-            "created_at": self._created,
-            **self._common,
-            **self._image(image),
-            "image_index": position,
-            "model": self._asked.model,
-            "usage": usage([image]),
-        }
-        return event_text(COMPLETED, event)
+        return self._event(COMPLETED, **self._image(image), image_index=position, model=self._parsed.model, usage=usage([image]))
+
+    def _event(self, kind: str, **content: Any) -> str:
+        return event_text(kind, {"type": kind, "created_at": self._created, **self._common, **content})
 
     def _image(self, image: GeneratedImage) -> dict[str, Any]:
         answer = {"b64_json": self._encode(image.image, self._settings(image.seed)), "seed": image.seed, "report": report_of(image)}
@@ -83,18 +64,16 @@ class Answer:
         return answer
 
     def _encode(self, image: Image.Image, settings: Mapping[str, Any] | None = None) -> str:
-        height, width = self._asked.size
+        height, width = self._parsed.size
         if image.size != (width, height):  # FlexVAR's images grow with the stage
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         return encoded(image, self._form, self._request.output_compression, settings)
 
     def _settings(self, seed: int) -> dict[str, Any]:
-        """What has to be asked for to get this image again: the fields of the request, resolved."""
-        given = self._request.model_dump(exclude_none=True, exclude_defaults=True)
-        for name in NO_SETTINGS:
-            given.pop(name, None)
-        height, width = self._asked.size
-        return given | {"model": self._asked.model, "seed": seed, "size": f"{width}x{height}", "method": self._asked.method_text}
+        """Returns the resolved fields of a request for this image."""
+        given = self._request.model_dump(exclude_none=True, exclude_defaults=True, exclude={*NO_SETTINGS})
+        resolved = {"model": self._parsed.model, "seed": seed, "size": text_of(self._parsed.size), "method": self._parsed.method_text}
+        return given | resolved
 
 
 def event_text(name: str, content: Mapping[str, Any]) -> str:
@@ -102,7 +81,7 @@ def event_text(name: str, content: Mapping[str, Any]) -> str:
 
 
 def usage(images: Sequence[GeneratedImage]) -> dict[str, Any]:
-    """Tokens of the prompt, and those that the network ran for the images, each cfg branch counted."""
+    """Returns the tokens of the prompt, and those that the network ran for the images in all cfg branches."""
     text = images[0].prompt_tokens
     run = sum(round(tokens(image.report)[0]) for image in images)
     details = {"text_tokens": text, "image_tokens": 0}
@@ -110,17 +89,14 @@ def usage(images: Sequence[GeneratedImage]) -> dict[str, Any]:
 
 
 def report_of(image: GeneratedImage) -> dict[str, Any]:
-    """What happened, stage by stage; times are those of the batch in which the image was generated."""
+    """Returns the report by stage; times are those of the batch of the image."""
     report = image.report
     return {
         "method": report.method,
         "engine": report.engine,
         "device": report.device,
         "batch": image.batch,
-        "queue_ms": round(1000 * image.queue_seconds, 3),
-        "total_ms": round(1000 * report.seconds, 3),
-        "condition_ms": round(1000 * report.condition_seconds, 3),
-        "decode_ms": round(1000 * report.decode_seconds, 3),
+        **milliseconds(queue=image.queue_seconds, total=report.seconds, condition=report.condition_seconds, decode=report.decode_seconds),
         "cost_share": round(report.cost_share, 6),
         "stages": [
             {
@@ -136,3 +112,7 @@ def report_of(image: GeneratedImage) -> dict[str, Any]:
             for stage in report.stages
         ],
     }
+
+
+def milliseconds(**seconds: float) -> dict[str, float]:
+    return {f"{name}_ms": round(1000 * value, 3) for name, value in seconds.items()}

@@ -1,10 +1,7 @@
-"""The routes of the server."""
+"""Routes of the server."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from ..guidance import ResolvedGuidance
 from ..methods.registry import standard_methods
 from ..stage import Schedule
-from .catalogue import Catalogue, Served, fitting, parsed_method
+from .catalogue import Catalogue, Served, parse_method, text_of
 from .compare import Comparer
-from .errors import ApiError
+from .errors import ApiError, as_api_error
 from .generations import generate
 from .metrics import GENERATIONS
-from .schema import MOST_PARTIALS, ImageRequest, openapi_body
+from .schema import MAX_PARTIALS, ImageRequest, openapi_body
 from .security import COMPARE_PATH, OPEN_FOLDER, Gate, content_security
 from .service import Service
 
@@ -33,14 +29,15 @@ STUDIO = Path(__file__).parent / "studio"
 
 
 def create_app(service: Service) -> FastAPI:
+    metrics, settings, content = service.metrics, service.settings, service.content
     app = FastAPI(title="nextscale", version="1", docs_url=None, redoc_url=None)
-    metrics, settings = service.metrics, service.settings
     comparer = Comparer(settings.limits)
-    page = (STUDIO / "index.html").read_text(encoding="utf-8")
-    policy = content_security({"inline": digest_of_inline_script(page)})
+    names = [*content.models, *content.aliases]
+    page = (STUDIO / "index.html").read_text(encoding="utf-8").replace('"/studio/', f'"{settings.root_path}/studio/')
+    policy = content_security(page)
 
     app.add_middleware(Gate, settings=settings, watcher=metrics)
-    if settings.cors_origins:  # outside of the gate, so that pages can read its refusals too
+    if settings.cors_origins:  # outside the gate, so that pages can read its refusals too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
@@ -49,6 +46,9 @@ def create_app(service: Service) -> FastAPI:
             expose_headers=["x-request-id", "retry-after", "retry-after-ms", "x-should-retry"],
         )
 
+    def card(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": service.started, "owned_by": "nextscale"}
+
     @app.post(GENERATIONS, openapi_extra=openapi_body(ImageRequest))
     async def generations(request: Request) -> Response:
         """Generates images from a prompt."""
@@ -56,13 +56,13 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model_card(service, name) for name in model_names(service)]}
+        return {"object": "list", "data": [card(name) for name in names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name not in model_names(service):
-            raise ApiError(404, f"no model {name[:80]!r} is served", param="model", code="model_not_found")
-        return model_card(service, name)
+        if name not in names:
+            raise ApiError(404, f"model must be one of {', '.join(names)}; got {name[:80]!r}", "model_not_found", "model")
+        return card(name)
 
     @app.head("/livez", include_in_schema=False)
     @app.get("/livez")
@@ -91,33 +91,21 @@ def create_app(service: Service) -> FastAPI:
     async def compare(request: Request) -> dict[str, Any]:
         return await comparer.answer(request)
 
+    async def http_error(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response
+
     app.mount(OPEN_FOLDER.rstrip("/"), StaticFiles(directory=STUDIO), name="studio")
     app.add_exception_handler(HTTPException, http_error)
     return app
 
 
-async def http_error(request: Request, error: Exception) -> Response:
-    """What the framework refuses: unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers).response
-
-
-def model_names(service: Service) -> list[str]:
-    return [*service.content.models, *service.content.aliases]
-
-
-def model_card(service: Service, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": service.started, "owned_by": "nextscale"}
-
-
 def studio_options(catalogue: Catalogue) -> dict[str, Any]:
-    """What the page offers: models with their sizes and stages, methods that fit, and limits."""
+    """Returns the models with their sizes, stages and methods, and the limits."""
     return {
         "models": [studio_model(served) for served in catalogue.models.values()],
         "method": catalogue.method,
         "most_images": catalogue.limits.images,
-        "most_partials": MOST_PARTIALS,
+        "most_partials": MAX_PARTIALS,
     }
 
 
@@ -126,30 +114,22 @@ def studio_model(served: Served) -> dict[str, Any]:
     schedules = {served.pixels(schedule): schedule for schedule in (book.choose(size, None) for size in book.offers())}
     sizes = sorted(schedules, key=lambda size: (size[0] * size[1], size))
     by_stages = {len(schedule): schedule for schedule in [*schedules.values(), served.default]}
-    height, width = served.pixels(served.default)
     return {
         "id": served.name,
         "classes": served.classes,
-        "size": f"{width}x{height}",
+        "size": text_of(served.pixels(served.default)),
         "stages": len(served.default),
-        "sizes": [{"size": f"{width}x{height}", "stages": len(schedules[height, width])} for height, width in sizes],
+        "sizes": [{"size": text_of(size), "stages": len(schedules[size])} for size in sizes],
         "methods": {stages: named_methods(served, schedule) for stages, schedule in by_stages.items()},
     }
 
 
 def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
-    """Those of `nextscale quality` that fit the model with so many stages."""
-    guided = ResolvedGuidance(served.pipeline.settings.guidance, schedule, len(served.pipeline.model.blocks))
+    """Returns the standard methods that fit the model at a number of stages."""
+    guided = served.guided(schedule)
     found = {"dense": "dense"}
     for name, text in standard_methods(len(schedule)).items():
         with suppress(ApiError):
-            fitting(served, parsed_method(text), schedule, guided, "method")
+            served.plans(parse_method(text), schedule, guided, "method")
             found[name] = text
     return found
-
-
-def digest_of_inline_script(page: str) -> str:
-    """Of the import map, the one script inside the page."""
-    found = re.search(r"<script type=\"importmap\">(.*?)</script>", page, re.DOTALL)
-    assert found is not None
-    return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()

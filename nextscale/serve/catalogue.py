@@ -1,10 +1,10 @@
-"""The models of a server, and what a request asks of them: everything that is wrong is found before it waits."""
+"""Models of a server, and the validation of requests before they wait."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,28 +19,29 @@ from ..methods.registry import resolve_method
 from ..methods.skip import SkipStages
 from ..pipeline import Pipeline
 from ..planning.memory import ASSUMED_KEPT
+from ..request import image_seeds
+from ..resolve import resolve_sampling
 from ..schedules import InfinitySchedules
 from ..stage import Schedule
 from ..text.prompts import ClassReader
 from .errors import ApiError, as_api_error, refused
-from .schema import LARGEST_SEED, ImageRequest
+from .schema import ImageRequest
 from .settings import Limits
 
 SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
-METHOD = re.compile(r"(?:[\w\s:=,+\-\[\]{}()'\"]|\.(?![A-Za-z_.]))*")  # no slash, no ending: nothing in it can be a file
+METHOD = re.compile(r"(?:[\w\s:=,+\-\[\]{}()'\"]|\.(?![A-Za-z_.]))*")  # no slash and no file ending: nothing in it can be a file
 SAMPLING = ("temperature", "top_k", "top_p", "greedy")
-WORDS = {"quality": ("auto", "standard"), "background": ("auto", "opaque"), "response_format": ("b64_json",)}
-REASONS = {
-    "quality": "quality {value!r} means nothing here: leave it out, and choose between speed and likeness with method",
-    "background": "background {value!r} is not possible: the models generate opaque images",
-    "response_format": "response_format {value!r}: no image is stored here, so there is no address; use b64_json",
-    "style": "style {value!r} means nothing here: say it in the prompt",
-    "num_inference_steps": "num_inference_steps {value!r}: the size fixes the stages; stop_after_stage and method run fewer",
+UNSUPPORTED: Mapping[str, tuple[Sequence[str], str]] = {  # field to the values that are accepted, and the remedy for others
+    "quality": (("auto", "standard"), "leave it out, and choose between speed and quality with method"),
+    "background": (("auto", "opaque"), "the models generate opaque images"),
+    "response_format": (("b64_json",), "no image is stored, so there is no address; use b64_json"),
+    "style": ((), "describe it in the prompt"),
+    "num_inference_steps": ((), "the size sets the stages; stop_after_stage and method run fewer"),
 }
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class ParsedRequest:
     """A request that fits its model."""
 
     model: str
@@ -49,14 +50,14 @@ class Asked:
     seeds: tuple[int, ...]
     schedule: Schedule
     size: tuple[int, int]  # height, width
-    method_text: str  # as it can be asked for again, without stop_after_stage
+    method_text: str  # as it can be requested again, without stop_after_stage
     partial_stages: tuple[int, ...]
     settings: Mapping[str, Any]  # of the pipeline's call
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is served. All devices have the same one; this is any of them."""
+    """A served model, with the pipeline of one of its devices."""
 
     name: str
     pipeline: Pipeline
@@ -70,18 +71,58 @@ class Served:
         return self.pipeline.settings.schedules.choose(None, None)
 
     def pixels(self, schedule: Schedule) -> tuple[int, int]:
-        """Height and width of the images of a schedule."""
+        """Returns the height and width of the images of a schedule."""
         height, width = schedule.grid
         return height * self.pipeline.tokenizer.pixels_per_token, width * self.pipeline.tokenizer.pixels_per_token
 
-    @property
-    def budgets(self) -> tuple[str, ...]:
-        book = self.pipeline.settings.schedules
-        return tuple(book.budgets) if isinstance(book, InfinitySchedules) else ()
+    def guided(self, schedule: Schedule, guidance: Any = None) -> ResolvedGuidance:
+        scales = resolve_guidance(guidance, self.pipeline.settings.guidance)
+        return ResolvedGuidance(scales, schedule, len(self.pipeline.model.blocks))
+
+    def prompt(self, param: str, text: str, max_chars: int) -> str | int:
+        """Returns a prompt as the pipeline takes it."""
+        if len(text) > max_chars:
+            message = f"{param} must have at most {max_chars} characters; got {len(text)}"
+            raise refused(param, message, "string_above_max_length")
+        if not text.strip():
+            raise refused(param, f"{param} must have a visible character", "empty_string")
+        if not self.classes:
+            return text
+        if not re.fullmatch(r"\s*-?\d{1,6}\s*", text, re.ASCII):
+            raise refused(param, f"{param} must be a class number, such as '207': {self.name} generates classes")
+        with about(param):
+            self.pipeline.reader.read(int(text))
+        return int(text)
+
+    def schedule(self, request: ImageRequest) -> Schedule:
+        """Returns the schedule of the requested size and aspect ratio."""
+        book, size = self.pipeline.settings.schedules, request.size or "auto"
+        with about("aspect" if request.aspect is not None else "size"):
+            if (request.width is None) != (request.height is None):
+                raise refused("height" if request.height is None else "width", "width and height must be given together")
+            if request.width is not None and request.height is not None:
+                if size != "auto":
+                    raise refused("size", "size must be left out beside width and height")
+                return book.choose((request.height, request.width), request.aspect)
+            budgets = [*book.budgets] if isinstance(book, InfinitySchedules) else []
+            if size in ("auto", *budgets):
+                return book.choose(None if size == "auto" else size, request.aspect)
+            if found := SIZE.fullmatch(size):
+                return book.choose((int(found[2]), int(found[1])), request.aspect)
+            offers = [f"{width}x{height}" for width, height in sorted({(width, height) for height, width in book.offers()})]
+            raise refused("size", f"size must be auto or WIDTHxHEIGHT, such as {', '.join([*budgets, *offers])}; got {size!r}")
+
+    def plans(self, method: Method, schedule: Schedule, guided: ResolvedGuidance, param: str) -> Sequence[Any]:
+        """Returns the plans of all stages. Raises ApiError if the method does not fit the model and the size."""
+        with about(param, f"{method.label} does not fit this model and size"):
+            for kept in (ASSUMED_KEPT, 1.0):  # some errors show only where tokens are left out
+                plans = method.forecast(self.pipeline.model, schedule, guided.needs_both, kept)
+                check_plans(plans, len(self.pipeline.model.blocks), guided)
+        return plans
 
 
 class Catalogue:
-    """`method`: what requests run that name none, as it is written on the command line."""
+    """Served models. method: what requests run that name none, as on the command line."""
 
     def __init__(self, models: Sequence[Served], aliases: Mapping[str, str], method: str, limits: Limits) -> None:
         self.models = {served.name: served for served in models}
@@ -93,188 +134,106 @@ class Catalogue:
             return next(iter(self.models.values()))
         served = self.models.get(self.aliases.get(name, name))
         if served is None:
-            raise UnknownModel(f"no model {name[:80]!r} is served; there are {', '.join([*self.models, *self.aliases])}")
+            raise UnknownModel(f"model must be one of {', '.join([*self.models, *self.aliases])}; got {name[:80]!r}")
         return served
 
-    def ask(self, request: ImageRequest) -> Asked:
-        """ApiError, with the field, for what cannot be honoured."""
-        served = self.find(request.model)
-        require_known_words(request)
-        prompt, negative = self._prompts(served, request)
-        images = request.n or 1
-        schedule = chosen_schedule(served, request)
+    def parse(self, request: ImageRequest) -> ParsedRequest:
+        """Raises ApiError with the field that cannot be honored."""
+        served, images = self.find(request.model), request.n or 1
+        require_supported(request)
+        prompt = served.prompt("prompt", request.prompt, self.limits.prompt_chars)
+        negative = request.negative_prompt and served.prompt("negative_prompt", request.negative_prompt, self.limits.prompt_chars)
+        schedule = served.schedule(request)
         size = served.pixels(schedule)
-        self._require_allowed(images, size)
-        settings = {"size": schedule, **self._sampling(served, request, schedule)}
-        guided = self._guided(served, request, schedule, settings)
-        if negative is not None and not guided.needs_both:
-            raise refused("negative_prompt", "a negative prompt needs guidance: without it the second cfg branch does not run")
-        method = self._method(served, request, schedule, guided)
-        plans = fitting(served, method, schedule, guided, "method" if request.stop_after_stage is None else "stop_after_stage")
-        settings |= {"method": method} | ({"compute_mask": True} if request.masks else {})
-        if request.partial_images and not request.stream:
-            raise refused("partial_images", "partial images are sent in a stream only: add stream=true, or leave them out")
-        run = [stage for stage, plan in enumerate(plans) if not plan.skip]
-        partial = spread(run, request.partial_images or 0)
-        named = self.method if request.method is None else request.method
-        return Asked(served.name, prompt, negative, seeds_of(request, images), schedule, size, named, partial, settings)
-
-    def blamed(self, error: Exception, asked: Asked) -> ApiError:
-        """The answer to a job that failed; of two prompts, the one that cannot be read."""
-        if not isinstance(error, PromptError) or asked.negative is None:
-            return as_api_error(error)
-        try:
-            self.models[asked.model].pipeline.reader.read(asked.prompt)
-        except PromptError:
-            return as_api_error(error, "prompt")
-        return as_api_error(error, "negative_prompt")
-
-    def _require_allowed(self, images: int, size: tuple[int, int]) -> None:
         if images > self.limits.images:
-            raise refused("n", f"n is {images}; this server generates {self.limits.images} images at a time")
+            raise refused("n", f"n must be at most {self.limits.images} on this server; got {images}")
         if images * size[0] * size[1] > self.limits.pixels:
-            asked = f"{images} image(s) of {size[1]}x{size[0]}"
-            raise refused("size", f"{asked} are more than the {self.limits.pixels} pixels that a request may have here")
-
-    def _prompts(self, served: Served, request: ImageRequest) -> tuple[str | int, str | int | None]:
-        def read(param: str, text: str) -> str | int:
-            if len(text) > self.limits.prompt_chars:
-                message = f"{param} has {len(text)} characters; this server reads {self.limits.prompt_chars}"
-                raise refused(param, message, "string_above_max_length")
-            if not text.strip():
-                raise refused(param, f"{param} is empty: write at least one visible character", "empty_string")
-            if not served.classes:
-                return text
-            if not re.fullmatch(r"\s*-?\d{1,6}\s*", text, re.ASCII):
-                raise refused(param, f"{served.name} generates classes: {param} is a class number, such as '207'")
-            with about(param):
-                served.pipeline.reader.read(int(text))
-            return int(text)
-
-        return read("prompt", request.prompt), None if request.negative_prompt is None else read("negative_prompt", request.negative_prompt)
-
-    @staticmethod
-    def _sampling(served: Served, request: ImageRequest, schedule: Schedule) -> dict[str, Any]:
-        given = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
-        for name, value in given.items():
+            raise refused("size", f"size must be at most {self.limits.pixels} pixels per request; got {images} image(s) of {text_of(size)}")
+        sampling = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
+        for name, value in sampling.items():
             with about(name):
-                changed = served.pipeline.settings.sampling.changed(**{name: value})
-                changed.check(schedule)
-                served.pipeline.model.check_sampling(changed)
-        return given
-
-    @staticmethod
-    def _guided(served: Served, request: ImageRequest, schedule: Schedule, settings: dict[str, Any]) -> ResolvedGuidance:
+                resolve_sampling(served.pipeline, schedule, {name: value})
         scale = request.guidance_scale
         guidance = tuple(scale) if isinstance(scale, list) else scale
         with about("guidance_scale"):
-            guided = ResolvedGuidance(
-                resolve_guidance(guidance, served.pipeline.settings.guidance), schedule, len(served.pipeline.model.blocks)
-            )
-        if guidance is not None:
-            settings["guidance"] = guidance
-        return guided
+            guided = served.guided(schedule, guidance)
+        if negative is not None and not guided.needs_both:
+            raise refused("negative_prompt", "negative_prompt needs guidance: without it the second cfg branch does not run")
+        method = self._method(served, request, schedule, guided)
+        plans = served.plans(method, schedule, guided, "method" if request.stop_after_stage is None else "stop_after_stage")
+        if request.partial_images and not request.stream:
+            raise refused("partial_images", "partial_images must be left out without stream=true")
+        partial = spread([stage for stage, plan in enumerate(plans) if not plan.skip], request.partial_images or 0)
+        with about("seed"):
+            seeds = image_seeds(secrets.randbits(32) if request.seed is None else request.seed, images)
+        settings = {"size": schedule, **sampling, "method": method}
+        settings |= ({} if guidance is None else {"guidance": guidance}) | ({"compute_mask": True} if request.masks else {})
+        named = self.method if request.method is None else request.method
+        return ParsedRequest(served.name, prompt, negative, seeds, schedule, size, named, partial, settings)
+
+    def api_error(self, error: Exception, parsed: ParsedRequest) -> ApiError:
+        """Returns the answer to a job that failed; of two prompts it names the one that cannot be read."""
+        param = None
+        if isinstance(error, PromptError) and parsed.negative is not None:
+            try:
+                self.models[parsed.model].pipeline.reader.read(parsed.prompt)
+                param = "negative_prompt"
+            except PromptError:
+                param = "prompt"
+        return as_api_error(error, param)
 
     def _method(self, served: Served, request: ImageRequest, schedule: Schedule, guided: ResolvedGuidance) -> Method:
-        method = self._default if request.method is None else parsed_method(request.method)
+        method = self._default if request.method is None else parse_method(request.method)
         with about("method"):
             method = served.pipeline.settled(method, schedule)  # for one image: `auto` must not depend on who shares the batch
         if isinstance(method, CoDe):
-            raise refused("method", f"method {method.label}: it runs a second model beside {served.name}; requests run one")
-        fitting(served, method, schedule, guided, "method")
+            raise refused("method", f"method must run one model; got {method.label}, which runs a second one beside {served.name}")
+        served.plans(method, schedule, guided, "method")
         if request.stop_after_stage is None:
             return method
         left = len(schedule) - 1 - request.stop_after_stage
         if left < 0:
-            message = f"stop_after_stage {request.stop_after_stage}: this size has the stages 0 to {len(schedule) - 1}"
-            raise refused("stop_after_stage", message)
+            raise refused("stop_after_stage", f"stop_after_stage must be 0 to {len(schedule) - 1}; got {request.stop_after_stage}")
         return Combined((method, SkipStages(left))) if left else method
 
 
 @contextmanager
-def about(param: str) -> Iterator[None]:
-    """Errors of settings inside are those of a field."""
+def about(param: str, message: str = "") -> Iterator[None]:
+    """Attributes errors of settings to a field. With a message, other errors too: values of a wrong kind may fail in many ways."""
     try:
         yield
     except NextscaleError as error:
         raise as_api_error(error, param) from error
-
-
-def require_known_words(request: ImageRequest) -> None:
-    """Refuses what clients of other servers may ask for and this one cannot do."""
-    for param, reason in REASONS.items():
-        value = getattr(request, param)
-        if value is not None and value not in WORDS.get(param, ()):
-            raise refused(param, reason.format(value=value), "unsupported_value")
-    if request.output_compression is not None and (request.output_format or "png") == "png":
-        raise refused("output_compression", "png loses nothing: leave output_compression out, or choose jpeg or webp")
-
-
-def chosen_schedule(served: Served, request: ImageRequest) -> Schedule:
-    book = served.pipeline.settings.schedules
-    with about("aspect" if request.aspect is not None else "size"):
-        if (request.width is None) != (request.height is None):
-            raise refused("height" if request.height is None else "width", "give both width and height, or size")
-        if request.width is not None and request.height is not None:
-            if request.size not in (None, "auto"):
-                raise refused("size", "width and height already give the size: leave size out")
-            return book.choose((request.height, request.width), request.aspect)
-        size = request.size or "auto"
-        if size == "auto":
-            return book.choose(None, request.aspect)
-        if found := SIZE.fullmatch(size):
-            return book.choose((int(found[2]), int(found[1])), request.aspect)
-        if size in served.budgets:
-            return book.choose(size, request.aspect)
-        offers = sorted({f"{width}x{height}" for height, width in book.offers()}, key=lambda one: [int(side) for side in one.split("x")])
-        raise refused("size", f"size {size!r}: give auto or WIDTHxHEIGHT; {served.name} has {', '.join([*served.budgets, *offers])}")
-
-
-def parsed_method(text: str) -> Method:
-    """The same parser as on the command line, for text of strangers."""
-    if not METHOD.fullmatch(text) or not text.strip():
-        raise refused("method", f"method {text!r}: give a name with settings, such as fastvar or skip:last=2")
-    with about("method"):
-        return quietly(lambda: resolve_method(text), f"method {text!r} cannot be read")
-
-
-def fitting(served: Served, method: Method, schedule: Schedule, guided: ResolvedGuidance, param: str) -> Sequence[Any]:
-    """The plans of all stages, where the method fits the model and the size."""
-    with about(param):
-
-        def plans() -> Sequence[Any]:
-            for kept in (ASSUMED_KEPT, 1.0):  # some of what does not fit shows only where tokens are left out
-                found = method.forecast(served.pipeline.model, schedule, guided.needs_both, kept)
-                check_plans(found, len(served.pipeline.model.blocks), guided)
-            return found
-
-        return quietly(plans, f"{method.label} has settings that do not fit this model and size")
-
-
-def quietly(read: Callable[[], Any], message: str) -> Any:
-    """Values of the wrong kind may fail in many ways: all of them are the caller's."""
-    try:
-        return read()
-    except (NextscaleError, ApiError):
-        raise
     except Exception as error:
-        raise SettingError(f"{message} ({type(error).__name__})") from error
+        if not message or isinstance(error, ApiError):
+            raise
+        raise as_api_error(SettingError(f"{message} ({type(error).__name__})"), param) from error
 
 
-def seeds_of(request: ImageRequest, images: int) -> tuple[int, ...]:
-    if isinstance(request.seed, list):
-        if len(request.seed) != images:
-            raise refused("seed", f"{len(request.seed)} seeds for {images} images: give one number, or one per image")
-        return tuple(request.seed)
-    first = secrets.randbits(32) if request.seed is None else request.seed
-    if first + images - 1 > LARGEST_SEED:
-        raise refused("seed", f"seed {first} leaves no room for {images} images: seeds end at {LARGEST_SEED}")
-    return tuple(range(first, first + images))
+def require_supported(request: ImageRequest) -> None:
+    """Refuses fields of other servers that this one cannot honor."""
+    for param, (accepted, remedy) in UNSUPPORTED.items():
+        value = getattr(request, param)
+        if value is not None and value not in accepted:
+            raise refused(param, f"unsupported value for {param}: {value!r}; {remedy}", "unsupported_value")
+    if request.output_compression is not None and (request.output_format or "png") == "png":
+        raise refused("output_compression", "output_compression must be left out for png, which is lossless")
+
+
+def parse_method(text: str) -> Method:
+    """Parses the method of a client; text that could name a file is refused."""
+    if not METHOD.fullmatch(text) or not text.strip():
+        raise refused("method", f"method must be a name with settings, such as fastvar or skip:last=2; got {text!r}")
+    with about("method", f"method {text!r} cannot be read"):
+        return resolve_method(text)
+
+
+def text_of(size: tuple[int, int]) -> str:
+    return f"{size[1]}x{size[0]}"
 
 
 def spread(stages: Sequence[int], partials: int) -> tuple[int, ...]:
-    """So many of the stages before the last, evenly spread; all of them where there are not more."""
-    before = list(stages[:-1])
-    if partials >= len(before):
-        return tuple(before)
+    """Returns so many of the stages before the last, evenly spread."""
+    if partials >= len(stages) - 1:
+        return tuple(stages[:-1])
     return tuple(stages[round((number + 1) * len(stages) / (partials + 1)) - 1] for number in range(partials))

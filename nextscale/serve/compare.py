@@ -1,4 +1,4 @@
-"""How far two pictures are apart, for the studio: PSNR, SSIM, and LPIPS where its network is at hand."""
+"""Compares two images for the studio: PSNR, SSIM and LPIPS."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .pictures import decoded_png
 from .schema import Comparison
 from .settings import Limits
 
-LEAST_DECIBELS_EQUAL = 99.0  # what is answered for equal pictures, whose PSNR is infinite
-MOST_AT_ONCE = 4  # comparisons that run or wait: each holds the files of its pictures, and the one that runs their pixels too
-AGAIN_SECONDS = 2.0  # after which a client that is refused asks again
+MAX_PSNR = 99.0  # that of equal images is infinite
+MAX_OPEN = 4  # comparisons that run or wait: each holds the files of its images
+RETRY_SECONDS = 2.0
 
 
 class Comparer:
-    """Compares one pair after another, in a thread of its own. The network runs on the CPU: the GPU belongs to the workers."""
+    """Compares one pair after another in a thread, on the CPU: the GPU belongs to the workers."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -37,9 +37,9 @@ class Comparer:
         self._missing: str | None = None
 
     async def answer(self, request: Request) -> dict[str, Any]:
-        """Reads two pictures and compares them. Raises Overloaded if too many requests wait, JobCancelled if the client leaves."""
-        if self._open >= MOST_AT_ONCE:
-            raise Overloaded(f"{self._open} comparisons are waiting: try again in {AGAIN_SECONDS:.0f} s", AGAIN_SECONDS)
+        """Reads and compares two images. Raises Overloaded if too many requests wait, JobCancelled if the client leaves."""
+        if self._open >= MAX_OPEN:
+            raise Overloaded(f"{self._open} comparisons are waiting: try again in {RETRY_SECONDS:.0f} s", RETRY_SECONDS)
         self._open += 1
         try:
             pair = await read_body(request, Comparison, self._limits.read_seconds)
@@ -55,7 +55,7 @@ class Comparer:
 
     @torch.inference_mode()
     def _compare(self, pair: Comparison, left: Event) -> dict[str, Any]:
-        """Looks before each step whether the client has left."""
+        """Compares a pair; stops before the next step if the client has left."""
 
         def stay() -> None:
             if left.is_set():
@@ -67,11 +67,11 @@ class Comparer:
 
         a, b = decoded("a"), decoded("b")
         if a.shape != b.shape:
-            raise refused("b", f"a has {a.shape[3]}x{a.shape[2]} pixels and b {b.shape[3]}x{b.shape[2]}: give two of the same size")
+            raise refused("b", f"b must have the size of a, {a.shape[3]}x{a.shape[2]}; got {b.shape[3]}x{b.shape[2]}")
         network, side = self._network(), min(a.shape[2:])
         answer: dict[str, Any] = {"lpips_missing": self._missing}
         stay()
-        answer["psnr"] = min(round(float(psnr(a, b)), 3), LEAST_DECIBELS_EQUAL)
+        answer["psnr"] = min(round(float(psnr(a, b)), 3), MAX_PSNR)
         stay()
         answer["ssim"] = round(float(ssim(a, b)), 5) if side >= WINDOW else None
         stay()

@@ -1,4 +1,4 @@
-"""The error object that clients expect, and which of our errors becomes what."""
+"""Error objects as clients of OpenAI's API expect them, and the mapping from exceptions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from ..errors import (
@@ -17,7 +18,6 @@ from ..errors import (
     OutOfMemory,
     Overloaded,
     PromptError,
-    SettingError,
     ShuttingDown,
     SizeError,
     TextEncoderUnavailable,
@@ -26,27 +26,19 @@ from ..errors import (
 
 NO_RETRY = {"x-should-retry": "false"}
 LOADING_SECONDS = 2.0
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}  # others are invalid_request_error or, from 499 on, server_error
 
 
 class ApiError(Exception):
-    """An answer that is no image."""
+    """An error answer."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code, self.headers = status, message, kind, param, code, headers
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        self.status, self.headers = status, headers
+        kind = KINDS.get(status, "server_error" if status >= 499 else "invalid_request_error")
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @property
     def response(self) -> JSONResponse:
@@ -54,58 +46,58 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """A field that cannot be honoured."""
-    return ApiError(400, message, param=param, code=code)
+    """Returns the error of a field."""
+    return ApiError(400, message, code, param)
 
 
-def retry_later(seconds: float) -> dict[str, str]:
-    return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
-
-
-def loading() -> ApiError:
-    headers = retry_later(LOADING_SECONDS)
-    return ApiError(503, "the models are being loaded: try again soon", kind="server_error", code="loading", headers=headers)
+def retry_later(status: int, message: str, code: str, seconds: float = LOADING_SECONDS) -> ApiError:
+    headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
+    return ApiError(status, message, code, headers=headers)
 
 
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:
-    """`param`: the field that an error of settings is about. What is nobody's fault but ours says nothing of its inside."""
+    """Returns the answer to an exception; internal errors reveal nothing. param: the field that an error of settings is about."""
+    text = str(error)
     match error:
         case ApiError():
             return error
+        case ValidationError():
+            return invalid_body(error)
+        case HTTPException():  # unknown paths and methods
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            return ApiError(error.status_code, str(error.detail), code, headers=error.headers)
         case Overloaded():
-            headers = retry_later(error.retry_after)
-            return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=headers)
+            return retry_later(429, text, "queue_full", error.retry_after)
         case ShuttingDown():
-            return ApiError(503, str(error), kind="server_error", code="shutting_down", headers=retry_later(LOADING_SECONDS))
+            return retry_later(503, text, "shutting_down")
         case UnknownModel():
-            return ApiError(404, str(error), param="model", code="model_not_found")
+            return ApiError(404, text, "model_not_found", "model")
         case PromptError():
-            return refused(param or "prompt", str(error))
+            return refused(param or "prompt", text)
         case SizeError():
-            return refused(param or "size", str(error))
+            return refused(param or "size", text)
         case OutOfMemory():
-            return ApiError(503, str(error), kind="server_error", code="out_of_memory", headers=NO_RETRY)
+            return ApiError(503, text, "out_of_memory", headers=NO_RETRY)
         case DeadlinePassed():
-            return ApiError(504, str(error), kind="server_error", code="timeout", headers=NO_RETRY)
+            return ApiError(504, text, "timeout", headers=NO_RETRY)
         case JobCancelled():
-            return ApiError(499, "the client has left", kind="server_error", code="cancelled")
+            return ApiError(499, text, "cancelled")
         case NonFiniteLogits() | TextEncoderUnavailable():
-            message = "the model could not generate this: the server's log has the reason"
-            return ApiError(500, message, kind="server_error", code="model_failed", headers=NO_RETRY)
-        case SettingError() | NextscaleError():
-            return ApiError(400, str(error), param=param, code="invalid_value")
-    return ApiError(500, "the server failed on this request: its log has the reason", kind="server_error", code="internal_error")
+            return ApiError(500, "the model could not generate this: see the server's log", "model_failed", headers=NO_RETRY)
+        case NextscaleError():
+            return ApiError(400, text, "invalid_value", param)
+    return ApiError(500, "the server failed on this request: see its log", "internal_error")
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
+    """Returns the first error of a body."""
     found = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = ".".join(str(part) for part in found["loc"][:1]) or None
+    param = str(found["loc"][0]) if found["loc"] else None
     match found["type"]:
         case "missing":
-            return refused(param or "prompt", f"{param} is missing: it is needed", "missing_required_parameter")
+            return refused(param or "prompt", f"{param} is required", "missing_required_parameter")
         case "extra_forbidden":
-            return refused(param or "body", f"{str(param)[:80]!r} is no field of this endpoint: leave it out", "unknown_parameter")
+            return refused(param or "body", f"unknown field {str(param)[:80]!r}: leave it out", "unknown_parameter")
         case "json_invalid":
-            return ApiError(400, f"the body is no JSON: {found['msg']}", code="invalid_json")
-    return ApiError(400, f"{param or 'body'}: {found['msg']}", param=param, code="invalid_value")
+            return ApiError(400, f"the body is no JSON: {found['msg']}", "invalid_json")
+    return ApiError(400, f"{param or 'body'}: {found['msg']}", "invalid_value", param)

@@ -1,4 +1,4 @@
-"""`POST /v1/images/generations`: one route that answers JSON or a stream of events."""
+"""The route `POST /v1/images/generations`, which answers JSON or a stream of events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -17,52 +17,48 @@ from starlette.types import Receive, Scope, Send
 from ..batching import GeneratedImage, Handle, Partial
 from ..errors import JobCancelled, PromptError
 from .answers import Answer, event_text
-from .catalogue import Asked, Catalogue
-from .errors import ApiError, invalid_body
+from .catalogue import Catalogue, ParsedRequest
+from .errors import ApiError
 from .schema import ImageRequest
 from .service import Service
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
-HEARTBEAT_SECONDS = 15.0  # a comment in a quiet stream, so that nobody in between closes it
+HEARTBEAT_SECONDS = 15.0  # between comments in a quiet stream, so that no proxy closes it
 
 
 async def read_body(request: Request, schema: type[Body], seconds: float) -> Body:
-    """The body by its schema; ApiError with the field for what does not fit."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "send JSON, with the header Content-Type: application/json", code="unsupported_media_type")
+    """Reads and validates a body."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "send JSON, with the header Content-Type: application/json", "unsupported_media_type")
     try:
         content = await asyncio.wait_for(request.body(), seconds)
     except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {seconds:.0f} s", code="body_timeout") from error
+        raise ApiError(408, f"the body did not arrive within {seconds:.0f} s", "body_timeout") from error
     except ClientDisconnect as error:
         raise JobCancelled("the client has left") from error
-    try:
-        return schema.model_validate_json(content)
-    except ValidationError as error:
-        raise invalid_body(error) from error
+    return schema.model_validate_json(content)
 
 
 async def generate(request: Request, service: Service) -> Response:
     catalogue = service.require_catalogue()
     body = await read_body(request, ImageRequest, service.settings.limits.read_seconds)
-    asked = await run_in_threadpool(catalogue.ask, body)
+    parsed = await run_in_threadpool(catalogue.parse, body)
     if service.settings.log_prompts:
-        log.info("%s %s %r", request.state.request_id, asked.model, body.prompt)
-    answer = Answer(body, asked)
+        log.info("%s %s %r", request.state.request_id, parsed.model, body.prompt)
+    answer = Answer(body, parsed)
     if body.stream:
-        return EventStream(service, catalogue, asked, answer)
+        return EventStream(service, catalogue, parsed, answer)
     try:
-        images = await finished(service.submit(asked), request)
+        images = await finished(service.submit(parsed), request)
     except PromptError as error:
-        raise await run_in_threadpool(catalogue.blamed, error, asked) from error
+        raise await run_in_threadpool(catalogue.api_error, error, parsed) from error
     return JSONResponse(await run_in_threadpool(answer.whole, images))
 
 
 async def finished(handle: Handle, request: Request) -> list[GeneratedImage]:
-    """The images; when the client leaves before, the job is cancelled."""
+    """Returns the images; cancels the job if the client leaves before."""
     images: asyncio.Future[list[GeneratedImage]] = asyncio.wrap_future(handle.future)
     leaving = asyncio.ensure_future(gone(request))
     try:
@@ -83,25 +79,25 @@ async def gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Partial images as their stages are done, every image when it is finished, and an error in the place of what fails."""
+    """A stream of partial images after their stages, of finished images, and of an error if the job fails."""
 
-    def __init__(self, service: Service, catalogue: Catalogue, asked: Asked, answer: Answer) -> None:
+    def __init__(self, service: Service, catalogue: Catalogue, parsed: ParsedRequest, answer: Answer) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
 
-        def watch(event: object) -> None:
+        def put(event: object) -> None:
             loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-        self._catalogue, self._asked, self._answer = catalogue, asked, answer
-        self._handle = service.submit(asked, watch)
-        self._handle.future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._events.put_nowait, None))
+        self._catalogue, self._parsed, self._answer = catalogue, parsed, answer
+        self._handle = service.submit(parsed, put)
+        self._handle.future.add_done_callback(lambda _: put(None))
         super().__init__(self._texts(), media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._handle.cancel()  # where the client has left; nothing where all is sent
+            self._handle.cancel()  # if the client has left
 
     async def _texts(self) -> AsyncIterator[str]:
         numbers: Counter[int] = Counter()
@@ -109,7 +105,7 @@ class EventStream(StreamingResponse):
             try:
                 event = await asyncio.wait_for(self._events.get(), HEARTBEAT_SECONDS)
             except TimeoutError:
-                yield ": still at work\n\n"
+                yield ": still running\n\n"
                 continue
             match event:
                 case Partial():
@@ -121,5 +117,4 @@ class EventStream(StreamingResponse):
                     break
         if (error := self._handle.future.exception()) is not None:
             assert isinstance(error, Exception)
-            blamed = await run_in_threadpool(self._catalogue.blamed, error, self._asked)
-            yield event_text("error", blamed.body)
+            yield event_text("error", (await run_in_threadpool(self._catalogue.api_error, error, self._parsed)).body)

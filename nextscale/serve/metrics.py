@@ -1,4 +1,4 @@
-"""What a server measures of itself, for Prometheus."""
+"""Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class ServeMetrics:
-    """Counted as things happen; what has a present value is asked for when metrics are read."""
+    """Counters, and gauges that are read when metrics are."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("nextscale_requests", "Answered requests for images.", ["status"], registry=registry)
-        self.request_seconds = Histogram("nextscale_request_seconds", "From request to answer.", buckets=SECONDS, registry=registry)
-        self.queue_seconds = Histogram("nextscale_queue_seconds", "Of an image, before its batch.", buckets=SECONDS, registry=registry)
+        self.request_seconds = Histogram("nextscale_request_seconds", "Time from request to answer.", buckets=SECONDS, registry=registry)
+        self.queue_seconds = Histogram("nextscale_queue_seconds", "Waiting time of an image.", buckets=SECONDS, registry=registry)
         self.batch_images = Histogram("nextscale_batch_images", "Images per batch.", ["model"], buckets=IMAGES, registry=registry)
         self.stage_seconds = Histogram(
-            "nextscale_stage_seconds", "Of a batch's stage.", ["model", "stage"], buckets=STAGE_SECONDS, registry=registry
+            "nextscale_stage_seconds", "Time of a stage of a batch.", ["model", "stage"], buckets=STAGE_SECONDS, registry=registry
         )
         self.images = Counter("nextscale_images", "Generated images.", ["model", "engine"], registry=registry)
-        self.tokens_run = Counter("nextscale_tokens_run", "Tokens that ran, cfg branches counted.", ["model"], registry=registry)
-        self.tokens_saved = Counter("nextscale_tokens_saved", "Tokens that methods left out.", ["model"], registry=registry)
+        self.tokens_run = Counter("nextscale_tokens_run", "Tokens that ran in all cfg branches.", ["model"], registry=registry)
+        self.tokens_saved = Counter("nextscale_tokens_saved", "Tokens that methods saved.", ["model"], registry=registry)
         self.batches_failed = Counter("nextscale_batches_failed", "Failed batches.", ["model", "reason"], registry=registry)
-        self.batches_left = Counter("nextscale_batches_abandoned", "Batches that everybody left.", ["model"], registry=registry)
-        self.open_requests = Gauge("nextscale_requests_open", "Requests for images that are being answered.", registry=registry)
+        self.batches_left = Counter("nextscale_batches_abandoned", "Abandoned batches.", ["model"], registry=registry)
+        self.open_requests = Gauge("nextscale_requests_open", "Open requests for images.", registry=registry)
 
     def watch(self, batcher: Batcher, pipelines: Callable[[], Iterable[tuple[str, Pipeline]]]) -> None:
         self.registry.register(Present(batcher, pipelines))
@@ -78,26 +78,26 @@ class ServeMetrics:
 
 
 def tokens(report: Report) -> tuple[float, float]:
-    """Tokens of one image that ran, and those of dense generation, cfg branches counted."""
+    """Returns the tokens of one image that ran, and those of dense generation, in all cfg branches."""
     branches = max((stage.cfg_branches for stage in report.stages), default=1)
     run = sum(stage.computed * stage.cfg_branches for stage in report.stages)
     return run, sum(stage.height * stage.width * branches for stage in report.stages)
 
 
 class Present(Collector):
-    """What is so at the moment."""
+    """Present values."""
 
     def __init__(self, batcher: Batcher, pipelines: Callable[[], Iterable[tuple[str, Pipeline]]]) -> None:
         self._batcher, self._pipelines = batcher, pipelines
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("nextscale_images_waiting", "Images in the queue.", value=self._batcher.waiting)
-        yield GaugeMetricFamily("nextscale_images_running", "Images in batches that run.", value=self._batcher.running)
+        yield GaugeMetricFamily("nextscale_images_waiting", "Queued images.", value=self._batcher.waiting)
+        yield GaugeMetricFamily("nextscale_images_running", "Images that are generated.", value=self._batcher.running)
         rate = self._batcher.images_per_second
-        yield GaugeMetricFamily("nextscale_images_per_second", "Of recent batches, while busy.", value=0.0 if rate is None else rate)
+        yield GaugeMetricFamily("nextscale_images_per_second", "Rate of recent batches while busy.", value=0.0 if rate is None else rate)
         pipelines = list(self._pipelines())
-        captures = GaugeMetricFamily("nextscale_captures", "Kinds of requests with captured CUDA graphs.", labels=["model", "device"])
-        kept = GaugeMetricFamily("nextscale_captures_bytes", "Memory that captured graphs keep.", labels=["model", "device"])
+        captures = GaugeMetricFamily("nextscale_captures", "Captured CUDA graphs.", labels=["model", "device"])
+        kept = GaugeMetricFamily("nextscale_captures_bytes", "Memory of captured graphs.", labels=["model", "device"])
         for name, pipeline in pipelines:
             where = [name, str(pipeline.model.device)]
             captures.add_metric(where, len(pipeline.captures))

@@ -1,4 +1,4 @@
-"""Images as files in memory: encoded for the client, with their settings inside, and read back from strangers."""
+"""Encodes images in memory, with their settings, and decodes those of clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNK = "nextscale"  # the PNG's text chunk that holds the settings, as JSON
 
 
 def encoded(image: Image.Image, form: str = "png", compression: int | None = None, settings: Mapping[str, Any] | None = None) -> str:
-    """Base64 of the file. `settings` go into a PNG, from which the studio restores them."""
+    """Returns the file in base64. settings: for a PNG, from which the studio restores them."""
     buffer = io.BytesIO()
     if form == "png":
         info = PngImagePlugin.PngInfo()
@@ -34,18 +34,18 @@ def encoded(image: Image.Image, form: str = "png", compression: int | None = Non
 
 
 def mask_picture(mask: Tensor) -> Image.Image:
-    """Shares [h, w] as grey levels, a pixel per cell; white is all of the network."""
+    """Returns shares [h, w] as gray levels, a pixel per cell; white is the whole network."""
     return Image.fromarray((mask.float().clamp(0, 1) * 255).round().to(torch.uint8).numpy())
 
 
 def decoded_png(text: str, param: str, most_pixels: int) -> Tensor:
-    """Pixels [1, 3, H, W] in [-1, 1] of a picture that a client sends; nothing but a PNG of an allowed size is opened."""
+    """Returns pixels [1, 3, H, W] in [-1, 1] of a client's image. Opens nothing but a PNG of at most `most_pixels`."""
     try:
         content = base64.b64decode(text, validate=True)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             if image.width * image.height > most_pixels:
-                raise refused(param, f"{param} has {image.width}x{image.height} pixels; at most {most_pixels} are compared")
+                raise refused(param, f"{param} must have at most {most_pixels} pixels; got {image.width}x{image.height}")
             pixels = np.array(image.convert("RGB"))
     except (binascii.Error, ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise refused(param, f"{param} is no PNG in base64") from error
+        raise refused(param, f"{param} must be a PNG in base64") from error
     return from_levels(torch.from_numpy(pixels).permute(2, 0, 1)[None])

@@ -1,4 +1,4 @@
-"""Runs the server until a signal: accepted requests finish, new ones are refused, and the process ends in time."""
+"""Runs the server until a signal; then accepted requests finish and new ones are refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .settings import ServeSettings
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 2  # what the last answers have to be sent when all images are done or given up
-MOST_IDLE = 64  # connections between requests
+ANSWER_SECONDS = 2  # to send the last answers
+MAX_IDLE = 64  # connections between requests
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal drains: the door stays open, so that newcomers are told why they are refused. A second one ends at once."""
+    """A uvicorn server that drains on the first signal, still answering new requests with an error, and ends at once on the second."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -38,11 +38,11 @@ class DrainingServer(uvicorn.Server):
         self._service.start(failed=self.stop)
 
     async def on_tick(self, counter: int) -> bool:
-        """Also closes those that have been idle longest beyond MOST_IDLE: uvicorn lets a connection wait for a request without end."""
+        """Also closes connections beyond MAX_IDLE, the longest idle first: uvicorn lets them wait for a request without end."""
         last = [(connection, getattr(connection, "cycle", None)) for connection in self.server_state.connections]
         idle = dict.fromkeys(pair for pair in last if pair[1] is None or pair[1].response_complete)
         self._idle = {pair: None for pair in self._idle if pair in idle} | idle
-        for connection, _ in list(self._idle)[:-MOST_IDLE]:
+        for connection, _ in list(self._idle)[:-MAX_IDLE]:
             connection.shutdown()
         return await super().on_tick(counter)
 
@@ -83,15 +83,15 @@ def http_server(service: Service) -> DrainingServer:
 
 
 def serve(content: Content, settings: ServeSettings) -> None:
-    """Returns after a signal. Raises what kept the models from being loaded."""
+    """Serves until a signal. Raises the error of loading the models."""
     service = Service(content, settings)
     if not settings.loopback and not settings.api_keys:
-        log.warning("%s is reached from other machines and there are no API keys: give --api-key-file", settings.host)
+        log.warning("%s can be reached from other machines without an API key: use --api-key-file", settings.host)
     http_server(service).run()
     if service.error is not None:
         raise service.error
     if not service.close():
-        log.warning("a worker did not leave its stage: the process ends without it")
+        log.warning("a worker is still running a stage: the process ends without it")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The bodies of `POST /v1/images/generations`: what clients of OpenAI's endpoint send, and our extensions."""
+"""Bodies of requests: the fields of OpenAI's endpoint, and our extensions."""
 
 from __future__ import annotations
 
@@ -8,61 +8,61 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..sampling import LEAST_TEMPERATURE
 
-MOST_IMAGES = 10
-MOST_PARTIALS = 32  # clients send 0 to 3; more show every stage
-LARGEST_SEED = 2**63 - 1
-LONGEST_METHOD = 200  # characters
-LONGEST_LIST = 64
+MAX_IMAGES = 10
+MAX_PARTIALS = 32  # clients send 0 to 3; more show every stage
+MAX_SEED = 2**63 - 1
+MAX_METHOD = 200  # characters
+MAX_LIST = 64
 
-Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Scale = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)]
 Side = Annotated[int, Field(ge=1, le=16384)]
 
 
 class ImageRequest(BaseModel):
-    """Fields that are accepted by name only to be refused with a reason say so in their description."""
+    """Body of a request for images. Some fields of other servers are accepted only to be refused with a remedy."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
-    prompt: str = Field(min_length=1, description="A text; for models of classes a class number as text, such as '207'.")
-    model: Annotated[str, Field(max_length=200)] | None = Field(None, description="A name or alias of /v1/models; the first by default.")
-    n: Annotated[int, Field(ge=1, le=MOST_IMAGES)] | None = Field(1, description="How many images.")
+    prompt: str = Field(min_length=1, description="Text, or a class number as text, such as '207', for class models.")
+    model: Annotated[str, Field(max_length=200)] | None = Field(None, description="Name or alias of /v1/models; default: the first.")
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES)] | None = Field(1, description="Number of images.")
     size: Annotated[str, Field(max_length=32)] | None = Field(
-        "auto", description="'auto', 'WIDTHxHEIGHT', or a pixel budget such as '0.25M' where the model has budgets."
+        "auto", description="'auto', 'WIDTHxHEIGHT', or a pixel budget of the model, such as '0.25M'."
     )
     quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = Field(
-        "auto", description="'auto' or 'standard'; others are refused: method chooses between speed and quality."
+        "auto", description="'auto' or 'standard'; use method to choose between speed and quality."
     )
-    background: Literal["auto", "opaque", "transparent"] | None = Field("auto", description="Images are opaque; 'transparent' is refused.")
+    background: Literal["auto", "opaque", "transparent"] | None = Field("auto", description="'transparent' is refused.")
     output_format: Literal["png", "jpeg", "webp"] | None = "png"
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = Field(None, description="Quality of jpeg and webp; 95 by default.")
-    moderation: Literal["auto", "low"] | None = Field("auto", description="Nothing is moderated here.")
+    moderation: Literal["auto", "low"] | None = Field("auto", description="Ignored.")
     stream: bool | None = False
-    partial_images: Annotated[int, Field(ge=0, le=MOST_PARTIALS)] | None = Field(
-        0, description="With stream: how many partial images, spread over the stages; each is a decode of the canvas after a stage."
+    partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIALS)] | None = Field(
+        0, description="Number of partial images in a stream; each is the canvas after a stage."
     )
-    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Not kept.")
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = Field(None, description="Not kept.")
+    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Ignored.")
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = Field(None, description="Ignored.")
     response_format: Literal["b64_json", "url"] | None = Field("b64_json", description="'url' is refused: no image is stored.")
-    style: Literal["vivid", "natural"] | None = Field(None, description="Refused: say it in the prompt.")
+    style: Literal["vivid", "natural"] | None = Field(None, description="Refused: describe it in the prompt.")
 
-    seed: Seed | Annotated[list[Seed], Field(min_length=1, max_length=MOST_IMAGES)] | None = Field(
-        None, description="Of the first image, further ones count on; or one per image. Random by default, and echoed."
+    seed: Seed | Annotated[list[Seed], Field(min_length=1, max_length=MAX_IMAGES)] | None = Field(
+        None, description="Seed of the first image, counted on for others, or one per image. Default: random."
     )
-    negative_prompt: Annotated[str, Field(min_length=1)] | None = Field(None, description="What to steer away from.")
-    guidance_scale: Scale | Annotated[list[Scale], Field(min_length=1, max_length=LONGEST_LIST)] | None = Field(
-        None, description="A number keeps the model's published form; a list is one scale per stage."
+    negative_prompt: Annotated[str, Field(min_length=1)] | None = Field(None, description="Text to steer away from.")
+    guidance_scale: Scale | Annotated[list[Scale], Field(min_length=1, max_length=MAX_LIST)] | None = Field(
+        None, description="A number, applied in the model's published form, or one number per stage."
     )
-    num_inference_steps: int | None = Field(None, description="Refused: a size fixes the stages; see stop_after_stage and method.")
-    width: Side | None = Field(None, description="With height, in the place of size.")
+    num_inference_steps: int | None = Field(None, description="Refused: the size sets the stages; see stop_after_stage and method.")
+    width: Side | None = Field(None, description="With height: replaces size.")
     height: Side | None = None
-    aspect: Annotated[str, Field(max_length=16)] | None = Field(None, description="Such as '16:9'; with size 'auto' or a budget.")
-    method: Annotated[str, Field(max_length=LONGEST_METHOD)] | None = Field(
-        None, description="An acceleration, such as 'fastvar' or 'skip:last=2 + fastvar'; 'dense' is none. By default the server's."
+    aspect: Annotated[str, Field(max_length=16)] | None = Field(None, description="Aspect ratio such as '16:9', with 'auto' or a budget.")
+    method: Annotated[str, Field(max_length=MAX_METHOD)] | None = Field(
+        None, description="Acceleration, such as 'skip:last=2 + fastvar', or 'dense'. Default: the server's."
     )
-    masks: bool | None = Field(False, description="Also answer where how much of the network ran, per stage.")
-    stop_after_stage: Annotated[int, Field(ge=0, le=LONGEST_LIST)] | None = Field(
-        None, description="Stages count from 0; the image is decoded from what they have generated by then."
+    masks: bool | None = Field(False, description="Return the share of the network that ran per cell and stage.")
+    stop_after_stage: Annotated[int, Field(ge=0, le=MAX_LIST)] | None = Field(
+        None, description="Decode the image after this stage, counted from 0."
     )
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
@@ -71,7 +71,7 @@ class ImageRequest(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Two pictures for the studio, PNG in base64."""
+    """Two images to compare, PNG in base64."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
@@ -80,5 +80,5 @@ class Comparison(BaseModel):
 
 
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
-    """What a route that reads its body itself says of it in /openapi.json."""
+    """Returns the entry in /openapi.json of a route that reads its body itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}

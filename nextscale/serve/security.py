@@ -1,13 +1,14 @@
-"""What stands before every request: who asks, under which name, and how much is sent."""
+"""Checks before every request: host name, API key and body size."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import time
-from collections.abc import Mapping
 from typing import Protocol
 
 from starlette.datastructures import Headers
@@ -19,7 +20,7 @@ from .settings import ServeSettings, host_of
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/livez", "/readyz", "/openapi.json")
-OPEN_FOLDER = "/studio/files/"  # the page itself; what it asks for needs a key
+OPEN_FOLDER = "/studio/files/"  # the page; its requests need a key
 COMPARE_PATH = "/studio/compare"
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -30,7 +31,7 @@ HEADERS = {
 
 
 class Watcher(Protocol):
-    """Whoever counts requests."""
+    """Counts requests."""
 
     def request_began(self, path: str) -> None: ...
 
@@ -38,7 +39,7 @@ class Watcher(Protocol):
 
 
 class Keys:
-    """API keys, of which only digests are kept. All of them are compared, each in constant time."""
+    """Digests of API keys, which are all compared in constant time."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
@@ -53,7 +54,7 @@ class Keys:
 
 
 class Gate:
-    """Gives every answer an id, makes errors the error object and checks what needs no route. Only preflight requests do not come by."""
+    """Middleware that checks requests, gives every answer an id and turns exceptions into error objects. Preflights do not pass it."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, watcher: Watcher) -> None:
         self._app, self._settings, self._watcher = app, settings, watcher
@@ -64,6 +65,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id, begun, status = f"req_{secrets.token_hex(12)}", time.monotonic(), 0
+        root, path = self._settings.root_path, scope["path"]
+        path = path.removeprefix(root) if path.startswith(f"{root}/") else path  # proxies may strip the root path or pass it on
+        scope = {**scope, "root_path": root, "path": root + path}
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def answer(message: Message) -> None:
@@ -74,31 +78,31 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *((name.encode(), value.encode()) for name, value in extra.items())]
             await send(message)
 
-        self._watcher.request_began(scope["path"])
+        self._watcher.request_began(path)
         try:
-            self._check(scope["method"], scope["path"], Headers(scope=scope))
-            await self._app(scope, self._limited(scope, receive), answer)
+            self._check(scope["method"], path, Headers(scope=scope))
+            await self._app(scope, self._limited(path, receive), answer)
         except Exception as error:
             found = as_api_error(error)
             if found.status == 500:
                 log.error("%s failed", request_id, exc_info=error)
-            if status:  # the answer has begun: all that is left is to end the connection
+            if status:  # the answer has begun: only the connection can be ended
                 raise
             await found.response(scope, receive, answer)
         finally:
             seconds = time.monotonic() - begun
             log.info("%s %s %r %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
-            self._watcher.request_ended(scope["path"], status, seconds)
+            self._watcher.request_ended(path, status, seconds)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        """Raises ApiError for a refused request. `path` is that of the scope: request.url may be built from the Host header."""
+        """Raises ApiError for a refused request. path: from the scope, since request.url may be built from the Host header."""
         names = self._settings.host_names
         if names is not None and host_of(headers.get("host", "")) not in names:
-            raise ApiError(421, "this server does not go by that name: use localhost, or start it with --allow-host", code="wrong_host")
+            raise ApiError(421, "unknown host name: use localhost, or start the server with --allow-host", "wrong_host")
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or method == "OPTIONS"
         if not is_open and not self._keys.allow(headers.get("authorization")):
-            message = "this server needs an API key: send the header Authorization: Bearer KEY with one that it knows"
-            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            message = "this server needs an API key: send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._most_bytes(path):
             raise self._too_large(path)
@@ -108,27 +112,29 @@ class Gate:
         return limits.compared_bytes if path == COMPARE_PATH else limits.body_bytes
 
     def _too_large(self, path: str) -> ApiError:
-        return ApiError(413, f"the body is larger than the {self._most_bytes(path)} bytes that are read here", code="body_too_large")
+        return ApiError(413, f"the body must have at most {self._most_bytes(path)} bytes", "body_too_large")
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Counts what comes without a length."""
-        received, most = 0, self._most_bytes(scope["path"])
+    def _limited(self, path: str, receive: Receive) -> Receive:
+        """Limits bodies that are sent without a length."""
+        received, most = 0, self._most_bytes(path)
 
         async def counted() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
             if received > most:
-                raise self._too_large(scope["path"])
+                raise self._too_large(path)
             return message
 
         return counted
 
 
-def content_security(page: Mapping[str, str]) -> str:
-    """What the studio's page may load: its own files, and pictures that it was sent. `page`: hashes of inline scripts."""
-    scripts = " ".join(["'self'", *(f"'sha256-{digest}'" for digest in page.values())])
+def content_security(page: str) -> str:
+    """Returns the policy of the studio's page: it loads its own files, its import map, and images that it is sent."""
+    found = re.search(r"<script type=\"importmap\">(.*?)</script>", page, re.DOTALL)
+    assert found is not None
+    digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
     return (
-        f"default-src 'none'; script-src {scripts}; style-src 'self'; img-src 'self' data: blob:; connect-src 'self';"
+        f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self';"
         " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )

@@ -1,4 +1,4 @@
-"""A server's inside: models that are loaded in the background, the batcher over them, and how it ends."""
+"""Lifecycle of a server: loading models in the background, the batcher, and draining."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import NextscaleError, SettingError
 from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from ..text.prompts import ClassReader
-from .catalogue import SIZE, Asked, Catalogue, Served
-from .errors import loading
+from .catalogue import SIZE, Catalogue, ParsedRequest, Served
+from .errors import retry_later
 from .metrics import ServeMetrics
 from .settings import ServeSettings
 
@@ -27,27 +27,27 @@ Watch = Callable[[object], None]
 
 @dataclass(frozen=True)
 class Warmup:
-    """Sizes and batches that are generated once before the server is ready: on a GPU their CUDA graphs are captured."""
+    """A size and batches that run before the server is ready; on a GPU this captures their CUDA graphs."""
 
     size: tuple[int, int]  # height, width
     batches: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> Warmup:
-        """WIDTHxHEIGHT:BATCH,BATCH as in 1024x1024:1,4."""
+        """Reads WIDTHxHEIGHT:BATCH,BATCH, such as 1024x1024:1,4."""
         size, colon, numbers = text.partition(":")
         found, batches = SIZE.fullmatch(size), [part for part in numbers.split(",") if part.isdecimal() and int(part)]
         if not found or not colon or len(batches) != numbers.count(",") + 1:
-            raise SettingError(f"warm-up {text!r}: write WIDTHxHEIGHT:BATCH,BATCH, such as 1024x1024:1,4")
+            raise SettingError(f"--warmup must be WIDTHxHEIGHT:BATCH,BATCH, such as 1024x1024:1,4; got {text!r}")
         return cls((int(found[2]), int(found[1])), tuple(map(int, batches)))
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a server serves. `load` opens a model, by its name, on one of `devices`."""
+    """Models, devices and warm-ups of a server. load: opens a model by its name on one of the devices."""
 
     models: tuple[str, ...]
-    devices: tuple[str | None, ...]  # None: the GPU if there is one
+    devices: tuple[str | None, ...]  # None: the GPU, if any
     load: Callable[[str, str | None], Pipeline]
     aliases: Mapping[str, str]
     method: str = "dense"
@@ -59,7 +59,7 @@ class Service:
         self.content, self.settings = content, settings
         self.metrics = ServeMetrics()
         self.started = int(time.time())
-        self.error: BaseException | None = None  # why loading failed
+        self.error: BaseException | None = None  # of loading
         self.catalogue: Catalogue | None = None
         self._batcher: Batcher | None = None
         self._pipelines: Sequence[Mapping[str, Pipeline]] = ()
@@ -68,7 +68,7 @@ class Service:
     # --- life
 
     def start(self, failed: Callable[[], None]) -> None:
-        """Loads in the background; `failed` is called where that does not work."""
+        """Loads in the background; calls `failed` after an error."""
         Thread(target=self._load_or_fail, args=(failed,), name="nextscale-loading", daemon=True).start()
 
     def _load_or_fail(self, failed: Callable[[], None]) -> None:
@@ -79,9 +79,9 @@ class Service:
             failed()
 
     def open(self) -> None:
-        """Loads the models, warms them up, and takes requests from then on."""
+        """Loads and warms up the models, then accepts requests."""
         content, settings = self.content, self.settings
-        full = (settings.max_batch,)  # what batches are filled up to
+        full = (settings.max_batch,)  # the size of filled-up batches
         warmups = [replace(warmup, batches=full) if settings.same_images else warmup for warmup in content.warmups]
         self._pipelines = [{model: content.load(model, device) for model in content.models} for device in content.devices]
         for pipelines in self._pipelines:
@@ -107,12 +107,12 @@ class Service:
         return (pair for pipelines in self._pipelines for pair in pipelines.items())
 
     def drain(self, seconds: float) -> bool:
-        """Refuses new requests and finishes those that were accepted; whether there was time enough."""
+        """Refuses new requests and finishes accepted ones. Returns False if time ran out."""
         self._draining = True
         return self._batcher is None or self._batcher.drain(seconds)
 
     def close(self) -> bool:
-        """Gives up the rest; whether all workers have gone."""
+        """Fails unfinished requests. Returns True if all workers have ended."""
         self._draining = True
         return self._batcher is None or self._batcher.close()
 
@@ -128,19 +128,19 @@ class Service:
 
     def require_catalogue(self) -> Catalogue:
         if self.catalogue is None:
-            raise loading()
+            raise retry_later(503, "the models are being loaded: try again soon", "loading")
         return self.catalogue
 
-    def submit(self, asked: Asked, watch: Watch | None = None) -> Handle:
-        """Overloaded or ShuttingDown where it cannot be taken."""
-        assert self._batcher is not None  # there is a catalogue
+    def submit(self, parsed: ParsedRequest, watch: Watch | None = None) -> Handle:
+        """Queues a request. Raises Overloaded or ShuttingDown."""
+        assert self._batcher is not None  # set before the catalogue
         job = Job(
-            asked.model,
-            asked.prompt,
-            asked.seeds,
-            asked.negative,
-            asked.settings,
-            frozenset(asked.partial_stages),
+            parsed.model,
+            parsed.prompt,
+            parsed.seeds,
+            parsed.negative,
+            parsed.settings,
+            frozenset(parsed.partial_stages),
             watch,
             time.monotonic() + self.settings.request_timeout,
         )
@@ -148,7 +148,7 @@ class Service:
 
 
 def warm_up(pipeline: Pipeline, warmups: Sequence[Warmup], method: str) -> None:
-    """Sizes that this model does not offer are for other models."""
+    """Runs the warm-ups whose size the model offers."""
     chosen = resolve_method(method)
     for warmup in warmups:
         if warmup.size not in pipeline.settings.schedules.offers():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import kernels
-from ..kernels.shapes import LARGEST_NORM_CONV
+from ..kernels.shapes import MAX_NORM_CONV
 from .layers import add_bias_, add_residual_, fusable, group_norm, norm_act, shifted_bias, to_channels_last, upsample_nearest, without_bias
 from .upsampling import convolve_upsampled, merged_upsampling
 
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
 
     def image(self, x: Tensor, sums: Sums | None = None) -> Tensor:
         """What the last norm and the last convolution make of the features of the last level. A kernel does both and returns float32."""
-        if not fusable(x) or x.shape[1] > LARGEST_NORM_CONV:
+        if not fusable(x) or x.shape[1] > MAX_NORM_CONV:
             return self.conv_out(self.norm_out(x))
         norm, conv = self.norm_out, self.conv_out
         assert conv.bias is not None

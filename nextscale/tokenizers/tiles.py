@@ -29,7 +29,7 @@ MEMORY = 4 * 2**30  # bytes for the activations of the decoder, where that is en
 # Pixels x channels of what the last level is given that keep a large GPU busy: one image of 1024 x 1024 with Infinity's 256 channels, 16 of
 # 512 x 512 with nano's 64. Those took 0.70 ms each on an H200, 0.79 four at a time; more would only take more memory.
 BUSY = 2**28
-SMALLEST_STRIP = 32  # rows: a strip of fewer saves little, since maps of the whole level remain, and its edges are computed twice
+MIN_STRIP = 32  # rows: a strip of fewer saves little, since maps of the whole level remain, and its edges are computed twice
 
 Rows = Callable[[int, int], Tensor]
 """The rows of a map from the first to before the second number, [B, C, rows, W]."""
@@ -88,8 +88,8 @@ def choose_strips(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, m
 
 def halves(height: int) -> Iterator[int]:
     """Heights of strips: a half, a quarter and so on, down to the smallest."""
-    while height > SMALLEST_STRIP:
-        height = max(height // 2, SMALLEST_STRIP)
+    while height > MIN_STRIP:
+        height = max(height // 2, MIN_STRIP)
         yield height
 
 
@@ -165,7 +165,7 @@ def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
         statistics.add(x[:, :, top:bottom])
     norm = statistics.norm()
     for top, bottom in places(x.shape[2], strips.rows):
-        out[:, :, top:bottom] = convolved(decoder.conv_out, normalised(norm, x), top, bottom, x.shape[2])
+        out[:, :, top:bottom] = convolved(decoder.conv_out, normalize_rows(norm, x), top, bottom, x.shape[2])
     return out
 
 
@@ -193,15 +193,15 @@ def level_in_strips(level: Level, source: Tensor, resize: Upsample | None, rows:
             if number == 0:
                 window, above = rows_around(given, top, bottom, height)
                 x[:, :, top:bottom] = block.shortcut(window[:, :, top - above : bottom - above])
-                read = normalised(norm, window, above)
+                read = normalize_rows(norm, window, above)
             else:
-                read = normalised(norm, x)
+                read = normalize_rows(norm, x)
             inside[:, :, top:bottom] = convolved(block.conv1, read, top, bottom, height)
             statistics.add(inside[:, :, top:bottom])
         norm = statistics.norm()
         statistics = Statistics(blocks[(number + 1) % len(blocks)].norm1)
         for top, bottom in parts:
-            x[:, :, top:bottom] += convolved(block.conv2, normalised(norm, inside), top, bottom, height)
+            x[:, :, top:bottom] += convolved(block.conv2, normalize_rows(norm, inside), top, bottom, height)
             if block is not blocks[-1]:
                 statistics.add(x[:, :, top:bottom])
     return x
@@ -239,7 +239,7 @@ def upsampled(x: Tensor, resize: Upsample) -> Rows:
     return lambda top, bottom: convolved(resize.conv, nearest, top, bottom, 2 * x.shape[2])
 
 
-def normalised(norm: Norm, x: Tensor, first: int = 0) -> Rows:
+def normalize_rows(norm: Norm, x: Tensor, first: int = 0) -> Rows:
     """The normalised rows of a map, or of a window of it that starts at its row `first`."""
     return lambda top, bottom: norm(x[:, :, top - first : bottom - first])
 

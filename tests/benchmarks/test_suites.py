@@ -284,7 +284,7 @@ def test_captured_graphs_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(presets.MODELS, "tiny", replace(SPEC, name="tiny"))
     rates = Rates.measured(cuda, torch.bfloat16)
     plan = Plan(cuda, torch.bfloat16, "both", 2, rates, EnergyMeter.of(cuda))
-    rows = [*rows_of([replace(TINY, methods=(SPARSE, "stagevar:ranks=measured"))], plan)]
+    rows = [*rows_of([replace(TINY, methods=(SPARSE, "stagevar_variants:ranks=measured"))], plan)]
     engines = [(row["engine_asked"], row["engine"]) for row in rows]
     assert engines == [("eager", "eager")] * 3 + [("graphs", "graphs")] * 2 + [("graphs", "eager")]
     for row in rows:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nextscale.cache import CacheSpec, DenseLayerCache, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
+from nextscale.cache import CacheSpec, LayerCache, NoCache, StageKeys, StageMemory, Workspace, copy_wide, in_widest
+from nextscale.cache.attention import attend
 from nextscale.methods import DENSE
-from nextscale.models.attention import attend
 from nextscale.models.context import Conditioning, ForwardContext
 from nextscale.models.rope import RotateHalfRope
 from nextscale.planning.memory import reserved_bytes
@@ -62,13 +62,13 @@ MEMORY = pytest.mark.parametrize("memory", [0.0, float("nan")])
 def test_the_dense_cache_is_concatenation(sides: list[int], rows: int, prefix: int, drop_after: int, data: st.DataObject) -> None:
     schedule = Schedule((1, *sides))
     sizes = spec(schedule, rows, prefix=prefix)
-    cache = DenseLayerCache(sizes, Workspace(sizes))
+    cache = LayerCache(sizes, Workspace(sizes))
     keys, values = [], []
     for stage in schedule:
         tokens = Tokens(stage, prefix=prefix if stage.index == 0 else 0)
         k, v = numbers(rows, tokens.num_tokens)
         keys, values = [*keys, k], [*values, v]
-        all_keys, all_values, mask = cache.append(k, k, v, tokens)
+        all_keys, all_values, mask = cache.append(k, v, tokens).filled
         assert mask is None
         assert torch.equal(all_keys, torch.cat(keys, dim=1))
         assert torch.equal(all_values, torch.cat(values, dim=1))
@@ -86,7 +86,7 @@ def test_rows_of_different_length_continue_at_their_own_end(
 ) -> None:
     schedule = Schedule((1, *sides))
     sizes = spec(schedule, rows, prefix=prefix)
-    cache = DenseLayerCache(sizes, Workspace(sizes))
+    cache = LayerCache(sizes, Workspace(sizes))
     keys: list[Tensor] = [torch.empty(0, HEADS, HEAD_DIM)] * rows
     values = list(keys)
     ragged_yet = False
@@ -99,7 +99,7 @@ def test_rows_of_different_length_continue_at_their_own_end(
         before = prefix if stage.index == 0 else 0
         k, v = numbers(rows, before + num_tokens)
         index = torch.arange(num_tokens).expand(rows, -1)
-        all_keys, all_values, mask = cache.append(k, k, v, Tokens(stage, index, torch.tensor(counts) if ragged else None, before))
+        all_keys, all_values, mask = cache.append(k, v, Tokens(stage, index, torch.tensor(counts) if ragged else None, before)).filled
         keys = [torch.cat([old, new[: before + count]]) for old, new, count in zip(keys, k, counts, strict=True)]
         values = [torch.cat([old, new[: before + count]]) for old, new, count in zip(values, v, counts, strict=True)]
         assert (mask is None) == (not ragged_yet)
@@ -122,12 +122,12 @@ def test_attention_over_ragged_rows_is_attention_over_each_row_alone(
 ) -> None:
     fill_memory(monkeypatch, memory)
     schedule, counts = Schedule(sides), torch.tensor([1, 4])
-    cache = DenseLayerCache(spec(schedule, 2), Workspace(spec(schedule, 2)))
+    cache = LayerCache(spec(schedule, 2), Workspace(spec(schedule, 2)))
     first, second, third = numbers(2, 1), numbers(2, 4), numbers(2, 9)
     queries = torch.randn(2, 9, HEADS, HEAD_DIM)
-    cache.append(first[0], *first, Tokens(schedule[0]))
-    cache.append(second[0], *second, Tokens(schedule[1], torch.arange(4).expand(2, -1), counts))
-    keys, values, mask = cache.append(queries, *third, Tokens(schedule[2]))
+    cache.append(*first, Tokens(schedule[0]))
+    cache.append(*second, Tokens(schedule[1], torch.arange(4).expand(2, -1), counts))
+    keys, values, mask = cache.append(*third, Tokens(schedule[2])).filled
     together = attend(queries, keys, values, mask, 1.0)
     for row, count in enumerate(counts.tolist()):
         own_keys, own_values = (
@@ -142,7 +142,7 @@ def test_tails_that_nothing_reads_are_not_cleared(monkeypatch: pytest.MonkeyPatc
     fill_memory(monkeypatch, float("nan"))
     schedule = Schedule((1, 2, 3))
     few = tuple(StageKeys(stage.index, 3, (1,)) for stage in schedule)
-    cache = DenseLayerCache(replace(spec(schedule, 3), planned=few), Workspace(spec(schedule, 3)))
+    cache = LayerCache(replace(spec(schedule, 3), planned=few), Workspace(spec(schedule, 3)))
     for stage, rows, new, counts in zip(schedule, (3, 3, 2), (1, 4, 9), ([1, 1, 1], [1, 4, 2], [9, 3]), strict=True):
         tokens = Tokens(stage, torch.arange(new).expand(rows, -1), torch.tensor(counts))
         slot = cache.reserve(rows, new, tokens, finite_tails=False)
@@ -159,10 +159,10 @@ def test_tails_that_nothing_reads_are_not_cleared(monkeypatch: pytest.MonkeyPatc
 def test_dense_attention_reads_only_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     fill_memory(monkeypatch, float("nan"))
     schedule = Schedule((1, 3, 2, 4))
-    cache = DenseLayerCache(spec(schedule, 2), Workspace(spec(schedule, 2)))
+    cache = LayerCache(spec(schedule, 2), Workspace(spec(schedule, 2)))
     for stage in schedule:
         k, v = numbers(2, stage.cells)
-        keys, values, mask = cache.append(k, k, v, Tokens(stage))
+        keys, values, mask = cache.append(k, v, Tokens(stage)).filled
         assert attend(k, keys, values, mask, 1.0).isfinite().all()
 
 
@@ -170,13 +170,13 @@ def test_layers_share_the_last_stage_but_nothing_else() -> None:
     schedule = Schedule((1, 2))
     sizes = spec(schedule, 1, layers=2)
     workspace = Workspace(sizes)
-    caches = [DenseLayerCache(sizes, workspace) for _ in range(2)]
+    caches = [LayerCache(sizes, workspace) for _ in range(2)]
     seen: list[list[Tensor]] = [[], []]
     for stage in schedule:
         for layer, cache in enumerate(caches):
             k, v = numbers(1, stage.cells)
             seen[layer].append(k)
-            keys, _, _ = cache.append(k, k, v, Tokens(stage))
+            keys, _, _ = cache.append(k, v, Tokens(stage)).filled
             assert torch.equal(keys, torch.cat(seen[layer], dim=1))
 
 
@@ -209,12 +209,12 @@ def test_a_wide_copy_of_other_layouts() -> None:
 
 def test_a_reduced_stage_takes_less_room() -> None:
     schedule = Schedule((1, 2, 3))
-    cache = DenseLayerCache(spec(schedule, 1), Workspace(spec(schedule, 1)))
+    cache = LayerCache(spec(schedule, 1), Workspace(spec(schedule, 1)))
     parts = []
     for stage, kept in zip(schedule, ([0], [0, 3], [4, 5, 8]), strict=True):
         k, v = numbers(1, len(kept))
         parts.append(v)
-        _, values, _ = cache.append(k, k, v, Tokens(stage, torch.tensor([kept])))
+        _, values, _ = cache.append(k, v, Tokens(stage, torch.tensor([kept]))).filled
     assert torch.equal(values, torch.cat(parts, dim=1))
 
 
@@ -222,7 +222,7 @@ def test_blocks_without_a_cache_see_the_stage_alone() -> None:
     """Keys in the type of the values; where rows differ in length, a prefix and the real tokens."""
     stage = Schedule((1, 2))[1]
     k, v = numbers(2, 4)
-    keys, values, mask = NoCache().append(k, k, v.bfloat16(), Tokens(stage))
+    keys, values, mask = NoCache().append(k, v.bfloat16(), Tokens(stage)).filled
     assert torch.equal(keys, k.bfloat16())
     assert torch.equal(values, v.bfloat16())
     assert mask is None
@@ -230,7 +230,7 @@ def test_blocks_without_a_cache_see_the_stage_alone() -> None:
     ragged = Tokens(stage, torch.tensor([[0, 1, 3], [2, 2, 2]]), torch.tensor([3, 1]), prefix=2)
     cache = NoCache()
     for _ in range(2):  # nothing is kept
-        keys, values, mask = cache.append(k, k, v, ragged)
+        keys, values, mask = cache.append(k, v, ragged).filled
         assert torch.equal(keys, k) and torch.equal(values, v)
         assert mask.shape == (2, 1, 1, 5)
         assert mask[:, 0, 0].tolist() == [[True] * 5, [True, True, True, False, False]]
@@ -250,7 +250,7 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 def test_planned_bytes_are_the_bytes_allocated(dtype: torch.dtype, sizes: tuple[int, ...], prefix: int) -> None:
     planned = spec(Schedule(sizes), rows=3, layers=5, dtype=dtype, prefix=prefix)
     workspace = Workspace(planned)
-    caches = [DenseLayerCache(planned, workspace) for _ in range(5)]
+    caches = [LayerCache(planned, workspace) for _ in range(5)]
     allocated = [*workspace.pair(rows=3, tokens=0), *(tensor for cache in caches for tensor in (cache.keys, cache.values))]
     assert {tensor.dtype for tensor in allocated} == {dtype}
     assert planned.bytes == storage_bytes(allocated)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Method, Pipeline, SparseVAR, StageVAR
-from nextscale.cache import CacheSpec, DenseLayerCache, QuantizedLayerCache, QuantizedSpec, StageKeys, Workspace
+from nextscale.cache import CacheSpec, LayerCache, QuantizedLayerCache, QuantizedSpec, StageKeys, Workspace
 from nextscale.errors import SettingError
-from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
+from nextscale.kernels.reference import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods.combine import Combined
@@ -106,7 +106,7 @@ def test_a_cache_takes_what_was_planned() -> None:
     for stage, held in ((0, 2 * 32 * 2 * 5), (1, 2 * 32 * 2 * 5), (2, 0)):
         for cache in caches:
             fresh = torch.randn(2, spec.schedule[stage].cells, 2, 4)
-            keys, values, mask = cache.append(fresh, fresh, fresh, Tokens(spec.schedule[stage]))
+            keys, values, mask = cache.append(fresh, fresh, Tokens(spec.schedule[stage])).filled
             assert mask is None and torch.equal(keys, values) and torch.equal(keys[:, -fresh.shape[1] :], fresh)  # its own are not rounded
         assert sum(cache.nbytes for cache in caches) == held
         assert sum(cache.nbytes for cache in caches) + workspace.nbytes == spec.bytes_at(stage) - spec.freed_bytes(2 if stage == 2 else 0)
@@ -115,10 +115,10 @@ def test_a_cache_takes_what_was_planned() -> None:
 def test_earlier_stages_are_those_that_were_rounded() -> None:
     spec = planned_spec((2, 1), (2, 4), (2, 9))
     plain = planned_spec((2, 1), (2, 4), (2, 9), kind=CacheSpec)
-    ours, theirs = QuantizedLayerCache(spec.layer(0), Workspace(spec)), DenseLayerCache(plain.layer(0), Workspace(plain))
+    ours, theirs = QuantizedLayerCache(spec.layer(0), Workspace(spec)), LayerCache(plain.layer(0), Workspace(plain))
     for stage in spec.schedule:
         k, v = torch.randn(2, 2, stage.cells, 2, 4)
-        found, expected = (cache.append(k, k, v, Tokens(stage)) for cache in (ours, theirs))
+        found, expected = (cache.append(k, v, Tokens(stage)).filled for cache in (ours, theirs))
         for mine, other in zip(found[:2], expected[:2], strict=True):
             error, largest = (mine - other).abs(), other.abs().amax(dim=-1, keepdim=True)
             assert (error <= largest / 254 * 1.001).all()

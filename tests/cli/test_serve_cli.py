@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from nextscale.cli import app
 from nextscale.serve import run as serving
 from nextscale.serve.service import Content, Warmup
 from nextscale.serve.settings import ServeSettings
 from tests.conftest import PROJECT
+from tests.helpers.cli import run_cli
 from tests.helpers.serving import live
 from tests.helpers.tiny import shared_pipeline
 
@@ -29,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Content, ServeSetting
 
 
 def invoke(*words: str) -> Any:
-    return CliRunner().invoke(app, ["serve", *words])
+    return run_cli("serve", *words, catch=True)
 
 
 def test_without_options_it_serves_nano_on_the_loopback(started: list[tuple[Content, ServeSettings]]) -> None:
@@ -46,9 +45,9 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
     keys.write_text("0123456789abcdef\n")
     words = (
         "-m nano -m infinity-125m --alias gpt-image-1=nano --method fastvar --method skip:last=1 --host 0.0.0.0 --port 9000 --max-batch 4"
-        f" --batch-delay-ms 20 --max-queue 9 --api-key-file {keys} --shutdown-timeout 5 --request-timeout 7 --warmup 256x256:1,4"
-        " --cors-origin https://a.example --allow-host b.example --log-prompts --max-images 2 --max-pixels 1000000 --max-prompt 100"
-        " --device cpu --same-images"
+        f" --batch-delay-ms 20 --max-queue 9 --api-key-file {keys} --warmup 256x256:1,4 --cors-origin https://a.example --device cpu"
+        " --limit shutdown_timeout=5 --limit request_timeout=7 --limit images=2 --limit pixels=1000000 --limit prompt_chars=100"
+        " --allow-host b.example --log-prompts --same-images"
     )
     result = invoke(*words.split())
     assert result.exit_code == 0, result.output
@@ -70,15 +69,15 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
         ("--device tpu", "choose cpu, cuda or cuda:N"),
         ("--method warp", "unknown method 'warp'"),
         ("--method skip:last=99", "cannot skip 99"),
-        ("--warmup 100x100:1", "no model that is served has this size"),
+        ("--warmup 100x100:1", "no model has 100x100"),
         ("--warmup 256x256", "WIDTHxHEIGHT:BATCH"),
-        ("--alias x=y", "alias 'x' of 'y'"),
+        ("--alias x=y", "alias"),
         ("--api-key-file nowhere", "cannot be read"),
-        ("-m nano -m infinity-2b --weights x", "files of one model"),
+        ("-m nano -m infinity-2b --weights x", "need a single model"),
         ("--port 99999", "65535"),
-        ("--batch-delay-ms 60000", "batch_delay 60.0"),
-        ("--cors-origin https://a.example/", "CORS origin"),
-        ("--allow-host a.example:8443", "allowed host"),
+        ("--batch-delay-ms 60000", "batch_delay"),
+        ("--cors-origin https://a.example/", "cors_origin"),
+        ("--allow-host a.example:8443", "allowed_host"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(started: list[tuple[Content, ServeSettings]], words: str, message: str) -> None:

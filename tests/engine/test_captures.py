@@ -21,6 +21,7 @@ from nextscale.guidance import StageGuidance
 from nextscale.methods.method import MethodRun, RunSetup, StagePlan
 from nextscale.output import Output, Preview
 from nextscale.stage import Schedule, Stage
+from nextscale_research.methods import StageVARVariants
 from tests.helpers.tape import Dispatched, play_graphs_on_the_cpu
 from tests.helpers.tiny import (
     CROSS_ATTENTION_FAMILIES,
@@ -115,7 +116,7 @@ def test_an_eager_pipeline_captures_nothing() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"compute_mask": True}, {"revise": lambda stage, codes: codes}, {"method": StageVAR(ranks="measured")}],
+    [{"compute_mask": True}, {"revise": lambda stage, codes: codes}, {"method": StageVARVariants(ranks="measured")}],
     ids=["compute_mask", "revise", "measured ranks"],
 )
 def test_what_needs_the_host_between_stages_runs_eagerly(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from nextscale.report import Stopwatch
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
+from nextscale_research.methods import StageVARVariants
 from tests.helpers.tape import Dispatched, Tape, play_graphs_on_the_cpu
 from tests.helpers.tiny import (
     CLASS_FAMILIES,
@@ -369,9 +370,9 @@ def test_what_one_request_leaves_behind_shorter_texts_harms_no_other() -> None:
     fixed.load(PromptInputs(text=TextInputs(torch.ones(4, 4), (3, 1))))
     room = fixed.value.text
     assert room is not None and room.rows.isfinite().all()
-    padding = room.padding()
-    assert torch.equal(padding.pad(room.rows)[:, :, 0].bool(), padding.mask[:, 0, 0])
-    assert padding.lengths.tolist() == [3, 1]
+    context = room.context()
+    assert torch.equal(context.pad(room.rows)[:, :, 0].bool(), context.mask[:, 0, 0])
+    assert context.lengths.tolist() == [3, 1]
 
 
 def test_tables_of_the_last_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,10 +498,11 @@ def test_a_request_inside_another_runs_eagerly(monkeypatch: pytest.MonkeyPatch) 
     assert pipe(1, seed=1).report.engine == "graphs"
 
 
-@pytest.mark.parametrize("method", [StageVAR(ranks="measured"), StageVAR(variant="least_squares"), StageVAR(variant="svd")])
+@pytest.mark.parametrize("settings", [{"ranks": "measured"}, {"variant": "least_squares"}, {"variant": "svd"}])
 def test_what_reads_from_the_device_is_not_captured(
-    method: Method, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    method = StageVARVariants(**settings)
     play_graphs_on_the_cpu(monkeypatch)
     pipe, prompt = with_graphs("infinity"), prompts("infinity", 1)
     pipe.warmup(prompt)

@@ -17,8 +17,8 @@ from nextscale.engine.weight_pointers import WeightPointers
 from nextscale.errors import PromptError
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods.method import Plans
+from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.models import NextScaleModel
-from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.planning.memory import reserved_bytes
 from nextscale.planning.remembered import Planning

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
 from nextscale.cache import real_entries
+from nextscale.cache.attention import attend, reads_lengths
 from nextscale.engine import allocator
 from nextscale.generate import StageOutput
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.models import feed_forward as feed_forward_module
-from nextscale.models.attention import attend, reads_lengths
 from nextscale.models.feed_forward import FeedForward, linear_gelu
 from tests.helpers.tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
 from tests.helpers.toy_methods import PlantedCounts, PlantedRun

@@ -58,9 +58,9 @@ def test_residual_norm_modulate(shape: tuple[int, int, int], gained: bool, dtype
     """With a gain as after self-attention, without and with a learned norm as around the text."""
     make = Maker("cuda", dtype)
     rows, _, channels = shape
-    gain = make.rows(rows, channels) if gained else None
+    gate = make.rows(rows, channels) if gained else None
     scale, shift = (make.rows(rows, channels, 1), make.rows(rows, channels)) if gained else (make.normal(channels), make.normal(channels))
-    inputs = make.wide(*shape), gain, make.wide(*shape), scale, shift
+    inputs = make.wide(*shape), gate, make.wide(*shape), scale, shift
     compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, *inputs)
 
 
@@ -265,7 +265,7 @@ def test_packed_rows_are_attended_as_padded_ones(padding: int) -> None:
     q, both = make.normal(8, 1024, 16, 128), make.normal(8, 2521, 2, 16, 128)
     lengths = torch.tensor([1497 + count for count in COUNTS] * 2, dtype=torch.int32, device="cuda")
     expected = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], lengths, 0.1)
-    settings = {"starts": packed.starts, "longest": 1024}
+    settings = {"cu_seqlens": packed.cu_seqlens, "longest": 1024}
     found = packed.unpack(kernels.attend_lengths(packed.pack(q), both[:, :, 0], both[:, :, 1], lengths, 0.1, **settings))
     for row in range(8):
         assert torch.equal(found[row, : COUNTS[row % 4]], expected[row, : COUNTS[row % 4]])
@@ -279,7 +279,7 @@ def test_packed_rows_go_into_the_cache_as_padded_ones(padding: int) -> None:
     index = torch.arange(1024, device="cuda").expand(8, -1)
     (keys, values), (ours, our_values) = torch.zeros(2, 2, 8, 1200, 16, 128, dtype=torch.bfloat16, device="cuda")
     q = kernels.rotate_into_cache(qkv, temperature, rotation, index, keys, values, start)
-    layout = (packed.image, packed.place, packed.starts)
+    layout = (packed.image, packed.place, packed.cu_seqlens)
     queries = kernels.rotate_into_cache(packed.pack(qkv), temperature, rotation, packed.cell[None], ours, our_values, start, packed=layout)
     for row in range(8):
         count, begin = COUNTS[row % 4], int(start[row])
@@ -292,9 +292,9 @@ def test_packed_rows_go_into_the_cache_as_padded_ones(padding: int) -> None:
 def test_packed_rows_are_normed_as_padded_ones() -> None:
     make, packed = Maker("cuda", torch.bfloat16), packing(100)
     x, update = make.normal(8, 1024, 2048), make.normal(8, 1024, 2048)
-    scale, shift, gain = (make.rows(8, 2048) for _ in range(3))
-    expected = kernels.residual_norm_modulate(x, gain, update, scale, shift)
-    found = kernels.residual_norm_modulate(packed.pack(x), gain, packed.pack(update), scale, shift, image=packed.image)
+    scale, shift, gate = (make.rows(8, 2048) for _ in range(3))
+    expected = kernels.residual_norm_modulate(x, gate, update, scale, shift)
+    found = kernels.residual_norm_modulate(packed.pack(x), gate, packed.pack(update), scale, shift, image=packed.image)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, packed.pack(theirs))
 
@@ -304,7 +304,7 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
     temperature, rotation = make.normal(16, dtype=torch.float32).exp(), make.rotation(1024, 128)
     x, update, index = make.normal(2, 1024, 2048), make.normal(2, 1024, 2048), make.selection(2, 1024, 614)
     fresh, memory, qkv = make.normal(2, 614, 2048), make.normal(2, 576, 2048), make.normal(2, 1024, 3, 16, 128)
-    scale, shift, gain = (make.rows(2, 2048) for _ in range(3))
+    scale, shift, gate = (make.rows(2, 2048) for _ in range(3))
     logits, noise = make.normal(2, 1024, 32, 2, dtype=torch.float32), make.normal(2, 1024, 32, 2, dtype=torch.float32).exp()
 
     lengths = torch.tensor([1024, 700], dtype=torch.int32, device="cuda")
@@ -315,14 +315,14 @@ def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
         keys, values = torch.zeros(2, qkv.shape[0], 2000, 16, 128, dtype=qkv.dtype, device="cuda")
         return kernels.rotate_into_cache(qkv, temperature, rotation, None, keys, values, 697), keys, values
 
-    def restore(memory: Tensor, fresh: Tensor, index: Tensor, base: Tensor, gain: Tensor) -> Tensor:
-        return kernels.restore_tokens(memory, MEMORY, (32, 32), fresh, index, base=base, gain=gain)
+    def restore(memory: Tensor, fresh: Tensor, index: Tensor, base: Tensor, gate: Tensor) -> Tensor:
+        return kernels.restore_tokens(memory, MEMORY, (32, 32), fresh, index, base=base, gate=gate)
 
     return {
         "norm": (kernels.norm_modulate, [x, scale, shift, index]),
-        "residual norm": (kernels.residual_norm_modulate, [x, gain, update, scale, shift]),
+        "residual norm": (kernels.residual_norm_modulate, [x, gate, update, scale, shift]),
         "rotate": (rotate, [qkv]),
-        "restore": (restore, [memory, fresh, index, x, gain]),
+        "restore": (restore, [memory, fresh, index, x, gate]),
         "attention": (
             lambda q, kv, lengths: kernels.attend_lengths(q, kv, kv, lengths, 0.1),
             [fresh.view(2, 614, 16, 128), x.view(2, 1024, 16, 128), lengths],

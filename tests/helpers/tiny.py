@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nextscale.cache import DenseLayerCache, StageMemory, Workspace
+from nextscale.cache import LayerCache, StageMemory, Workspace
 from nextscale.canvas import to_rows
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES, ModelSpec, Source, TextSource
 from nextscale.loading.random_weights import random_pipeline
+from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.context import Conditioning, ForwardContext
-from nextscale.models.rank_table import RankRow, RankTable, identity
 from nextscale.pipeline import Output, Pipeline, Settings
 from nextscale.sampling import ImageRng, Refinement, Sampling
 from nextscale.schedules import BUDGETS_BY_STRIDE, PIXELS_PER_TOKEN, AspectLike, SizeLike, SquareSchedules, infinity_stages
@@ -230,7 +230,7 @@ def dense_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, bat
     rows = cond.start.shape[0]
     spec = model.cache_spec(schedule, rows)
     workspace = Workspace(spec)
-    caches = [DenseLayerCache(spec.layer(number), workspace) for number in range(len(model.blocks))]
+    caches = [LayerCache(spec.layer(number), workspace) for number in range(len(model.blocks))]
     return ForwardContext(batch, cond, caches, StageMemory(), "both" if rows > batch else "cond", ImageRng([0] * batch, model.device))
 
 

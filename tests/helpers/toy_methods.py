@@ -14,7 +14,7 @@ from nextscale.guidance import CfgBranches
 from nextscale.methods.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from nextscale.methods.sparsevar import SparseRun, SparseVAR
 from nextscale.methods.sparsevar_cells import Cells
-from nextscale.methods.stagevar.lowrank import representatives
+from nextscale.methods.stagevar import representatives
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
 from nextscale.models.context import ForwardContext
@@ -153,7 +153,7 @@ class HeldRepresentatives:
         self.batch = batch
         self.recorded: list[Tensor] = []  # per group of blocks: [branches * batch, rank]
         self.waiting: list[Tensor] | None = None  # None while it records
-        monkeypatch.setattr("nextscale.methods.stagevar.variants.representatives", self.choose)
+        monkeypatch.setattr("nextscale.methods.stagevar.representatives", self.choose)
 
     def choose(self, weight: Tensor, noise: Tensor, rank: int, count: Tensor | None = None) -> Tensor:
         if self.waiting is None:

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Method, Pipeline, SparseVAR, StagePlan, StageVAR, kernels
-from nextscale.cache import DenseLayerCache, StageMemory
+from nextscale.cache import LayerCache, StageMemory
+from nextscale.cache.attention import unit_queries, unit_vectors
 from nextscale.guidance import ConstantGuidance, Guidance
 from nextscale.loading.presets import ModelSpec
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import Plans
 from nextscale.methods.token_ops import distance_from_mean, row_mean
 from nextscale.models import NextScaleModel, VarConfig, attention
-from nextscale.models.attention import unit_queries, unit_vectors
-from nextscale.models.blocks import ModulatedBlock, run_in_order
+from nextscale.models.blocks import Block, run_in_order
 from nextscale.models.rope import InterleavedRope
 from nextscale.sampling import ImageRng, Sampling, choose, filter_logits, sample
 from nextscale.stage import Schedule, Stage, Tokens
@@ -50,8 +50,8 @@ from nextscale.kernels import probe  # noqa: E402
 from nextscale.kernels.attention import Tile, attend_lengths_reference  # noqa: E402
 from nextscale.kernels.bits import sample_bits_reference  # noqa: E402
 from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference  # noqa: E402
-from nextscale.kernels.int8_tokens import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference  # noqa: E402
 from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
+from nextscale.kernels.reference import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference  # noqa: E402
 from nextscale.kernels.restore import restore_tokens_reference, widest_window  # noqa: E402
 from nextscale.kernels.rotate import rotate_into_cache_reference  # noqa: E402
 from nextscale.kernels.topk import topk_indices_sorted_reference  # noqa: E402
@@ -108,7 +108,7 @@ def test_attention_of_unit_queries() -> None:
     given = both[:, :, 0], both[:, :, 1], torch.tensor([70, 9], dtype=torch.int32, device=DEVICE), 0.3
     assert torch.equal(kernels.attend_lengths(q, *given, unit=True), kernels.attend_lengths(units, *given))
     starts = torch.tensor([0, 5, 17], dtype=torch.int32, device=DEVICE)
-    packed = {"starts": starts, "longest": 12}
+    packed = {"cu_seqlens": starts, "longest": 12}
     assert torch.equal(kernels.attend_lengths(q[:1], *given, unit=True, **packed), kernels.attend_lengths(units[:1], *given, **packed))
     exact = attend_lengths_reference(q, *given, unit=True)
     torch.testing.assert_close(kernels.attend_lengths(q, *given, unit=True), exact, rtol=0, atol=4e-3)
@@ -123,8 +123,8 @@ def test_attend_lengths_of_packed_rows(counts: tuple[int, ...], lengths: tuple[i
     starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
     known = lengths if isinstance(lengths, int) else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     for longest in (max(counts), 200):
-        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], known, 0.3, starts=starts, longest=longest)
-        truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), known, 0.3, starts=starts)
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], known, 0.3, cu_seqlens=starts, longest=longest)
+        truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), known, 0.3, cu_seqlens=starts)
         assert found.shape == truth.shape
         real = slice(0, sum(counts))
         assert (found[:, real].double() - truth[:, real]).abs().max().item() <= torch.finfo(q.dtype).eps * both.abs().max().item()
@@ -213,9 +213,9 @@ def test_norm_is_that_of_a_large_offset() -> None:
 def test_residual_norm_modulate(shape: tuple[int, int, int], dtype: torch.dtype, gained: bool, learned: bool) -> None:
     make = Maker(DEVICE, dtype)
     rows, _, channels = shape
-    gain = make.rows(rows, channels) if gained else None
+    gate = make.rows(rows, channels) if gained else None
     scale, shift = (make.normal(channels), make.normal(channels)) if learned else (make.rows(rows, channels, 1), make.rows(rows, channels))
-    inputs = make.wide(*shape), gain, make.wide(*shape), scale, shift
+    inputs = make.wide(*shape), gate, make.wide(*shape), scale, shift
     compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, *inputs)
 
 
@@ -225,8 +225,8 @@ def test_norms_of_packed_rows_take_the_modulation_of_every_image(dtype: torch.dt
     make, image = Maker(DEVICE, dtype), torch.tensor([0, 0, 1, 2, 2, 2, 2], device=DEVICE)
     scale, shift = (make.normal(120), make.normal(120)) if learned else (make.rows(6, 120, 1), make.rows(6, 120))
     compare(kernels.norm_modulate, norm_modulate_reference, make.wide(2, 7, 120), scale, shift, image=image)
-    for gain in (make.rows(6, 120), None):
-        inputs = make.wide(2, 7, 120), gain, make.wide(2, 7, 120), scale, shift
+    for gate in (make.rows(6, 120), None):
+        inputs = make.wide(2, 7, 120), gate, make.wide(2, 7, 120), scale, shift
         compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, *inputs, image=image)
 
 
@@ -449,13 +449,13 @@ def test_images_of_blocks_in_a_row(
     prompts = tiny.prompts("infinity", 1)
     sums = counted("residual_norm_modulate", monkeypatch)
     chained, fused = pipe(prompts, seed=1, method=method, guidance=guidance), len(sums)
-    monkeypatch.setattr(ModulatedBlock, "changes_input", True)
+    monkeypatch.setattr(Block, "changes_input", True)
     tiny.assert_same_bits(chained, pipe(prompts, seed=1, method=method, guidance=guidance))
     assert fused - (len(sums) - fused) == sum(joints)
 
 
 def attend_lengths_row_by_row(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, unit: bool = False, e4m3_scale: None = None
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float, unit: bool = False, **others: object
 ) -> Tensor:
     assert not unit  # Infinity's queries are as they are
     rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
@@ -468,9 +468,10 @@ def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch
     fill_memory(monkeypatch, float("nan"))
     pipe, prompts = random_pipeline(with_few_cells(tiny.SPECS["infinity"])), tiny.prompts("infinity", 2)
     masked = pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True)
-    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
+    for owner in ("cache", "models"):
+        monkeypatch.setattr(f"nextscale.{owner}.attention.reads_lengths", lambda x: True)
     monkeypatch.setattr(kernels, "attend_lengths", attend_lengths_row_by_row)
-    monkeypatch.setattr(DenseLayerCache, "_clear_tail", None)
+    monkeypatch.setattr(LayerCache, "_clear_tail", None)
     tiny.assert_close("infinity", pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True), masked)
 
 
@@ -496,7 +497,8 @@ def test_packed_images_of_the_kernels_are_those_of_plain_torch(family: str, monk
         patch.setattr(kernels, "available", lambda tensor: False)
         plain = pipe(prompts, seed=11, method=method, smooth=False)
     attended = counted("attend_lengths", monkeypatch)
-    monkeypatch.setattr(attention, "reads_lengths", lambda x: True)
+    for owner in ("cache", "models"):
+        monkeypatch.setattr(f"nextscale.{owner}.attention.reads_lengths", lambda x: True)
     fill_memory(monkeypatch, float("nan"))
     ours = pipe(prompts, seed=11, method=method, smooth=False)
     assert attended and any(stage.tokens % 1 for stage in ours.report.stages)
@@ -742,7 +744,7 @@ def test_the_package_does_not_need_triton() -> None:
         "import torch, nextscale\n"
         "from nextscale import kernels\n"
         "with torch.no_grad(): assert not kernels.available(torch.zeros(1))\n"
-        "plain = {f'nextscale.kernels.{name}' for name in ('e4m3', 'int8_tokens', 'shapes')}\n"
+        "plain = {f'nextscale.kernels.{name}' for name in ('reference', 'shapes')}\n"
         "loaded = {name for name in sys.modules if name.startswith('nextscale.kernels.')} - plain\n"
         "assert not loaded, f'{loaded} are loaded before they are used'\n"
     )

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Schedule, kernels
-from nextscale.kernels.e4m3 import E4M3, LARGEST, to_e4m3
+from nextscale.kernels.reference import E4M3, E4M3_MAX, to_e4m3
 from nextscale.loading.quantizing import quantize_model
-from nextscale.models import attention
-from nextscale.models.quantized import Fp8Linear
+from nextscale.models.quantization import Fp8Linear
 from nextscale_research.quality.format_errors import generate_seen
 from tests.helpers import tiny
 from tests.helpers.kernel_cases import DEVICE, Maker, interpreted_as_on_a_gpu, poisoned, require_close, triton_interpreter
@@ -35,7 +34,7 @@ def interpreted() -> Iterator[None]:
 def require_rounded(found: Tensor, exact: Tensor, scale: float) -> None:
     """e4m3 numbers next to what was rounded, with a little room for the float32 in between; nearly all are the nearest."""
     assert found.dtype == E4M3 and found.shape == exact.shape
-    within = exact.double().clamp(-LARGEST * scale, LARGEST * scale)
+    within = exact.double().clamp(-E4M3_MAX * scale, E4M3_MAX * scale)
     bound = (within.abs() * 2.0**-4).clamp(min=2.0**-10 * scale) * (1 + 1e-3) + 1e-6 * scale
     assert ((found.double() * scale - within).abs() <= bound).all()
     assert (found.float() == to_e4m3(exact, scale).float()).double().mean() > 0.98
@@ -154,7 +153,8 @@ def test_kernels_hand_e4m3_to_products(monkeypatch: pytest.MonkeyPatch) -> None:
             part.register_forward_pre_hook(lambda _, inputs, name=name: given.add(name) if inputs[0].dtype == E4M3 else None)
     with pipe.accelerate(FastVAR({1: 0.5}, cache_stage=0)):
         with monkeypatch.context() as patch:
-            patch.setattr(attention, "reads_lengths", lambda x: True)  # texts have different lengths
+            for owner in ("cache", "models"):
+                patch.setattr(f"nextscale.{owner}.attention.reads_lengths", lambda x: True)  # texts have different lengths
             found = generate_seen(pipe, prompts, Schedule((1, 2)))
         assert given == {"attention.qkv", "text_attention.q", "text_attention.proj", "feed_forward.fc1", "feed_forward.fc2"}
         monkeypatch.delenv("TRITON_INTERPRET")

@@ -19,12 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 import nextscale
 from nextscale.checkpoints import published_slots
 from nextscale.checkpoints.files import LARGEST_JSON
-from nextscale.cli import app
 from nextscale.errors import CheckpointError, PromptError, SettingError, WeightsMismatch
 from nextscale.loading import presets
 from nextscale.loading.config_file import own_config_file
@@ -46,6 +44,7 @@ from nextscale.pipeline import Pipeline
 from nextscale.text import TextFeatures
 from nextscale.tokenizers import HartTokenizerConfig
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 
 NAME = "hart-0.7b"
 SIDES = (1, 2, 3, 4)
@@ -585,14 +584,10 @@ def test_other_models_are_left_alone(tmp_path: Path) -> None:
 # --- conversion ---------------------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-
-
 def test_converted_files_draw_the_same_image(release: Path) -> None:
     model, tokenizer = release / "hart.safetensors", release / "hart-tokenizer.safetensors"
-    assert run("convert", "-m", NAME, release / "llm", model).exit_code == 0
-    assert run("convert", "-m", NAME, release / "tokenizer", tokenizer, "--part", "tokenizer").exit_code == 0
+    assert run_cli("convert", "-m", NAME, release / "llm", model).exit_code == 0
+    assert run_cli("convert", "-m", NAME, release / "tokenizer", tokenizer, "--part", "tokenizer").exit_code == 0
     assert json.loads(own_config_file(model).read_text()) == MODEL_JSON | {"num_sampling_steps": 6}
     converted, published = load(model, tokenizer), load(release / "llm", release / "tokenizer")
     assert converted.model.config == MODEL_CONFIG
@@ -613,12 +608,12 @@ def test_written_configurations_are_read_back(config: HartConfig, tmp_path: Path
 def test_conversion_overwrites_nothing_and_refuses_contradictions(release: Path) -> None:
     target = release / "hart.safetensors"
     own_config_file(target).write_text("mine")
-    refused = run("convert", "-m", NAME, release / "llm", target)
+    refused = run_cli("convert", "-m", NAME, release / "llm", target)
     assert "hart.config.json" in refused.stderr
     assert "--force" in refused.stderr
     assert not target.exists()
     write_model(release / "llm", MODEL_JSON | {"depth": 24})
-    refused = run("convert", "-m", NAME, release / "llm", target, "--force")
+    refused = run_cli("convert", "-m", NAME, release / "llm", target, "--force")
     assert "config.json says depth 24, the weights have 2 blocks" in refused.stderr
     assert own_config_file(target).read_text() == "mine"
 

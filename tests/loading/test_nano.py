@@ -12,12 +12,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import nextscale
 from nextscale.assets import EMBEDDED
 from nextscale.checkpoints import published_slots
-from nextscale.cli import app
 from nextscale.cli.compare import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
 from nextscale.loading import presets
@@ -27,6 +25,7 @@ from nextscale.models import Infinity
 from nextscale.text import RandomEncoder
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
+from tests.helpers.cli import run_cli
 from training import export
 from training.export import MOST_BYTES, write_bundle
 
@@ -157,7 +156,7 @@ def test_a_prompt_that_is_refused_leaves_nothing_behind(random_nano: Path, tmp_p
         "--out",
         "drawn",
     ]
-    result = CliRunner().invoke(app, arguments)
+    result = run_cli(*arguments)
     assert result.exit_code == 2
     assert "has none of the letters a-z" in result.stderr
     assert not list(tmp_path.rglob("*.png"))
@@ -196,7 +195,7 @@ def test_prompts_are_drawn_without_a_model_s_name(random_nano: Path, tmp_path: P
     calls = (("a red apple",), ("-m", "nano", "a red apple"), ("--prompts", "prompts.txt"))
     for number, call in enumerate(calls):
         arguments = ["generate", *call, "--size", str(SMALLEST), "--seed", "1", "--device", "cpu", "--out", f"{number}.png"]
-        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        result = run_cli(*arguments)
         assert result.exit_code == 0, result.stderr
     with Image.open("0.png") as image:
         assert image.size == (SMALLEST, SMALLEST)

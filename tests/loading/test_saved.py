@@ -17,7 +17,7 @@ from nextscale.loading.plain_values import from_plain, to_plain
 from nextscale.loading.presets import MODELS, NANO
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.loading.saved import ENCODERS, INDEX
-from nextscale.models.rank_table import RankRow, RankTable, identity
+from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.output import Preview
 from nextscale.pipeline import Pipeline
 from nextscale.schedules import InfinitySchedules
@@ -202,8 +202,12 @@ def changed(index: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("tokenizer.multipliers", [], "tokenizer.multipliers must be tuple"),
         ("tokenizer.blocks_per_level", 1024, "tokenizer.blocks_per_level must be int with numbers above 0 and up to 128"),
         ("tokenizer.channels", 5, "VarTokenizerConfig.* cannot be built .*divisible"),
-        ("settings.schedules", 5, "settings.schedules must be .*ScheduleBook"),
-        ("settings.schedules", {"type": "InfinityBook", "pixels_per_token": 7}, "no schedules for budget '1M' with 7 pixels per token"),
+        ("settings.schedules", 5, "settings.schedules must be .*Schedules"),
+        (
+            "settings.schedules",
+            {"type": "InfinitySchedules", "pixels_per_token": 7},
+            "no schedules for budget '1M' with 7 pixels per token",
+        ),
         ("settings.schedules.sides", [[]], "schedules.sides must be tuple"),
         ("settings.guidance.strength", float("nan"), "guidance.strength must be float"),
         ("settings.guidance.strength", "x", "guidance.strength must be float"),

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages
-from nextscale.cli import app, options, parse
+from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages, loading
 from nextscale.errors import ProfileError, SettingError
-from nextscale.loading import presets
+from nextscale.loading import beside, presets
 from nextscale.methods import Combined, SelectionContext, resolve_method
 from nextscale.methods.auto import fitting_profile
 from nextscale.report import hardware_name
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 from tests.helpers.tape import play_graphs_on_the_cpu
 from tests.helpers.tiny_profiles import FAST, NEAR, point, profile_of
 
@@ -82,7 +82,7 @@ def tuned_memory(method: str) -> int:
 
 
 def test_accelerate_refuses_what_no_profile_meets() -> None:
-    with pytest.raises(SettingError, match="none fits tiny-infinity on cpu: measure it with `nextscale tune tiny-infinity --batch 1"):
+    with pytest.raises(SettingError, match="none fits tiny-infinity on cpu: measure it with `nextscale tune -m tiny-infinity --batch 1"):
         pipe_with().accelerate("auto")
     pipe = tuned()
     with pytest.raises(SettingError, match="no point with a speedup of at least 9: it offers"):
@@ -97,7 +97,7 @@ def test_a_request_without_a_fitting_profile_is_refused() -> None:
     pipe = pipe_with(profile_of(tiny.shared_pipeline("flexvar"), schedule=Schedule((1, 2, 4))), family="flexvar")
     with pytest.raises(SettingError, match=r"none fits tiny-flexvar at \d+x\d+ on cpu \(there are: tiny-flexvar at .*, batch 2, on CPU of"):
         pipe([1, 2, 3], seed=0, method="auto")
-    with pytest.raises(SettingError, match=r"`nextscale tune tiny-flexvar --size \d+x\d+ --batch 3 --device cpu`"):
+    with pytest.raises(SettingError, match=r"`nextscale tune -m tiny-flexvar --size \d+x\d+ --batch 3 --device cpu`"):
         pipe([1, 2, 3], seed=0, method="auto")
 
 
@@ -214,21 +214,21 @@ def tuned_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pipe = tiny.shared_pipeline("infinity")
     profile_of(pipe, model="nano").save(tmp_path / "a.profile.json")
     monkeypatch.setitem(presets.MODELS, "nano", replace(tiny.SPECS["infinity"], name="nano"))
-    monkeypatch.setattr(parse, "local_weights", lambda *_: tmp_path)
-    monkeypatch.setattr(options, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
+    monkeypatch.setattr(beside, "local_weights", lambda *_: tmp_path)
+    monkeypatch.setattr(loading, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner(ctx={"COLUMNS": "300"}).invoke(app, list(arguments), catch_exceptions=False)
+    return run_cli(*arguments, columns=300)
 
 
 def test_generate_says_what_auto_took(tuned_nano: Path) -> None:
     result = run("generate", "a cat", "a dog", "--method", "auto:speedup=2", "--seed", "1", "--device", "cpu", "--report", "report.json")
     assert result.exit_code == 0, result.stderr
     assert resolve_method(FAST).label in result.stdout
-    assert "Auto(speedup=2): 2.50x at LPIPS 0.090 in the profile of nano at 8x6, batch 2, on CPU of another kind" in result.stdout
+    assert "Auto(speedup=2): 2.50x at LPIPS 0.090 in the profile of nano at 6x8, batch 2, on CPU of another kind" in result.stdout
     assert '"selection_reason": "Auto(speedup=2): 2.50x at LPIPS 0.090' in (tuned_nano / "report.json").read_text()
 
 
@@ -237,28 +237,28 @@ def test_plan_takes_auto(tuned_nano: Path) -> None:
     assert (ours.exit_code, ours.stdout) == (0, theirs.stdout)
 
 
-@pytest.mark.parametrize("command", [("generate", "a cat"), ("plan",), ("demo",)])
+@pytest.mark.parametrize("command", [("generate", "a cat"), ("plan",)])
 def test_what_no_profile_meets_is_refused_before_weights_are_loaded(
     command: tuple[str, ...], tuned_nano: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(options, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
     result = run(*command, "--method", "auto:speedup=9")
     assert result.exit_code == 2
     assert "no point with a speedup of at least 9" in result.stderr
     (tuned_nano / "a.profile.json").unlink()
-    assert "`nextscale tune nano --size 8x6 --batch 1" in run(*command, "--method", "auto").stderr.replace("--batch 4", "--batch 1")
+    assert "`nextscale tune -m nano --size 6x8 --batch 1" in run(*command, "--method", "auto").stderr.replace("--batch 4", "--batch 1")
 
 
 def test_sample_chooses_for_its_own_batch(tuned_nano: Path) -> None:
     (tuned_nano / "prompts.txt").write_text("a cat\na dog\na fox\na hen\n")  # a run of one image would be a batch of one
     result = run("sample", "--prompts", "prompts.txt", "--batch", "3", "--device", "cpu", "--method", "auto:ms=1")
-    assert "`nextscale tune nano --size 8x6 --batch 3 --device cpu`" in result.stderr
+    assert "`nextscale tune -m nano --size 6x8 --batch 3 --device cpu`" in result.stderr
 
 
 def test_where_there_are_no_weights_there_are_no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path))
     assert "auto takes methods from a profile, and none fits var-d16 at 256x256" in run("plan", "-m", "var-d16", "--method", "auto").stderr
-    assert "No profile found of var-d16" in run("profiles", "-m", "var-d16").stdout
+    assert "nextscale download -m var-d16" in run("models", "-m", "var-d16").stdout
 
 
 def test_the_command_that_makes_a_profile_is_one_for_the_same_weights(tuned_nano: Path) -> None:
@@ -266,4 +266,4 @@ def test_the_command_that_makes_a_profile_is_one_for_the_same_weights(tuned_nano
     folder.mkdir()
     for command in (("generate", "a cat"), ("demo", "--method", "dense")):
         result = run(*command, "--method", "auto", "--weights", "my own", "--device", "cpu")
-        assert "`nextscale tune nano --weights 'my own' --size 8x6 --batch" in result.stderr
+        assert "`nextscale tune -m nano --weights 'my own' --size 6x8 --batch" in result.stderr

@@ -43,26 +43,26 @@ FOUR = Schedule(((1, 1), (2, 2), (3, 3), (4, 4)))
 
 def test_fading_weakens_what_a_scale_has_above_one() -> None:
     guided = ResolvedGuidance(ConstantGuidance(strength=3.0), FOUR, 2)
-    faded = guided.faded((1.0, 0.75, 0.5, 0.0))
+    faded = guided.with_decay((1.0, 0.75, 0.5, 0.0))
     assert faded.scales == (3.0, 2.5, 2.0, 1.0) and faded.excess == (2.0, 1.5, 1.0, 0.0)
     assert guided.scales == (3.0,) * 4 and faded.key != guided.key
-    assert guided.faded((1.0,) * 4) is guided
+    assert guided.with_decay((1.0,) * 4) is guided
 
 
 def test_stages_that_do_not_fade_keep_their_scale_to_the_bit() -> None:
     ramp = ResolvedGuidance(RampGuidance(strength=2.7), FOUR, 2)
-    assert ramp.faded((1.0, 1.0, 1.0, 0.3)).scales[:3] == ramp.scales[:3]
+    assert ramp.with_decay((1.0, 1.0, 1.0, 0.3)).scales[:3] == ramp.scales[:3]
 
 
 def test_a_refiner_fades_by_the_share_of_its_own_stage() -> None:
     """From the last stage's full scale, not from what fading has left of it."""
     both = torch.tensor([[[2.0]], [[5.0]]])
-    faded = ResolvedGuidance(StageGuidance(values=(1.0, 2.0, 3.0, 5.0)), FOUR, 2).faded((1.0, 1.0, 0.5, 0.0))
+    faded = ResolvedGuidance(StageGuidance(values=(1.0, 2.0, 3.0, 5.0)), FOUR, 2).with_decay((1.0, 1.0, 0.5, 0.0))
     assert [faded.guide_as_last(both, stage, 1).item() for stage in FOUR] == [5 * 2 - 4 * 5, 5 * 2 - 4 * 5, 3 * 2 - 2 * 5, 2]
 
 
 def test_a_tail_past_the_schedule_still_decides_that_both_rows_run() -> None:
-    faded = ResolvedGuidance(StageGuidance(values=(1.0, 1.0, 1.0, 1.0, 2.0)), FOUR, 2).faded((1.0, 1.0, 0.5, 0.5))
+    faded = ResolvedGuidance(StageGuidance(values=(1.0, 1.0, 1.0, 1.0, 2.0)), FOUR, 2).with_decay((1.0, 1.0, 0.5, 0.5))
     assert faded.needs_both and faded.scales == (1.0, 1.0, 1.0, 1.0, 2.0)
 
 

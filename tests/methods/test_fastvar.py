@@ -11,16 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale.cache import ComputedCells, DenseLayerCache, StageMemory
+from nextscale.cache import CacheView, ComputedCells, LayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.methods import DENSE, Method, SkipStages, StagePlan
 from nextscale.methods.combine import Combined
 from nextscale.methods.fastvar import FastVAR, RememberedBlocks, ThinnedBlocks
 from nextscale.methods.token_ops import distance_from_mean, top_share
 from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextScaleModel, Star, StarConfig
+from nextscale.models.blocks import Sublayer
 from nextscale.pipeline import Output
 from nextscale.schedules import HART_1024
 from nextscale.stage import Schedule, Stage, Tokens
@@ -64,12 +65,12 @@ class ToyBlock:
     seen: list[Tensor] = field(default_factory=list)
     counts: list[Tensor | None] = field(default_factory=list)
 
-    def fused_sublayers(self, x: Tensor, ctx: object) -> tuple[()]:
-        return ()
-
     @property
-    def sublayers(self) -> tuple[Callable[..., Tensor], ...]:
-        return tuple(self._sublayer(factor) for factor in self.factors)
+    def num_sublayers(self) -> int:
+        return len(self.factors)
+
+    def sublayers(self, ctx: object) -> tuple[Sublayer, ...]:
+        return tuple(Sublayer(nn.Identity(), None, None, None, self._sublayer(factor), None) for factor in self.factors)
 
     def _sublayer(self, factor: float) -> Callable[..., Tensor]:
         def sublayer(x: Tensor, tokens: Tokens, ctx: Any) -> Tensor:
@@ -527,17 +528,17 @@ def test_half_precision(family: str) -> None:
 def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """How many keys every layer saw last; caches are numbered in the order of their first use, which is that of the layers."""
     seen: dict[int, int] = {}
-    caches: list[DenseLayerCache] = []
-    append = DenseLayerCache.append
+    caches: list[LayerCache] = []
+    append = LayerCache.append
 
-    def counted(self: DenseLayerCache, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
+    def counted(self: LayerCache, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
         if self not in caches:
             caches.append(self)
-        keys, values, mask = append(self, q, k, v, tokens)
-        seen[caches.index(self)] = keys.shape[1]
-        return keys, values, mask
+        view = append(self, k, v, tokens)
+        seen[caches.index(self)] = view.end
+        return view
 
-    monkeypatch.setattr(DenseLayerCache, "append", counted)
+    monkeypatch.setattr(LayerCache, "append", counted)
     return seen
 
 

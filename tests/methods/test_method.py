@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.cache import CacheSpec, ComputedCells, DenseLayerCache, LayerCache, Workspace
+from nextscale.cache import CacheSpec, ComputedCells, LayerCache, Workspace
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
 from nextscale.generate import settle_counts
@@ -149,7 +149,7 @@ class RunSublayers(RunBlocks):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
-            for sublayer in block.sublayers:
+            for sublayer in block.sublayers(ctx):
                 x = x + sublayer(x, tokens, ctx)
         return x
 
@@ -158,7 +158,7 @@ class RunSublayers(RunBlocks):
 def test_a_block_is_the_sum_of_its_sublayers(family: str) -> None:
     """To rounding: the block fuses gains with additions. Two sublayers, three where there is attention to a text."""
     blocks = tiny.shared_pipeline(family).model.blocks
-    assert {len(block.sublayers) for block in blocks} == {3 if family in tiny.CROSS_ATTENTION_FAMILIES else 2}
+    assert {block.num_sublayers for block in blocks} == {3 if family in tiny.CROSS_ATTENTION_FAMILIES else 2}
     logits: dict[bool, list[Tensor]] = {True: [], False: []}
     for one_by_one in (True, False):
         method = Planned(lambda stage, one_by_one=one_by_one: StagePlan(spans=(RunSublayers(range(3)),)) if one_by_one else DENSE)
@@ -613,8 +613,8 @@ class RunLeft(RunBlocks):
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         some = tokens.take(torch.arange(self.tokens).expand(x.shape[0], -1))
         for block in blocks:
-            for number, sublayer in enumerate(block.sublayers, start=1):
-                whole = self.last_sublayer and number < len(block.sublayers)
+            for number, sublayer in enumerate(block.sublayers(ctx), start=1):
+                whole = self.last_sublayer and number < block.num_sublayers
                 now, there = (x, tokens) if whole else (x[:, : self.tokens], some)
                 x = torch.cat([now + sublayer(now, there, ctx), x[:, now.shape[1] :]], dim=1)
                 if ctx.computed is not None and self.reports:
@@ -648,7 +648,7 @@ def test_the_mask_shows_which_cells_of_which_image_a_reduced_stage_computed(fami
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_mask_is_the_share_of_sublayers_that_were_computed_for_a_cell(family: str) -> None:
     """One block of three computes 5 cells in all of its sublayers; then in the last one of them only."""
-    sublayers = len(tiny.shared_pipeline(family).model.blocks[0].sublayers)
+    sublayers = tiny.shared_pipeline(family).model.blocks[0].num_sublayers
     for last_sublayer, missing in ((False, sublayers), (True, 1)):
         mask = compute_masks(family, at_last(RunLeft(range(1, 2), tokens=5, last_sublayer=last_sublayer)))[-1]
         assert (mask[:, :5] == 1).all()
@@ -843,7 +843,7 @@ class WithOwnCacheRun(MethodRun):
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         self.specs.append(spec)
-        return DenseLayerCache(spec, workspace)
+        return LayerCache(spec, workspace)
 
 
 def test_a_method_may_have_its_own_cache_alone_or_beside_others() -> None:

@@ -1298,7 +1298,7 @@ class HalfTheTokens(Span):
             selection, kept = tokens.top(score, (tokens.count + 1) // 2, self.num_tokens(x.shape[1]))
         where = selection[..., None].expand(-1, -1, x.shape[2])
         for block in blocks:
-            for sublayer in block.sublayers:
+            for sublayer in block.sublayers(ctx):
                 some = x.gather(1, where)
                 x = x.scatter(1, where, some + sublayer(some, kept, ctx))
                 if ctx.computed is not None:

@@ -204,13 +204,16 @@ class ToyBlock:
     seen: list[int] = field(default_factory=list)
 
     @property
-    def sublayers(self) -> tuple[Callable[..., Tensor], ...]:
+    def num_sublayers(self) -> int:
+        return 3 if self.has_text else 2
+
+    def sublayers(self, ctx: Any) -> tuple[Callable[..., Tensor], ...]:
         def sublayer(x: Tensor, tokens: Tokens, ctx: Any) -> Tensor:
             assert x.shape[1] == tokens.num_tokens
             self.seen.append(x.shape[1])
             return 0 * x
 
-        return (sublayer,) * (3 if self.has_text else 2)
+        return (sublayer,) * self.num_sublayers
 
 
 @pytest.mark.parametrize(

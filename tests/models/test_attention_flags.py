@@ -7,8 +7,8 @@ from threading import Event, Thread
 import pytest
 import torch
 
+from nextscale.cache import attention
 from nextscale.engine.allocator import OPTION, expandable_segments
-from nextscale.models import attention
 from tests.engine.test_allocator import Allocator
 
 CUDA = torch.device("cuda")

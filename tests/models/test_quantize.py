@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import nextscale
 from benchmarks.formats_table import speed_table
@@ -20,14 +19,12 @@ from benchmarks.roofline import Rates, request_roofline
 from benchmarks.speed_tables import speed_tables
 from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR, ToMe
 from nextscale import device as placement
-from nextscale.cli import app
 from nextscale.errors import SettingError
-from nextscale.kernels.e4m3 import LARGEST, from_e4m3, to_e4m3
+from nextscale.kernels.reference import E4M3_MAX, from_e4m3, to_e4m3
 from nextscale.loading.quantizing import quantize_model
 from nextscale.loading.random_weights import random_pipeline
 from nextscale.models.blocks import Block
-from nextscale.models.quantization import PRODUCTS, quantize_blocks
-from nextscale.models.quantized import FORMATS, Fp8Linear, Int8Linear, Quantize, QuantizedLinear
+from nextscale.models.quantization import FORMATS, PRODUCTS, Fp8Linear, Int8Linear, Quantize, QuantizedLinear, quantize_blocks
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import weights_bytes
 from nextscale.profiles import fingerprint
@@ -37,6 +34,7 @@ from nextscale_research.quality.rows import CONDITIONS, comparable
 from tests.benchmarks import test_speed_tables as bench
 from tests.eval.test_compare import lpips, spec
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 from tests.research import test_quality as quality
 from tests.test_pipeline import picked
 from tests.tokenizers.test_decode import LiveBytes
@@ -93,7 +91,7 @@ def test_fp8_layers_multiply_what_e4m3_says() -> None:
 def test_rounding_to_e4m3() -> None:
     x = torch.tensor([0.0, 1.0, 1.06, 448.0, 1e6, -1e6, 2.0**-9, 2.0**-11, float("nan")])
     rounded = to_e4m3(x, 1.0).float()
-    assert torch.equal(rounded[:-1], torch.tensor([0.0, 1.0, 1.0, LARGEST, LARGEST, -LARGEST, 2.0**-9, 0.0]))
+    assert torch.equal(rounded[:-1], torch.tensor([0.0, 1.0, 1.0, E4M3_MAX, E4M3_MAX, -E4M3_MAX, 2.0**-9, 0.0]))
     assert rounded[-1].isnan()
     values = torch.linspace(-500, 500, 999)
     assert torch.equal(to_e4m3(values, 2.0).float(), to_e4m3(values / 2, 1.0).float())
@@ -158,7 +156,7 @@ def test_weights_take_half_of_the_memory_and_plans_know_it(format: Quantize) -> 
     products = sum(part.weight.numel() for block in whole.stack for part in block.modules() if isinstance(part, nn.Linear))
     assert 0.9 * products < saved <= products
     plain, planned = (
-        json.loads(CliRunner().invoke(app, ["plan", "-m", "infinity-2b", "--json", *more]).output)["memory"]["dense_peak"]["weights"]
+        json.loads(run_cli("plan", "-m", "infinity-2b", "--json", *more).output)["memory"]["dense_peak"]["weights"]
         for more in ([], ["--quantize", format])
     )
     assert 0.5 < planned / plain < 0.56
@@ -269,14 +267,14 @@ def test_what_cannot_be_is_refused_with_the_alternatives(monkeypatch: pytest.Mon
         quantised.save_pretrained(tmp_path / "saved")
     with pytest.raises(SettingError, match="load the model again with this dtype"):
         quantised.to(torch.bfloat16)
-    assert CliRunner().invoke(app, ["generate", "a fox", "--device", "cpu", "--quantize", "fp8"]).exit_code == 2
+    assert run_cli("generate", "a fox", "--device", "cpu", "--quantize", "fp8").exit_code == 2
 
 
 def test_a_plan_is_refused_where_loading_is() -> None:
     """No device is asked: a plan is made anywhere."""
     plan = ["plan", "-m", "nano", "--quantize", "fp8", "--json"]
-    assert CliRunner().invoke(app, plan).exit_code == 0
-    refused = CliRunner().invoke(app, [*plan, "--dtype", "float32"])
+    assert run_cli(*plan).exit_code == 0
+    refused = run_cli(*plan, "--dtype", "float32")
     assert refused.exit_code == 2 and "half precision, and dtype is torch.float32" in refused.output
 
 

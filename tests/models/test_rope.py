@@ -40,12 +40,12 @@ def queries_and_keys(tokens: int) -> Tensor:
 @pytest.mark.parametrize("stage", SCHEDULE.stages[1:], ids=lambda stage: f"{stage.height}x{stage.width}")
 def test_naming_tokens_is_slicing_the_dense_table(rope: Rope, stage: Stage) -> None:
     dense = queries_and_keys(stage.cells)
-    turned = rope.turn(dense, Tokens(stage))
+    turned = rope.apply_rotary(dense, Tokens(stage))
     index = torch.stack([torch.randperm(stage.cells, generator=torch.Generator().manual_seed(row))[:3] for row in range(ROWS)])
     row = torch.arange(ROWS)[:, None]
-    assert torch.equal(rope.turn(dense[row, index], Tokens(stage, index)), turned[row, index])
+    assert torch.equal(rope.apply_rotary(dense[row, index], Tokens(stage, index)), turned[row, index])
     every = torch.arange(stage.cells).expand(ROWS, -1)
-    assert torch.equal(rope.turn(dense, Tokens(stage, every)), turned)
+    assert torch.equal(rope.apply_rotary(dense, Tokens(stage, every)), turned)
     assert not torch.equal(turned, dense)
 
 
@@ -54,7 +54,7 @@ def test_some_rows_turn_as_they_do_among_all(rope: Rope) -> None:
     for stage in SCHEDULE.stages[1:]:
         x = queries_and_keys(stage.cells)
         for rows in (slice(0, 2), slice(2, None)):
-            assert torch.equal(rope.rows(rows).turn(x[rows], Tokens(stage)), rope.turn(x, Tokens(stage))[rows])
+            assert torch.equal(rope.rows(rows).apply_rotary(x[rows], Tokens(stage)), rope.apply_rotary(x, Tokens(stage))[rows])
 
 
 # --- pairs
@@ -79,7 +79,7 @@ def star_angles(stage: Stage, cell: int) -> list[float]:
 def test_star_turns_by_the_published_angles(size: tuple[int, int]) -> None:
     stage = Stage(0, *size, start=0, last=True)
     x = queries_and_keys(stage.cells)
-    turned = InterleavedRope([star_rotations(stage, HEAD_DIM, SPAN, THETA)]).turn(x, Tokens(stage))
+    turned = InterleavedRope([star_rotations(stage, HEAD_DIM, SPAN, THETA)]).apply_rotary(x, Tokens(stage))
     for cell in range(stage.cells):
         for part, head in ((0, 0), (1, 2)):
             expected = turned_pairs(x[1, cell, part, head], star_angles(stage, cell))
@@ -104,7 +104,7 @@ def test_stars_corners_share_coordinates_at_every_stage() -> None:
 
 def test_a_stage_of_one_cell_is_not_turned() -> None:
     x = queries_and_keys(1)
-    assert torch.equal(pair_rope().turn(x, Tokens(SCHEDULE[0])), x)
+    assert torch.equal(pair_rope().apply_rotary(x, Tokens(SCHEDULE[0])), x)
 
 
 def test_infinity_turns_by_rows_first_and_star_by_columns_first() -> None:
@@ -120,15 +120,15 @@ def test_infinity_turns_by_rows_first_and_star_by_columns_first() -> None:
 def test_pairs_of_a_prefix_stay_as_they_are(prefix: int, index: Tensor | None) -> None:
     rope, grid = pair_rope(), Tokens(SCHEDULE[2], index)
     x = queries_and_keys(prefix + grid.num_tokens)
-    turned = rope.turn(x, grid.with_prefix(prefix))
+    turned = rope.apply_rotary(x, grid.with_prefix(prefix))
     assert torch.equal(turned[:, :prefix], x[:, :prefix])
-    assert torch.equal(turned[:, prefix:], rope.turn(x[:, prefix:], grid))
+    assert torch.equal(turned[:, prefix:], rope.apply_rotary(x[:, prefix:], grid))
 
 
 @pytest.mark.parametrize("stage", SCHEDULE.stages, ids=lambda stage: f"{stage.height}x{stage.width}")
 def test_pairs_keep_their_length_and_their_type(stage: Stage) -> None:
     x = queries_and_keys(stage.cells)
-    turned = pair_rope().turn(x, Tokens(stage))
+    turned = pair_rope().apply_rotary(x, Tokens(stage))
     assert (turned.shape, turned.dtype) == (x.shape, torch.float32)
     assert torch.allclose(turned.unflatten(-1, (-1, 2)).norm(dim=-1), x.unflatten(-1, (-1, 2)).norm(dim=-1), atol=1e-5)
 
@@ -160,7 +160,7 @@ def grid_angles(stage: Stage, cell: int, begin: float) -> list[float]:
 
 def test_harts_text_turns_by_its_positions() -> None:
     x = queries_and_keys(TEXT)
-    turned = halves_rope().turn(x, Tokens(SCHEDULE[0], prefix=TEXT - 1))
+    turned = halves_rope().apply_rotary(x, Tokens(SCHEDULE[0], prefix=TEXT - 1))
     for row in range(ROWS):
         for token in range(TEXT):
             expected = turned_halves(x[row, token, 1, 2], text_angles(TEXT_POSITIONS[row, token].item()))
@@ -170,7 +170,7 @@ def test_harts_text_turns_by_its_positions() -> None:
 @pytest.mark.parametrize("stage", SCHEDULE.stages[1:], ids=lambda stage: f"{stage.height}x{stage.width}")
 def test_harts_grid_turns_by_rows_and_columns_from_where_the_text_ends(stage: Stage) -> None:
     x = queries_and_keys(stage.cells)
-    turned = halves_rope().turn(x, Tokens(stage))
+    turned = halves_rope().apply_rotary(x, Tokens(stage))
     for row in range(ROWS):
         for cell in range(stage.cells):
             expected = turned_halves(x[row, cell, 0, 1], grid_angles(stage, cell, begin=TEXT_POSITIONS[row, -1].item()))
@@ -191,12 +191,12 @@ def test_a_named_first_token_stands_behind_the_whole_text() -> None:
     x = queries_and_keys(TEXT)
     dense = Tokens(SCHEDULE[0], prefix=TEXT - 1)
     named = Tokens(SCHEDULE[0], torch.zeros(ROWS, 1, dtype=torch.long), prefix=TEXT - 1)
-    assert torch.equal(halves_rope().turn(x, named), halves_rope().turn(x, dense))
+    assert torch.equal(halves_rope().apply_rotary(x, named), halves_rope().apply_rotary(x, dense))
 
 
 def test_the_text_is_rotated_and_the_grid_is_not() -> None:
     """Partners on the grid take one angle from the row and one from the column, so lengths change, as they did in training."""
     rope = halves_rope()
     text, grid = queries_and_keys(TEXT), queries_and_keys(24)
-    assert torch.allclose(rope.turn(text, Tokens(SCHEDULE[0], prefix=TEXT - 1)).norm(dim=-1), text.norm(dim=-1), atol=1e-5)
-    assert (rope.turn(grid, Tokens(SCHEDULE[3])).norm(dim=-1) - grid.norm(dim=-1)).abs().max() > 0.1
+    assert torch.allclose(rope.apply_rotary(text, Tokens(SCHEDULE[0], prefix=TEXT - 1)).norm(dim=-1), text.norm(dim=-1), atol=1e-5)
+    assert (rope.apply_rotary(grid, Tokens(SCHEDULE[3])).norm(dim=-1) - grid.norm(dim=-1)).abs().max() > 0.1

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from benchmarks import sample as benchmark
 from benchmarks.sample_table import sample_table
@@ -34,7 +34,7 @@ from nextscale.cli.options import ModelOptions
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.loading import presets
 from nextscale.loading.random_weights import random_pipeline
-from nextscale.methods.registry import resolve_method
+from nextscale.methods import resolve_method
 from nextscale.offline import lock
 from nextscale.offline.lock import FolderInUse, working_folder
 from nextscale.offline.manifest import Entry, read_folder, read_manifest
@@ -45,6 +45,7 @@ from nextscale.offline.shard import Shard
 from nextscale.offline.store import Encoded, Store
 from nextscale.output import Output
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 
 SPEC = tiny.infinity_spec()
 SCHEDULE = tiny.INFINITY_SCHEDULE
@@ -73,7 +74,7 @@ def arguments(prompts: Path, out: Path, *more: str) -> list[str]:
 
 
 def run(prompts: Path, out: Path, *more: str) -> Result:
-    return CliRunner().invoke(app, arguments(prompts, out, *more))
+    return run_cli(*arguments(prompts, out, *more), catch=True)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -206,7 +207,7 @@ def test_launchers_that_say_nonsense_are_refused(environment: dict[str, str]) ->
 
 def test_a_run_writes_every_image_with_its_line(prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = run(prompts, out, "--seeds", "2")
+    result = run(prompts, out, "-n", "2")
     assert result.exit_code == 0, result.output
     assert "20 images written" in result.output
     assert {*contents(out)} == {f"{i // 2:05d}_{i}.png" for i in range(20)} | {"manifest.jsonl"}
@@ -228,7 +229,7 @@ def test_shards_give_the_same_files_as_one_process(prompts: Path, tmp_path: Path
     assert images(parts) == images(whole)
     assert {*read_folder(parts)} == {*images(whole)}
     again = run(prompts, parts)  # one process after two
-    assert "0 images written" in again.output and "10 were there" in again.output
+    assert "0 images written" in again.output and "10 kept" in again.output
 
 
 def test_what_is_damaged_or_missing_is_made_again_and_nothing_else(prompts: Path, tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_what_is_damaged_or_missing_is_made_again_and_nothing_else(prompts: Path
     with (out / "manifest.jsonl").open("a") as lines:
         lines.write('{"file": "0000')  # a line that was not finished
     result = run(prompts, out)
-    assert "2 images written" in result.output and "8 were there" in result.output
+    assert "2 images written" in result.output and "8 kept" in result.output
     assert images(out) == {name: content for name, content in before.items() if name.endswith(".png")}
     assert (out / "00000_0.png").stat().st_mtime_ns == untouched
     assert Counter(entry.file for entry in read_manifest(out / "manifest.jsonl")) == Counter([*images(out)])
@@ -251,13 +252,13 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
     out = tmp_path / "out"
     assert run(prompts, out).exit_code == 0
     before = contents(out)
-    for more in (["--method", "skip:last=1"], ["--guidance", "2"], ["--greedy"]):
+    for more in (["--method", "skip:last=1"], ["--guidance", "2"], ["--sampling", "greedy"]):
         result = run(prompts, out, *more)
         assert result.exit_code == 2 and "choose another folder" in result.output
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("other", [["--guidance", "2"], ["--batch", "2"], ["--seed", "7", "--greedy"]])
+@pytest.mark.parametrize("other", [["--guidance", "2"], ["--batch", "2"], ["--seed", "7", "--sampling", "greedy"]])
 def test_shards_of_one_folder_have_the_same_settings_and_batches(other: list[str], prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(prompts, out, "--shard", "0/2").exit_code == 0
@@ -304,12 +305,12 @@ def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run(prompts, out, *more).exit_code == 0
     entry = read_manifest(out / "manifest.jsonl")[0]
     assert entry.settings["method"] == "Auto(speedup=1.5)" and entry.settings["chosen"]
-    assert "2 were there" in run(prompts, out, *more).output
-    monkeypatch.setattr(ModelOptions, "settled", lambda *_: resolve_method("skip:last=1"))
+    assert "2 kept" in run(prompts, out, *more).output
+    monkeypatch.setattr(ModelOptions, "resolved", lambda *_: resolve_method("skip:last=1"))
     result = run(prompts, out, *more)
     assert result.exit_code == 2 and "says that 00000_0.png has chosen" in result.output
     refused = run(prompts, out, *more, "--ray", "auto", "--dtype", "float32")
-    assert refused.exit_code == 2 and "name the method" in refused.output
+    assert refused.exit_code == 2 and "Name the method" in refused.output
 
 
 def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: Path) -> None:
@@ -379,12 +380,12 @@ def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Pa
     assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output
 
 
-@pytest.mark.parametrize("more", [["--ray"], ["--ray", "--workers", "1"], ["--ray", "local"]])
+@pytest.mark.parametrize("more", [["--ray"], ["--ray", "workers=1"], ["--ray", "local"]])
 def test_ray_alone_starts_a_cluster_on_this_machine(
     more: list[str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[RaySettings] = []
-    monkeypatch.setattr("nextscale.cli.sample.sample_on_ray", lambda *given: asked.append(given[4]) or Done(0, 0, 0.0, 0))
+    monkeypatch.setattr("nextscale.offline.ray.sample_on_ray", lambda *given: asked.append(given[4]) or Done(0, 0, 0.0, 0))
     assert run(prompts, tmp_path / "out", *more).exit_code == 0
     assert [settings.address for settings in asked] == ["local"]
 
@@ -392,9 +393,9 @@ def test_ray_alone_starts_a_cluster_on_this_machine(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--workers", "2"], "add --ray"),
-        (["--ray", "auto"], "say --dtype"),
-        (["--ray", "local", "--device", "cuda:0"], "leave it out"),
+        (["--ray", "workers=0"], "--ray must be ADDRESS"),
+        (["--ray", "auto"], "--dtype is required"),
+        (["--ray", "local", "--device", "cuda:0"], "--device must be cpu"),
         (["--shard", "2/2"], "give i/N"),
         (["--weights", "x.pth"], "reads no files"),
     ],
@@ -512,7 +513,7 @@ def test_a_read_only_folder_is_verified_and_not_written(prompts: Path, tmp_path:
     access = os.access  # permissions do not stop root, who may run this
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     result = run(prompts, out)
-    assert result.exit_code == 0 and "10 were there" in result.output
+    assert result.exit_code == 0 and "10 kept" in result.output
     assert {file: file.stat().st_mtime_ns for file in (out, *out.iterdir())} == before
     (out / "00001_1.png").write_bytes(b"damaged")
     result = run(prompts, out)

@@ -15,14 +15,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextscale import Method, Schedule, Stage, Tokens
 from nextscale.cache import StageMemory
 from nextscale.methods import fastvar
 from nextscale.methods.fastvar import FastVAR, ThinnedBlocks, memory_key
 from nextscale.methods.token_ops import distance_from_mean, top_share
-from nextscale.models.blocks import Block
+from nextscale.models.blocks import Block, Sublayer
 from nextscale.models.context import ForwardContext
 from tests.parity import hart_cases, infinity_cases
 from tests.parity.accelerated import SAMPLING, SettledBits, stated_tolerance
@@ -281,12 +281,8 @@ class StoredSublayer:
         self.keep, self.answers = keep, answers
         self.asked = self.index = torch.empty(0)
 
-    def fused_sublayers(self, x: Tensor, ctx: object) -> tuple[()]:
-        return ()
-
-    @property
-    def sublayers(self) -> tuple[Callable[[Tensor, Tokens, ForwardContext], Tensor]]:
-        return (self.answer,)
+    def sublayers(self, ctx: object) -> tuple[Sublayer]:
+        return (Sublayer(nn.Identity(), None, None, None, self.answer, None),)
 
     def answer(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         assert tokens.index is not None

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from nextscale import ScaleKV, Schedule
-from nextscale.cache import CacheSpec, LayerCache, Workspace
-from nextscale.cache.attending import AttentionCall
+from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
 from nextscale.methods.method import MethodRun, RunSetup
 from nextscale.methods.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
 from nextscale.models import Infinity
@@ -153,13 +152,13 @@ class TracedCache(ScaleKVCache):
     def attend(self, seen: AttentionCall) -> Tensor:
         trace, stage = self.trace, seen.tokens.stage
         out = super().attend(seen)
-        trace.before[stage.index, self.layer] = seen.slot.end
+        trace.before[stage.index, self.layer] = seen.view.end
         after = self.length
         if stage.last:
-            keep = trace.budgets[stage.index][self.layer] if stage.index in trace.budgets else seen.slot.end
-            if keep < seen.slot.end:
+            keep = trace.budgets[stage.index][self.layer] if stage.index in trace.budgets else seen.view.end
+            if keep < seen.view.end:
                 self.selected(seen, keep)
-            after = min(keep, seen.slot.end)
+            after = min(keep, seen.view.end)
         trace.after[stage.index, self.layer] = after
         return out
 
@@ -169,7 +168,7 @@ class TracedCache(ScaleKVCache):
         selection = trace.as_stored(found, score, stage, self.layer)
         trace.selections[stage, self.layer] = selection
         length = math.sqrt(seen.q.shape[-1])  # of the library's keys, whose vectors have a mean square of 1
-        keys = seen.slot.keys.narrow(1, 0, seen.slot.end).transpose(1, 2) / length
+        keys = seen.view.keys.narrow(1, 0, seen.view.end).transpose(1, 2) / length
         trace.read |= {f"{name}.kept": lambda: selection, f"{name}.score": lambda: score / length, f"{name}.keys": lambda: keys}
         for after in [stored for stored in trace.expected.tensors if stored.startswith(f"{name}.keys_after.sub")]:
             kept = keys.gather(2, selection[..., None].expand(-1, -1, -1, keys.shape[-1]))

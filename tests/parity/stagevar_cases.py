@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nextscale import Schedule
-from nextscale.methods.stagevar import StageVAR, variants
+from nextscale.methods import stagevar
+from nextscale.methods.stagevar import StageVAR
 from tests.parity import infinity_cases
 from tests.parity.accelerated import SAMPLING, SettledBits, stated_tolerance
 from tests.parity.compare import Expected, Tolerance
@@ -31,7 +32,7 @@ def replay_stagevar(folder: Path, case: dict[str, Any], expected: Expected) -> N
     trace = Trace(observed=(last,), method=method_of(case, schedule))
     with (
         SettledBits(pipe.tokenizer, expected, case["noise_max_abs_2_threads"]["logits"]) as revise,
-        calls_to(variants, "representatives") as chosen,
+        calls_to(stagevar, "representatives") as chosen,
         calls_of({str(layer): block for layer, block in enumerate(pipe.model.blocks)}) as blocks,
     ):
         read = infinity_cases.generation(pipe, case, expected, trace, seed=stored_rng(expected, schedule), revise=revise, greedy=True).read

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
-from nextscale.cache import CacheSpec, LayerCache, StageMemory, Workspace
+from nextscale.cache import CacheSpec, CacheView, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageOutput
 from nextscale.methods.method import MethodRun, Plans, RunSetup, Span, TokenCounts
@@ -135,7 +135,7 @@ class TracedSpan:
         return out
 
 
-class CountingCache:
+class CountingCache(LayerCache):
     """A layer cache that knows how many keys the latest stage has seen."""
 
     def __init__(self, cache: LayerCache) -> None:
@@ -143,11 +143,11 @@ class CountingCache:
         self.lengths: list[int] = []  # keys that each stage has seen, with its own
         self.rows: list[int] = []  # that each stage has run
 
-    def append(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor | None]:
-        keys, values, mask = self.cache.append(q, k, v, tokens)
-        self.lengths.append(keys.shape[1])
-        self.rows.append(keys.shape[0])
-        return keys, values, mask
+    def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
+        view = self.cache.append(k, v, tokens)
+        self.lengths.append(view.end)
+        self.rows.append(view.keys.shape[0])
+        return view
 
     def keep_rows(self, rows: slice) -> None:
         self.cache.keep_rows(rows)

@@ -37,6 +37,7 @@ from nextscale.pipeline import Pipeline, Preview
 from nextscale.planning.cost import RequestCost, Workload, as_run, request_cost
 from nextscale.report import Report
 from nextscale.stage import Schedule, Stage, Tokens
+from nextscale_research.methods import StageVARVariants
 from tests.helpers import tiny
 from tests.helpers.toy_methods import KeepShare, Planned, first_tokens, keeping
 
@@ -76,7 +77,7 @@ class ThinAttention(Thin):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
-            attention, *others = block.sublayers
+            attention, *others = block.sublayers(ctx)
             few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
             x = torch.cat([few + attention(few, kept, ctx), x[:, few.shape[1] :]], dim=1)
             for sublayer in others:
@@ -268,7 +269,7 @@ def test_the_products_of_published_methods_are_counted(family: str, name: str) -
 @pytest.mark.parametrize("family", ["var", "infinity"])
 def test_an_approximation_of_low_rank_is_put_together_from_all_directions(family: str) -> None:
     """Whatever rank a forecast assumes: those beyond the rank are zeros."""
-    assert_exact(count_tiny(family, method=StageVAR(guidance_off=2, alphas={2: 0.9, 3: 0.96}, variant="svd_approximation")))
+    assert_exact(count_tiny(family, method=StageVARVariants(guidance_off=2, alphas={2: 0.9, 3: 0.96}, variant="svd_approximation")))
 
 
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in LIKE_OTHERS])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
-from nextscale.cache import CacheSpec, DenseLayerCache, StageKeys, StageMemory, Workspace
+from nextscale.cache import CacheSpec, LayerCache, StageKeys, StageMemory, Workspace
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.methods.combine import Combined
 from nextscale.methods.drop_guidance import DropGuidance
@@ -23,6 +23,7 @@ from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import Workload, as_run
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory, reserved_cache, stored_bytes
 from nextscale.stage import Schedule, Tokens
+from nextscale_research.methods import StageVARVariants
 from tests.helpers import tiny
 from tests.methods.test_peers import three_routes
 
@@ -48,7 +49,7 @@ class Reserving(Method):
 
     own_cache = True
     spec: CacheSpec
-    caches: list[DenseLayerCache] = field(default_factory=list)
+    caches: list[LayerCache] = field(default_factory=list)
     last_stage: list[int] = field(default_factory=list)  # bytes in every layer of it
 
     def start(self, setup: RunSetup) -> MethodRun:
@@ -65,10 +66,10 @@ class Reserving(Method):
 class ReservingRun(MethodRun):
     seen: Reserving
 
-    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:
+    def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         sizes, caches = self.seen.spec, self.seen.caches
         workspace = caches[0].workspace if caches else SeenWorkspace(sizes, lambda: self.seen.last_stage.append(self.seen.nbytes))
-        caches.append(DenseLayerCache(sizes.layer(len(caches)), workspace))
+        caches.append(LayerCache(sizes.layer(len(caches)), workspace))
         return caches[-1]
 
 
@@ -172,9 +173,9 @@ def test_a_method_with_its_own_caches_is_told_what_is_reserved() -> None:
             return OwnCacheRun()
 
     class OwnCacheRun(MethodRun):
-        def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> DenseLayerCache:
+        def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
             told.append(spec)
-            return DenseLayerCache(spec, workspace)
+            return LayerCache(spec, workspace)
 
     tiny.shared_pipeline("var")(tiny.prompts("var", IMAGES), seed=5, method=[SkipStages(last=1), OwnCache()])
     assert told == [reserved("var", SkipStages(last=1), 2 * IMAGES).layer(number) for number in range(tiny.DEPTH)]
@@ -208,7 +209,7 @@ DATA_DEPENDENT = {
     "sparsevar": SparseVAR(tau=0.95, first_stage=2),
     "sparsevar, everything": SparseVAR(tau=0.0, first_stage=1),
     "sparsevar, hardly anything": SparseVAR(tau=1.0, first_stage=1, alpha=None),
-    "measured ranks": StageVAR(alphas={2: 0.96, 3: 0.9}, variant="svd"),
+    "measured ranks": StageVARVariants(alphas={2: 0.96, 3: 0.9}, variant="svd"),
     "sparsevar + guidance off": Combined((SparseVAR(tau=0.9, first_stage=2), StageVAR(guidance_off=2, alphas=()))),
 }
 
@@ -278,16 +279,16 @@ def stage_keys(*tokens: int, rows: int = 1) -> tuple[StageKeys, ...]:
     return tuple(StageKeys(stage, rows, (count,)) for stage, count in enumerate(tokens))
 
 
-def cache_of(planned: Sequence[StageKeys], sides: tuple[int, ...] = (1, 2, 3, 4), rows: int = 1) -> DenseLayerCache:
+def cache_of(planned: Sequence[StageKeys], sides: tuple[int, ...] = (1, 2, 3, 4), rows: int = 1) -> LayerCache:
     spec = CacheSpec(1, rows, 2, 4, Schedule(sides), torch.float32, torch.device("cpu"), planned=tuple(planned))
-    return DenseLayerCache(spec, Workspace(spec))
+    return LayerCache(spec, Workspace(spec))
 
 
-def append(cache: DenseLayerCache, stage: int, count: int | None = None, rows: int = 1) -> Tensor:
+def append(cache: LayerCache, stage: int, count: int | None = None, rows: int = 1) -> Tensor:
     place = cache.spec.schedule[stage]
     numbers = torch.randn(rows, place.cells if count is None else count, 2, 4)
     index = None if count is None else torch.arange(count).expand(rows, -1)
-    keys, values, _ = cache.append(numbers, numbers, numbers, Tokens(place, index))
+    keys, values, _ = cache.append(numbers, numbers, Tokens(place, index)).filled
     assert torch.equal(keys, values)
     assert torch.equal(keys[:, -numbers.shape[1] :], numbers)
     return keys

@@ -115,7 +115,7 @@ def test_a_stream_of_several_images_completes_each(client: openai.OpenAI) -> Non
 def test_models_are_listed_with_their_aliases(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["nano", "classes", "tiny", "gpt-image-1"]
     assert client.models.retrieve("gpt-image-1").object == "model"
-    with pytest.raises(openai.NotFoundError, match="no model 'dall-e-3' is served"):
+    with pytest.raises(openai.NotFoundError, match="model must be one of"):
         client.images.generate(model="dall-e-3", prompt="a fox")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("dall-e-3")

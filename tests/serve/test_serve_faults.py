@@ -125,7 +125,7 @@ def test_comparisons_come_one_by_one_and_stop_when_the_client_leaves(server: Liv
     monkeypatch.setattr(compare, "decoded_png", decode)
     monkeypatch.setattr(compare, "gone", gone)
     path, connections = "/studio/compare", []
-    for number in range(compare.MOST_AT_ONCE):
+    for number in range(compare.MAX_OPEN):
         connections.append(http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS))
         body = json.dumps({"a": f"{number} a", "b": f"{number} b"})
         connections[-1].request("POST", path, body, {"content-type": "application/json"})
@@ -167,7 +167,7 @@ def test_connections_that_ask_nothing_are_closed_beyond_a_number(server: Live, p
         asked = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
         first = [opened(), opened(asked), opened(asked, asked[:9]), opened(asked[:9])]
         wait_until(lambda: len(server.server._idle) >= len(first))
-        second = [opened() for _ in range(run.MOST_IDLE)]
+        second = [opened() for _ in range(run.MAX_IDLE)]
         wait_until(lambda: all(map(closed, first)))
         assert not any(map(closed, second))
         assert server.ask("/livez").status == 200

@@ -277,7 +277,7 @@ def test_a_merged_upsampling_follows_its_weights() -> None:
 
 def lay_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("autoencoder", "tiles"):
-        monkeypatch.setattr(f"nextscale.tokenizers.{module}.as_laid_out", lambda x: x.contiguous(memory_format=torch.channels_last))
+        monkeypatch.setattr(f"nextscale.tokenizers.{module}.to_channels_last", lambda x: x.contiguous(memory_format=torch.channels_last))
 
 
 def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def run(*arguments: object) -> Result:
     words = [str(argument) for argument in arguments]
-    return CliRunner(ctx={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False, prog_name="python -m training")
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False, prog_name="python -m training")
 
 
 def succeed(*arguments: object) -> Result:

@@ -16,7 +16,7 @@ from nextscale.guidance import ConstantGuidance
 from nextscale.loading.load import load_module
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.rope import InterleavedRope
-from nextscale.models.text_context import Padding
+from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Pipeline, Settings
 from nextscale.sampling import Sampling
 from nextscale.schedules import InfinitySchedules
@@ -98,7 +98,7 @@ def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.Monke
     rows, lengths = prompts.compact()
 
     with torch.no_grad():
-        condition = model.read(rows, Padding(lengths, CPU))
+        condition = model.read(rows, TextContext.of(lengths, CPU))
         assert isinstance(model.condition(prompts, False, schedule).rope, InterleavedRope)
         forced = ForcedPass(model, schedule, 4).logits(torch.cat(seen, dim=1), condition)
     expected = torch.cat([logits[..., 1] - logits[..., 0] for logits, _ in drawn], dim=1)

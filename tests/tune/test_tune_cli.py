@@ -114,7 +114,7 @@ class Timed:
 def test_validation_takes_as_many_prompts_and_winners_as_it_has_time_for() -> None:
     assert validation_prompts(Timed(), 2, winners=6) == 30  # half a minute, ten methods with dense generation and skipping
     assert validation_prompts(Timed(), 0.01, winners=6) == 6
-    assert max_winners(Timed(), 2) == 46
+    assert max_winners(Timed(), 2) == 45
     assert max_winners(Timed(), 0.41) == 6
     assert max_winners(Timed(), 0.01) == 4
 

@@ -3,6 +3,7 @@
 import { parsed, written } from "./settings.js";
 
 const KEY = "nextscale.key";
+const ROOT = new URL("../..", import.meta.url).pathname.replace(/\/$/, ""); // the path under which a proxy publishes the server
 
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) || "",
@@ -23,7 +24,7 @@ export class ApiError extends Error {
 async function ask(path, body, signal) {
   const headers = body ? { "content-type": "application/json" } : {};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
-  const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && written(body), signal });
+  const response = await fetch(ROOT + path, { method: body ? "POST" : "GET", headers, body: body && written(body), signal });
   if (!response.ok) throw new ApiError(response, (await response.json().catch(() => ({}))).error);
   return response;
 }

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nextscale.kernels.attention import LOG2_E, SMALLEST_DOT
+from nextscale.kernels.attention import LOG2_E, MIN_DOT
 from nextscale.kernels.shapes import power_of_two
 
 from .attend_lists import attend_lists_reference as attend_lists_reference  # apart from here: it runs where there is no Triton
@@ -73,7 +73,7 @@ def attend_lists(q: Tensor, keys: Tensor, values: Tensor, lists: Tensor, counts:
         attend_lists_kernel[groups * triton.cdiv(group, QUERIES), heads, rows](
             q, keys, values, lists, counts, out, queries, groups, lists.shape[3], scale * LOG2_E,
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], lists.shape[1] if lists.shape[0] > 1 else 0, by_head,
-            GROUP=group, HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), SMALLEST_DOT),
+            GROUP=group, HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), MIN_DOT),
             QUERIES=QUERIES, KEYS=KEYS, STAGES=3 if channels <= 128 else 2, num_warps=4,
         )  # fmt: skip
     return out

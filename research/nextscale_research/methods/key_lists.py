@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nextscale.cache import CacheSpec, Slot
-from nextscale.cache.attending import AttentionCall
+from nextscale.cache import AttentionCall, CacheSpec, CacheView
+from nextscale.cache.attention import reads_lengths
 from nextscale.errors import SettingError
-from nextscale.models.attention import reads_lengths
 from nextscale.stage import Schedule, Stage
 
 from .attend_lists import attend_lists_reference
@@ -49,19 +48,19 @@ class KeyLists(NamedTuple):
         return self if self.numbers.shape[0] == 1 else KeyLists(self.numbers[rows], self.counts[rows], self.group)
 
 
-def attend_listed(q: Tensor, slot: Slot, lists: KeyLists, scale: float) -> Tensor:
+def attend_listed(q: Tensor, view: CacheView, lists: KeyLists, scale: float) -> Tensor:
     """q [R, N, H, D] over the keys that the lists name, [R, N, H * D]."""
     if reads_lengths(q):
         from .attend_lists_kernel import attend_lists  # Triton is imported where it is used
     else:
         attend_lists = attend_lists_reference
-    keys, values = (store.narrow(1, 0, slot.end) for store in (slot.keys, slot.values))
+    keys, values = (store.narrow(1, 0, view.end) for store in (view.keys, view.values))
     return attend_lists(q, keys, values, lists.numbers, lists.counts, lists.group, scale)
 
 
 def require_whole(seen: AttentionCall, there: KeyMap, method: str) -> None:
     """Raises SettingError where another method runs a part of the cells of a stage: keys could not be told by where they lie."""
-    if seen.tokens.index is not None or seen.slot.lengths is not None or seen.slot.end != there.keys:
+    if seen.tokens.index is not None or seen.view.lengths is not None or seen.view.end != there.keys:
         raise SettingError(
             f"{method} finds keys by where they lie, and another method runs a part of the cells of stage {seen.tokens.stage.index} or of"
             " one before it: choose one of them"

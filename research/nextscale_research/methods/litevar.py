@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from nextscale.cache.attending import AttendingCache, AttentionCall
+from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
+from nextscale.cache.attention import chosen_kernels
 from nextscale.errors import SettingError
 from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.models.attention import attend_slot, chosen_kernels
 from nextscale.stage import Schedule, Stage
 from nextscale.validation import is_fraction, is_int, require_flags
 
@@ -87,10 +86,10 @@ class LiteVARRun(MethodRun):
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         idle = self.method.width == 1 and not self.method.share_rows
-        return DenseLayerCache(spec, workspace) if idle else LiteVARCache(spec, workspace, self.method, self.masks)
+        return LayerCache(spec, workspace) if idle else LiteVARCache(spec, workspace, self.method, self.masks)
 
 
-class LiteVARCache(AttendingCache):
+class LiteVARCache(LayerCache):
     def __init__(self, spec: CacheSpec, workspace: Workspace, method: LiteVAR, masks: dict[KeyMap, Tensor]) -> None:
         super().__init__(spec, workspace)
         self.method, self.masks = method, masks
@@ -100,11 +99,11 @@ class LiteVARCache(AttendingCache):
         paired = method.share_rows and seen.q.shape[0] == 2 * seen.batch
         banded = method.bands(stage)
         if not paired and not banded:
-            return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+            return super().attend(seen)
         there = KeyMap.of(self.spec, stage)
         if banded:
             require_whole(seen, there, "LiteVAR")
-        keys, values, mask = seen.slot.filled
+        keys, values, mask = seen.view.filled
         mask = self._band(there, seen.q.device) if banded else mask
         q, k, v = (x.transpose(1, 2) for x in (seen.q, keys, values))  # [R, H, N or T, D]
         if paired:

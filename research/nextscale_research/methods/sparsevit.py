@@ -77,7 +77,7 @@ class ActiveBlocks(Span):
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         selection, kept = top_share(tokens, window_scores(x.float().abs().mean(dim=-1), tokens, self.window), self.ratio)
         if ctx.computed is not None:
-            ctx.computed.add(kept, selection, sum(len(block.sublayers) for block in blocks))
+            ctx.computed.add(kept, selection, sum(block.num_sublayers for block in blocks))
         run = run_in_order(blocks, pick(x, selection), kept, ctx)
         return repeat_tail(put_(x.clone(), selection, run), tokens.count)
 

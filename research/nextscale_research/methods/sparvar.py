@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Workspace
-from nextscale.cache.attending import AttendingCache, AttentionCall
+from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
 from nextscale.errors import SettingError
 from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.models.attention import attend_slot
 from nextscale.stage import Rows, Schedule, Stage
 from nextscale.validation import is_fraction, is_int
 
@@ -134,10 +132,10 @@ class SparVARRun(MethodRun):
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         chooses, self.made = self.made < self.method.choosing_layers(self.layers), self.made + 1
-        return SparVARCache(spec, workspace, self.method, chooses, self.windows) if self.method.last else DenseLayerCache(spec, workspace)
+        return SparVARCache(spec, workspace, self.method, chooses, self.windows) if self.method.last else LayerCache(spec, workspace)
 
 
-class SparVARCache(AttendingCache):
+class SparVARCache(LayerCache):
     def __init__(self, spec: CacheSpec, workspace: Workspace, method: SparVAR, chooses: bool, windows: dict[KeyMap, KeyLists]) -> None:
         super().__init__(spec, workspace)
         self.method, self.chooses, self.windows = method, chooses, windows
@@ -148,27 +146,27 @@ class SparVARCache(AttendingCache):
     def attend(self, seen: AttentionCall) -> Tensor:
         stage = seen.tokens.stage
         if stage.index < self.first:
-            return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+            return super().attend(seen)
         there = KeyMap.of(self.spec, stage)
         require_whole(seen, there, "SparVAR")
         if not self.chooses:
             if there not in self.windows:
                 self.windows[there] = self.method.window_lists(there, self.spec.schedule, seen.q.device)
-            return attend_listed(seen.q, seen.slot, self.windows[there], seen.scale)
+            return attend_listed(seen.q, seen.view, self.windows[there], seen.scale)
         if self.chosen is None or self.left_out is None:
             return self._choose(seen)
-        assert isinstance(seen.slot.start, int)
+        assert isinstance(seen.view.start, int)
         around = self.method.own_window(self.spec.schedule, stage) // 2, self.method.own_run(self.spec.schedule, stage)
-        self.chosen = carried(self.chosen, stage, seen.slot.start, *around)
-        return attend_listed(seen.q, seen.slot, self.chosen, seen.scale) + resized(*self.left_out, stage.size)
+        self.chosen = carried(self.chosen, stage, seen.view.start, *around)
+        return attend_listed(seen.q, seen.view, self.chosen, seen.scale) + resized(*self.left_out, stage.size)
 
     def _choose(self, seen: AttentionCall) -> Tensor:
         """Dense attention, which says what later stages read."""
-        out = attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+        out = super().attend(seen._replace(e4m3_scale=None))
         if seen.tokens.stage.index != self.spec.final:
-            keys = seen.slot.keys.narrow(1, 0, seen.slot.end)
-            self.chosen = chosen_lists(seen.q, keys, seen.scale, self.method.chosen_keys(seen.slot.end))
-            self.left_out = out - attend_listed(seen.q, seen.slot, self.chosen, seen.scale), seen.tokens.stage.size
+            keys = seen.view.keys.narrow(1, 0, seen.view.end)
+            self.chosen = chosen_lists(seen.q, keys, seen.scale, self.method.chosen_keys(seen.view.end))
+            self.left_out = out - attend_listed(seen.q, seen.view, self.chosen, seen.scale), seen.tokens.stage.size
         return out
 
     def keep_rows(self, rows: Rows) -> None:

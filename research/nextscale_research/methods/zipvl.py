@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nextscale.cache import CacheSpec, DenseLayerCache, LayerCache, Slot, Workspace, real_entries
-from nextscale.cache.attending import AttendingCache, AttentionCall
+from nextscale.cache import AttentionCall, CacheSpec, CacheView, LayerCache, Workspace, real_entries
 from nextscale.errors import SettingError
 from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from nextscale.methods.stages import late_stages, stage_indices
 from nextscale.methods.token_ops import pick, put_, real_counts, real_tokens, share_of, top_share
-from nextscale.models.attention import attend_slot
 from nextscale.stage import Schedule, Tokens, repeat_tail
 from nextscale.validation import is_fraction
 
@@ -85,21 +83,21 @@ class ZipVLRun(MethodRun):
     acts: frozenset[int]
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        return ZipVLCache(spec, workspace, self) if self.acts else DenseLayerCache(spec, workspace)
+        return ZipVLCache(spec, workspace, self) if self.acts else LayerCache(spec, workspace)
 
 
-class ZipVLCache(AttendingCache):
+class ZipVLCache(LayerCache):
     def __init__(self, spec: CacheSpec, workspace: Workspace, run: ZipVLRun) -> None:
         super().__init__(spec, workspace)
         self.method, self.acts = run.method, run.acts
 
     def attend(self, seen: AttentionCall) -> Tensor:
         if seen.tokens.stage.index not in self.acts:
-            return attend_slot(seen.q, seen.slot, seen.scale, seen.captured)
+            return super().attend(seen)
         selection, kept = self._select(seen)
-        slot = self._keep(seen, selection, kept)
+        view = self._keep(seen, selection, kept)
         q = pick(seen.q.flatten(2), selection).unflatten(2, seen.q.shape[2:])
-        out = attend_slot(q, slot, seen.scale, seen.captured)
+        out = super().attend(seen._replace(q=q, view=view, e4m3_scale=None))
         return repeat_tail(put_(out.new_zeros(*seen.q.shape[:2], out.shape[-1]), selection, out), seen.tokens.count)
 
     def _select(self, seen: AttentionCall) -> tuple[Tensor, Tokens]:
@@ -111,52 +109,52 @@ class ZipVLCache(AttendingCache):
             sums = sums * real
         return tokens.top(sums, fewest(sums, method.tau), sums.shape[1])
 
-    def _keep(self, seen: AttentionCall, selection: Tensor, kept: Tokens) -> Slot:
+    def _keep(self, seen: AttentionCall, selection: Tensor, kept: Tokens) -> CacheView:
         """Moves the keys and values of the tokens that stay to the front of the stage's own."""
-        slot, final = seen.slot, seen.tokens.stage.index == self.spec.final
-        places = own_places(slot, seen.q.shape[1], seen.q.device).expand(seen.q.shape[0], -1)
+        view, final = seen.view, seen.tokens.stage.index == self.spec.final
+        places = own_places(view, seen.q.shape[1], seen.q.device).expand(seen.q.shape[0], -1)
         stay = selection.shape[1]
-        for store in (slot.keys, slot.values):
+        for store in (view.keys, view.values):
             wide = (-1, -1, *store.shape[2:])
             chosen = store.gather(1, places.gather(1, selection)[..., None, None].expand(wide))
             store.scatter_(1, places[:, :stay, None, None].expand(wide), chosen)
-        end = slot.end - seen.q.shape[1] + stay
-        if kept.count is None and slot.lengths is None:
-            slot = slot._replace(end=end)
+        end = view.end - seen.q.shape[1] + stay
+        if kept.count is None and view.lengths is None:
+            view = view._replace(end=end)
         else:
             counts = torch.full(seen.q.shape[:1], stay, device=seen.q.device) if kept.count is None else kept.count
-            lengths = (counts + slot.start).int()
+            lengths = (counts + view.start).int()
             if self.lengths is None:
                 self._finite_tails = True
-            slot, self.lengths = slot._replace(end=end, lengths=lengths), lengths
+            view, self.lengths = view._replace(end=end, lengths=lengths), lengths
         if not final:
             self.length = end
             if self._finite_tails:
                 self._clear_tail()
-        return slot
+        return view
 
 
-def own_places(slot: Slot, new: int, device: torch.device) -> Tensor:
+def own_places(view: CacheView, new: int, device: torch.device) -> Tensor:
     """Finds where the newest `new` entries of every row lie in the cache, [R or 1, new]."""
-    start = slot.start if isinstance(slot.start, int) else slot.start[:, None].long()
+    start = view.start if isinstance(view.start, int) else view.start[:, None].long()
     return (start + torch.arange(new, device=device)).view(-1, new)
 
 
 def received_attention(seen: AttentionCall, probes: float) -> Tensor:
     """Attention that the tokens of a stage receive from the probe queries, mean over heads and sum over queries: [R, N]."""
-    q, slot = seen.q, seen.slot
+    q, view = seen.q, seen.view
     rows, queries = q.shape[:2]
     count = real_counts(seen.tokens, q)
     probe = torch.arange(max(1, round(probes * queries)), device=q.device)
     number = (probes * count.double()).round().long().clamp(min=1)[:, None]  # of each row's own tokens
     places = (probe * count[:, None] // number).clamp(max=queries - 1)  # [R, P]
     asking = pick(q.flatten(2), places).unflatten(2, q.shape[2:]).transpose(1, 2)
-    scores = (asking @ slot.keys.narrow(1, 0, slot.end).permute(0, 2, 3, 1).to(q.dtype)).float() * seen.scale  # [R, H, P, T]
-    if slot.lengths is not None:
-        scores = scores.masked_fill(~real_entries(slot.lengths, slot.end), -torch.inf)
+    scores = (asking @ view.keys.narrow(1, 0, view.end).permute(0, 2, 3, 1).to(q.dtype)).float() * seen.scale  # [R, H, P, T]
+    if view.lengths is not None:
+        scores = scores.masked_fill(~real_entries(view.lengths, view.end), -torch.inf)
     weights = scores.softmax(dim=-1) * (probe < number)[:, None, :, None]
     sums = weights.sum(dim=2).mean(dim=1)
-    return sums.gather(1, own_places(slot, queries, q.device).expand(rows, -1))
+    return sums.gather(1, own_places(view, queries, q.device).expand(rows, -1))
 
 
 def fewest(sums: Tensor, tau: float) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nextscale.methods import MethodLike
 from nextscale.models.base import NextScaleModel
-from nextscale.models.blocks import ModulatedBlock
 from nextscale.models.feed_forward import FeedForward
 from nextscale.pipeline import Pipeline
 from nextscale.request import SeedLike
@@ -83,7 +82,7 @@ def plant_outliers(model: NextScaleModel, factor: float, channels: int = OUTLIER
                 enlarge(block.text_norm.weight, values, factor)
                 enlarge(block.text_norm.bias, values, factor)
                 text.q.weight[:, values] /= factor
-        if isinstance(block, ModulatedBlock) and model.block_config.modulation == "shared":  # gains, scales and shifts, two each
+        if model.block_config.modulation == "shared":  # gains, scales and shifts, two each
             block.modulation_table[2:4, values] += factor - 1
             attention.qkv.weight[:, values] /= factor
             if isinstance(ffn, FeedForward):

@@ -16,8 +16,7 @@ from nextscale.eval.results import DENSE, Row
 from nextscale.loading.quantizing import quantize_model
 from nextscale.methods.method import Method
 from nextscale.models.base import NextScaleModel
-from nextscale.models.quantization import PRODUCTS, find
-from nextscale.models.quantized import FORMATS, Quantize
+from nextscale.models.quantization import FORMATS, PRODUCTS, Quantize, find
 from nextscale.offline.prompts import EvalPrompt
 from nextscale.pipeline import Pipeline
 from nextscale.planning.memory import weights_bytes

@@ -55,11 +55,6 @@ def stagevar_ranks(stages: int, blocks: int) -> dict[str, str]:
     return {f"rank {ratio}": f"stagevar:alphas={ {stages - 1: 0.96} },ranks={ratio}" for ratio in (0.05, 0.1, 0.2, 0.3, 0.5, 0.8)}
 
 
-def stagevar_alphas(stages: int, blocks: int) -> dict[str, str]:
-    """StageVAR, eq. 4: the share of the energy that the rank keeps, measured as it runs; 0 skips the stage."""
-    return {f"alpha {alpha}": f"stagevar:alphas={ {stages - 1: alpha} },ranks=measured" for alpha in (0, 0.8, 0.9, 0.96, 0.99)}
-
-
 def sparsevar_anchors(stages: int, blocks: int) -> dict[str, str]:
     """SparseVAR, table 4: one anchor in every alpha x alpha cells."""
     return {f"anchors {alpha}": f"sparsevar:tau=0.6,alpha={alpha}" for alpha in (2, 3, 4, 5, None)}
@@ -97,7 +92,6 @@ LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
     "fastvar-ratios": fastvar_ratios,
     "fastvar-cache": fastvar_cache,
     "stagevar-ranks": stagevar_ranks,
-    "stagevar-alphas": stagevar_alphas,
     "peers": peers,
 }
 

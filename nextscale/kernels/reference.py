@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits in plain torch: the references of `quantize_tokens` and `dequantize_tokens`, and what runs without Triton."""
+"""Eight-bit numbers in plain torch: e4m3, and int8 keys and values. It runs without Triton, too."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from torch import Tensor
 
 from .shapes import require_shape
 
-LARGEST = 127
-SMALLEST_SCALE = 1e-30  # only keeps a zero vector from dividing by zero
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+INT8_MAX = 127
+MIN_SCALE = 1e-30  # only keeps a zero vector from dividing by zero
+
+
+def to_e4m3(x: Tensor, scale: float) -> Tensor:
+    """x / scale, rounded; what is too large becomes the largest number, and NaN stays NaN."""
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def from_e4m3(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """What `to_e4m3` was given, as far as eight bits tell."""
+    return (x.float() * scale).to(dtype)
 
 
 class Int8Tokens(NamedTuple):
@@ -51,8 +63,8 @@ def quantize_tokens_reference(keys: Tensor, values: Tensor, start: int | Tensor,
     entry = begin + torch.arange(new, device=keys.device)[None]
     for source, (numbers, scales) in zip((keys, values), store.pairs, strict=True):
         fresh = source[row, entry].float()
-        scale = (fresh.abs().amax(dim=-1) / LARGEST).clamp(min=SMALLEST_SCALE)
-        numbers[row, entry] = (fresh / scale[..., None] + 0.5).floor().clamp(-LARGEST, LARGEST).to(torch.int8)
+        scale = (fresh.abs().amax(dim=-1) / INT8_MAX).clamp(min=MIN_SCALE)
+        numbers[row, entry] = (fresh / scale[..., None] + 0.5).floor().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
         scales[row, entry] = scale
 
 

@@ -1,0 +1,162 @@
+"""Rank ratios of StageVAR that were measured of one model: published tables, and files beside the weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ..errors import SettingError
+from ..io import write_text
+from ..validation import is_int, is_positive_fraction, require
+
+if TYPE_CHECKING:
+    from ..models.base import NextScaleModel
+
+SUFFIX = ".ranks.json"
+ADVICE = (
+    "Set ranks to a ratio such as 0.05, or to one per group; or measure a table of this model with `nextscale calibrate stagevar`, which is"
+    " found beside its weights, or given as ranks=FILE."
+)
+
+
+class RankRow(NamedTuple):
+    """The ratios of a stage of this number of cells, one per group of blocks, that hold the share `alpha` of its energy."""
+
+    alpha: float
+    cells: int
+    ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class RankTable:
+    """Ratios of one model. It belongs to models of this family, depth and dim, and to no other."""
+
+    family: str
+    depth: int
+    dim: int
+    rows: tuple[RankRow, ...]
+    sides: tuple[int, ...] | None = None  # stages of the model, where models for other sizes have weights of their own
+
+    def __post_init__(self) -> None:
+        require(self.rows, "rows", "a list of at least one row", self.rows)
+        require(all(is_int(size, 1) for size in (self.depth, self.dim)), "depth and dim", "integers from 1", (self.depth, self.dim))
+        for row in self.rows:
+            good = is_positive_fraction(row.alpha) and is_int(row.cells, 1) and row.ratios and all(map(is_positive_fraction, row.ratios))
+            require(good, "rows", "alpha and ratios above 0 and up to 1, and cells", row)
+        same = len({len(row.ratios) for row in self.rows}) == 1 and len({row[:2] for row in self.rows}) == len(self.rows)
+        require(same, "rows", "rows with as many ratios each, and every alpha and number of cells once", self)
+
+    def __repr__(self) -> str:
+        return f"ranks of {self.family} with {self.depth} blocks of {self.dim} channels, {self.groups} groups"
+
+    @property
+    def groups(self) -> int:
+        return len(self.rows[0].ratios)
+
+    def belongs_to(self, model: NextScaleModel) -> bool:
+        config: Any = model.config
+        return (self.family, self.depth, self.dim) == identity(model) and (self.sides is None or self.sides == config.sides)
+
+    def ratios(self, alpha: float, cells: int) -> tuple[float, ...]:
+        """Returns those of the stage with the nearest number of cells."""
+        rows = [row for row in self.rows if row.alpha == alpha]
+        known = sorted({row.alpha for row in self.rows})
+        require(rows, "alpha", f"one of {', '.join(map(str, known))}, as in {self!r}", alpha)
+        return min(rows, key=lambda row: abs(row.cells - cells)).ratios
+
+
+def identity(model: NextScaleModel) -> tuple[str, int, int]:
+    """Returns family, depth and dim of a model."""
+    return model.family, len(model.blocks), model.block_config.dim
+
+
+# --- files
+
+
+def rank_file(weights: Path) -> Path:
+    """Returns the path of the table of a model that was loaded from this file or folder: beside it."""
+    return weights.with_name(f"{weights.stem if weights.is_file() else weights.name}{SUFFIX}")
+
+
+def write_rank_table(table: RankTable, target: Path, about: dict[str, Any] | None = None) -> None:
+    """Writes a table. `about` says how it was measured, for readers of the file."""
+    rows = [json.dumps(row._asdict()) for row in table.rows]
+    head = {key: value for key, value in asdict(table).items() if key not in ("rows", "sides")} | {"about": about or {}}
+    write_text(json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(rows) + "\n]}\n", target)
+
+
+def read_rank_table(path: Path) -> RankTable:
+    try:
+        return table_of(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, SettingError) as error:
+        raise SettingError(f"ranks {path} cannot be read ({error}): write it again with `nextscale calibrate stagevar`.") from error
+
+
+def table_of(found: Any) -> RankTable:
+    rows = sorted(RankRow(float(row["alpha"]), row["cells"], tuple(map(float, row["ratios"]))) for row in found["rows"])
+    sides = found.get("sides")
+    return RankTable(str(found["family"]), found["depth"], found["dim"], tuple(rows), sides and tuple(sides))
+
+
+# --- the table of a model
+
+
+@cache
+def published_tables() -> dict[str, RankTable]:
+    """Returns the published ratios by family, each of the model that it was measured of."""
+    tables = json.loads(files(__package__).joinpath("ranks.json").read_text())["tables"]
+    return {table["family"]: table_of(table) for table in tables}
+
+
+def published_table(model: NextScaleModel) -> RankTable | None:
+    """Returns the published table, if it was measured of this model."""
+    table = published_tables().get(model.family)
+    return table if table is not None and table.belongs_to(model) else None
+
+
+def table_for(model: NextScaleModel, groups: int, as_released: bool) -> RankTable:
+    """Returns the table of this model; raises SettingError if there is none with as many groups.
+
+    The reference implementations have one table for every model of a family, and Infinity's takes the first ratios for fewer groups.
+    """
+    released = published_tables().get(model.family) if as_released else None
+    if released is not None and (groups == released.groups or (model.family == "infinity" and groups < released.groups)):
+        return released
+    known = model.rank_table or published_table(model)
+    if known is None:
+        family, depth, dim = identity(model)
+        sides = getattr(model.config, "sides", None)
+        trained = f" trained for {sides[-1]}x{sides[-1]} cells" if family == "star" and sides else ""
+        owners = ", ".join(f"{table!r}" for table in published_tables().values())
+        raise SettingError(f"StageVAR has no ranks for {family} with {depth} blocks of {dim} channels{trained}, only {owners}. {ADVICE}")
+    return require_groups(known, groups)
+
+
+def require_groups(table: RankTable, groups: int) -> RankTable:
+    require(table.groups == groups, "groups", f"left out with {table!r}", groups)
+    return table
+
+
+def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[range, ...]:
+    """Returns groups of consecutive blocks, of which the last may have fewer. None is the published number per group, or an eighth."""
+    depth = len(model.blocks)
+    size = blocks_per_group or (1 if model.family in ("star", "hart") else max(1, depth // 8))
+    require(size <= depth, "groups", f"at most {depth}, the blocks of this model", size)
+    return tuple(range(first, min(first + size, depth)) for first in range(0, depth, size))
+
+
+def counted_tokens(model: NextScaleModel) -> int | None:
+    """Returns how many tokens a ratio counts at most: all on Infinity (None), elsewhere as many as the network has channels."""
+    return None if model.family == "infinity" else model.block_config.dim
+
+
+def energy_ranks(energies: Tensor, alpha: float) -> Tensor:
+    """Returns the smallest number of leading `energies` [R, n] that holds `alpha` of their sum (equation 4): [R]."""
+    held = energies.cumsum(dim=1)
+    return ((held < alpha * held[:, -1:]).sum(dim=1) + 1).clamp(max=energies.shape[1])
