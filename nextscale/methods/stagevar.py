@@ -203,8 +203,9 @@ def checked_ranks(given: Any) -> float | tuple[float, ...] | StageRatios | RankT
     if is_ratios(given):
         return tuple(map(float, given))
     expected = "a ratio above 0 and up to 1, a tuple of one per group, the .json file of a table, or such tuples by stage"
-    require(given and not isinstance(given, str | Path), "ranks", expected, given)
-    return sorted_pairs("ranks", given, expected, is_ratios, lambda ratios: tuple(map(float, ratios)))
+    pairs = sorted_pairs("ranks", given, expected, is_ratios, lambda ratios: tuple(map(float, ratios)))
+    require(pairs, "ranks", expected, given)
+    return pairs
 
 
 def is_ratios(given: Any) -> bool:

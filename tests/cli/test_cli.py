@@ -669,7 +669,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 3, "--grid", "sheet.gif"), "--grid must end in .png"),
         (("tiny-var", 3, "--out", "image.gif"), "--out must end in .png"),
         (("tiny-var", 3, "--method", "skp"), "unknown method 'skp'; did you mean skip?"),
-        (("tiny-var", 3, "--method", "skip:first=1"), "'first=1' is no setting of skip; it takes last"),
+        (("tiny-var", 3, "--method", "skip:first=1"), "settings of skip must be one of last, stages; got 'first=1'"),
         (("tiny-var", 3, "--method", "skip:last=4"), "cannot skip 4 of 4 stages"),
         (("tiny-var", 3, "--method", "skip:last=1", "--method", "skip:last=9"), "cannot skip 9 of 4 stages"),
         (("tiny-var", 3, "--weights", "absent.pth"), "absent.pth is not an existing file"),

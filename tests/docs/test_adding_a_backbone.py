@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from nextscale import Pipeline, Schedule, SkipStages
 from nextscale.checkpoints import published_slots, write_weights
-from nextscale.cli.plan_forecast import forecast_of
 from nextscale.errors import SizeError, WeightsMismatch
 from nextscale.io import from_pil
 from nextscale.loading import presets, random_weights, saved
@@ -23,6 +22,7 @@ from nextscale.loading.load import load_module
 from nextscale.loading.plain_values import CLASSES
 from nextscale.loading.random_weights import fill_random
 from nextscale.planning.cost import Workload
+from nextscale.planning.memory import request_memory
 from tests.helpers.tiny import assert_same_bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-backbone.md"
@@ -108,7 +108,8 @@ def test_its_cost_and_memory_are_planned() -> None:
     pipe, found = pipeline(), []
     for images in (1, 3):
         workload = Workload(pipe.settings.schedules.choose(128, None), images)
-        found.append(forecast_of(pipe.name, pipe.model, pipe.tokenizer, SkipStages(1), workload, 0.5).memory.method_peak)
+        plans = SkipStages(1).forecast(pipe.model, workload.schedule, guided=True)
+        found.append(request_memory(pipe.model, pipe.tokenizer, workload, plans))
     parameters = [*pipe.model.parameters(), *pipe.tokenizer.parameters(), *pipe.model.buffers(), *pipe.tokenizer.buffers()]
     assert [peak.weights for peak in found] == [sum(one.nbytes for one in parameters)] * 2
     assert [peak.decoding for peak in found] == [images * 3 * 128 * 128 * (4 + 4) for images in (1, 3)]

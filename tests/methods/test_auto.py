@@ -167,7 +167,7 @@ def test_milliseconds_count_on_the_machine_of_the_profile_only() -> None:
         ("auto:lpips=-1", "auto:lpips=-1"),
         ("auto:ms=fast", "auto:ms='fast': give a number above 0"),
         ("auto:speedup=true", "auto:speedup=True"),
-        ("auto:psnr=20", "'psnr=20' is no setting of auto; it takes speedup, lpips, ms"),
+        ("auto:psnr=20", "settings of auto.*speedup, lpips, ms; got 'psnr=20'"),
         ("auto + skip:last=1", "Auto chooses whole methods, combined ones among them: use it alone"),
         (["fastvar", "auto:speedup=2"], r"Auto\(speedup=2\) chooses whole methods"),
     ],

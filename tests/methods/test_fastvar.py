@@ -278,7 +278,6 @@ def test_nothing_is_read_back_from_the_device() -> None:
         {"cache_stage": 1.5},
         {"layers": (3, 3)},
         {"layers": (-1, 3)},
-        {"layers": 3},
         {"layers": (0, 1, 2)},
         {"as_released": True, "ratios": {3: 0.5}},
         {"as_released": True, "layers": (0, 2)},
@@ -301,11 +300,11 @@ def test_ratios_are_a_value_however_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (FastVAR({4: 0.5}), "ratios name stage 4; this schedule has stages 0 to 3"),
-        (FastVAR({3: 0.5}, cache_stage=3), r"cache_stage 3 must be run before stage 3, .* one of \[0, 1, 2\]"),
-        (FastVAR({2: 1.0, 3: 0.5}, cache_stage=2), r"cache_stage 2 must be run before stage 3, .* one of \[0, 1\]"),
-        (FastVAR(layers=(1, 4)), r"this model has 3: at most \(0, 3\)"),
-        (FastVAR(as_released=True), "knows Infinity and HART, not Var"),
+        (FastVAR({4: 0.5}), "ratios.*0 to 3.*got 4"),
+        (FastVAR({3: 0.5}, cache_stage=3), r"cache_stage.*\[0, 1, 2\].*got 3"),
+        (FastVAR({2: 1.0, 3: 0.5}, cache_stage=2), r"cache_stage.*\[0, 1\].*got 2"),
+        (FastVAR(layers=(1, 4)), r"layers.*\(0, 3\).*got \(1, 4\)"),
+        (FastVAR(as_released=True), "infinity, hart only; got Var"),
     ],
 )
 def test_conflicts_with_the_model_or_schedule_raise_before_anything_runs(method: FastVAR, message: str) -> None:
@@ -393,13 +392,13 @@ def test_the_reference_implementation_finds_stages_by_their_side() -> None:
 @pytest.mark.parametrize(
     ("model", "schedule", "reason"),
     [
-        (INFINITY, infinity_schedule(1.5, "1M"), "needs stages that are all square"),
-        (INFINITY, infinity_schedule(1.25, "0.25M"), "needs stages that are all square"),
-        (INFINITY, Schedule((1, 4, 32)), "stage 2, 32 wide, takes outputs from an earlier one that is 24 wide"),
-        (INFINITY, Schedule((1, 32, 24, 40)), "stage 1, 32 wide, takes outputs"),
-        (INFINITY, Schedule((1, 24, 48, 56)), "stage 2, 48 wide, is skipped and a later one is not"),
-        (HART, Schedule((1, 16, 64)), "stage 2, 64 wide, takes outputs from an earlier one that is 36 wide"),
-        (STAR, Schedule(HART_1024), "knows Infinity and HART, not Star"),
+        (INFINITY, infinity_schedule(1.5, "1M"), "square images only"),
+        (INFINITY, infinity_schedule(1.25, "0.25M"), "square images only"),
+        (INFINITY, Schedule((1, 4, 32)), "outputs of stage 2 from an earlier one that is 24 wide"),
+        (INFINITY, Schedule((1, 32, 24, 40)), "outputs of stage 1"),
+        (INFINITY, Schedule((1, 24, 48, 56)), "no stage after a skipped one"),
+        (HART, Schedule((1, 16, 64)), "outputs of stage 2 from an earlier one that is 36 wide"),
+        (STAR, Schedule(HART_1024), "infinity, hart only; got Star"),
     ],
 )
 def test_where_the_reference_implementation_fails_it_is_refused(model: NextScaleModel, schedule: Schedule, reason: str) -> None:
