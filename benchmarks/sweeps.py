@@ -1,6 +1,6 @@
 """The papers' sweeps as a table and a figure of docs/observations.md: `python -m benchmarks.sweeps [ROWS]`.
 
-ROWS is a file that `nextscale quality` wrote with the lists below; its rows are added to the results. Without it those of the last one
+ROWS is a file that `nextscale_research quality` wrote with these lists; its rows are added to the results. Without it those of the last one
 are drawn again.
 """
 
@@ -48,7 +48,7 @@ def swept(rows: Sequence[Row]) -> tuple[Row, dict[str, list[Row]]]:
         lists = {name: [*skipped, *(found[one] for one in labels[name] if one in found)] for name in SWEEPS}
         if all(len(own) > len(skipped) for own in lists.values()):
             return dense, lists
-    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}: `nextscale quality --method LIST ...` makes them")
+    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}: `python -m nextscale_research quality --method LIST ...` makes them")
 
 
 def sweeps_table(dense: Row, lists: Mapping[str, Sequence[Row]]) -> str:

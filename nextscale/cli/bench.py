@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     from ..eval.results import Row
 
 
+@dataclass(frozen=True)
+class Machine:
+    """The weights, the device and the number formats."""
+
+    engine: Annotated[str | None, option("--engine", "NAME", "graphs, eager or both.", MACHINE, "graphs, eager on the CPU")] = None
+    weights: Annotated[Path | None, option("--weights", "PATH", "File or folder of the model weights.", MACHINE, "random weights")] = None
+    device: Device = None
+    dtype: Dtype = None
+    quantize: Quantize = None
+
+
 def bench(
     *,
     models: Annotated[list[str] | None, option("--model -m", "NAME", f"{MODEL_HELP} Can be repeated.", None, DEFAULT_MODEL)] = None,
@@ -27,11 +39,7 @@ def bench(
     batch: Annotated[list[int] | None, option("--batch", "N", "Images per batch; can be repeated.", MACHINE, "1", min=1)] = None,
     size: Annotated[list[str] | None, option("--size", "SIZE", "Size of images; can be repeated.", None, "model")] = None,
     repeats: Annotated[int, option("--repeats", "N", "Timed rounds, each with a request of every method.", min=1)] = 10,
-    engine: Annotated[str | None, option("--engine", "NAME", "graphs, eager or both.", MACHINE, "graphs, eager on the CPU")] = None,
-    weights: Annotated[Path | None, option("--weights", "PATH", "File or folder of the model weights.", MACHINE, "random weights")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
+    machine: Machine,
     out: Annotated[Path | None, out_option("FILE", "Add a row per method to this .jsonl file.", "none")] = None,
     as_json: Json = False,
 ) -> None:
@@ -48,6 +56,7 @@ def bench(
     from ..loading.random_weights import random_encoder, random_pipeline
     from ..methods.registry import resolve_method
 
+    weights, place = machine.weights, choose_device(machine.device)
     names = list(dict.fromkeys(models or [DEFAULT_MODEL]))
     sizes: list[str | None] = [*size] if size else [None]
     chosen = {method_name(one): resolve_method(one) for one in methods or ()}
@@ -57,12 +66,11 @@ def bench(
         raise SettingError("--weights must be those of one model. Choose it with -m.")
     for name, wanted in product(names, sizes):
         choose_schedule(model_spec(name).settings.schedules, wanted)
-    place = choose_device(device)
-    engines = choose_engines(engine, place)
+    engines = choose_engines(machine.engine, place)
     require_writable([out] if out else [], force=True)  # rows are added
     require_results(out)
     for name in names:
-        common: dict[str, Any] = {"device": place, "dtype": choose_dtype(torch_dtype(dtype), place), "quantize": quantize}
+        common: dict[str, Any] = {"device": place, "dtype": choose_dtype(torch_dtype(machine.dtype), place), "quantize": machine.quantize}
         if weights is None:
             pipe = random_pipeline(name, **common)
         else:

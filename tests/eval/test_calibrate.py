@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nextscale.methods.stagevar_ranks import read_rank_table
 from typer.testing import CliRunner, Result
 
 from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
 from nextscale.loading import presets
+from nextscale.methods.stagevar_ranks import read_rank_table
+from nextscale.stage import Schedule
 from tests.helpers import tiny
 
 WIDE = "1,2,4,8,12,14"
@@ -41,7 +42,7 @@ def test_decision_models(calibrate: Callable[..., Result], tmp_path: Path) -> No
     assert "--method skipvar:models=models.json" in done.output
     content = json.loads((tmp_path / "models.json").read_text())
     assert (content["model"], content["images"], content["similarity"]) == ("tiny", 3, 0.9)
-    sides = [int(side) for side in WIDE.split(",")]
+    sides = Schedule([int(side) for side in WIDE.split(",")])
     assert tiny.shared_pipeline("flexvar")([1], seed=1, size=sides, method="skipvar:models=models.json").pixels.isfinite().all()
     assert "--force" in calibrate("skipvar", 1, "--out", "models.json").output
 

@@ -196,7 +196,7 @@ def test_dinov2_and_clip_are_read_from_folders(transformer_folders: Path, tmp_pa
 
 def test_clip_score_is_the_cosine(transformer_folders: Path, tmp_path: Path) -> None:
     folder = picture_folder(tmp_path / "images", 2)
-    with pytest.raises(NextscaleError, match="no manifest"):
+    with pytest.raises(NextscaleError, match="must have a manifest"):
         NetworkJudge(clip(transformer_folders, CPU), None, CPU).check(folder)
     lines = [
         {

@@ -456,7 +456,7 @@ def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
     [
         (["suite", "none"], "must be one of"),
         (["suite", "geneval", "--export", "x"], "FOLDER is missing"),
-        (["paper-tables", "--results", "absent.jsonl"], "absent.jsonl cannot be read as results"),
+        (["paper-tables", "--results", "absent.jsonl"], "absent.jsonl must have one JSON object per line"),
     ],
 )
 def test_wrong_suites_are_refused(arguments: list[str], said: str) -> None:
