@@ -25,7 +25,7 @@ from nextscale.cli.parse import parse_size
 from nextscale.device import choose_device, choose_dtype
 from nextscale.eval.bench import release, request_prompts
 from nextscale.eval.results import Row
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.metrics import Lpips
 from nextscale.models.quantization import FORMATS
 from nextscale.offline.prompts import read_eval_prompts

@@ -29,7 +29,7 @@ from nextscale.engine.eager import Eager
 from nextscale.engine.replay import Replay
 from nextscale.eval.bench import request_prompts
 from nextscale.eval.results import Row, percentiles_ms, wait
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
 from nextscale.methods.registry import resolve_method
 from nextscale.output import Checks

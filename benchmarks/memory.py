@@ -27,9 +27,8 @@ from nextscale import Pipeline, load
 from nextscale.eval.bench import TEXT_TOKENS, request_prompts
 from nextscale.eval.results import Row, wait
 from nextscale.loading.artifacts import encoder_bytes
+from nextscale.loading.load import random_pipeline, without_weights
 from nextscale.loading.presets import model_spec
-from nextscale.loading.random_weights import random_pipeline
-from nextscale.loading.without_weights import without_weights
 from nextscale.methods.registry import resolve_method
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory

@@ -20,7 +20,7 @@ import torch
 
 from nextscale import Pipeline, load
 from nextscale.eval.results import Row, percentiles, wait
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
 from nextscale.methods.registry import resolve_method
 from nextscale.offline.lock import working_folder

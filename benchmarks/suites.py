@@ -19,7 +19,7 @@ from nextscale.device import check_quantize, choose_device, choose_dtype
 from nextscale.errors import OutOfMemory
 from nextscale.eval.bench import ENGINES, Runner, bench, choose_engines, release, request_prompts, text_lengths
 from nextscale.eval.results import DENSE, Row, percentiles_ms, read_rows, short_error, where
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods import Method, SparseVAR, resolve_method
 from nextscale.models.quantization import FORMATS, Quantize
 from nextscale.offline.shard import Shard

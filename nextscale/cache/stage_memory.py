@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..stage import Rows, Tokens
+from ..stage import Rows, Tokens, resize_area
 
 
 class StageMemory:
@@ -29,7 +28,7 @@ class StageMemory:
         """What is stored under `key`, area-resized to the stage of `tokens` and gathered there: [R, N, C]."""
         y, (height, width) = self._maps[key]
         grid = y.transpose(1, 2).unflatten(2, (height, width))
-        resized = F.interpolate(grid, size=tokens.stage.size, mode="area")
+        resized = resize_area(grid, tokens.stage.size)
         return tokens.gather(resized.flatten(2).transpose(1, 2))
 
     def copy(self) -> StageMemory:

@@ -51,16 +51,15 @@ def bench(
     from ..eval.bench import bench as time_methods
     from ..eval.bench import choose_engines, release
     from ..eval.results import append_rows, require_results
-    from ..loading.load import load
+    from ..loading.load import load, random_encoder, random_pipeline
     from ..loading.presets import model_spec
-    from ..loading.random_weights import random_encoder, random_pipeline
     from ..methods.registry import resolve_method
 
     weights, place = machine.weights, choose_device(machine.device)
     names = list(dict.fromkeys(models or [DEFAULT_MODEL]))
     sizes: list[str | None] = [*size] if size else [None]
     chosen = {method_name(one): resolve_method(one) for one in methods or ()}
-    if weights is None and (profiled := [name for name, method in chosen.items() if method.chooses]):
+    if weights is None and (profiled := [name for name, method in chosen.items() if "alone" in method.exclusive]):
         raise SettingError(f"--method {profiled[0]} reads profiles of trained weights. Add --weights PATH.")
     if weights is not None and len(names) > 1:
         raise SettingError("--weights must be those of one model. Choose it with -m.")

@@ -58,7 +58,7 @@ def models(
 
 
 def weights_are_here(spec: ModelSpec) -> bool:
-    from ..loading.beside import local_weights
+    from ..loading.artifacts import local_weights
 
     place = local_weights(spec)
     return place is not None and place.exists()

@@ -81,27 +81,28 @@ def resolved_method(
     import torch
 
     from ..device import choose_device
-    from ..loading import beside
-    from ..loading.without_weights import without_weights
+    from ..loading import artifacts
+    from ..loading.load import without_weights
     from ..methods.selection import SelectionContext
 
     model, tokenizer = without_weights(spec, torch.float32)
-    place = weights or beside.local_weights(spec)
-    model.rank_table = None if place is None else beside.rank_table_of(model, place)
-    profiles = list(named_profiles(spec, weights).values()) if method.chooses else []
+    place = weights or artifacts.local_weights(spec)
+    model.rank_table = None if place is None else artifacts.rank_table_of(model, place)
+    profiles = list(named_profiles(spec, weights).values()) if "alone" in method.exclusive else []
     device = device or choose_device(None)
-    resolved = method.settle(SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights))
+    context = SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
+    resolved, _ = method.resolve(context)
     resolved.forecast(model, schedule)
     return resolved
 
 
 def named_profiles(spec: ModelSpec, weights: Path | None = None) -> dict[Path, Profile]:
     """Returns the profiles of a model beside its weights, by its name. Loading compares the weights themselves."""
-    from ..loading import beside
+    from ..loading import artifacts
     from ..profiles import find_profiles
 
-    place = weights or beside.local_weights(spec)
-    folders = [] if place is None else beside.profile_folders(spec, place.expanduser())
+    place = weights or artifacts.local_weights(spec)
+    folders = [] if place is None else artifacts.profile_folders(spec, place.expanduser())
     return {path: profile for path, profile in find_profiles(folders).items() if profile.model == spec.name}
 
 

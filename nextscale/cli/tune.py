@@ -128,7 +128,7 @@ def tune(
 
 def show_found(file: Path, model: ModelOptions, method: str) -> None:
     """Prints how to use the profile."""
-    from ..loading.beside import local_weights, profile_folders
+    from ..loading.artifacts import local_weights, profile_folders
 
     folder = profile_folders(model.spec, model.weights or local_weights(model.spec) or file)[-1]
     if folder.resolve() != file.resolve().parent:
@@ -167,12 +167,14 @@ def search(bench: Bench, log_file: Path, minutes: float, choose: bool, on_progre
     else:
         bench.least = earlier
     log = TrialLog.open(log_file, conditions(bench))
+    there = len(log.trials)
 
     def on_trial(what: str, share: float) -> None:
         if share > LATEST:
+            rest = share * (NEEDED - len(log.trials)) / max(1, len(log.trials) - there)  # of --minutes, at the pace so far
             raise NextscaleError(
                 f"the trials that every search needs take longer than --minutes {minutes:g} here: {len(log.trials)} of about {NEEDED}"
-                f" are kept in {log_file}. Run the same command with --minutes {math.ceil(2 * minutes)} to continue."
+                f" are kept in {log_file}. Run the same command with --minutes {math.ceil(minutes * max(2, rest))} to continue."
             )
         on_progress(what, min(share, 1.0) * (1 - VALIDATION))
 

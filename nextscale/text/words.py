@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_slots, write_whole
+from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_tensors, write_whole
 from ..errors import CheckpointError, PromptError, SettingError
 from ..validation import is_int
 from .encoder import check_prompts
@@ -249,7 +249,7 @@ class WordTextEncoder:
             raise _not_an_encoder(checkpoint, f"its tensors are too few or too small for {config}")  # and for a module of that size
         with torch.device("meta"), NoInitialValues():
             model = WordEncoder(config)
-        if problems := check(published_slots(model, _LAYOUT), checkpoint.shapes, _LAYOUT).lines():
+        if problems := check(published_tensors(model, _LAYOUT), checkpoint.shapes, _LAYOUT).lines():
             raise _not_an_encoder(checkpoint, "; ".join(problems))
         if len(vocabulary) != config.words:
             raise _not_an_encoder(checkpoint, f"its vocabulary has {len(vocabulary)} entries, its vectors {config.words}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NextscaleError
-from ..io import append_text, write_text
+from ..io import append_text, regular, write_text
 from ..validation import is_int
 from .foresight import Foresight
 from .trials import Trial
@@ -105,7 +105,7 @@ class TrialLog:
 def complete_lines(file: Path) -> tuple[list[str], bool]:
     """Returns the complete lines of a file, none if it does not exist, and whether an incomplete one follows."""
     try:
-        whole, _, rest = (file.read_text(encoding="utf-8") if file.exists() else "").rpartition("\n")
+        whole, _, rest = (regular(file).read_text(encoding="utf-8") if file.exists() else "").rpartition("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise NextscaleError(f"{file} cannot be read ({error}). Remove it, or choose another --out.") from error
     return whole.splitlines(), bool(rest)

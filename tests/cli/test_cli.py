@@ -27,7 +27,7 @@ from typer.models import OptionInfo
 from typer.testing import Result
 
 from nextscale import loading
-from nextscale.checkpoints import published_slots
+from nextscale.checkpoints import published_tensors
 from nextscale.cli import app
 from nextscale.cli.files import slug
 from nextscale.cli.options import grouped
@@ -35,8 +35,8 @@ from nextscale.cli.parse import parse_guidance, parse_size
 from nextscale.cli.show import darkened, engines
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading import presets
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import FLEXVAR_SETTINGS, ModelSpec, Source, build_model, build_tokenizer
-from nextscale.loading.random_weights import fill_random
 from nextscale.methods import Method, MethodRun, RunSetup
 from nextscale.methods.registry import METHODS
 from nextscale.pipeline import Output
@@ -82,7 +82,7 @@ SPECS = {
 def publish(module: nn.Module, target: Path) -> None:
     fill_random(module, torch.Generator().manual_seed(0), torch.float32, module.float32)
     ours = module.state_dict()
-    slots = published_slots(module, module.layout)
+    slots = published_tensors(module, module.layout)
     torch.save({key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}, target)
 
 
@@ -468,19 +468,18 @@ def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
 class LeftHalf(Method):
     """Computes the left half of the last stage only."""
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
 
     def start(self, setup: RunSetup) -> MethodRun:
         return LeftHalfRun()
 
 
 class LeftHalfRun(MethodRun):
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         if not tokens.stage.last:
-            return x, tokens
+            return tokens
         cells = torch.arange(tokens.stage.cells).view(tokens.stage.size)[:, : tokens.stage.width // 2].flatten()
-        left = tokens.take(cells.expand(x.shape[0], -1))
-        return left.gather(x), left
+        return tokens.take(cells.expand(x.shape[0], -1))
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ SIZE = f"{WIDTH}x{HEIGHT}"
 def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tiny model under nano's name, in an empty folder, on a machine without profiles."""
     monkeypatch.setitem(presets.MODELS, NANO.name, SPEC)
-    monkeypatch.setattr("nextscale.loading.beside.profile_folders", lambda *_: [tmp_path / "weights"])
+    monkeypatch.setattr("nextscale.loading.artifacts.profile_folders", lambda *_: [tmp_path / "weights"])
     monkeypatch.setattr("nextscale.loading.load", tiny_pipeline)
     monkeypatch.chdir(tmp_path)
     yield

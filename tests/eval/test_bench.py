@@ -17,7 +17,7 @@ from nextscale.errors import SettingError
 from nextscale.eval import bench as runners
 from nextscale.eval.bench import Runner, Timed, bench, choose_engines, own_captures, request_prompts
 from nextscale.loading import presets
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
@@ -128,7 +128,7 @@ def test_graphs_that_do_not_fit_together_are_measured_one_after_the_other(monkey
 
 
 def test_runners_keep_the_smaller_models_that_code_refines_with() -> None:
-    assert own_captures(pipeline(), "eager").refiners is pipeline().refiners
+    assert own_captures(pipeline(), "eager").partners is pipeline().partners
 
 
 def test_engines_by_name() -> None:
@@ -182,7 +182,7 @@ def test_each_model_is_loaded_once(tiny: None, monkeypatch: pytest.MonkeyPatch) 
         opened.append(name)
         return pipeline()
 
-    monkeypatch.setattr("nextscale.loading.random_weights.random_pipeline", opening)
+    monkeypatch.setattr("nextscale.loading.load.random_pipeline", opening)
     run(["-m", "tiny", "-m", "nano", "-m", "tiny", "--batch", "1", "--batch", "2", "--repeats", "1", "--device", "cpu"])
     assert opened == ["tiny", "nano"]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nextscale.errors import PromptError, SettingError
 from nextscale.eval.compare import Batch, Comparison, MethodResult, Requests, compare, eager_peak_gb, mixed_batches
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.metrics import Lpips
 from nextscale.pipeline import Pipeline

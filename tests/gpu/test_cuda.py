@@ -11,7 +11,7 @@ import torch
 
 from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR, ToMe
 from nextscale.errors import OutOfMemory
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.metrics.pixels import psnr, ssim
 from nextscale_research.observe import Sample, observe, to_json, verdicts
 from nextscale_research.quality.agreement import Agreement

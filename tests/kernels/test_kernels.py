@@ -18,8 +18,8 @@ from nextscale import FastVAR, Method, Pipeline, SparseVAR, StagePlan, StageVAR,
 from nextscale.cache import LayerCache, StageMemory
 from nextscale.cache.attention import unit_queries, unit_vectors
 from nextscale.guidance import ConstantGuidance, Guidance
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import Plans
 from nextscale.methods.token_ops import distance_from_mean, row_mean
 from nextscale.models import NextScaleModel, VarConfig, attention

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextscale import FastVAR, Schedule, kernels
 from nextscale.kernels.reference import E4M3, E4M3_MAX, to_e4m3
-from nextscale.loading.quantizing import quantize_model
+from nextscale.loading.load import quantize_model
 from nextscale.models.quantization import Fp8Linear
 from nextscale_research.quality.format_errors import generate_seen
 from tests.helpers import tiny

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,13 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import nextscale
-from nextscale.checkpoints import published_slots
-from nextscale.checkpoints.files import LARGEST_JSON
+from nextscale.checkpoints import published_tensors
 from nextscale.errors import CheckpointError, PromptError, SettingError, WeightsMismatch
 from nextscale.loading import presets
-from nextscale.loading.config_file import own_config_file
-from nextscale.loading.hart_config import MODEL, TOKENIZER, dump_config, hart_model_config, hart_tokenizer_config
-from nextscale.loading.load import checkpoint_spec
+from nextscale.loading.hart_config import MODEL, TOKENIZER, dump_config, hart_model_config, hart_tokenizer_config, own_config_file
+from nextscale.loading.load import checkpoint_spec, fill_random
 from nextscale.loading.presets import (
     HART_REPOSITORY,
     ModelConfig,
@@ -38,9 +37,9 @@ from nextscale.loading.presets import (
     build_model,
     build_tokenizer,
 )
-from nextscale.loading.random_weights import fill_random
 from nextscale.models import HartConfig
 from nextscale.pipeline import Pipeline
+from nextscale.serialization import MAX_BYTES
 from nextscale.text import TextFeatures
 from nextscale.tokenizers import HartTokenizerConfig
 from tests.helpers import tiny
@@ -113,7 +112,7 @@ def published(config: ModelConfig | TokenizerConfig, seed: int = 0) -> dict[str,
         module = build(config)
     fill_random(module, torch.Generator().manual_seed(seed), torch.float32, module.float32)
     ours = module.state_dict()
-    slots = published_slots(module, module.layout)
+    slots = published_tensors(module, module.layout)
     return {key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}
 
 
@@ -201,7 +200,7 @@ def test_heads_without_config_are_as_wide_as_the_presets(tmp_path: Path) -> None
     assert hart_model_config(HartConfig(sides=SIDES), write_model(tmp_path, None)).heads == 1
     odd = published(replace(MODEL_CONFIG, dim=80))
     message = refusal_of_model(write_part(tmp_path / "odd", {**odd, **LEVEL_NUMBERS}), HartConfig(sides=SIDES))
-    assert "the dim 80 is not a multiple of the usual 64 per head" in message
+    assert "dim 80 must be a multiple" in message
 
 
 def test_text_tokens_without_level_numbers_are_the_presets(tmp_path: Path) -> None:
@@ -223,30 +222,24 @@ def test_tokenizer_settings_that_no_shape_tells(tmp_path: Path) -> None:
 # --- contradictions -----------------------------------------------------------------------------------------------------------------
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "depth": ({"depth": 24}, "config.json says depth 24, the weights have 2 blocks"),
-    "dim": ({"embed_dim": 1536}, "config.json says embed_dim 1536, the weights have word_embed.weight [64, 8]"),
-    "text channels": ({"context_dim": 41}, "config.json says context_dim 41, the weights have context_embed.weight [64, 40]"),
-    "text tokens": (
-        {"context_token": 300},
-        "config.json says context_token 300, the weights have lvl_1L [1, 41], which leaves 12 for the text before the sides 1 2 3 4",
-    ),
-    "text norm": ({"use_context_norm": False}, "config.json says use_context_norm False, the weights have context_norm.weight"),
-    "levels": ({"use_timestep_embed": False}, "config.json says use_timestep_embed False, the weights have no lvl_embed.weight"),
-    "cosine": ({"attn_l2_norm": True}, "config.json says attn_l2_norm True, the weights have no blocks.0.attn.scale_mul_1H11"),
-    "residual dim": ({"diff_width": 1024}, "diff_width 1024, the weights have diffloss.net.input_proj.weight [48, 8]"),
-    "residual depth": ({"diff_depth": 6}, "config.json says diff_depth 6, the weights have 3 blocks in diffloss.net"),
-    "feed-forward": (
-        {"mlp_ratio": 40},
-        "the mlp_ratio 40 of config.json makes feed-forward layers of 1792 channels, the weights have blocks.0.ffn.gate_proj.weight [256",
-    ),
-    "heads": ({"num_heads": 5}, "the dim 64 cannot be divided among the 5 heads of config.json"),
-    "narrow heads": ({"num_heads": 32}, "the dim 64 cannot be divided among the 32 heads of config.json"),
-    "MLP type": ({"mlp_type": "gpt2"}, "config.json says mlp_type 'gpt2', only 'llama' is implemented"),
-    "attention type": ({"attn_type": "gpt2"}, "config.json says attn_type 'gpt2', only 'llama' is implemented"),
-    "adaptive norms": ({"disable_aln": False}, "config.json says disable_aln False, only True is implemented"),
-    "shared norms": ({"shared_aln": True}, "config.json says shared_aln True, only False is implemented"),
-    "cross-attention": ({"use_cross_attn": True}, "config.json says use_cross_attn True, only False is implemented"),
-    "epsilon": ({"norm_eps": 1e-5}, "config.json says norm_eps 1e-05, only 1e-06 is implemented"),
+    "depth": ({"depth": 24}, "the weights have 2"),
+    "dim": ({"embed_dim": 1536}, "the weights have 64"),
+    "text channels": ({"context_dim": 41}, "the weights have 40"),
+    "text tokens": ({"context_token": 300}, "the weights have 12"),
+    "text norm": ({"use_context_norm": False}, "the weights have True"),
+    "levels": ({"use_timestep_embed": False}, "the weights have False"),
+    "cosine": ({"attn_l2_norm": True}, "the weights have False"),
+    "residual dim": ({"diff_width": 1024}, "the weights have 48"),
+    "residual depth": ({"diff_depth": 6}, "the weights have 3"),
+    "feed-forward": ({"mlp_ratio": 40}, "mlp_ratio 40 must give 256 channels; got 1792"),
+    "heads": ({"num_heads": 5}, "dim 64 must be a multiple of 4 num_heads"),
+    "narrow heads": ({"num_heads": 32}, "got 32 heads"),
+    "MLP type": ({"mlp_type": "gpt2"}, "only 'llama' is implemented"),
+    "attention type": ({"attn_type": "gpt2"}, "only 'llama' is implemented"),
+    "adaptive norms": ({"disable_aln": False}, "only True is implemented"),
+    "shared norms": ({"shared_aln": True}, "only False is implemented"),
+    "cross-attention": ({"use_cross_attn": True}, "only False is implemented"),
+    "epsilon": ({"norm_eps": 1e-5}, "only 1e-06 is implemented"),
 }
 
 
@@ -254,99 +247,99 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_contradiction_is_named(contradiction: str, tmp_path: Path) -> None:
     entries, expected = CONTRADICTIONS[contradiction]
     message = refusal_of_model(write_model(tmp_path, MODEL_JSON | entries))
-    assert expected in message
+    assert expected in message and all(key in message for key in entries)
     assert len(message.splitlines()) == 3
     assert "config.json that was published beside them" in message
 
 
 def test_all_contradictions_are_named_together(tmp_path: Path) -> None:
-    chosen = [entries_and_text for name, entries_and_text in CONTRADICTIONS.items() if name != "narrow heads"]
-    message = refusal_of_model(write_model(tmp_path, MODEL_JSON | {key: value for entries, _ in chosen for key, value in entries.items()}))
-    for _, expected in chosen:
-        assert expected in message
+    chosen = [entries_and_text for name, entries_and_text in CONTRADICTIONS.items() if "heads" not in name and name != "feed-forward"]
+    entries = {key: value for entries, _ in chosen for key, value in entries.items()}
+    message = refusal_of_model(write_model(tmp_path, MODEL_JSON | entries))
+    assert all(key in message for key in entries)
 
 
 def test_heads_in_the_weights(tmp_path: Path) -> None:
     cosine = published(replace(MODEL_CONFIG, cosine=True))
     message = refusal_of_model(write_part(tmp_path, cosine, MODEL_JSON | {"attn_l2_norm": True, "num_heads": 2}))
-    assert "config.json says num_heads 2, the weights have blocks.0.attn.scale_mul_1H11 [1, 4, 1, 1]" in message
+    assert "num_heads" in message and "the weights have 4" in message
 
 
 def test_stages_that_do_not_fit_the_weights(tmp_path: Path) -> None:
     tensors = {**published(replace(MODEL_CONFIG, level_table=True)), **LEVEL_NUMBERS}
     config = MODEL_JSON | {"use_timestep_embed": False}
     message = refusal_of_model(write_part(tmp_path, tensors, config | {"patch_nums": [1, 2, 3]}))
-    assert "one level for each of the sides 1 2 3 of config.json, the weights have lvl_embed.weight [4, 64]" in message
-    assert "lvl_1L [1, 41], which leaves 28 for the text" in message
+    assert "context_token" in message and "the weights have 28" in message
     del config["patch_nums"]
     message = refusal_of_model(write_part(tmp_path, tensors, config))
-    assert "lvl_1L [1, 41], which leaves nothing for a text before the sides 1 2 3 4 5 7 9 12 16 21 27 36 48 64 of the preset" in message
+    assert "lvl_1L [1, 41] must have room for a text before the sides 1 2 3 4 5 7" in message
 
 
 def test_feed_forward_layers_of_no_ratio(tmp_path: Path) -> None:
     message = refusal_of_model(
         write_model(tmp_path, {"num_heads": 4}, {"blocks.0.ffn.gate_proj.weight": torch.zeros(300, 64), "lvl_1L": None})
     )
-    assert "the mlp_ratio 4 of the preset makes feed-forward layers of 256 channels, the weights have" in message
+    assert "mlp_ratio 4 must give 300 channels; got 256" in message
 
 
 @pytest.mark.parametrize(
-    ("key", "variant"),
+    "key",
     [
-        ("blocks.1.ada_lin.1.weight", "adaptive norms in every block"),
-        ("blocks.0.scale_shift_table", "adaptive norms that the blocks share"),
-        ("blocks.1.cross_attn.proj.weight", "cross-attention"),
-        ("blocks.0.ffn.fc1.weight", 'feed-forward layers of the type "gpt2"'),
-        ("blocks.0.attn.mat_qkv.weight", 'attention of the type "gpt2"'),
+        "blocks.1.ada_lin.1.weight",
+        "blocks.0.scale_shift_table",
+        "blocks.1.cross_attn.proj.weight",
+        "blocks.0.ffn.fc1.weight",
+        "blocks.0.attn.mat_qkv.weight",
     ],
 )
-def test_unreleased_variants_are_told_by_their_keys(key: str, variant: str, tmp_path: Path) -> None:
-    message = refusal_of_model(write_model(tmp_path, changed={key: torch.zeros(2, 2)}))
-    assert f"the weights have {key} ({variant}), which is not implemented: no such checkpoint was released" in message
+def test_unreleased_variants_are_refused_by_the_strict_loader(key: str, tmp_path: Path) -> None:
+    weights, tokenizer = write_model(tmp_path / "llm", changed={key: torch.zeros(2, 2)}), write_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(WeightsMismatch, match=re.escape(f"unexpected (1): {key}")):
+        load(weights, tokenizer)
 
 
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        ({"vocab_size": 4096}, "config.json says vocab_size 4096, the weights have vae.quantize.embedding.weight [640, 8]"),
-        ({"z_channels": 32}, "config.json says z_channels 32, the weights have vae.quantize.embedding.weight [640, 8]"),
-        ({"ch": 160}, "config.json says ch 160, the weights have vae.encoder.conv_in.weight [32, 3, 3, 3]"),
-        ({"ch_mult": [1, 1]}, "config.json says ch_mult [1, 1], the weights have levels of 32 64 channels in vae.encoder"),
-        ({"num_res_blocks": 3}, "config.json says num_res_blocks 3, the weights have 2 blocks in vae.encoder.down.0"),
-        ({"share_quant_resi": 2}, "share_quant_resi 2, the weights have 4 convolutions in vae.quantize.quant_resi"),
-        ({"using_znorm": True}, "config.json says using_znorm True, only False is implemented"),
-        ({"double_decoder": True}, "config.json says double_decoder True, only False is implemented"),
-        ({"quantizer_type": "fsq"}, "config.json says quantizer_type 'fsq', only 'var_hybrid' is implemented"),
-        ({"vocab_size": 1, "ch": 1, "quant_resi": 2}, "config.json says quant_resi 2, expected a positive number up to 1"),
+        ({"vocab_size": 4096}, "the weights have 640"),
+        ({"z_channels": 32}, "the weights have 8"),
+        ({"ch": 160}, "the weights have 32"),
+        ({"ch_mult": [1, 1]}, "the weights have (1, 2)"),
+        ({"num_res_blocks": 3}, "the weights have 2"),
+        ({"share_quant_resi": 2}, "the weights have 4"),
+        ({"using_znorm": True}, "only False is implemented"),
+        ({"double_decoder": True}, "only False is implemented"),
+        ({"quantizer_type": "fsq"}, "only 'var_hybrid' is implemented"),
+        ({"vocab_size": 1, "ch": 1, "quant_resi": 2}, "blend_share must be"),
     ],
 )
 def test_contradictions_of_a_tokenizer(entries: dict[str, Any], expected: str, tmp_path: Path) -> None:
     message = refusal_of_tokenizer(write_tokenizer(tmp_path, TOKENIZER_JSON | entries))
-    assert expected in message
+    assert expected in message and all(key in message for key in entries)
     assert len(message.splitlines()) == 2 + len(entries)
 
 
 def test_channels_that_no_autoencoder_has(tmp_path: Path) -> None:
     tensors = published(TOKENIZER_CONFIG) | {"vae.encoder.conv_in.weight": torch.zeros(33, 3, 3, 3)}
-    assert "33 channels, which is no multiple of 32 or 24" in refusal_of_tokenizer(write_part(tmp_path, tensors))
+    assert "multiple of 32 or 24; got 33" in refusal_of_tokenizer(write_part(tmp_path, tensors))
 
 
 # --- hostile files ------------------------------------------------------------------------------------------------------------------
 
 WRONG_VALUES: dict[str, list[Any]] = {
-    "depth": ["many", -1, 0, 2.0, float("nan"), float("inf"), 10**30, True, None, [2], {"depth": 2}],
-    "patch_nums": ["1_2_3", [], [1, "2"], [2, 3], [1, -2], [1, 2.5], [1, float("nan")], [1, 10**9], [1, 3, 2], [1, 2, 2], [True, 2], 1],
+    "depth": ["many", -1, 0, 2.0, 10**30, True, None, [2], {"depth": 2}],
+    "patch_nums": ["1_2_3", [], [1, "2"], [2, 3], [1, -2], [1, 2.5], [1, 10**9], [1, 3, 2], [1, 2, 2], [True, 2], 1],
     "num_sampling_steps": ["", "many", "ddim8", "1", 1, 0, 1001, "99999999", 8.0, "٣"],
-    "mlp_ratio": ["4", 0, -4.0, float("nan"), float("inf"), 10**400, False],
+    "mlp_ratio": ["4", 0, -4.0, 10**400, False],
     "attn_l2_norm": [0, "false", None],
     "use_timestep_embed": [1, "true"],
-    "norm_eps": [float("nan"), "1e-6", 10**400, True],
+    "norm_eps": ["1e-6", 10**400, True],
     "disable_aln": [1, "true", None],
     "mlp_type": [None, ["llama"], "x" * 500_000],
 }
 WRONG_TOKENIZER_VALUES: dict[str, list[Any]] = {
     "ch_mult": [[], "1,2", [0], [1] * 1000, [1, 2.0], 2],
-    "quant_resi": [0, -0.5, 1.5, "0.5", float("nan")],
+    "quant_resi": [0, -0.5, 1.5, "0.5"],
     "share_quant_resi": [0, -1, 10**9],
 }
 
@@ -366,16 +359,18 @@ def test_wrong_values_of_a_tokenizer(key: str, value: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "cannot be read as JSON"),
-        (b"depth: 2", "cannot be read as JSON"),
-        (b'{"depth": 2', "cannot be read as JSON"),
-        (b"\xff\xfe\x00", "cannot be read as JSON"),
-        (b"[" * 100_000, "cannot be read as JSON"),
-        (b'{"depth": ' + b"9" * 100_000 + b"}", "cannot be read as JSON"),
-        (b'{"depth": ' + b"[" * 900 + b"]" * 900 + b"}", "expected a whole number"),
+        (b"", "not valid JSON"),
+        (b"depth: 2", "not valid JSON"),
+        (b'{"depth": 2', "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"depth": ' + b"9" * 100_000 + b"}", "not valid JSON"),
+        (b'{"depth": ' + b"[" * 900 + b"]" * 900 + b"}", "nested deeper"),
+        (b'{"depth": NaN}', "NaN is not a number"),
+        (b'{"depth": 2, "depth": 3}', "repeated keys"),
         (b"[1, 2]", "got a list"),
         (b"null", "got a NoneType"),
-        (b'{"depth": 2}' + b" " * LARGEST_JSON, "at most 1048576 bytes"),
+        (b'{"depth": 2}' + b" " * MAX_BYTES, "at most 1048576 bytes"),
     ],
 )
 def test_files_that_are_no_configuration(content: bytes, expected: str, tmp_path: Path) -> None:
@@ -394,7 +389,7 @@ def make_dangling_link(file: Path) -> None:
 @pytest.mark.parametrize("make", [make_folder, make_dangling_link, os.mkfifo])
 def test_what_cannot_be_read_as_a_file(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(write_model(tmp_path, None) / "config.json")
-    assert "config.json is not a file" in refusal_of_model(tmp_path)
+    assert re.search("config.json: it (must be a regular file|cannot be read)", refusal_of_model(tmp_path))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -614,7 +609,7 @@ def test_conversion_overwrites_nothing_and_refuses_contradictions(release: Path)
     assert not target.exists()
     write_model(release / "llm", MODEL_JSON | {"depth": 24})
     refused = run_cli("convert", "-m", NAME, release / "llm", target, "--force")
-    assert "config.json says depth 24, the weights have 2 blocks" in refused.stderr
+    assert "the weights have 2" in refused.stderr
     assert own_config_file(target).read_text() == "mine"
 
 
@@ -647,16 +642,16 @@ def test_the_refiner_of_a_pair_is_loaded_with_every_option_of_its_drafter(tmp_pa
         "graph_memory": 12345,
         "download": False,
     }
-    assert set(options) == set(inspect.signature(nextscale.load).parameters) - {"name", "weights"}
+    assert set(options) == set(inspect.signature(nextscale.load).parameters) - {"name", "weights", "options"} | {"engine", "graph_memory"}
     weights = write_part(tmp_path / "model", published(spec.model)) / "model.safetensors"
     pipeline, opened = nextscale.load(spec.name, weights=weights, **options), list[tuple[str, dict[str, Any]]]()
     monkeypatch.setattr(sys.modules["nextscale.loading.load"], "load", lambda name, **given: opened.append((name, given)))
-    assert pipeline.refiners.open is not None
-    pipeline.refiners.open(spec.name)
+    assert pipeline.partners.open is not None
+    pipeline.partners.open(spec.name)
     assert opened == [(spec.name, options)]
 
 
 @pytest.mark.parametrize("name", [NAME, "var-d16", "infinity-2b"])
 def test_other_models_draw_as_released_anyway(name: str) -> None:
-    with pytest.raises(SettingError, match=f"{name} always does what its reference implementation does"):
+    with pytest.raises(SettingError, match=f"as_released must be left out for {name}"):
         nextscale.load(name, as_released=True)

@@ -21,8 +21,7 @@ from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR, T
 from nextscale import device as placement
 from nextscale.errors import SettingError
 from nextscale.kernels.reference import E4M3_MAX, from_e4m3, to_e4m3
-from nextscale.loading.quantizing import quantize_model
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import quantize_model, random_pipeline
 from nextscale.models.blocks import Block
 from nextscale.models.quantization import FORMATS, PRODUCTS, Fp8Linear, Int8Linear, Quantize, QuantizedLinear, quantize_blocks
 from nextscale.planning.cost import Workload

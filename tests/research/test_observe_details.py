@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.cells import with_tables
 from benchmarks.details import block_of
 from benchmarks.observations import FOLDER, PAGE
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods import Method
 from nextscale.methods.registry import resolve_method
 from nextscale.pipeline import Pipeline

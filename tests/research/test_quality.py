@@ -20,7 +20,7 @@ from nextscale.cli import options, parse
 from nextscale.errors import CheckpointError, SettingError
 from nextscale.eval.compare import Comparison
 from nextscale.eval.results import read_rows
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.offline.prompts import EvalPrompt
 from nextscale.stage import Schedule
 from nextscale_research.__main__ import app

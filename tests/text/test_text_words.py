@@ -15,7 +15,7 @@ from torch import Tensor
 
 import training.words as training
 from nextscale.errors import CheckpointError, PromptError, SettingError, TextEncoderUnavailable
-from nextscale.loading.random_weights import fill_random
+from nextscale.loading.load import fill_random
 from nextscale.models import InfinityConfig
 from nextscale.models.infinity import Infinity
 from nextscale.text import Encoder, WordTextEncoder

@@ -66,6 +66,7 @@ class JudgeOptions:
         """Trains probes on real images as they are and once more augmented, and stores them."""
         if self.probe is None:
             raise SettingError("--data trains probes. Add --probe FILE, where they are stored.")
+        require_writable([self.probe], force=False)
         if prompts.resolve() in [shard.resolve() for shard in data]:
             raise SettingError(f"{prompts} is in --data and in --prompts. Pass other shards: probes are tested on held-out images.")
         shown = [prompt for shard in data for prompt in read_eval_prompts(shard)]

@@ -13,7 +13,7 @@ from nextscale.errors import SettingError
 from nextscale.eval.bench import release
 from nextscale.eval.compare import WARM_UPS, Distance, MethodResult, Requests, mixed_batches
 from nextscale.eval.results import DENSE, Row
-from nextscale.loading.quantizing import quantize_model
+from nextscale.loading.load import quantize_model
 from nextscale.methods.method import Method
 from nextscale.models.base import NextScaleModel
 from nextscale.models.quantization import FORMATS, PRODUCTS, Quantize, find
