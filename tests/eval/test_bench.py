@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -182,7 +183,7 @@ def test_each_model_is_loaded_once(tiny: None, monkeypatch: pytest.MonkeyPatch) 
         opened.append(name)
         return pipeline()
 
-    monkeypatch.setattr("nextscale.loading.load.random_pipeline", opening)
+    monkeypatch.setattr(sys.modules["nextscale.loading.load"], "random_pipeline", opening)
     run(["-m", "tiny", "-m", "nano", "-m", "tiny", "--batch", "1", "--batch", "2", "--repeats", "1", "--device", "cpu"])
     assert opened == ["tiny", "nano"]
 
