@@ -17,8 +17,7 @@ import torch
 
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
-from .io import write_text
-from .methods.code import CoDe
+from .io import expanded, write_text
 from .methods.method import Method
 from .methods.registry import resolve_method
 from .models.base import NextScaleModel
@@ -104,7 +103,7 @@ def measured_method(text: str) -> Method:
         method = resolve_method(text)
     except (NextscaleError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         raise ProfileError(f"method must be one of this version; got {text!r} ({error})") from error
-    if method.chooses or isinstance(method, CoDe):
+    if "alone" in method.exclusive:
         raise ProfileError(f"method must not be chosen by a profile or run two models; got {text!r}")
     return method
 
@@ -195,7 +194,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         try:
-            content = read_json(Path(path))
+            content = read_json(expanded(path))
             if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
                 raise ValueError(f"its format must be {FORMAT!r}")
             return from_plain(cls, content, "profile")

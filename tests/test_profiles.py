@@ -191,6 +191,12 @@ def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
     assert list(find_profiles([tmp_path]).values()) == [PROFILE]
 
 
+def test_a_profile_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    PROFILE.save(tmp_path / "a.profile.json")
+    assert Profile.load("~/a.profile.json") == PROFILE
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"absent.profile.json is not a profile of this version: it cannot be read \(No such file"):
         Profile.load(tmp_path / "absent.profile.json")

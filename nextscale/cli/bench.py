@@ -20,6 +20,7 @@ from ..eval.bench import choose_engines, release
 from ..eval.results import Row, append_rows
 from ..loading.load import choose_device, load, random_encoder, random_pipeline
 from ..loading.presets import model_spec
+from ..methods.auto import Auto
 from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from .files import require_writable
@@ -93,7 +94,7 @@ def bench(
     sizes: Sequence[str | None] = size or [None]
     origin = "random" if machine.weights is None else "checkpoint"
     chosen = {method_name(one): resolve_method(one) for one in methods or ()}
-    if origin == "random" and (unknown := [name for name, method in chosen.items() if method.chooses]):
+    if origin == "random" and (unknown := [name for name, method in chosen.items() if isinstance(method, Auto)]):
         raise SettingError(f"--method {unknown[0]} takes from profiles of trained weights, and these are random: add --weights FILE")
     if origin == "checkpoint" and len(set(names)) > 1:
         raise SettingError("--weights has the weights of one model: choose that model with -m")

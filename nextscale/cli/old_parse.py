@@ -65,9 +65,9 @@ def settled_method(
     method: Method, spec: ModelSpec, schedule: Schedule, batch: int = 1, device: torch.device | None = None, weights: Path | None = None
 ) -> Method:
     """The method that such a request runs, as far as that is known without weights; SettingError if its settings do not go with it."""
-    profiles = list(named_profiles(spec, weights).values()) if method.chooses else []
+    profiles = list(named_profiles(spec, weights).values()) if "alone" in method.exclusive else []
     situation = situation_of(spec, device or choose_device(None), profiles, schedule, batch, weights)
-    settled = method.settle(situation)
+    settled, _ = method.resolve(situation)
     settled.forecast(situation.model, schedule)
     return settled
 

@@ -88,9 +88,10 @@ def resolved_method(
     model, tokenizer = without_weights(spec, torch.float32)
     place = weights or artifacts.local_weights(spec)
     model.rank_table = None if place is None else artifacts.rank_table_of(model, place)
-    profiles = list(named_profiles(spec, weights).values()) if method.chooses else []
+    profiles = list(named_profiles(spec, weights).values()) if "alone" in method.exclusive else []
     device = device or choose_device(None)
-    resolved = method.settle(SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights))
+    context = SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
+    resolved, _ = method.resolve(context)
     resolved.forecast(model, schedule)
     return resolved
 

@@ -78,9 +78,8 @@ def forecast(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float, text_encoder: int
 ) -> dict[str, Any]:
     """Returns what the command prints, as plain values. `text_encoder`: bytes of its weights."""
-    from ..collaborate import pair_cost, pair_memory
     from ..generate import check_cache
-    from ..methods.code import CoDe
+    from ..methods.code import CoDe, pair_cost, pair_memory
     from ..methods.method import DENSE
     from ..planning.cost import request_cost
     from ..planning.memory import ASSUMED_KEPT, request_memory, reserved_bytes, reserved_cache
@@ -134,14 +133,14 @@ def refiner_of(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: CoDe, schedule: Schedule
 ) -> tuple[str, NextScaleModel]:
     """Returns CoDe's smaller model. Raises SettingError if none fits."""
-    from ..collaborate import Half, partner_name, require_pair
     from ..loading.load import without_weights
     from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
+    from ..methods.code import Partner, partner_name, require_pair
 
     partner = partner_name(spec.name, method.refiner, smaller_models(spec))
     require_shared_tokenizer(spec, model_spec(partner))
     refiner, its_tokenizer = without_weights(model_spec(partner), model.dtype, model.quantize)
-    require_pair(Half(spec.name, model, tokenizer), Half(partner, refiner, its_tokenizer))
+    require_pair(Partner(spec.name, model, tokenizer), Partner(partner, refiner, its_tokenizer))
     refiner.check_schedule(schedule)
     return partner, refiner
 

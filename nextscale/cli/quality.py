@@ -89,6 +89,7 @@ class JudgeOptions:
         """Trains probes on real images as they are and once more augmented, and stores them."""
         if self.probe is None:
             raise SettingError("--data trains probes: add --probe FILE, where they are stored")
+        require_writable([self.probe], force=False)
         if prompts.resolve() in [shard.resolve() for shard in data]:
             raise SettingError(
                 f"{prompts} is in --data and in --prompts: give other shards, probes cannot be tested on what they learn from"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
 import warnings
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..checkpoints.files import WEIGHT_SUFFIXES
 from ..errors import SettingError, SizeError
+from ..io import expanded
 from .files import default_out
 from .options import MACHINE, OUTPUT, Batch, ImageOptions, Limit, Methods, ModelOptions, Ray, SamplingOptions, option, out_option
 from .parse import AUTO, LOCAL, choose_schedule, parse_methods, parse_ray
@@ -111,7 +115,7 @@ def sample(
     arguments, chosen = {}, {}
     for one in {one.schedule: one for one in batches}.values():
         resolved = model.resolved(acceleration, one.schedule, one.images)
-        if acceleration.chooses:
+        if resolved != acceleration:
             chosen[one.pictures[0].stages] = resolved.label
         arguments = sampling.call_arguments(model.spec, one.schedule)
     out = run.out or default_out("samples")
@@ -120,6 +124,8 @@ def sample(
     total = sum(len(one.pictures) for one in shard.part(batches))
     with stopping(out), working_folder(out, shard) as work, progress_of(total) as on_images, warnings_as_notes():
         about = described(model, sampling, acceleration.label, run.random_weights)
+        if files := re.findall(r"[^\s=,{}\[\]]+\.json", " ".join(method or ())):
+            about["method_files"] = [named_with_content(file) for file in files]
         store = Store(out, work, shard, about, versions(None if ray else model.torch_device, batch), chosen)
         load = partial(random, model) if run.random_weights else partial(model.load, **sampling.loading)
         call = {**arguments, "method": acceleration}
@@ -134,11 +140,13 @@ def sample(
 
 def require_known_actors(model: ModelOptions, ray: RaySettings, method: Method) -> None:
     """Raises SettingError for settings that other machines of a cluster may understand differently."""
+    from ..methods.auto import Auto
+
     if model.device not in (None, "cpu"):
         raise SettingError(f"--device must be cpu or left out with --ray, which assigns GPUs to its actors; got {model.device}.")
     if ray.address != LOCAL and model.dtype is None:
         raise SettingError("--dtype is required on a cluster, whose devices may differ from those here. For GPUs pass --dtype bfloat16.")
-    if ray.address != LOCAL and method.chooses:
+    if ray.address != LOCAL and isinstance(method, Auto):
         raise SettingError(f"--method {method.label} depends on the machine, and a cluster may have several kinds. Name the method itself.")
 
 
@@ -165,11 +173,11 @@ def random(model: ModelOptions) -> Pipeline:
 
 
 def described(model: ModelOptions, sampling: SamplingOptions, method: str, random_weights: bool) -> dict[str, Any]:
-    """Returns what images depend on besides prompt and seed, as plain values. Files are compared by name, without their folder."""
+    """Returns what images depend on besides prompt and seed, as plain values. Files are compared by name and content."""
     files = {"weights": model.weights, "tokenizer": model.tokenizer, "text_encoder": model.text_encoder}
     settings = {
         "model": model.model,
-        **{name: Path(value).name for name, value in files.items() if value is not None},
+        **{name: named_with_content(value) for name, value in files.items() if value is not None},
         **({"weights": "random"} if random_weights else {}),
         "method": method,
         "dtype": model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32"),
@@ -178,6 +186,22 @@ def described(model: ModelOptions, sampling: SamplingOptions, method: str, rando
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
+
+
+def named_with_content(given: str | Path) -> str:
+    """Returns the name of a file or folder of weights with a digest of sizes and samples of the content, at most 4 MiB per file."""
+    path = expanded(given)
+    if not path.exists():  # a repository of the hub
+        return str(given)
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in WEIGHT_SUFFIXES and file.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}".encode())
+        with file.open("rb") as content:
+            for number in range(64):
+                content.seek(max(size - 2**16, 0) * number // 63)
+                digest.update(content.read(2**16))
+    return f"{path.name} ({digest.hexdigest()[:12]})"
 
 
 def versions(device: torch.device | None, batch: int) -> dict[str, Any]:

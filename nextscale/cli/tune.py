@@ -263,12 +263,14 @@ def found_points(searching: SearchOptions, bench: Bench, log_file: Path, on_prog
     elif searching.images is None:
         bench.least = earlier
     log = TrialLog.open(log_file, conditions(bench))
+    there = len(log.trials)
 
     def on_trial(what: str, share: float) -> None:
         if share > LATEST:
+            rest = share * (NEEDED - len(log.trials)) / max(1, len(log.trials) - there)  # of --minutes, at the pace so far
             raise NextscaleError(
                 f"the trials that every search needs take longer than --minutes {minutes:g} here: {len(log.trials)} of about {NEEDED}"
-                f" are kept in {log_file}; run the same command with --minutes {math.ceil(2 * minutes)} to continue"
+                f" are kept in {log_file}; run the same command with --minutes {math.ceil(minutes * max(2, rest))} to continue"
             )
         on_progress(what, min(share, 1.0) * (1 - PROVED))
 

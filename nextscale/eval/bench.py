@@ -129,7 +129,7 @@ def own_captures(pipe: Pipeline, engine: Engine) -> Pipeline:
     device = pipe.model.device
     everything = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     own = Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, engine, everything, pipe.profiles)
-    own.refiners = pipe.refiners
+    own.partners = pipe.partners
     return own
 
 

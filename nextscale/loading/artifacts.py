@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from ..checkpoints.files import INDEX_SUFFIX, indexed_shards
 from ..checkpoints.hub import Folder, HubCache, RemoteFile, cached_snapshot, download, hub_package, list_files
 from ..errors import CheckpointError, DownloadError, MissingExtra, SettingError
-from ..io import home
+from ..io import expanded, home
 from ..methods.stagevar_ranks import RankTable, rank_file, read_rank_table
 from ..models.base import NextScaleModel
 from ..profiles import profile_folder
@@ -124,7 +124,7 @@ def locate(artifact: Artifact) -> Path | None:
 def find(given: str | Path | None, source: Source | Embedded | None, what: str) -> Path:
     """Returns the given path, the file of the package, or the place of a published file on this machine."""
     if given is not None:
-        return Path(given).expanduser()
+        return expanded(given)
     if source is None:
         raise CheckpointError(f"the {what} have not been released: pass weights=... with your own file.")
     if isinstance(source, Embedded):

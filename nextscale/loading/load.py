@@ -111,7 +111,7 @@ def load(
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, profiles=profiles, **options)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
-    pipeline.refiners.fitting = smaller_models(spec)
+    pipeline.partners.fitting = smaller_models(spec)
 
     def open_partner(other: str) -> Pipeline:
         require_shared_tokenizer(spec, model_spec(other))
@@ -119,7 +119,7 @@ def load(
         own |= {"device": model.device, "dtype": model.dtype, "quantize": quantize, "kv_dtype": model.kv_dtype, "as_released": as_released}
         return load(other, tokenizer=tokenizer, **own)
 
-    pipeline.refiners.open = open_partner
+    pipeline.partners.open = open_partner
     return pipeline
 
 
@@ -286,8 +286,8 @@ def random_pipeline(
     if quantize is not None:
         quantize_model(model, quantize, device)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
-    pipe.refiners.fitting = smaller_models(spec)
-    pipe.refiners.open = partial(random_pipeline, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
+    pipe.partners.fitting = smaller_models(spec)
+    pipe.partners.open = partial(random_pipeline, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
     return pipe
 
 

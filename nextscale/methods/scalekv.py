@@ -77,7 +77,7 @@ class ScaleKV(Method):
     pooling: int = 5
     as_released: bool = False
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import SettingError
 from ..guidance import CfgBranch
+from ..io import expanded
 from ..models.base import NextScaleModel
 from ..models.blocks import Block, run_in_order
 from ..models.context import ForwardContext
@@ -199,7 +200,7 @@ def checked_ranks(given: Any) -> float | tuple[float, ...] | StageRatios | RankT
     if isinstance(given, RankTable):
         return given
     if isinstance(given, str | Path) and str(given).endswith(".json"):
-        return read_rank_table(Path(given).expanduser())
+        return read_rank_table(expanded(given))
     if is_ratios(given):
         return tuple(map(float, given))
     expected = "a ratio above 0 and up to 1, a tuple of one per group, the .json file of a table, or such tuples by stage"

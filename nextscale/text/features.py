@@ -150,6 +150,10 @@ class TextFeatures:
             None if self.mask is None else self.mask[position].unsqueeze(0),
         )
 
+    def take(self, positions: Sequence[int]) -> TextFeatures:
+        """The features of some prompts."""
+        return TextFeatures.joined([self.one(position) for position in positions])
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each prompt, padding included where there is a mask."""

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from ..checkpoints.files import shard_names
 from ..checkpoints.hub import cached_snapshot, snapshot
 from ..errors import CheckpointError, DownloadError, MissingExtra, TextEncoderUnavailable
+from ..io import expanded
 
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
@@ -88,7 +89,7 @@ class EncoderSource:
 
     def open(self) -> Path:
         """A folder on this machine in which every needed file was found."""
-        folder = self._from_hub(str(self._given)) if self._is_hub_name else Path(self._given).expanduser()
+        folder = self._from_hub(str(self._given)) if self._is_hub_name else expanded(self._given)
         if not folder.is_dir():
             raise self.unavailable("is not a folder on this machine.")
         absent = self._files.absent(folder)

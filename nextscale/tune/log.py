@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import NextscaleError
 from ..eval.results import write_rows
-from ..io import append_text
+from ..io import append_text, regular
 from ..validation import is_int
 from .trials import Trial
 
@@ -116,7 +116,7 @@ def append(file: Path, values: dict[str, Any]) -> None:
 def complete_lines(file: Path) -> tuple[list[str], bool]:
     """The lines that end, and whether something after them does not."""
     try:
-        whole, _, rest = file.read_text(encoding="utf-8").rpartition("\n")
+        whole, _, rest = regular(file).read_text(encoding="utf-8").rpartition("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise NextscaleError(f"{file} cannot be read ({error}): remove it, or give another --trials") from error
     return whole.splitlines(), bool(rest)

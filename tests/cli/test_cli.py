@@ -468,19 +468,18 @@ def test_positive_prompt_is_for_texts_about_people(text_encoder: Path) -> None:
 class LeftHalf(Method):
     """Computes the left half of the last stage only."""
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
 
     def start(self, setup: RunSetup) -> MethodRun:
         return LeftHalfRun()
 
 
 class LeftHalfRun(MethodRun):
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         if not tokens.stage.last:
-            return x, tokens
+            return tokens
         cells = torch.arange(tokens.stage.cells).view(tokens.stage.size)[:, : tokens.stage.width // 2].flatten()
-        left = tokens.take(cells.expand(x.shape[0], -1))
-        return left.gather(x), left
+        return tokens.take(cells.expand(x.shape[0], -1))
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_graphs_that_do_not_fit_together_are_measured_one_after_the_other(monkey
 
 
 def test_runners_keep_the_smaller_models_that_code_refines_with() -> None:
-    assert own_captures(pipeline(), "eager").refiners is pipeline().refiners
+    assert own_captures(pipeline(), "eager").partners is pipeline().partners
 
 
 def test_engines_by_name() -> None:

@@ -615,8 +615,8 @@ def test_the_refiner_of_a_pair_is_loaded_with_every_option_of_its_drafter(tmp_pa
     weights = write_part(tmp_path / "model", published(spec.model)) / "model.safetensors"
     pipeline, opened = nextscale.load(spec.name, weights=weights, **options), list[tuple[str, dict[str, Any]]]()
     monkeypatch.setattr(sys.modules["nextscale.loading.load"], "load", lambda name, **given: opened.append((name, given)))
-    assert pipeline.refiners.open is not None
-    pipeline.refiners.open(spec.name)
+    assert pipeline.partners.open is not None
+    pipeline.partners.open(spec.name)
     assert opened == [(spec.name, options)]
 
 

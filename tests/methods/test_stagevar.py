@@ -23,7 +23,7 @@ from nextscale.loading.artifacts import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
 from nextscale.methods import DENSE, Method, RunSetup, SkipStages, StagePlan
 from nextscale.methods.combine import Combined
-from nextscale.methods.method import MethodRun, Plans
+from nextscale.methods.method import MethodRun, Plans, Restored
 from nextscale.methods.registry import parse_method
 from nextscale.methods.stagevar import LowRankGroup, StageVAR, StoredGroup, project, representatives, squared_norms, zero_tail
 from nextscale.methods.stagevar_ranks import (
@@ -695,7 +695,7 @@ class CountingCache(LayerCache):
 
 @dataclass(frozen=True)
 class Counting(Method):
-    own_cache = True
+    exclusive = frozenset({"cache"})
     caches: list[CountingCache]
 
     def start(self, setup: RunSetup) -> MethodRun:
@@ -741,9 +741,9 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
             return LookingRun()
 
     class LookingRun(MethodRun):
-        def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-            maps[tokens.stage.index] = out
-            return out, tokens
+        def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
+            maps[tokens.stage.index] = logits
+            return Restored(logits, tokens)
 
     output = generated("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3, ranks=0.177), Looking())), compute_mask=True)
     small, large = maps[2], maps[3]  # logits [2, 9, V] and [2, 16, V]; STAR's head sees one token at a time
@@ -769,7 +769,7 @@ def spans_at(index: int) -> Planned:
 class KeepAt(Method):
     """Keeps a share of each image's tokens at one stage, the same cells for all images."""
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
     stage: int
     shares: tuple[float, ...]
 
@@ -784,8 +784,8 @@ class KeepAt(Method):
 class KeepAtRun(MethodRun):
     method: KeepAt
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        return top_tokens(x, tokens, self.method.shares) if tokens.stage.index == self.method.stage else (x, tokens)
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+        return top_tokens(x, tokens, self.method.shares) if tokens.stage.index == self.method.stage else tokens
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -45,7 +45,7 @@ def replay_code(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     schedule, draft = Schedule(config["patch_nums"]), said["draft_steps"]
     pipes = {part: build(folder, case, part) for part in ("drafter", "refiner")}
     drafter, refiner = pipes["drafter"], pipes["refiner"]
-    drafter.refiners.known[REFINER] = refiner
+    drafter.partners.known[REFINER] = refiner
     stages, hooks = StageTrace(schedule), {}
     for part, pipe in pipes.items():
         hooks |= {f"{part} first": pipe.model.blocks[0], f"{part} last": pipe.model.blocks[-1]}

@@ -152,6 +152,8 @@ def test_a_search_whose_needed_trials_take_too_long_stops_and_can_be_continued(m
     assert stopped.exit_code == 2
     assert re.search(r"3\d of about 65 are kept in x.trials.jsonl; run the same command with --minutes 1 to continue", stopped.stderr)
     assert 0.75 * 30 < bench.runs <= 1.3 * 30
+    shorter = run(monkeypatch, *SEARCH, "--trials", "y.trials.jsonl", "--minutes", "0.25")[0].stderr  # the other trials take 50 s
+    assert re.search(r"1\d of about 65 are kept in y.trials.jsonl; run the same command with --minutes 2 to continue", shorter), shorter
     continued, (rest,) = run(monkeypatch, *SEARCH, "--minutes", "2")
     assert continued.exit_code == 0, continued.output
     assert rest.runs < 60 and PROFILE.exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from ...errors import NextscaleError
@@ -53,7 +53,7 @@ class ImageFolder:
         try:
             with Image.open(self.path / file) as image:
                 return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
-        except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
+        except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
             raise NextscaleError(f"{self.path / file} cannot be read as an image ({error}): remove it, or write it again") from error
 
     def by_stem(self) -> dict[Path, Path]:
