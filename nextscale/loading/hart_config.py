@@ -99,14 +99,14 @@ def read_config(format: Format, preset: C, path: Path, layout: Layout) -> C:
     """
     checkpoint = open_checkpoint(path, layout)
     files = {entry.shard for entry in checkpoint.entries.values()}
-    own = [own_config_file(file) for file in files] if len(files) == 1 else []
+    own: list[Path] = [own_config_file(file) for file in files] if len(files) == 1 else []
     file = next((file for file in (*own, (path if path.is_dir() else path.parent) / CONFIG_NAME) if os.path.lexists(file)), None)
     shapes = checkpoint.shapes
     if format.evidence not in shapes:
         return preset
     sizes = {field: shapes[key][axis] for field, (key, axis) in format.axes.items() if axis < len(shapes.get(key, ()))}
     fields: dict[str, Any] = {field: size for field, size in sizes.items() if 1 <= size <= MAX_CHANNELS}
-    problems = []
+    problems: list[str] = []
     for key, value in read_object(file).items() if file else ():
         try:
             if key in format.fixed and not same(value, format.fixed[key]):
