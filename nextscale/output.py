@@ -19,6 +19,7 @@ from .planning.cost import RequestCost, Workload, as_run
 from .planning.remembered import Planning
 from .report import Report, StageReport, Stopwatch
 from .request import Request
+from .stage import to_double
 from .tokenizers.base import Tokenizer
 
 
@@ -101,8 +102,8 @@ class Checks:
     @classmethod
     def of(cls, finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageOutput]) -> Checks:
         checks = torch.stack([*finite.values(), latent.isfinite().all()])
-        needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
-        numbers = torch.cat([checks.double(), *(mean[None] for mean in needed.values())])
+        needed = {done.stage.index: to_double(done.counts).mean() for done in done_stages if done.counts is not None}
+        numbers = torch.cat([to_double(checks), *(mean[None] for mean in needed.values())])
         return cls(numbers, (*finite, len(done_stages) - 1), tuple(needed), done_stages)
 
     def read(self) -> tuple[list[int], list[float]]:

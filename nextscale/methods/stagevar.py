@@ -18,7 +18,7 @@ from ..models.base import NextScaleModel
 from ..models.blocks import Block, run_in_order
 from ..models.context import ForwardContext
 from ..sampling import Noise, cell_noise
-from ..stage import Schedule, Stage, Tokens, repeat_tail
+from ..stage import Schedule, Stage, Tokens, repeat_tail, to_double
 from ..validation import is_fraction, is_int, is_positive_fraction, require, require_flags, require_stages, sorted_pairs
 from .drop_guidance import check_kept_rows
 from .method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
@@ -306,7 +306,7 @@ class LowRankGroup(Span):
         rows = self.num_tokens(x.shape[1])
         if tokens.count is None:
             return rows, None
-        counted = tokens.count.double() if self.counted is None else tokens.count.double().clamp(max=self.counted)
+        counted = to_double(tokens.count) if self.counted is None else to_double(tokens.count).clamp(max=self.counted)
         return rows, torch.minimum((self.ratio * counted).long() + 1, tokens.count).clamp(max=rows)
 
     def projection(self, x: Tensor, tokens: Tokens, ctx: ForwardContext, rank: int, ranks: Tensor | None) -> Tensor:
@@ -316,13 +316,7 @@ class LowRankGroup(Span):
 
     def restored(self, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Returns the same group's output at the previous stage that ran, resized to these tokens (equation 7)."""
-        try:
-            return ctx.memory.fill(memory_name(self.group), tokens)
-        except KeyError:
-            raise SettingError(
-                f"StageVAR: stage {tokens.stage.index} needs outputs of the stage before it, which another method skipped. Skip stages with"
-                " alphas (0) instead."
-            ) from None
+        return ctx.memory.fill(memory_name(self.group), tokens)
 
 
 def noise_of(noise: Noise, x: Tensor, tokens: Tokens, ctx: ForwardContext, *columns: int) -> Tensor:

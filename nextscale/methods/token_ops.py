@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..errors import SettingError
 from ..models.base import NextScaleModel
-from ..stage import Stage, Tokens, repeat_tail
+from ..stage import Stage, Tokens, repeat_tail, to_double
 
 
 def require_separate_sublayers(model: NextScaleModel, method: str) -> None:
@@ -37,7 +37,7 @@ def share_of(count: int, ratio: float) -> int: ...
 def share_of(count: Tensor, ratio: float) -> Tensor: ...
 def share_of(count: int | Tensor, ratio: float) -> int | Tensor:
     """Returns the share `ratio` of `count` tokens, rounded down. Host and device use double precision: 0.29 of 100 is 28, not 29."""
-    return int(count * ratio) if isinstance(count, int) else (count.double() * ratio).long()
+    return int(count * ratio) if isinstance(count, int) else (to_double(count) * ratio).long()
 
 
 def pick(x: Tensor, selection: Tensor) -> Tensor:

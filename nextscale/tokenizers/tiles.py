@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..errors import OutOfMemory
+from ..stage import to_double
 from .autoencoder import Decoder, Level, PixelAttention, Upsample
 from .layers import GroupNorm, convolve, fusable, to_channels_last, upsample_nearest
 
@@ -272,7 +273,7 @@ class Statistics:
     def add(self, x: Tensor) -> None:
         pixels = x.shape[2] * x.shape[3]
         variance, mean = torch.var_mean(x.float(), dim=(2, 3), correction=0)
-        mean, squares = mean.double(), variance.double() * pixels
+        mean, squares = to_double(mean), to_double(variance) * pixels
         if self._mean is not None and self._squares is not None:
             apart = mean - self._mean
             share = pixels / (self._pixels + pixels)
@@ -286,5 +287,5 @@ class Statistics:
         means, variances = self._mean.unflatten(1, groups), (self._squares / self._pixels).unflatten(1, groups)
         mean = means.mean(dim=2, keepdim=True)
         variance = (variances + (means - mean).square()).mean(dim=2, keepdim=True)
-        scale = (self._of.weight.double().unflatten(0, groups) * (variance + self._of.eps).rsqrt()).flatten(1)
+        scale = (to_double(self._of.weight).unflatten(0, groups) * (variance + self._of.eps).rsqrt()).flatten(1)
         return Norm(mean.expand_as(means).flatten(1).float(), scale.float(), self._of.bias)

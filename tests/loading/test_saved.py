@@ -321,7 +321,7 @@ def test_to_is_like_loading_in_that_precision(tmp_path: Path) -> None:
         (("cpu", "cpu"), "give a device"),
         ((torch.float32, torch.float16), "give a device"),
         ((torch.int8,), "dtype torch.int8: choose one of"),
-        (("tpu",), "choose cpu, cuda or cuda:N"),
+        (("tpu",), "choose cpu, cuda, cuda:N or mps"),
         (("cuda:99",), "GPU"),
     ],
 )

@@ -330,7 +330,7 @@ def test_the_published_setting_of_infinity() -> None:
 def test_no_model_takes_the_ranks_of_another(depth: int, dim: int, blocks: int) -> None:
     """Not even with as many groups; given ranks of its own it runs them. The reference implementation has one table for all."""
     model = infinity(depth, dim)
-    with pytest.raises(SettingError, match=f"no ranks for infinity with {depth} blocks of {dim} .*nextscale observe ranks"):
+    with pytest.raises(SettingError, match=f"no ranks for infinity with {depth} blocks of {dim} .*nextscale calibrate stagevar"):
         StageVAR().forecast(model, ONE_MEGAPIXEL)
     plans = StageVAR(ranks=0.02).forecast(model, ONE_MEGAPIXEL)
     assert [(len(span.layers), span.ratio) for span in plans[10].spans] == [(blocks, 0.02)] * 8
@@ -414,7 +414,7 @@ def test_shares_on_the_device_are_those_of_the_host() -> None:
         ({"alphas": ((1, 0.5, 2),)}, "alphas"),
         ({"alphas": "10"}, "alphas"),
         ({"ranks": "table"}, "ranks.*got 'table'"),
-        ({"ranks": "nowhere.json"}, "ranks nowhere.json cannot be read .*nextscale observe ranks"),
+        ({"ranks": "nowhere.json"}, "ranks nowhere.json cannot be read .*nextscale calibrate stagevar"),
         ({"ranks": 0}, "ranks.*got 0"),
         ({"ranks": 1.2}, "ranks"),
         ({"ranks": ()}, "ranks"),
@@ -836,7 +836,7 @@ def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
 
 
 def test_a_stage_that_a_run_skips_unannounced_is_named_where_it_is_missed() -> None:
-    with pytest.raises(SettingError, match="stage 3 needs outputs of the stage before it"):
+    with pytest.raises(SettingError, match="outputs .*stagevar.* are missing"):
         generated("star", method=Combined((SkipUnannounced(2), StageVAR())))
 
 

@@ -141,7 +141,7 @@ def test_norm_and_last_convolution_of_many_tiles(interpreted: None, monkeypatch:
     weight, bias = torch.ones(4, 48, 3, 3, dtype=torch.bfloat16, device=DEVICE), biases(4, torch.bfloat16, 1)[0]
     given = (norm.num_groups, norm.weight, norm.bias, norm.eps, weight, bias)
     large = norm_conv.group_norm_silu_conv(x, *given)
-    for name, number in (("COLUMNS", 16), ("ROWS", 3), ("SMALLEST_ROWS", 1), ("PROGRAMS", 1)):
+    for name, number in (("COLUMNS", 16), ("ROWS", 3), ("MIN_ROWS", 1), ("PROGRAMS", 1)):
         monkeypatch.setattr(norm_conv, name, number)
     small = norm_conv.group_norm_silu_conv(x, *given)
     torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-5)
