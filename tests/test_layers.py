@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "device", "notebook")),
     ("loading", ("loading",)),
     ("batching", ("batching",)),
-    ("products", ("serve", "offline", "eval.methods")),
+    ("products", ("serve", "offline")),
     ("evaluation", ("eval", "tune")),
     ("command line", ("cli", "__main__")),
 )

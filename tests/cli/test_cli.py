@@ -372,16 +372,16 @@ def test_a_model_s_name_alone_is_no_prompt(published_models: None, words: tuple[
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("command", ["plan", "demo", "quality", "bench"])
+@pytest.mark.parametrize("command", ["plan", "compare", "tune", "bench"])
 def test_a_model_s_name_without_its_option_is_refused_with_the_option(published_models: None, command: str) -> None:
     assert "choose the model with -m infinity-2b (see nextscale" in fail(command, "infinity-2b")
     assert "choose the model" not in fail(command, "infinity")
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "plan", "quality", "bench", "convert"])
+@pytest.mark.parametrize("command", ["generate", "compare", "plan", "bench", "convert"])
 @pytest.mark.parametrize("option", ["-m", "--model"])
 def test_unknown_models_are_refused_with_close_names(published_models: None, command: str, option: str, tmp_path: Path) -> None:
-    more = {"convert": ("a.pth", "b.safetensors"), "quality": ("--prompts", "absent.txt")}.get(command, ())
+    more = {"convert": ("a.pth", "b.safetensors")}.get(command, ())
     assert "unknown model 'infinty-2b'; did you mean infinity-2b" in fail(command, option, "infinty-2b", *more)
     assert "Known models: nano, " in fail(command, option, "nosuchmodel", *more)
     assert names(tmp_path) == []
@@ -848,7 +848,7 @@ def test_models_fit_the_terminal(columns: str, published_models: None, published
     assert str(published_files) in result.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "plan", "models", "convert"])
+@pytest.mark.parametrize("command", ["compare", "tune", "calibrate", "evaluate", "generate", "plan", "models", "convert"])
 def test_help_of_every_command(command: str) -> None:
     assert command in succeed("--help").stdout
     assert command in succeed().stdout
