@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from .. import kernels
 from ..errors import SettingError
-from ..models.blocks import Sublayer, run_sublayers
+from ..models.blocks import run_sublayers
 from ..models.context import ForwardContext
 from ..stage import Schedule, Tokens, repeat_tail
 from ..validation import block_range, blocks_of, is_fraction, is_int, require, require_flags, require_stages, sorted_pairs
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
 
-T = TypeVar("T")
 Ratios = tuple[tuple[int, float], ...]
 
 OTHER_RATIOS = (0.4, 0.5)  # of the last two stages; ours
@@ -99,12 +97,12 @@ class FastVAR(Method):
         plans = [StagePlan(skip=True) if ratios.get(stage.index) == 1 else DENSE for stage in schedule]
         pruned = {s: ratio for s, ratio in ratios.items() if ratio < 1 and share_of(schedule[s].cells, ratio) > 0} if layers else {}
         for stage, ratio in pruned.items():
-            plans[stage] = StagePlan(spans=(ThinnedBlocks(layers, f"fastvar {ratio}", ratio),))
+            plans[stage] = StagePlan(spans=(PrunedBlocks(layers, f"fastvar {ratio}", ratio),))
         if pruned:
             require_separate_sublayers(model, "FastVAR")
             run = [stage for stage in range(min(pruned)) if ratios.get(stage) != 1]
             require(cached is None or cached in run, "cache_stage", f"one of {run}, which run before the first pruned stage", cached)
-            plans[run[-1] if cached is None else cached] = StagePlan(spans=(RememberedBlocks(layers),))
+            plans[run[-1] if cached is None else cached] = StagePlan(spans=(CachedBlocks(layers),))
         return tuple(plans)
 
     def _stages(self, model: NextScaleModel, schedule: Schedule) -> tuple[Mapping[int, float], int | None]:
@@ -158,25 +156,22 @@ def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int
     return ratios, cached[-1] if cached else None
 
 
-# --- running
+# --- spans
 
 
 def memory_key(block: Block, sublayer: int) -> Hashable:
-    """The key in `ctx.memory` of what a sublayer has added."""
+    """Returns the key in `ctx.memory` of what a sublayer has added."""
     return "fastvar", block.layer, sublayer
 
 
-def memory_names(layers: range) -> frozenset[Hashable]:
-    """The names by which plans know what is kept of these blocks, one for all sublayers of a block."""
+def memory_names(layers: Iterable[int]) -> frozenset[Hashable]:
+    """Returns the names by which plans know what is kept of these blocks, one for all sublayers of a block."""
     return frozenset(("fastvar", layer) for layer in layers)
 
 
 @dataclass(frozen=True)
-class RememberedBlocks(Span):
-    """Runs all tokens and keeps what every sublayer has added.
-
-    Where the kernels run it is kept before the sublayer's gain, which they apply as they restore tokens; in torch it includes the gain.
-    """
+class CachedBlocks(Span):
+    """Runs all tokens and keeps what every sublayer adds."""
 
     whole_stage = True
     layers: range
@@ -190,38 +185,16 @@ class RememberedBlocks(Span):
         return memory_names(self.layers)
 
     def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
-        return {name: block.num_sublayers for block in blocks for name in memory_names(range(block.layer, block.layer + 1))}
+        return {name: block.num_sublayers for block in blocks for name in memory_names([block.layer])}
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        if tokens.index is not None:
-            raise SettingError(
-                f"FastVAR keeps what stage {tokens.stage.index} computes at all of its {tokens.stage.cells} cells, and another method runs"
-                f" {tokens.num_tokens} tokens there: choose a cache_stage that the other method leaves whole"
-            )
-        if kernels.available(x):
-            chain = [remembering(block, i, one) for block in blocks for i, one in enumerate(block.sublayers(ctx))]
-            return run_sublayers(chain, x, tokens, ctx)
-        for block in blocks:
-            for number, sublayer in enumerate(block.sublayers(ctx)):
-                update = sublayer(x, tokens, ctx)
-                ctx.memory.store(memory_key(block, number), update, tokens)
-                x = x + update
-        return x
-
-
-def remembering(block: Block, number: int, sublayer: Sublayer) -> Sublayer:
-    """Returns the sublayer, changed so that it keeps what it computes before the gain."""
-
-    def run(y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        update = sublayer.run(y, tokens, ctx)
-        ctx.memory.store(memory_key(block, number), update, tokens)
-        return update
-
-    return sublayer._replace(run=run)
+        keyed = [(memory_key(block, i), sublayer) for block in blocks for i, sublayer in enumerate(block.sublayers(ctx))]
+        sublayers = [sublayer for _, sublayer in keyed]
+        return run_sublayers(sublayers, x, tokens, ctx, lambda number, update: ctx.memory.store(keyed[number][0], update, tokens))
 
 
 @dataclass(frozen=True)
-class ThinnedBlocks(Span):
+class PrunedBlocks(Span):
     """Runs every sublayer on the salient tokens, and adds to the others what an earlier stage has kept."""
 
     layers: range
@@ -249,19 +222,8 @@ class ThinnedBlocks(Span):
 def restored(
     x: Tensor, update: Tensor, gate: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, ctx: ForwardContext
 ) -> Tensor:
-    """x [R, N, C] with the update [R, K, C] added at the selected tokens, and what an earlier stage has kept at the others."""
+    """Returns x [R, N, C] with the update [R, K, C] added at the selected tokens, and what an earlier stage has kept at the others."""
     if kernels.available(x):
-        memory, size = remembered(ctx.memory.stored, key, tokens)
+        memory, size = ctx.memory.stored(key)
         return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gate=gate, cells=tokens.index)
-    filled = remembered(partial(ctx.memory.fill, tokens=tokens), key, tokens)
-    return put_(x + filled, selection, pick(x, selection) + update)
-
-
-def remembered(read: Callable[[Hashable], T], key: Hashable, tokens: Tokens) -> T:
-    """Returns what `read` finds of a sublayer; raises SettingError if no stage has kept it."""
-    try:
-        return read(key)
-    except KeyError:
-        raise SettingError(
-            f"FastVAR: stage {tokens.stage.index} takes outputs from a stage that another method has skipped: choose another cache_stage"
-        ) from None
+    return put_(x + ctx.memory.fill(key, tokens), selection, pick(x, selection) + update)

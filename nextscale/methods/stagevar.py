@@ -316,13 +316,7 @@ class LowRankGroup(Span):
 
     def restored(self, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Returns the same group's output at the previous stage that ran, resized to these tokens (equation 7)."""
-        try:
-            return ctx.memory.fill(memory_name(self.group), tokens)
-        except KeyError:
-            raise SettingError(
-                f"StageVAR: stage {tokens.stage.index} needs outputs of the stage before it, which another method skipped. Skip stages with"
-                " alphas (0) instead."
-            ) from None
+        return ctx.memory.fill(memory_name(self.group), tokens)
 
 
 def noise_of(noise: Noise, x: Tensor, tokens: Tokens, ctx: ForwardContext, *columns: int) -> Tensor:

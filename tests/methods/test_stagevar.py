@@ -17,7 +17,6 @@ from torch import Tensor
 from nextscale.cache import CacheView, ComputedCells, LayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.eval.calibrate_ranks import measure_ranks, measure_table
-from nextscale.eval.format_errors import generate_seen
 from nextscale.guidance import StageGuidance
 from nextscale.loading.artifacts import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
@@ -44,6 +43,7 @@ from nextscale.planning.memory import ASSUMED_KEPT
 from nextscale.sampling import ImageRng, Rng
 from nextscale.schedules import HART_1024, INFINITY_SIZES
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
+from nextscale_research.quality.format_errors import generate_seen
 from tests.helpers import tiny
 from tests.helpers.tiny import infinity_schedule
 from tests.helpers.toy_methods import STAGES, HeldRepresentatives, Planned, RunBlocks, SkipUnannounced, counts_of, top_tokens
@@ -330,7 +330,7 @@ def test_the_published_setting_of_infinity() -> None:
 def test_no_model_takes_the_ranks_of_another(depth: int, dim: int, blocks: int) -> None:
     """Not even with as many groups; given ranks of its own it runs them. The reference implementation has one table for all."""
     model = infinity(depth, dim)
-    with pytest.raises(SettingError, match=f"no ranks for infinity with {depth} blocks of {dim} .*nextscale observe ranks"):
+    with pytest.raises(SettingError, match=f"no ranks for infinity with {depth} blocks of {dim} .*nextscale calibrate stagevar"):
         StageVAR().forecast(model, ONE_MEGAPIXEL)
     plans = StageVAR(ranks=0.02).forecast(model, ONE_MEGAPIXEL)
     assert [(len(span.layers), span.ratio) for span in plans[10].spans] == [(blocks, 0.02)] * 8
@@ -414,7 +414,7 @@ def test_shares_on_the_device_are_those_of_the_host() -> None:
         ({"alphas": ((1, 0.5, 2),)}, "alphas"),
         ({"alphas": "10"}, "alphas"),
         ({"ranks": "table"}, "ranks.*got 'table'"),
-        ({"ranks": "nowhere.json"}, "ranks nowhere.json cannot be read .*nextscale observe ranks"),
+        ({"ranks": "nowhere.json"}, "ranks nowhere.json cannot be read .*nextscale calibrate stagevar"),
         ({"ranks": 0}, "ranks.*got 0"),
         ({"ranks": 1.2}, "ranks"),
         ({"ranks": ()}, "ranks"),
@@ -836,7 +836,7 @@ def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
 
 
 def test_a_stage_that_a_run_skips_unannounced_is_named_where_it_is_missed() -> None:
-    with pytest.raises(SettingError, match="stage 3 needs outputs of the stage before it"):
+    with pytest.raises(SettingError, match="outputs .*stagevar.* are missing"):
         generated("star", method=Combined((SkipUnannounced(2), StageVAR())))
 
 
