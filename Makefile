@@ -4,17 +4,25 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: test lint demo clean fresh
+.PHONY: test test-fast lint house demo clean fresh
 
 test: lint
 	$(BIN)/pytest --numprocesses auto --dist worksteal
+
+# the inner loop: without the tests of tests/slow.txt and those that need a GPU, a browser or Ray
+test-fast: $(INSTALLED_DEV)
+	$(BIN)/pytest --numprocesses auto --dist worksteal -m "not slow and not gpu and not browser and not ray"
+
+# lines, tokens, packages, hooks, commands and options beside their caps
+house: $(INSTALLED_DEV)
+	$(BIN)/python -m tests.house
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 demo: $(INSTALLED)
-	$(BIN)/nextscale demo
+	$(BIN)/nextscale compare
 
 # the wheel in fresh environments, with each extra alone: minutes, and a package index
 fresh:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nextscale.cli.sheet import wrapped
 from PIL import Image, ImageDraw, ImageFont
 
 import nextscale
+from nextscale.cli.show import wrapped
 from nextscale.io import write_image
 from nextscale.offline.prompts import caption_of, evenly_spread, read_shard
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from nextscale import kernels
 from nextscale.eval.results import append_rows
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import build_tokenizer, model_spec
-from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import autoencoder, tiles
 from nextscale.tokenizers.autoencoder import Decoder, ResidualBlock, Upsample, module_to_channels_last
 from nextscale.tokenizers.layers import NormAct, add_residual_, to_channels_last, upsample_nearest, without_bias

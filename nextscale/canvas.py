@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .stage import Schedule, Stage, Tokens
+from .stage import Schedule, Stage, Tokens, resize_area
 
 # --- what canvases ask of their tokenizers
 
@@ -142,7 +142,7 @@ class ResidualCanvas(DiscreteCanvas):
         self.latent = torch.zeros(batch, codebook.shape[1], *schedule.grid, device=codebook.device)
 
     def input(self, stage: Stage) -> Tensor | None:
-        return None if stage.index == 0 else to_rows(F.interpolate(self.latent, size=stage.size, mode="area"))
+        return None if stage.index == 0 else to_rows(resize_area(self.latent, stage.size))
 
     def vectors(self, codes: Tensor) -> Tensor:
         """Code numbers [B, N], or mixtures over the codebook [B, N, V]."""

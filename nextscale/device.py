@@ -20,11 +20,13 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
     """The one asked for if it is there; by default the GPU if there is one."""
     if wanted is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", str(wanted)):
-        raise SettingError(f"device {str(wanted)!r}: choose cpu, cuda or cuda:N")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", str(wanted)):
+        raise SettingError(f"device {str(wanted)!r}: choose cpu, cuda, cuda:N or mps")
     device, gpus = torch.device(wanted), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise SettingError(f"device {wanted}: torch {torch.__version__} finds {gpus} GPU(s) here; cpu always works")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise SettingError(f"device mps: torch {torch.__version__} finds no Apple GPU here; cpu always works")
     return device
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from .canvas import Canvas
 from .errors import NonFiniteLogits, SettingError
 from .guidance import ResolvedGuidance
 from .methods.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCounts
+from .methods.token_ops import pick
 from .models.base import HeadInputs, NextScaleModel
 from .models.blocks import Block, run_in_order
 from .models.context import Conditioning, ForwardContext
-from .parts import Part, joined
 from .planning.memory import reserved_cache
 from .prefix import checked_codes, fits_one_pass, read_in_one_pass, require_known
-from .request import Request, Revise, as_sampled
+from .request import Request, Revise
 from .stage import Stage, Tokens
 
 
@@ -44,7 +44,6 @@ class StageOutput:
     plan: StagePlan = DENSE
     compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
     known_counts: tuple[int, ...] | None = None  # `counts`, where the host has read them
-    plans: tuple[StagePlan, ...] | None = None  # of every image, where they go on apart from each other; None: `plan` is that of all
 
     @property
     def skipped(self) -> bool:
@@ -55,6 +54,29 @@ class StageOutput:
         return self if self.logits is None else replace(self, logits=None)
 
 
+@dataclass(eq=False)
+class StageState:
+    """Everything that changes from stage to stage."""
+
+    run: MethodRun
+    ctx: ForwardContext
+    canvas: Canvas
+    constants: Sequence[object] = ()  # what captured graphs must keep
+    ragged: bool = False  # images have left different numbers of keys: later stages pack their rows too
+    unread: tuple[Tensor | None, ...] = ()  # what the canvas showed of stages whose codes are given, until the network reads them
+
+    def fork(self) -> StageState:
+        """Returns a copy with the same tensors, so that a stage can be captured several times from here."""
+        ctx = replace(self.ctx, cond=self.ctx.cond.copy(), cache=[copy.copy(cache) for cache in self.ctx.cache])
+        ctx.memory = self.ctx.memory.copy()
+        return replace(self, run=copy.copy(self.run), ctx=ctx, canvas=copy.copy(self.canvas))
+
+    def tensors(self) -> list[Tensor]:
+        """Returns what later stages read and what depends on how many tokens were run. All forks share the memory of keys and values."""
+        lengths = [cache.lengths for cache in self.ctx.cache if cache.lengths is not None]
+        return [self.canvas.latent, *self.run.state(), *lengths]
+
+
 @torch.inference_mode()
 def generate(
     model: NextScaleModel,
@@ -63,56 +85,24 @@ def generate(
     request: Request,
     watch: Callable[[StageOutput], None],
 ) -> dict[int, Tensor]:
-    """Generates a batch of images on `canvas`; returns for every stage that ran whether all that it computed is finite."""
-    parts = [Part(request, canvas, *begin(model, cond, request))]
+    """Generates a batch of images on `canvas`. Returns for every stage that ran whether all its numbers are finite."""
+    state = begin(model, cond, canvas, request)
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
-        parts = [one for part in parts for one in part.routed(stage)]
-        results = [run_part(model, part, stage) for part in parts]
-        good = [one for _, one in results if one is not None]
-        if good:
-            finite[stage.index] = torch.stack(good).all()
-        watch(results[0][0] if len(parts) == 1 else join(parts, [done for done, _ in results], canvas, request.batch))
+        counts = count_tokens(state, request, stage)
+        known = None if counts is None else tuple(counts.tolist())  # the only thing that the host reads in a stage
+        done, good = run_stage(model, request, state, stage, None if known is None else TokenCounts(min(known), max(known), sum(known)))
+        if good is not None:
+            finite[stage.index] = good
+        watch(replace(done, known_counts=known))
     return finite
 
 
-def run_part(model: NextScaleModel, part: Part, stage: Stage) -> tuple[StageOutput, Tensor | None]:
-    """What `run_stage` returns, with the plan that the run makes when the stage comes."""
-    request, canvas, run = part.request, part.canvas, part.run
-    known = settle_counts(run, stage, canvas) if request.method.data_dependent else None
-    plan = run.plan(request.plans[stage.index], stage, canvas)
-    done, finite = run_stage(model, canvas, request, run, plan, part.ctx, stage)
-    return replace(done, known_counts=known), finite
-
-
-def join(parts: Sequence[Part], done: Sequence[StageOutput], canvas: Canvas, batch: int) -> StageOutput:
-    """What several parts of a batch have done, as one, with the canvas of all; images that did not run have zeros for codes."""
-    latent = joined([(part, part.canvas.latent) for part in parts], batch)
-    assert latent is not None
-    canvas.latent = latent
-    made = {
-        name: joined([(part, getattr(one, name)) for part, one in zip(parts, done, strict=True)], batch)
-        for name in ("ids", "codes", "residual", "compute_mask")
-    }
-    return together([part.images or () for part in parts], done, canvas, made)
-
-
-def together(groups: Sequence[tuple[int, ...]], done: Sequence[StageOutput], canvas: Canvas, made: Mapping[str, Any]) -> StageOutput:
-    """What groups of images have done in a stage, as one. `canvas` and `made`, its tensors by name, are of the whole batch."""
-    of_images = {image: one.plan for images, one in zip(groups, done, strict=True) for image in images}
-    plans = tuple(of_images[image] for image in sorted(of_images)) if len(groups) > 1 else None
-    ran = [one for one in done if not one.skipped]
-    if not ran:
-        return StageOutput(done[0].stage, canvas, plan=done[0].plan, plans=plans)
-    rows = sum(one.rows for one in ran)
-    return replace(ran[0], canvas=canvas, rows=rows, logits=None, known_counts=None, plans=plans, **made)
-
-
-def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[MethodRun, ForwardContext]:
-    """A run of the request's method and what the stages share; the method refuses what it cannot run."""
+def begin(model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Request) -> StageState:
+    """Returns the state before the first stage. Raises SettingError if the method does not fit the request."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
-    setup = RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch, method.own_cache)
-    run = method.start(replace(setup, given=len(request.given)))
+    setup = RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch)
+    run = method.start(setup)
     spec = reserved_cache(model, request.schedule, plans, request.batch, rows)
     workspace = Workspace(spec)
     ctx = ForwardContext(
@@ -126,60 +116,92 @@ def begin(model: NextScaleModel, cond: Conditioning, request: Request) -> tuple[
         captured=request.captured,
         data_dependent=method.data_dependent,
     )
-    return run, ctx
+    return StageState(run, ctx, canvas, setup.constants)
 
 
-def settle_counts(run: MethodRun, stage: Stage, canvas: Canvas) -> tuple[int, ...] | None:
-    """Reads how many tokens the stage runs for each image where that is data-dependent: the only thing that the host reads in a stage."""
-    counts = run.count_tokens(stage, canvas)
-    if counts is None:
-        return None
-    numbers = tuple(counts.tolist())
-    run.set_counts(TokenCounts(min(numbers), max(numbers), sum(numbers)))
-    return numbers
+def count_tokens(state: StageState, request: Request, stage: Stage) -> Tensor | None:
+    """Returns the number of tokens of each image [B] where the method chooses it now. All cells of a given stage are computed."""
+    counts = state.run.count(stage, state.canvas)
+    return None if stage.index < len(request.prefix_codes) else counts
+
+
+def packs(request: Request, planned: StagePlan) -> bool:
+    """Returns True if images that keep different numbers of tokens are packed. A single image is packed as it is.
+
+    Spans and caches of methods choose among the tokens of a row, and need padded rows.
+    """
+    return request.batch > 1 and not planned.spans and "cache" not in request.method.exclusive
 
 
 def run_stage(
-    model: NextScaleModel, canvas: Canvas, request: Request, run: MethodRun, plan: StagePlan, ctx: ForwardContext, stage: Stage
+    model: NextScaleModel, request: Request, state: StageState, stage: Stage, counts: TokenCounts | None
 ) -> tuple[StageOutput, Tensor | None]:
-    """What was sampled, and whether all that was computed is finite; None where the stage is skipped."""
-    batch, guidance = request.batch, request.guidance
-    plan.check(len(model.blocks), guidance.layers)
+    """Runs a stage. Returns its output, and whether all numbers are finite; None if the stage is skipped."""
+    run, ctx, canvas, batch, guidance = state.run, state.ctx, state.canvas, request.batch, request.guidance
+    plan = run.plan(stage, request.plans[stage.index], counts)
     if plan.skip:
+        plan.check(len(model.blocks), guidance.layers)
         canvas.skip(stage)
         return StageOutput(stage, canvas, plan=plan), None
+    if counts is not None and plan.num_tokens is not None:
+        state.ragged |= counts.fewest < counts.most
+        if state.ragged and packs(request, plan):  # also where counts agree again: keys are read by lengths
+            plan = replace(plan, packed=counts.total)
+    plan.check(len(model.blocks), guidance.layers)
     ctx.keep(plan.cfg_branches)
-    if stage.index < len(request.given):
-        return put_given(model, canvas, request, run, plan, ctx, stage), None
-    if ctx.seen:
-        seen, ctx.seen = ctx.seen, ()
-        read_in_one_pass(model, ctx, request.schedule.stages[: len(seen)], seen)
-    x, tokens = run.reduce(model.embed(canvas.input(stage), stage, ctx), Tokens(stage))
+    if stage.index < len(request.prefix_codes):
+        return put_given(model, request, state, plan, stage), None
+    if state.unread:
+        unread, state.unread = state.unread, ()
+        read_in_one_pass(model, ctx, request.schedule.stages[: len(unread)], unread)
+    x, tokens = entering(model.embed(canvas.input(stage), stage, ctx), stage, run, plan, batch)
     plan.check_num_tokens(tokens)
-    counts = None if tokens.count is None else tokens.count[:batch]
+    own = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, ctx)
     rows, entered = tokens.rows_of(x), x.shape[0] * x.shape[1]
     with attention_backend(entered, x.device, ctx.captured):
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, ctx, plan, guidance, run))
     hidden = HeadInputs(x, tokens.rows(slice(0, batch)), canvas, ctx, request)
     guided = guidance.on_logits(model.logits(x, tokens, ctx), stage, tokens.branch_size(batch))
-    out, tokens = run.restore(request.sampling.prepare(tokens.unpack(guided), stage), hidden.tokens)
+    out, tokens, source = run.restore(request.sampling.prepare(tokens.unpack(guided), stage), hidden.tokens)
     with request.clock.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
-    if request.revise is not as_sampled:
+    if request.revise is not None:
         codes = revised(model, request.revise, codes, tokens)
     canvas.add(codes, tokens)
     residual = None
     if stage.last and model.adds_residual:
-        x, completed = run.restore_hidden(hidden.x, hidden.tokens)
-        settled = tokens.move(ids if codes.is_floating_point() else codes, completed)
+        hidden = hidden if source is None else replace(hidden, x=propagated(hidden, source), tokens=tokens)
+        settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
         with request.clock.time("residual", stage.index):
-            residual = model.residual(replace(hidden, x=x, tokens=completed), settled)
-        canvas.add_residual(residual, completed)
+            residual = model.residual(hidden, settled)
+        canvas.add_residual(residual, hidden.tokens)
     finite = torch.stack([all_finite(out), *hidden.finite]).all() if hidden.finite else all_finite(out)
     plan, mask = as_measured(plan, ctx), computed_shares(model, ctx)
     tokens, num_tokens = tokens.unpacked(), per_row(entered, rows)
-    return StageOutput(stage, canvas, rows, num_tokens, counts, tokens, out, ids, codes, residual, plan, mask), finite
+    return StageOutput(stage, canvas, rows, num_tokens, own, tokens, out, ids, codes, residual, plan, mask), finite
+
+
+def entering(x: Tensor, stage: Stage, run: MethodRun, plan: StagePlan, batch: int) -> tuple[Tensor, Tokens]:
+    """Returns the hidden states and tokens that enter the first block, packed if the plan says so. x [R, cells, C]."""
+    tokens = run.select_tokens(x, Tokens(stage))
+    if tokens.index is None:
+        return x, tokens
+    branches = x.shape[0] // tokens.index.shape[0]
+    if plan.packed is not None:
+        tokens = tokens.packed(batch, plan.packed)
+    tokens = tokens.repeat(branches)  # both rows of a guided pair keep the same cells
+    return tokens.gather(x) if tokens.packing is None else tokens.packing.gather(x), tokens
+
+
+def propagated(hidden: HeadInputs, source: Tensor) -> Tensor:
+    """Returns hidden states [R, M, C] in which each token has that of its source [B, M].
+
+    HART's diffusion completes the code that each cell has sampled for itself: with the sources' residuals latents of random weights are 12
+    to 28 % further from dense generation.
+    """
+    x = hidden.tokens.unpack(hidden.x)
+    return pick(x, source.repeat(x.shape[0] // source.shape[0], 1))
 
 
 def all_finite(x: Tensor) -> Tensor:
@@ -192,15 +214,14 @@ def per_row(tokens: int, rows: int) -> float:
     return tokens / rows if tokens % rows else tokens // rows
 
 
-def put_given(
-    model: NextScaleModel, canvas: Canvas, request: Request, run: MethodRun, plan: StagePlan, ctx: ForwardContext, stage: Stage
-) -> StageOutput:
+def put_given(model: NextScaleModel, request: Request, state: StageState, plan: StagePlan, stage: Stage) -> StageOutput:
     """Puts the codes of a given stage on the canvas. The network reads all its cells, now or in one pass with other given stages."""
-    shown, codes, rows = canvas.input(stage), request.given[stage.index], ctx.cond.start.shape[0]
-    plan, guidance, watched = replace(plan, num_tokens=None, packed=None), request.guidance, request.method.reduces_stages
-    dense = not guidance.layers and not watched and all(one == DENSE for one in request.plans[: len(request.given)])
+    run, ctx, canvas, guidance = state.run, state.ctx, state.canvas, request.guidance
+    shown, codes, rows = canvas.input(stage), request.prefix_codes[stage.index], ctx.cond.start.shape[0]
+    plan, watched = replace(plan, num_tokens=None), "tokens" in request.method.exclusive
+    dense = not guidance.layers and not watched and all(one == DENSE for one in request.plans[: len(request.prefix_codes)])
     if dense and fits_one_pass(model, ctx):
-        ctx.seen = (*ctx.seen, shown)
+        state.unread = (*state.unread, shown)
     else:
         x, tokens = model.with_text(model.embed(shown, stage, ctx), Tokens(stage), ctx)
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, ctx, plan, guidance, run))
@@ -236,7 +257,7 @@ def check_plans(plans: Sequence[StagePlan], depth: int, guidance: ResolvedGuidan
 
 def check_cache(model: NextScaleModel, method: Method) -> None:
     """SettingError where the method keeps keys and values its own way and the model wants them in few bits."""
-    if model.kv_dtype is not None and method.own_cache:
+    if model.kv_dtype is not None and "cache" in method.exclusive:
         raise SettingError(
             f"{method.label} keeps keys and values its own way, and this model keeps them as {model.kv_dtype}: load it without kv_dtype, or"
             " choose another method"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -25,7 +26,19 @@ LOSSY_QUALITY = 95
 
 def home() -> Path:
     """The folder of downloaded weights and metric networks: NEXTSCALE_HOME, or ~/.cache/nextscale."""
-    return Path(os.environ.get("NEXTSCALE_HOME") or "~/.cache/nextscale").expanduser()
+    return expanded(os.environ.get("NEXTSCALE_HOME") or "~/.cache/nextscale")
+
+
+def expanded(path: str | Path) -> Path:
+    """Returns a path in which ~ is the home folder; one of an unknown user stays, where `Path.expanduser` raises RuntimeError."""
+    return Path(os.path.expanduser(path))
+
+
+def regular(file: Path) -> Path:
+    """Returns the path if it is not a pipe or a device, which may never end. Raises OSError otherwise."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise OSError(errno.EINVAL, "it must be a regular file; it is a pipe or a device", str(file))
+    return file
 
 
 @contextmanager

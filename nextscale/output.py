@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from PIL import Image
@@ -20,6 +19,7 @@ from .planning.cost import RequestCost, Workload, as_run
 from .planning.remembered import Planning
 from .report import Report, StageReport, Stopwatch
 from .request import Request
+from .stage import to_double
 from .tokenizers.base import Tokenizer
 
 
@@ -102,8 +102,8 @@ class Checks:
     @classmethod
     def of(cls, finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageOutput]) -> Checks:
         checks = torch.stack([*finite.values(), latent.isfinite().all()])
-        needed = {done.stage.index: done.counts.double().mean() for done in done_stages if done.counts is not None}
-        numbers = torch.cat([checks.double(), *(mean[None] for mean in needed.values())])
+        needed = {done.stage.index: to_double(done.counts).mean() for done in done_stages if done.counts is not None}
+        numbers = torch.cat([to_double(checks), *(mean[None] for mean in needed.values())])
         return cls(numbers, (*finite, len(done_stages) - 1), tuple(needed), done_stages)
 
     def read(self) -> tuple[list[int], list[float]]:
@@ -139,21 +139,12 @@ def costs_of(
         request.guidance.needs_both,
         0 if inputs.text is None else inputs.text.length,
         request.sampling.refine,
-        len(request.given),
+        len(request.prefix_codes),
         model.residual_scale(request.guidance, request.schedule[-1]) != 1,
     )
-    by_image = [done.plans or (done.plan,) * request.batch for done in done_stages]
-    kinds = Counter(zip(*by_image, strict=True))  # the plans of an image, stage by stage, and how many images have the same
+    plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in done_stages]
     counts = {done.stage.index: done.known_counts for done in done_stages if done.known_counts is not None}
-    spent = [
-        planning.cost(
-            replace(workload, images=images),
-            [as_run(model, done.stage, plan, done.num_tokens) for done, plan in zip(done_stages, plans, strict=True)],
-            counts,
-        )
-        for plans, images in kinds.items()
-    ]
-    return Costs(planning.cost(workload), reduce(RequestCost.beside, spent))
+    return Costs(planning.cost(workload), planning.cost(workload, plans, counts))
 
 
 def stages_run(done_stages: Sequence[StageOutput], costs: Costs, request: Request) -> list[Callable[..., StageReport]]:
@@ -170,6 +161,7 @@ def stages_run(done_stages: Sequence[StageOutput], costs: Costs, request: Reques
             rows=done.rows,
             cfg_branches=done.rows // request.batch,
             cost_share=spent.share(dense),
+            dense_macs=dense.total,
         )
         for done, spent, dense in stages
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .collaborate import Refiners, collaborate, require_plain
 from .engine import Captures, Eager, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import checked_engine, checked_memory
@@ -24,21 +24,23 @@ from .errors import SettingError
 from .execute import execute
 from .guidance import Guidance, GuidanceLike
 from .habits import Habits
-from .methods.code import CoDe
+from .methods.auto import Auto
+from .methods.code import Partners
 from .methods.method import Method
 from .methods.registry import MethodLike, resolve_method
 from .methods.selection import SelectionContext
+from .methods.strategy import split_strategy
 from .models.base import NextScaleModel
 from .output import Output, Preview, Stages
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
 from .planning.remembered import Planning
 from .profiles import Profile, require_own
-from .request import Request, Revise, SeedLike, as_sampled
+from .request import Request, Revise, SeedLike, as_prompts, read_prompts, resolve_seed
 from .resolve import Call, resolve, with_room_for_all
 from .sampling import Sampling
 from .schedules import AspectLike, Schedules, SizeLike
 from .stage import Schedule
-from .text.prompts import PromptReader
+from .text.prompts import PromptReader, Prompts
 from .tokenizers.autoencoder import module_to_channels_last
 from .tokenizers.base import Tokenizer
 
@@ -100,7 +102,7 @@ class Pipeline(Habits):
         self.name = name
         self.method = Method()
         self.profiles = profiles
-        self.refiners = Refiners()  # smaller models that this one can draft for
+        self.partners = Partners()  # smaller models that this one can draft for
 
     def __call__(
         self,
@@ -115,8 +117,8 @@ class Pipeline(Habits):
         compute_mask: bool = False,
         keep_stages: bool = False,
         on_stage: Callable[[Preview], None] | None = None,
-        revise: Revise = as_sampled,
-        given: Sequence[Tensor] = (),
+        revise: Revise | None = None,
+        prefix_codes: Sequence[Tensor] = (),
         decode: bool = True,
         warmup: bool = False,
         **sampling: Any,
@@ -133,22 +135,31 @@ class Pipeline(Habits):
         compute_mask: the output tells for every cell which share of the network was run.
         keep_stages: the output keeps what there was after each stage, to look at later.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
-        given: codes of the first stages, such as another call's, which are read and not generated. decode: False leaves pixels empty.
+        prefix_codes: codes of the first stages, such as another call's, which are read and not generated.
+        decode: False leaves pixels empty.
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
-        chosen = self.method if method is None else resolve_method(method)
-        if isinstance(chosen, CoDe):
-            require_plain(compute_mask, revise, given)
-            shared = {"size": size, "aspect": aspect, "guidance": guidance, "negative": negative, "on_stage": on_stage, "warmup": warmup}
-            return collaborate(self, chosen, prompt, seed, {**shared, "keep_stages": keep_stages, **sampling})
+        asked = self.method if method is None else resolve_method(method)
+        schedule = self.settings.schedules.choose(size, aspect)
         with self._turn() as nested:
-            call = Call(prompt, seed, size, aspect, guidance, negative, chosen, compute_mask, revise, given, sampling)
-            request = resolve(self, call)
-            latents: list[Tensor] | None = [] if keep_stages else None
-            with self._watched(request.schedule, on_stage, latents) as watch:
-                output = self._run(request, watch, warmup, nested, decode)
-            return output if latents is None else replace(output, stages=Stages(tuple(latents), self.tokenizer))
+            prompts = read_prompts(self.reader, prompt, seed)
+            resolved, reason = asked.resolve(self.situation(schedule, len(prompts)))
+            strategy, beside = split_strategy(resolved)
+            if strategy is None:
+                call = Call(prompts, schedule, beside, seed, guidance, negative, compute_mask, revise, prefix_codes, reason, sampling)
+                request = resolve(self, call)
+                latents: list[Tensor] | None = [] if keep_stages else None
+                with self._watched(request.schedule, on_stage, latents) as watch:
+                    output = self._run(request, watch, warmup, nested, decode)
+                return output if latents is None else replace(output, stages=Stages(tuple(latents), self.tokenizer))
+            resolved.forecast(self.model, schedule, guided=False)  # what does not fit is refused before anything runs
+            more = {"compute_mask": compute_mask, "keep_stages": keep_stages, "on_stage": on_stage, "revise": revise, "decode": decode}
+            arguments = self._arguments(
+                prompts, schedule, seed, guidance, negative, prefix_codes=prefix_codes, warmup=warmup, **more, **sampling
+            )
+        output = strategy.generate(self, arguments, beside)  # each of its calls waits for the device
+        return replace(output, report=replace(output.report, method=resolved.label, selection_reason=reason))
 
     def warmup(
         self,
@@ -170,13 +181,22 @@ class Pipeline(Habits):
             raise SettingError(
                 f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
             )
+        begun, graphs, kept = time.perf_counter(), self.captures.graphs, self.captures.bytes
+        chosen, schedule = self.method if method is None else resolve_method(method), self.settings.schedules.choose(size, aspect)
         with self._turn() as nested:
-            request = resolve(self, Call(prompt, 0, size, aspect, guidance, negative, method, sampling=sampling))
-            reason = "warmup is called from inside on_stage: call it before" if nested else obstacle(self.model.device, request)
-            if reason is not None:
-                raise SettingError(reason)
-            with memory_errors(self.model.device, partial(self.reserved, request), request):
-                return self.captures.capture(request)
+            prompts = read_prompts(self.reader, prompt, 0)
+            resolved, _ = chosen.resolve(self.situation(schedule, len(prompts)))
+            strategy, beside = split_strategy(resolved)
+            if strategy is None:
+                request = resolve(self, Call(prompts, schedule, beside, 0, guidance, negative, sampling=sampling))
+                hindrance = "warmup is called from inside on_stage: call it before" if nested else obstacle(self.model.device, request)
+                if hindrance is not None:
+                    raise SettingError(hindrance)
+                with memory_errors(self.model.device, partial(self.reserved, request), request):
+                    return self.captures.capture(request)
+            arguments = self._arguments(prompts, schedule, 0, guidance, negative, **sampling)
+        strategy.warmup(self, arguments, beside)
+        return WarmUp(time.perf_counter() - begun, self.captures.graphs - graphs, self.captures.bytes - kept)
 
     @property
     def engine(self) -> Engine:
@@ -188,9 +208,11 @@ class Pipeline(Habits):
         As a context manager, only the calls inside the `with` block.
         """
         resolved = resolve_method(method)
-        settled = resolved.settle(self.situation())
-        for kept in () if settled.chooses else (1.0, ASSUMED_KEPT):  # what does not fit this model is refused now, tokens left out or not
-            self.planning.forecast(settled, self.settings.schedules.choose(None, None), True, kept)
+        found, _ = resolved.resolve(self.situation())
+        for kept in (
+            () if isinstance(found, Auto) else (1.0, ASSUMED_KEPT)
+        ):  # what does not fit this model is refused now, tokens left out or not
+            self.planning.forecast(found, self.settings.schedules.choose(None, None), True, kept)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 
@@ -212,7 +234,7 @@ class Pipeline(Habits):
 
     def settled(self, method: MethodLike, schedule: Schedule, batch: int = 1) -> Method:
         """The method that such a request runs: the one given, or what `auto` takes for it."""
-        return resolve_method(method).settle(self.situation(schedule, batch))
+        return resolve_method(method).resolve(self.situation(schedule, batch))[0]
 
     # --- the story of a call
 
@@ -223,6 +245,20 @@ class Pipeline(Habits):
     def situation(self, schedule: Schedule | None = None, batch: int = 1) -> SelectionContext:
         """What a method that chooses among others is told of a request."""
         return SelectionContext(self.name, self.model, self.model.device, self.tokenizer.pixels_per_token, self.profiles, schedule, batch)
+
+    def _arguments(
+        self, prompts: Prompts, schedule: Schedule, seed: SeedLike, guidance: GuidanceLike, negative: Any, **more: Any
+    ) -> dict[str, Any]:
+        """Returns all arguments of a call, for a strategy to change."""
+        return {
+            "prompt": prompts,
+            "seed": resolve_seed(seed, len(prompts), self.model.device),
+            "size": schedule,
+            "guidance": guidance,
+            "negative": None if negative is None else as_prompts(self.reader, negative),
+            **{"compute_mask": False, "keep_stages": False, "on_stage": None, "revise": None},
+            **{"prefix_codes": (), "decode": True, "warmup": False, **more},
+        }
 
     def _turn(self) -> AbstractContextManager[bool]:
         """Until this caller may use the device; whether it does already, further up."""

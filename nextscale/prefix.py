@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from .models.context import ForwardContext
 
 
-def checked_given(given: Sequence[Tensor], model: NextScaleModel, schedule: Schedule, batch: int) -> tuple[Tensor, ...]:
+def checked_prefix(given: Sequence[Tensor], model: NextScaleModel, schedule: Schedule, batch: int) -> tuple[Tensor, ...]:
     """Returns the codes of the first stages on the model's device. Raises SettingError if they do not fit."""
     if not isinstance(given, Sequence) or len(given) >= len(schedule):
         found = f"{len(given)} tensors" if isinstance(given, Sequence) else type(given).__name__
-        raise SettingError(f"given must be a list of codes, for the first {len(schedule) - 1} stages at most; got {found}")
-    codes = tuple(checked_codes(f"given[{stage.index}]", one, model, stage, batch) for one, stage in zip(given, schedule, strict=False))
-    require_known(codes, "given", model)
+        raise SettingError(f"prefix_codes must be a list of codes, for the first {len(schedule) - 1} stages at most; got {found}")
+    codes = tuple(
+        checked_codes(f"prefix_codes[{stage.index}]", one, model, stage, batch) for one, stage in zip(given, schedule, strict=False)
+    )
+    require_known(codes, "prefix_codes", model)
     return codes
 
 

@@ -1,8 +1,9 @@
-"""Profiles: what methods were measured to save and to cost on one model, size and machine, in a small JSON file."""
+"""Profiles: the measured speed and quality of methods on one model, size and machine, in a small JSON file."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -16,14 +17,13 @@ import torch
 
 from .engine.executor import Engine
 from .errors import NextscaleError, ProfileError, SettingError, SizeError
-from .io import write_text
-from .methods.code import CoDe
+from .io import expanded, write_text
 from .methods.method import Method
 from .methods.registry import resolve_method
 from .models.base import NextScaleModel
-from .serialization import MOST, as_list, known_fields, read_json, require_numbers, require_texts, shortened, written
+from .serialization import from_plain, read_json, shortened
 from .stage import Schedule
-from .validation import is_int
+from .validation import is_finite, is_int
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,21 @@ FORMAT = "nextscale profile 1"
 SUFFIX = ".profile.json"
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cuda", "cpu")
+MAX_SIDE = 2**64  # pixels or cells: areas of larger sides are too large for floats
+MAX_TEXT = 1000
 SIGNS = 64  # values of each parameter whose signs are part of the fingerprint
 SLACK = 1e-6  # a bound that was computed apart from its value may miss it by rounding
+
+
+def require(holder: object, expected: str, holds: Callable[[Any], bool], *names: str) -> None:
+    """Raises ProfileError for fields whose value does not hold."""
+    for name in names:
+        if not holds(value := getattr(holder, name)):
+            raise ProfileError(f"{name} must be {expected}; got {shortened(value)}")
+
+
+def is_line(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and len(value) <= MAX_TEXT and value.isprintable()
 
 
 @dataclass(frozen=True)
@@ -44,10 +57,10 @@ class Interval:
     high: float
 
     def __post_init__(self) -> None:
-        require_numbers(self, "value", "low", "high")
+        require(self, "a finite number", is_finite, "value", "low", "high")
         slack = SLACK * abs(self.value)
         if not self.low - slack <= self.value <= self.high + slack:
-            raise ProfileError(f"the value {self.value:g} lies outside its interval, {self.low:g} to {self.high:g}")
+            raise ProfileError(f"value must be in its interval, {self.low:g} to {self.high:g}; got {self.value:g}")
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
@@ -55,7 +68,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Point:
-    """A method with its settings, what it saves and what it costs."""
+    """A method with its settings, its speedup and its distance from dense generation."""
 
     method: str  # as `resolve_method` and the command line read it
     speedup: Interval  # median over batches against dense generation in the same run, 20th to 80th percentile
@@ -65,14 +78,12 @@ class Point:
     macs: float  # share of those of dense generation
 
     def __post_init__(self) -> None:
-        require_texts(self, "method")
-        require_numbers(self, "psnr", "ms", "macs")
-        for name, value in (("ms", self.ms), ("speedup", self.speedup.low)):
-            if value <= 0:
-                raise ProfileError(f"{name} is {value:g}; expected a number above 0")
-        for name, value in (("lpips", self.lpips.low), ("macs", self.macs)):
-            if value < 0:
-                raise ProfileError(f"{name} is {value:g}; expected 0 or more")
+        require(self, "a line of text", is_line, "method")
+        require(self, "a finite number", is_finite, "psnr")
+        require(self, "a number above 0", lambda value: is_finite(value) and value > 0, "ms")
+        require(self, "a number of at least 0", lambda value: is_finite(value) and value >= 0, "macs")
+        require(self, "above 0", lambda value: value.low > 0, "speedup")
+        require(self, "at least 0", lambda value: value.low >= 0, "lpips")
         self.as_method()
 
     def as_method(self) -> Method:
@@ -85,23 +96,21 @@ class Point:
 
 @lru_cache(maxsize=1024)  # asked for at every request
 def measured_method(text: str) -> Method:
-    """Whoever wrote a profile does not choose files that are read here: methods whose settings lie in one are refused."""
+    """Returns the method of a point. The writer of a profile must not choose files that are read here."""
     if "/" in text or "\\" in text or ".json" in text:
-        raise ProfileError(f"the method {text!r} names a file, which a profile may not")
+        raise ProfileError(f"method must not name a file; got {text!r}")
     try:
         method = resolve_method(text)
     except (NextscaleError, TypeError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise ProfileError(f"the method {text!r} is none of this version ({error})") from error
-    if method.chooses:
-        raise ProfileError(f"the method {text!r} is chosen by a profile and cannot be a point of one")
-    if isinstance(method, CoDe):
-        raise ProfileError(f"the method {text!r} runs two models, and a profile is of one")
+        raise ProfileError(f"method must be one of this version; got {text!r} ({error})") from error
+    if "alone" in method.exclusive:
+        raise ProfileError(f"method must not be chosen by a profile or run two models; got {text!r}")
     return method
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The frontier of one model at one size and batch on one machine: what can be had, and at which distance from dense generation."""
+    """The frontier of one model at one size and batch on one machine: available speedups, and their distance from dense generation."""
 
     model: str  # its name
     family: str
@@ -124,56 +133,49 @@ class Profile:
     skipping: tuple[Point, ...] = ()  # leaving out the last stages, for comparison
 
     def __post_init__(self) -> None:
-        require_texts(self, "model", "family", "hardware", "torch", "version", "prompts")
-        for name, least in (("batch", 1), ("searched", 0), ("tested", 1), ("seed", 0)):
-            if not is_int(getattr(self, name), least):
-                raise ProfileError(f"{name} is {shortened(getattr(self, name))}; expected a whole number, {least} or more")
+        require(self, "a line of text", is_line, "model", "family", "hardware", "torch", "version", "prompts")
+        require(self, "an int of at least 0", is_int, "searched", "seed")
+        require(self, "an int of at least 1", lambda value: is_int(value, 1), "batch", "tested")
         for name, known in (("dtype", DTYPES), ("engine", get_args(Engine)), ("device", DEVICES)):
-            if getattr(self, name) not in known:
-                raise ProfileError(f"{name} is {shortened(getattr(self, name))}; expected one of {', '.join(known)}")
-        if not isinstance(self.fingerprint, str) or not re.fullmatch("[0-9a-f]{64}", self.fingerprint):
-            raise ProfileError(f"fingerprint is {shortened(self.fingerprint)}; expected 64 hexadecimal digits")
-        if len(self.size) != 2 or not all(is_int(side, 1) and side <= MOST for side in self.size):
-            raise ProfileError(f"size is {shortened(self.size)}; expected (height, width) in pixels")
-        require_numbers(self, "dense_ms")
-        if self.dense_ms <= 0:
-            raise ProfileError(f"dense_ms is {self.dense_ms:g}; expected a number above 0")
+            require(self, f"one of {', '.join(known)}", known.__contains__, name)
+        require(self, "64 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-f]{64}", str(value))), "fingerprint")
+        require(
+            self, "(height, width) in pixels", lambda size: len(size) == 2 and all(is_int(n, 1) and n <= MAX_SIDE for n in size), "size"
+        )
+        require(self, "a number above 0", lambda value: is_finite(value) and value > 0, "dense_ms")
         try:
             Schedule(self.grids)
         except SizeError as error:
             raise ProfileError(f"grids: {error}") from error
-        if (largest := max(map(max, self.grids))) > MOST:
-            raise ProfileError(f"grids: a side of {shortened(largest)} cells")
-        require_frontier(self.points)
+        require(self, f"at most {MAX_SIDE} cells wide", lambda grids: max(map(max, grids)) <= MAX_SIDE, "grids")
+        require(self, "a list of at least one point", bool, "points")
+        for before, after in pairwise(self.points):
+            if after.speedup.value <= before.speedup.value or after.lpips.value <= before.lpips.value:
+                raise ProfileError(
+                    f"points must be a frontier, each faster and further from dense generation than the one before; got {after.label} "
+                    f"after {before.label}"
+                )
 
     # --- points by what is asked for
 
     def fastest(self, lpips: float) -> Point:
-        """The fastest point whose mean distance to dense images is at most this."""
-        return self._last(f"an LPIPS of at most {lpips:g}", lambda point: point.lpips.value <= lpips)
+        """Returns the fastest point whose mean distance to dense images is at most this."""
+        return self._first(self.points[::-1], f"an LPIPS of at most {lpips:g}", lambda point: point.lpips.value <= lpips)
 
     def nearest(self, speedup: float) -> Point:
-        """The point nearest to dense generation that is at least this number of times faster."""
-        return self._first(f"a speedup of at least {speedup:g}", lambda point: point.speedup.value >= speedup)
+        """Returns the point nearest to dense generation that is at least this number of times faster."""
+        return self._first(self.points, f"a speedup of at least {speedup:g}", lambda point: point.speedup.value >= speedup)
 
     def within(self, ms: float) -> Point:
-        """The point nearest to dense generation that takes at most this number of milliseconds per image."""
-        return self._first(f"at most {ms:g} ms per image", lambda point: point.ms <= ms)
+        """Returns the point nearest to dense generation that takes at most this number of milliseconds per image."""
+        return self._first(self.points, f"at most {ms:g} ms per image", lambda point: point.ms <= ms)
 
-    def _first(self, wanted: str, meets: Callable[[Point], bool]) -> Point:
-        return self._one([point for point in self.points if meets(point)][:1], wanted)
-
-    def _last(self, wanted: str, meets: Callable[[Point], bool]) -> Point:
-        return self._one([point for point in self.points if meets(point)][-1:], wanted)
-
-    def _one(self, found: list[Point], wanted: str) -> Point:
-        if not found:
-            slow, fast = self.points[0], self.points[-1]
-            offers = f"{slow.label} ({slow.ms:.1f} ms)" + (f" up to {fast.label} ({fast.ms:.1f} ms)" if fast is not slow else "")
-            raise SettingError(
-                f"the profile of {self.described} has no point with {wanted}: it offers {offers}, dense {self.dense_ms:.1f} ms"
-            )
-        return found[0]
+    def _first(self, points: Iterable[Point], wanted: str, meets: Callable[[Point], bool]) -> Point:
+        for point in points:
+            if meets(point):
+                return point
+        offers = " up to ".join(f"{point.label} ({point.ms:.1f} ms)" for point in dict.fromkeys((self.points[0], self.points[-1])))
+        raise SettingError(f"the profile of {self.described} has no point with {wanted}: it offers {offers}, dense {self.dense_ms:.1f} ms")
 
     @property
     def described(self) -> str:
@@ -187,35 +189,37 @@ class Profile:
     # --- files
 
     def save(self, path: str | Path) -> None:
-        write_text(written({"format": FORMAT} | asdict(self)), Path(path))
+        write_text(json.dumps({"format": FORMAT} | asdict(self), indent=1, allow_nan=False, ensure_ascii=False) + "\n", Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        path = Path(path)
         try:
-            return read_profile(read_json(path))
-        except ProfileError as error:
-            raise ProfileError(f"{path} is no profile that can be used: {error}. `nextscale tune` makes a new one") from error
+            content = read_json(expanded(path))
+            if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+                raise ValueError(f"its format must be {FORMAT!r}")
+            return from_plain(cls, content, "profile")
+        except ValueError as error:
+            raise ProfileError(f"{path} is not a profile of this version: {error}. `nextscale tune` makes a new one") from error
 
 
 def fingerprint(model: NextScaleModel) -> str:
-    """A number of the weights by which a profile knows its model: the same on every device and in every float type.
+    """Returns a hash of the weights by which a profile knows its model: the same on every device and in every float type.
 
-    It is made of the names and shapes of all parameters and of the signs of their first values, which no rounding changes. A quantised
-    model keeps the one that it had before: what was measured of its weights in another format still belongs to it.
+    It covers the names and shapes of all parameters and the signs of their first values, which no rounding changes. A quantized model
+    keeps the one that it had before: profiles of its weights in another format still belong to it.
     """
     if model.fingerprint is not None:
         return model.fingerprint
     parameters = sorted(model.named_parameters())
     if any(parameter.is_meta for _, parameter in parameters):
-        raise ProfileError("a model without weights has no fingerprint: load them first")
+        raise ProfileError("the model must have weights to have a fingerprint: load them first")
     signs = torch.cat([torch.signbit(parameter.detach().reshape(-1)[:SIGNS]) for _, parameter in parameters]).cpu()
     names = "".join(f"{name} {tuple(parameter.shape)}\n" for name, parameter in parameters)
     return hashlib.sha256(names.encode() + signs.numpy().tobytes()).hexdigest()
 
 
 def require_own(profile: Profile, model: NextScaleModel) -> None:
-    """ProfileError for a profile of another model."""
+    """Raises ProfileError for a profile of another model."""
     if profile.fingerprint != (own := fingerprint(model)):
         raise ProfileError(
             f"the profile of {profile.described} was measured on other weights ({profile.family}, fingerprint {profile.fingerprint[:12]})"
@@ -224,7 +228,7 @@ def require_own(profile: Profile, model: NextScaleModel) -> None:
 
 
 def find_profiles(folders: Iterable[Path]) -> dict[Path, Profile]:
-    """All profiles in these folders, in their order, whatever their models; one that cannot be read is named in the log and left out."""
+    """Returns all profiles in these folders, in their order; one that cannot be read is logged and left out."""
     found = {}
     for path in dict.fromkeys(path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))):
         try:
@@ -235,54 +239,18 @@ def find_profiles(folders: Iterable[Path]) -> dict[Path, Profile]:
 
 
 def own_profiles(folders: Iterable[Path], model: NextScaleModel) -> tuple[Profile, ...]:
-    """Those in these folders that were measured on this model."""
+    """Returns the profiles in these folders that were measured on this model."""
     found = find_profiles(folders).values()
     own = fingerprint(model) if found else ""
     return tuple(profile for profile in found if profile.fingerprint == own)
 
 
 def profile_name(model: str, size: tuple[int, int], device: str, batch: int) -> str:
-    """The usual name of a profile's file."""
+    """Returns the usual name of a profile's file."""
     side = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
     return f"{model}-{side}-{device}-batch{batch}{SUFFIX}"
 
 
 def profile_folder(weights: Path) -> Path:
-    """The folder in which the profiles of these weights, a file or a folder, lie."""
+    """Returns the folder of the profiles of these weights, a file or a folder."""
     return weights if weights.is_dir() else weights.parent
-
-
-# --- reading and checking
-
-
-def read_profile(content: Any) -> Profile:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = shortened(content.get("format") if isinstance(content, dict) else content)
-        raise ProfileError(f"its format is {found}; this version reads {FORMAT!r}")
-    named = known_fields(Profile, {name: value for name, value in content.items() if name != "format"}, "the profile")
-    named["size"] = tuple(as_list(named["size"], "size"))
-    named["grids"] = tuple(tuple(as_list(grid, "a grid")) for grid in as_list(named["grids"], "grids"))
-    for name in ("points", "skipping"):
-        named[name] = tuple(read_point(point, f"{name}[{number}]") for number, point in enumerate(as_list(named[name], name)))
-    return Profile(**named)
-
-
-def read_point(content: Any, where: str) -> Point:
-    named = known_fields(Point, content, where)
-    try:
-        for name in ("speedup", "lpips"):
-            named[name] = Interval(**known_fields(Interval, named[name], name))
-        return Point(**named)
-    except ProfileError as error:
-        raise ProfileError(f"{where}: {error}") from error
-
-
-def require_frontier(points: tuple[Point, ...]) -> None:
-    if not points:
-        raise ProfileError("it has no points")
-    for before, after in pairwise(points):
-        if after.speedup.value <= before.speedup.value or after.lpips.value <= before.lpips.value:
-            raise ProfileError(
-                f"its points are no frontier: after {before.label} comes {after.label}; each has to be faster than the one before and"
-                " further from dense generation"
-            )

@@ -24,6 +24,7 @@ class StageReport:
     rows: int  # images times cfg branches
     cfg_branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
     cost_share: float  # MACs against those of the same stage in dense generation
+    dense_macs: int  # of these
     seconds: float
     sampling_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: not run, or inside a replay
     residual_seconds: float | None  # of these: HART's residual diffusion; None likewise

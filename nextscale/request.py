@@ -17,7 +17,7 @@ from .methods.method import Method, Plans
 from .report import Stopwatch
 from .sampling import ImageRng, Rewindable, Rng, Sampling, SharedRng, method_rng
 from .stage import Schedule, Stage
-from .text.prompts import PromptReader, Prompts
+from .text.prompts import Labels, PromptReader, Prompts
 
 SeedLike = Union[int, Sequence[int], torch.Generator, Rng, "Randomness", None]
 Revise = Callable[[Stage, Tensor], Tensor]
@@ -26,10 +26,6 @@ in-painting.
 
 Where a method leaves out cells their codes are zeros, and what is returned for them is ignored.
 """
-
-
-def as_sampled(stage: Stage, codes: Tensor) -> Tensor:
-    return codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,16 +44,15 @@ class Request:
     clock: Stopwatch
     seeds: tuple[int, ...] | None = None  # None: the caller's own generator
     compute_mask: bool = False
-    revise: Revise = as_sampled
+    revise: Revise | None = None
     captured: bool = False  # launches cost the host nothing
-    given: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
-    images: int | None = None  # how many of the prompts' images go on, where the others go on apart from them; None: all
+    prefix_codes: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
     selection_reason: str | None = None  # why this method, where it was looked up
     kept: float = 1.0  # share of the cells that the forecast assumes to be computed where the method is data-dependent
 
     @property
     def batch(self) -> int:
-        return len(self.prompts) if self.images is None else self.images
+        return len(self.prompts)
 
     @property
     def rows(self) -> int:
@@ -81,6 +76,18 @@ class Randomness:
     rng: Rng
     method_rng: Rng
     seeds: tuple[int, ...] | None
+
+    def only(self, images: Sequence[int]) -> Randomness:
+        """Returns the same numbers for some images, from where the streams are now. Sources of other types are shared."""
+        rng, method_rng = (one.only(images) if isinstance(one, Rewindable) else one for one in (self.rng, self.method_rng))
+        return Randomness(
+            rng, rng if self.method_rng is self.rng else method_rng, self.seeds and tuple(self.seeds[image] for image in images)
+        )
+
+    def continue_from(self, other: Randomness) -> None:
+        """Moves a generator that is shared by a batch to where a copy of it is now."""
+        if isinstance(self.rng, SharedRng) and isinstance(other.rng, SharedRng):
+            self.rng.set_state(other.rng.get_state())
 
     @property
     def rewindable(self) -> bool:
@@ -118,9 +125,14 @@ def is_seed(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**63
 
 
+def as_prompts(reader: PromptReader, value: Any) -> Prompts:
+    """Reads prompts, unless that has been done."""
+    return value if isinstance(value, Labels) else reader.read(value)
+
+
 def read_prompts(reader: PromptReader, prompt: Any, seed: SeedLike) -> Prompts:
     """One prompt per image; a single one is repeated for several seeds."""
-    prompts = reader.read(prompt)
+    prompts = as_prompts(reader, prompt)
     return prompts.repeat(len(seed)) if len(prompts) == 1 and isinstance(seed, Sequence) and seed else prompts
 
 
@@ -131,7 +143,7 @@ def read_negative(reader: PromptReader, negative: Any, images: int, guidance: Re
         return None if empty is None else empty.repeat(images)
     if not guidance.needs_both:
         raise SettingError("a negative prompt needs guidance: without it the second cfg branch does not run")
-    prompts = reader.read(negative)
+    prompts = as_prompts(reader, negative)
     if len(prompts) == 1:
         return prompts.repeat(images)
     if len(prompts) != images:

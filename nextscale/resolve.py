@@ -11,14 +11,14 @@ from torch import Tensor
 from .errors import SettingError
 from .generate import check_cache, check_plans
 from .guidance import GuidanceLike, ResolvedGuidance, resolve_guidance
-from .methods.registry import MethodLike, resolve_method
+from .methods.method import Method
 from .planning.memory import ASSUMED_KEPT
-from .prefix import checked_given
+from .prefix import checked_prefix
 from .report import Stopwatch
-from .request import Request, Revise, SeedLike, as_sampled, read_negative, read_prompts, resolve_seed
+from .request import Request, Revise, SeedLike, read_negative, resolve_seed
 from .sampling import Sampling
-from .schedules import AspectLike, SizeLike
 from .stage import Schedule
+from .text.prompts import Prompts
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -28,32 +28,28 @@ if TYPE_CHECKING:
 class Call:
     """What a caller gives; `Pipeline.__call__` says what each of it means."""
 
-    prompt: Any
+    prompts: Prompts
+    schedule: Schedule
+    method: Method
     seed: SeedLike = None
-    size: SizeLike = None
-    aspect: AspectLike = None
     guidance: GuidanceLike = None
     negative: Any = None
-    method: MethodLike = None
     compute_mask: bool = False
-    revise: Revise = as_sampled
-    given: Sequence[Tensor] = ()
+    revise: Revise | None = None
+    prefix_codes: Sequence[Tensor] = ()
+    selection_reason: str | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve(pipe: Pipeline, call: Call) -> Request:
     """What does not fit raises here, with the value, what was expected and a remedy."""
-    asked = pipe.method if call.method is None else resolve_method(call.method)
-    schedule = pipe.settings.schedules.choose(call.size, call.aspect)
+    prompts, schedule, method = call.prompts, call.schedule, call.method
     sampling = resolve_sampling(pipe, schedule, call.sampling)
     guided = ResolvedGuidance(resolve_guidance(call.guidance, pipe.settings.guidance), schedule, len(pipe.model.blocks))
-    prompts = read_prompts(pipe.reader, call.prompt, call.seed)
     numbers = resolve_seed(call.seed, len(prompts), pipe.model.device)
-    situation = pipe.situation(schedule, len(prompts))
-    chosen = asked.settle(situation)
-    check_cache(pipe.model, chosen)
+    check_cache(pipe.model, method)
     kept = ASSUMED_KEPT if numbers.rewindable else 1.0  # what keeps more may have to start anew
-    plans = pipe.planning.forecast(chosen, schedule, guided.needs_both, kept)
+    plans = pipe.planning.forecast(method, schedule, guided.needs_both, kept)
     check_plans(plans, len(pipe.model.blocks), guided)  # before memory is reserved for them
     guided = guided.with_decay([plan.guidance_decay for plan in plans])
     return Request(
@@ -62,7 +58,7 @@ def resolve(pipe: Pipeline, call: Call) -> Request:
         schedule,
         guided,
         sampling,
-        chosen,
+        method,
         plans,
         numbers.rng,
         numbers.method_rng,
@@ -70,8 +66,8 @@ def resolve(pipe: Pipeline, call: Call) -> Request:
         numbers.seeds,
         call.compute_mask,
         call.revise,
-        given=checked_given(call.given, pipe.model, schedule, len(prompts)),
-        selection_reason=asked.reason(situation),
+        prefix_codes=checked_prefix(call.prefix_codes, pipe.model, schedule, len(prompts)),
+        selection_reason=call.selection_reason,
         kept=kept,
     )
 

@@ -204,9 +204,9 @@ class ImageRng:
             generator.set_state(own)
 
     def only(self, images: Sequence[int]) -> ImageRng:
-        """The same numbers for some of the images."""
+        """Returns the same numbers for some images, in streams of their own."""
         rng = ImageRng((), torch.device("cpu"))
-        rng.generators = [self.generators[image] for image in images]
+        rng.generators = [copy_generator(self.generators[image]) for image in images]
         return rng
 
 
@@ -238,6 +238,14 @@ class SharedRng:
 
     def set_state(self, state: Sequence[Tensor]) -> None:
         self.generator.set_state(state[0])
+
+    def only(self, images: Sequence[int]) -> SharedRng:
+        """Returns the same numbers in a stream of its own."""
+        return SharedRng(copy_generator(self.generator))
+
+
+def copy_generator(generator: torch.Generator) -> torch.Generator:
+    return torch.Generator(generator.device).set_state(generator.get_state())
 
 
 Rewindable = ImageRng | SharedRng

@@ -1,104 +1,157 @@
-"""The JSON of a profile: written with a line for each entry, read with suspicion."""
+"""Strict JSON for dataclasses: files are read within limits, and values only come back as declared fields of declared types."""
 
 from __future__ import annotations
 
 import json
-import math
 import stat
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import ProfileError
-from .validation import is_number
+from .errors import NextscaleError, SettingError
+from .validation import is_finite
 
-LARGEST = 2**20  # bytes of a file, which has a few thousand
-LONGEST = 1000  # letters of a text in it
-MOST = 2**64  # pixels or cells of a side in it: areas of larger ones are too large for floats
+T = TypeVar("T")
 
-
-def written(content: dict[str, Any]) -> str:
-    """JSON with a line for each entry and each point."""
-
-    def line(value: object) -> str:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False)
-
-    def entry(name: str, value: Any) -> str:
-        points = name in ("points", "skipping") and value
-        return f" {line(name)}: " + ("[\n" + ",\n".join(f"  {line(point)}" for point in value) + "\n ]" if points else line(value))
-
-    return "{\n" + ",\n".join(entry(name, value) for name, value in content.items()) + "\n}\n"
+MAX_BYTES = 2**20
+MAX_DEPTH = 64
+TYPE = "type"  # key of a class name
 
 
-def read_json(path: Path) -> Any:
-    """Without numbers that are none, and without names that come twice."""
+def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
+    """Returns the content of a JSON file.
+
+    Raises:
+        ValueError: for files that are not regular or larger than `limit` bytes, and for what `parse_json` refuses.
+    """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe or a device may never end
-            raise ProfileError("it is no file")
-        if found.st_size > LARGEST:
-            raise ProfileError(f"it has {found.st_size} bytes, a profile at most {LARGEST}")
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant, object_pairs_hook=unique)
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device may never end
+            raise ValueError("it must be a regular file")
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
     except OSError as error:
-        raise ProfileError(f"it cannot be read ({error.strerror or error})") from error
+        raise ValueError(f"it cannot be read ({error.strerror or error})") from error
+    if len(content) > limit:
+        raise ValueError(f"it must have at most {limit} bytes")
+    return parse_json(content)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text. Raises ValueError for NaN, infinity, repeated keys and deep nesting."""
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode(), parse_constant=_refuse, object_pairs_hook=_unique)
+        _check_depth(value, MAX_DEPTH)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError among them
-        raise ProfileError(f"it is not JSON ({error})") from error
-
-
-def refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number")
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise ValueError(f"a name comes twice among {named(name for name, _ in pairs[:30])}")
-    return content
-
-
-def known_fields(kind: type, content: Any, where: str) -> dict[str, Any]:
-    """All fields of a dataclass, and no others."""
-    if not isinstance(content, dict):
-        raise ProfileError(f"{where} is {shortened(content)}; expected a JSON object")
-    names = {field.name for field in fields(kind)}
-    if missing := sorted(names - set(content)):
-        raise ProfileError(f"{where} lacks {', '.join(missing)}")
-    if unknown := sorted(set(content) - names):
-        raise ProfileError(f"{where} has {named(unknown[:8])}, which this version does not know")
-    return dict(content)
-
-
-def as_list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ProfileError(f"{where} is {shortened(value)}; expected a list")
+        raise ValueError(f"it is not valid JSON ({error})") from error
     return value
 
 
-def require_texts(holder: object, *names: str) -> None:
-    for name in names:
-        value = getattr(holder, name)
-        if not isinstance(value, str) or not value.strip() or len(value) > LONGEST or not value.isprintable():
-            raise ProfileError(f"{name} is {shortened(value)}; expected a line of text of at most {LONGEST} letters")
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is not a number")
 
 
-def require_numbers(holder: object, *names: str) -> None:
-    """Refuses what is no finite number; whole ones become floats."""
-    for name in names:
-        value = getattr(holder, name)
-        if not is_number(value) or abs(value) > 1e300 or not math.isfinite(value):
-            raise ProfileError(f"{name} is {shortened(value)}; expected a finite number")
-        object.__setattr__(holder, name, float(value))
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError(f"repeated keys among {listed(name for name, _ in pairs)}")
+    return content
 
 
-def named(names: Iterable[str]) -> str:
-    """Names of a file in a message, which shows what cannot be printed as its escape."""
-    return ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in (name[:40] for name in names))
+def _check_depth(value: Any, levels: int) -> None:
+    if not levels:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_depth(one, levels - 1)
+
+
+def from_plain(kind: type[T], value: Any, where: str, choices: Mapping[Any, tuple[type, ...]] | None = None) -> T:
+    """Returns a parsed JSON value as an instance of `kind`: a dataclass, number, text, Literal, or a tuple, set, dict or union of these.
+
+    Args:
+        where: name of the value in messages.
+        choices: the classes that stand for a protocol or a base class. A dataclass among several is told by its name under "type".
+
+    Raises:
+        ValueError: names the field that does not fit.
+    """
+    return _read(kind, value, where, choices or {})
+
+
+def _read(kind: Any, value: Any, where: str, choices: Mapping[Any, tuple[type, ...]]) -> Any:
+    if kind is Any or (kind in (int, str, bool, NoneType) and type(value) is kind):
+        return value
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind in choices or origin in (Union, UnionType):
+        options = choices.get(kind, inner)
+        if isinstance(value, dict) and (classes := [one for one in options if isinstance(one, type) and is_dataclass(one)]):
+            options = tuple(one for one in classes if value.get(TYPE, len(classes) == 1 and one.__name__) == one.__name__)
+        for option in options:
+            if len(options) == 1:
+                return _read(option, value, where, choices)
+            try:
+                return _read(option, value, where, choices)
+            except ValueError:
+                continue
+    elif isinstance(kind, type) and is_dataclass(kind):
+        if isinstance(value, dict):
+            return _build(kind, value, where, choices)
+    elif origin is Literal:
+        if any(type(value) is type(one) and value == one for one in inner):
+            return value
+    elif origin in (tuple, frozenset) and isinstance(value, list):
+        kinds = inner if origin is tuple and inner[-1] is not ... else inner[:1] * len(value)
+        if len(kinds) == len(value):
+            return origin(_read(one, item, f"{where}[{i}]", choices) for i, (one, item) in enumerate(zip(kinds, value, strict=True)))
+    elif origin is dict and isinstance(value, dict):
+        return {name: _read(inner[1], one, f"{where}.{name}", choices) for name, one in value.items()}
+    elif kind is float and is_finite(value):
+        return float(value)
+    known = " or ".join(getattr(one, "__name__", str(one)) for one in choices.get(kind, (kind,)))
+    raise ValueError(f"{where} must be {known}; got {shortened(value)}")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _build(kind: type, content: dict[str, Any], where: str, choices: Mapping[Any, tuple[type, ...]]) -> Any:
+    hints = _hints(kind)
+    given = {name: one for name, one in content.items() if name != TYPE}
+    needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
+    if content.get(TYPE, kind.__name__) != kind.__name__:
+        raise ValueError(f"{where} must be {kind.__name__}; got {shortened(content[TYPE])}")
+    if missing := sorted(needed - given.keys()):
+        raise ValueError(f"{where} lacks {listed(missing)}")
+    if unknown := sorted(given.keys() - hints.keys()):
+        raise ValueError(f"{where} has unknown fields {listed(unknown)}")
+    read = {name: _read(hints[name], one, f"{where}.{name}", choices) for name, one in given.items()}
+    try:
+        return kind(**read)
+    except (NextscaleError, TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def to_plain(value: Any) -> Any:
+    """Returns dataclasses, sets and tuples as values for JSON that `from_plain` reads back."""
+    if is_dataclass(value):
+        return {TYPE: type(value).__name__} | {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, frozenset | tuple | list):
+        return [to_plain(one) for one in (sorted(value) if isinstance(value, frozenset) else value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise SettingError(f"settings must be numbers, texts and known classes; got {shortened(value)}, which cannot be saved.")
+
+
+def listed(names: Any) -> str:
+    """Returns the first names of a file for a message; what cannot be printed is shown as its escape."""
+    return ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in (name[:40] for name in [*names][:8]))
 
 
 def shortened(value: object) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        return "nested too deeply"
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
@@ -89,6 +90,16 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"Schedule({' '.join(f'{h}x{w}' for h, w in self.sizes)})"
+
+
+def to_double(x: Tensor) -> Tensor:
+    """Returns x in float64; on an Apple GPU, which has none, in float32."""
+    return x.float() if x.device.type == "mps" else x.double()
+
+
+def resize_area(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resizes maps [B, C, h, w] by area. The CPU does it for Apple GPUs, whose pooling takes divisible sizes only (torch before 2.11)."""
+    return F.interpolate(x.cpu() if x.device.type == "mps" else x, size=size, mode="area").to(x.device)
 
 
 def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +29,10 @@ FAMILIES = (  # folders of SHARED whose models and methods are built
     "code_var",
 )
 
+SLOW = Path(__file__).with_name("slow.txt")  # folders, files and tests that `make test-fast` leaves out
+STUDIO = {"tests/serve/test_studio.py", "tests/serve/test_studio_access.py"}
+NEEDS = {"gpu": {"tests/gpu"}, "browser": STUDIO, "ray": {"tests/offline/test_ray.py"}}
+
 TENSORS_COMPARED = "tensors compared"  # a property of a test's report, which reaches the closing table from every process
 
 
@@ -38,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         metavar="DIR",
         help="replay every case folder below DIR; repeatable (default: ../shared/golden where it exists, and the project's own cases)",
+    )
+    parser.addoption(
+        "--write-slow",
+        type=float,
+        metavar="SECONDS",
+        help="write tests/slow.txt after a run of all tests: all but the fastest, which take SECONDS together in one process",
     )
 
 
@@ -56,6 +67,16 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("steady")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = {**NEEDS, "slow": set(SLOW.read_text().split())}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        file = test.partition("::")[0]
+        places = {test, file, *map(str, Path(file).parents)}
+        for name in (name for name, listed in marked.items() if places & listed):
+            item.add_marker(name)
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: full collections need not look at a million objects each time."""
     gc.collect()
@@ -67,6 +88,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if studio:
         terminalreporter.section("not tested")
         terminalreporter.write_line(f"the studio in a browser: {studio[0].longrepr[2].removeprefix('Skipped: ')}")
+    if seconds := terminalreporter.config.getoption("--write-slow"):
+        write_slow(terminalreporter, seconds)
     properties = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]
     compared = dict(sorted(found[TENSORS_COMPARED] for found in properties if TENSORS_COMPARED in found))
     if compared:
@@ -74,3 +97,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, count in compared.items():
             terminalreporter.write_line(f"{count:5d}  {name}")
         terminalreporter.write_line(f"{sum(compared.values()):5d}  in {len(compared)} cases")
+
+
+def write_slow(terminalreporter: pytest.TerminalReporter, seconds: float) -> None:
+    durations = Counter[str]()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        durations[getattr(report, "nodeid", "").partition("[")[0]] += getattr(report, "duration", 0.0)
+    slow = []
+    for test, duration in sorted(durations.items(), key=lambda pair: pair[1]):
+        seconds -= duration
+        slow += [test] if seconds < 0 else []
+    SLOW.write_text("\n".join(sorted(slow)) + "\n")

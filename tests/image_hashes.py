@@ -27,10 +27,10 @@ import torch
 
 import nextscale
 from nextscale import Pipeline
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from tests.helpers import tiny
 
-PREFIX = "given"  # the argument of a call that takes codes of the first stages
+PREFIX = "prefix_codes"  # the argument of a call that takes codes of the first stages
 FILE = Path(__file__).parent / "data" / "image_hashes.json"
 METHODS: tuple[str, ...] = (
     "dense",
@@ -138,7 +138,7 @@ def pair_hashes(family: str) -> Iterator[tuple[str, str]]:
     """CoDe, with other random weights of the same layout as the small model."""
     pipeline, spec = tiny.fresh_pipeline(family), tiny.SPECS[family]
     small = random_pipeline(replace(spec, name="small"), seed=1)
-    pipeline.refiners.known["small"] = Pipeline(small.model, pipeline.tokenizer, small.reader, small.settings, "small")
+    pipeline.partners.known["small"] = Pipeline(small.model, pipeline.tokenizer, small.reader, small.settings, "small")
     for method in ("code:refiner=small,draft=2", "code:refiner=small"):
         yield f"{family}, {method}", attempt(partial(pipeline, tiny.prompts(family, 2), seed=11, method=as_methods(method)))
 

@@ -20,7 +20,6 @@ from nextscale.models import Infinity
 from nextscale.text.words import FILE_NAME, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
 
-from .curves import plot_curves
 from .data import Pictures, read_pictures
 from .export import MODEL, TOKENIZER, write_bundle
 from .model import train_model
@@ -171,18 +170,6 @@ def bundle(
     check_parts(NANO_MODEL, coder, reader)
     size = write_bundle(network, coder, reader, out)
     typer.echo(f"{size / 1e6:.2f} MB: {out}")
-
-
-@app.command()
-def curve(
-    folder: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Folders of runs.", show_default=False)],
-    out: Annotated[Path, out_option("FILE", "The picture, such as an .svg file.")] = Path("curve.svg"),
-    force: Force = False,
-) -> None:
-    """Plot the loss curves of runs."""
-    require_writable([out], force)
-    plot_curves(folder, out)
-    typer.echo(str(out))
 
 
 def require_file_name(file: Path) -> None:

@@ -28,9 +28,8 @@ from .export import MODEL as WEIGHTS
 from .export import WORDS
 from .forcing import ForcedPass, forced_block, forced_pyramid
 from .model_settings import ModelTraining
-from .optim import Optimizers
-from .precision import MasterWeights
-from .run import Ema, learning_rate
+from .optim import MasterWeights, Optimizers
+from .run import Average, learning_rate
 
 EVALUATED_TOGETHER = 16  # pictures
 FIRST_TEMPERATURE = 4.0
@@ -80,7 +79,7 @@ class ModelTrainer:
             model.requires_grad_(True)
         self.weights = MasterWeights(model.to(device), torch.bfloat16 if device.type == "cuda" else torch.float32, Infinity.float32)
         self.model, self.working = self.weights.module, self.weights.working
-        self.average, self.average_words = Ema(self.model, settings.average), Ema(self.words.model, settings.average)
+        self.average, self.average_words = Average(self.model, settings.average), Average(self.words.model, settings.average)
         matrices, others = self._parameters()
         self.optimizers = Optimizers(matrices, others, settings.weight_decay)
         self.modules: dict[str, nn.Module] = {

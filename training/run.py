@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -15,11 +14,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from nextscale.errors import CheckpointError, NextscaleError, OutOfMemory, SettingError
 from nextscale.io import replacing, write_text
 
-STATE, CURVE, METRICS = "state.pt", "curve.jsonl", "metrics.json"
+from .curves import plot_curve
+
+STATE, CURVE, PLOT, METRICS = "state.pt", "curve.jsonl", "curve.svg", "metrics.json"
 Value = Tensor | float
 M = TypeVar("M", bound=nn.Module)
 
@@ -129,6 +131,7 @@ class Run:
         self.note({"step": self.step, "held_out": results})
         metrics = {"steps": self.step, "seconds": round(self.seconds, 1), **results}
         write_text(json.dumps(metrics, indent=2) + "\n", self.folder / METRICS)
+        plot_curve(read_lines(self.folder / CURVE), self.folder / PLOT)
 
     def save(self) -> None:
         self._flush(self.step)
@@ -193,21 +196,21 @@ def mean(values: Sequence[Value]) -> float | list[float]:
     return [round(value, 4) for value in found] if isinstance(found, list) else round(found, 6)
 
 
-class Ema(Generic[M]):
-    """A running average of a module's weights, which generates better images than the last ones."""
+class Average(AveragedModel, Generic[M]):
+    """Running average of a module's weights, which generates better images than the last ones."""
+
+    module: M
 
     def __init__(self, module: M, decay: float) -> None:
-        self.module: M = copy.deepcopy(module).float().requires_grad_(False).eval()
-        self.decay = decay
-        averages: list[Tensor] = list(self.module.parameters())
-        self._pairs = (averages, list(module.parameters()))
+        super().__init__(module)
+        self.requires_grad_(False).eval()
+        self.n_averaged.fill_(1)  # otherwise the first update copies the weights
+        self._decay, self._source = decay, [module]  # a list, so that the source is not a part of the average
 
-    @torch.no_grad()
     def update(self, step: int) -> None:
-        """The average is short at first, so that the initial weights are soon forgotten."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        averages, sources = self._pairs
-        torch._foreach_lerp_(averages, [source.detach().float() for source in sources], 1 - decay)  # all in a few launches
+        """Adds the present weights; the average is short at first, so that the initial weights are soon forgotten."""
+        self.multi_avg_fn = get_ema_multi_avg_fn(min(self._decay, (1 + step) / (10 + step)))
+        self.update_parameters(self._source[0])
 
 
 def learning_rate(progress: float, step: int, peak: float, warmup_steps: int = 100, floor: float = 0.02) -> float:

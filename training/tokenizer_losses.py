@@ -1,4 +1,4 @@
-"""The parts of the tokenizer's loss that are not distances of images: multi-scale quantisation, commitment and entropy.
+"""Losses of the tokenizer besides distances of images: multi-scale quantization, commitment, entropy, and a classifier of patches.
 
 Notation: z the encoder's map [B, bits, h, w]; the stages of a schedule quantise what is left of it, one after the other.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nextscale.stage import Schedule, Tokens
 from nextscale.tokenizers import InfinityTokenizer
 
+GROUPS, SLOPE = 8, 0.2  # of the classifier
 LEAST_PROBABILITY = 1e-6  # of a bit in a batch, for the logarithm
 
 
@@ -60,3 +62,28 @@ def entropy_penalty(rests: tuple[Tensor, ...], scale: float, diversity: float) -
         usual = probability.mean((0, 2, 3)).clamp(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)  # [bits]
         penalties.append(own.mean() - diversity * (torch.special.entr(usual) + torch.special.entr(1 - usual)).mean())
     return torch.stack(penalties).mean()
+
+
+class PatchDiscriminator(nn.Module):
+    """Classifier of patches (Isola et al., 2017): images [B, 3, H, W] to scores [B, 1, about H / 8, about W / 8], high for real ones."""
+
+    def __init__(self, channels: int = 64) -> None:
+        super().__init__()
+        widths = (channels, 2 * channels, 4 * channels)
+        layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, stride=2, padding=1), nn.LeakyReLU(SLOPE)]
+        for inner, outer in pairwise(widths):
+            layers += [nn.Conv2d(inner, outer, 4, stride=2, padding=1), nn.GroupNorm(GROUPS, outer), nn.LeakyReLU(SLOPE)]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, 3, padding=1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images).float()
+
+
+def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
+    """Hinge loss of the scores of both; zero once real ones are above 1 and reconstructed ones below -1."""
+    return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + fake).mean())
+
+
+def generator_loss(fake: Tensor) -> Tensor:
+    """Low where reconstructions score high."""
+    return -fake.mean()

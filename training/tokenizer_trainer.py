@@ -21,10 +21,17 @@ from nextscale.tokenizers.autoencoder import ResidualBlock
 from nextscale.tokenizers.layers import GroupNorm
 
 from .data import Pictures
-from .discriminator import PatchDiscriminator, discriminator_loss, generator_loss
 from .optim import BETAS
-from .run import Ema, learning_rate, set_learning_rate
-from .tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
+from .run import Average, learning_rate, set_learning_rate
+from .tokenizer_losses import (
+    PatchDiscriminator,
+    commitment,
+    discriminator_loss,
+    entropy_penalty,
+    generator_loss,
+    quantise,
+    straight_through,
+)
 from .tokenizer_settings import TokenizerTraining, square_schedule
 
 DISCRIMINATOR_RATE = 0.2  # share of the tokenizer's learning rate
@@ -66,7 +73,7 @@ class TokenizerTrainer:
         torch.manual_seed(settings.seed)
         self.settings, self.device, self.lpips = settings, device, lpips
         self.tokenizer = to_channels_last(InfinityTokenizer(settings.tokenizer).to(device), torch.channels_last)
-        self.average = Ema(self.tokenizer, settings.average)
+        self.average = Average(self.tokenizer, settings.average)
         if settings.compile:
             compile_blocks(self.tokenizer)
         self.modules: dict[str, nn.Module] = {"tokenizer": self.tokenizer, "average": self.average.module}

@@ -104,55 +104,51 @@ class Worker(Thread):
 
     def _attempt(self, tasks: Sequence[Task], images: int) -> Exception | None:
         """Returns the error of the batch, or None. Runs `images` images; those beyond the tasks are dropped."""
-        job, begun = tasks[0].job, time.monotonic()
+        job, begun, run = tasks[0].job, time.monotonic(), [*tasks, *[tasks[-1]] * (images - len(tasks))]
         waited = tuple(begun - task.queued for task in tasks)
+        results: list[GeneratedImage] = []
+        report = failure = None
         try:
-            reader, run = self._pipelines[job.model].reader, filled(tasks, images)
-            prompts = self._prompts(reader, [task.job.prompt for task in run])
-            output = self._pipelines[job.model](
+            pipeline = self._pipelines[job.model]
+            prompts = self._prompts(pipeline.reader, [task.job.prompt for task in run])
+            output = pipeline(
                 prompts,
                 seed=[task.seed for task in run],
-                negative=None if job.negative is None else self._prompts(reader, [task.job.negative for task in run]),
+                negative=None if job.negative is None else self._prompts(pipeline.reader, [task.job.negative for task in run]),
                 on_stage=StageWatcher(tasks, self._queue),
                 # graphs from the first request on: the shapes of eager requests depend on their texts
                 **(dict(job.settings) | ({"warmup": True} if self._same_images else {})),
             )
-            report = without_fillers(output.report, len(tasks), images)
-            results = generated(output, report, tasks, prompt_tokens(reader, prompts), waited)
+            without = without_fillers(output.report, len(tasks), images)
+            results = generated(output, without, tasks, prompt_tokens(pipeline.reader, prompts), waited)
+            report = without
         except Abandoned:
-            self._record(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited))
-            return None
+            pass
         except Exception as error:
-            self._failed(error, job, len(tasks))
-            kept = without_frames(error)
-            self._record(BatchRecord(job.model, len(tasks), time.monotonic() - begun, waited, error=kept))
-            return kept
+            self._log(error, job, len(tasks))
+            failure = without_frames(error)
         seconds = time.monotonic() - begun
-        self._throughput.add(len(tasks), seconds)
-        self._record(BatchRecord(job.model, len(tasks), seconds, waited, report))
-        for task, image in zip(tasks, results, strict=True):
+        if report is not None:
+            self._throughput.add(len(tasks), seconds)
+        try:
+            self._on_batch(BatchRecord(job.model, len(tasks), seconds, waited, report, failure))
+        except Exception as error:
+            log.error("a batch could not be recorded", exc_info=error)
+        for task, image in zip(tasks, results, strict=False):
             task.handle.deliver(task.position, image)
-        return None
+        return failure
 
     def _prompts(self, reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
         return read_alone(reader, prompts) if self._same_images else list(prompts)
 
-    def _record(self, record: BatchRecord) -> None:
-        try:
-            self._on_batch(record)
-        except Exception as error:
-            log.error("a batch could not be recorded", exc_info=error)
-
-    def _failed(self, error: Exception, job: Job, images: int) -> None:
+    def _log(self, error: Exception, job: Job, images: int) -> None:
         """Logs an error, with a traceback unless it is one of ours. Prompts are not logged."""
-        if isinstance(error, PromptError):
-            return
         if isinstance(error, NextscaleError):
-            log.warning("a batch of %d image(s) of %s failed: %s", images, job.model, error)
+            if not isinstance(error, PromptError):
+                log.warning("a batch of %d image(s) of %s failed: %s", images, job.model, error)
             return
         log.error("a batch of %d image(s) of %s failed", images, job.model, exc_info=error)
-        if isinstance(error, RuntimeError) and "CUDA error" in str(error):
-            self.broken = True
+        self.broken |= isinstance(error, RuntimeError) and "CUDA error" in str(error)
 
 
 class StageWatcher:
@@ -171,15 +167,13 @@ class StageWatcher:
         if not any(task.alive for task in self._tasks):
             raise Abandoned
         stage = preview.done.stage.index
-        rows = [row for row, task in enumerate(self._tasks) if self._wanted(task, stage)]
-        if rows:
-            for row, image in zip(rows, to_pil(decoded(preview, rows)), strict=True):
-                self._tasks[row].shown.add(stage)
-                self._tasks[row].handle.show(Partial(self._tasks[row].position, stage, image))
-
-    @staticmethod
-    def _wanted(task: Task, stage: int) -> bool:
-        return task.alive and stage in task.job.partial_stages and stage not in task.shown
+        shown = {row: task for row, task in enumerate(self._tasks) if task.alive and stage in task.job.partial_stages - task.shown}
+        if shown:
+            with torch.inference_mode():
+                pixels = preview.tokenizer.decode(preview.latent[list(shown)])
+            for task, image in zip(shown.values(), to_pil(pixels), strict=True):
+                task.shown.add(stage)
+                task.handle.show(Partial(task.position, stage, image))
 
     def _keep_in_step(self, latent: Tensor) -> None:
         """Lets the host launch at most one stage ahead of a GPU; otherwise all stages would be launched before any could be stopped."""
@@ -191,26 +185,12 @@ class StageWatcher:
         self._previous.record(torch.cuda.current_stream(latent.device))
 
 
-@torch.inference_mode()
-def decoded(preview: Any, rows: Sequence[int]) -> Tensor:
-    """Returns pixels [R, 3, H, W] of some images of the batch, decoded from the canvas of this stage."""
-    return preview.tokenizer.decode(preview.latent[list(rows)])
-
-
 def generated(output: Any, report: Report, tasks: Sequence[Task], lengths: Sequence[int], waited: Sequence[float]) -> list[GeneratedImage]:
     """Returns the images of the tasks. lengths: tokens per prompt. waited: seconds in the queue per task."""
-    masks = None if output.compute_mask is None else [stage.cpu() for stage in output.compute_mask]
+    masks = [None] * len(tasks) if output.compute_mask is None else list(zip(*(stage.cpu() for stage in output.compute_mask), strict=True))
     return [
-        GeneratedImage(
-            image,
-            task.seed,
-            report,
-            len(tasks),
-            lengths[row],
-            seconds,
-            None if masks is None else tuple(stage[row] for stage in masks),
-        )
-        for row, (image, task, seconds) in enumerate(zip(output.images[: len(tasks)], tasks, waited, strict=True))
+        GeneratedImage(image, task.seed, report, len(tasks), lengths[row], waited[row], masks[row])
+        for row, (image, task) in enumerate(zip(output.images, tasks, strict=False))
     ]
 
 
@@ -232,11 +212,6 @@ def without_frames(error: Exception) -> Exception:
         return OutOfMemory("memory ran out while images were shown: ask for fewer images, a smaller size or no partial images")
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
-
-
-def filled(tasks: Sequence[Task], images: int) -> list[Task]:
-    """Returns the tasks, filled up with copies of the last one."""
-    return [*tasks, *[tasks[-1]] * (images - len(tasks))]
 
 
 def read_alone(reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:

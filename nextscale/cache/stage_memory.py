@@ -4,36 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..stage import Rows, Tokens
+from ..errors import SettingError
+from ..stage import Rows, Tokens, resize_area
+from ..validation import require
 
 
 class StageMemory:
-    """Outputs of earlier stages, kept on their full grid under a name of the method's choice."""
+    """Stores full-grid outputs of earlier stages by key."""
 
     def __init__(self) -> None:
         self._maps: dict[Hashable, tuple[Tensor, tuple[int, int]]] = {}
 
     def store(self, key: Hashable, y: Tensor, tokens: Tokens) -> None:
-        if tokens.index is not None:
-            raise ValueError(f"memory {key!r} needs the whole grid of stage {tokens.stage.index}, not {tokens.num_tokens} of its tokens")
+        stage, count = tokens.stage, tokens.num_tokens
+        require(tokens.index is None, f"stage {stage.index}", f"run on all of its {stage.cells} cells, which a later stage reads", count)
         self._maps[key] = (tokens.on_grid(y)[0], tokens.stage.size)
 
     def stored(self, key: Hashable) -> tuple[Tensor, tuple[int, int]]:
-        """What is stored under `key`, [R, h * w, C], and the size of its grid."""
+        """Returns what is stored under `key`, [R, h * w, C], and the size of its grid."""
+        if key not in self._maps:
+            raise SettingError(f"outputs {key!r} of an earlier stage are missing, since another method skips it: skip other stages.")
         return self._maps[key]
 
     def fill(self, key: Hashable, tokens: Tokens) -> Tensor:
-        """What is stored under `key`, area-resized to the stage of `tokens` and gathered there: [R, N, C]."""
-        y, (height, width) = self._maps[key]
+        """Returns what is stored under `key`, area-resized to the stage of `tokens` and gathered there: [R, N, C]."""
+        y, (height, width) = self.stored(key)
         grid = y.transpose(1, 2).unflatten(2, (height, width))
-        resized = F.interpolate(grid, size=tokens.stage.size, mode="area")
+        resized = resize_area(grid, tokens.stage.size)
         return tokens.gather(resized.flatten(2).transpose(1, 2))
 
     def copy(self) -> StageMemory:
-        """Another memory with the same tensors."""
+        """Returns another memory with the same tensors."""
         memory = StageMemory()
         memory._maps = dict(self._maps)
         return memory

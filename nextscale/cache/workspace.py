@@ -47,9 +47,9 @@ WIDEST = torch.complex128  # 16 bytes, the most that a thread of a GPU reads or 
 def copy_wide(target: Tensor, source: Tensor) -> None:
     """Copies source to target, of the same dtype, in elements of 16 bytes where both consist of such.
 
-    Rows that are not side by side torch copies element by element, and those of half precision have 2 bytes.
+    Rows that are not side by side torch copies element by element, and those of half precision have 2 bytes. Apple GPUs have no such dtype.
     """
-    if all(map(in_widest, (target, source))):
+    if target.device.type != "mps" and in_widest(target) and in_widest(source):
         target, source = target.view(WIDEST), source.view(WIDEST)
     target.copy_(source)
 

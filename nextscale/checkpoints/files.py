@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..serialization import read_json
 from .layout import Layout, Shape, listed, matches_any, published_key
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt"})
 INDEX_SUFFIX = ".index.json"
-LARGEST_JSON = 2**20  # bytes
 DOWNLOAD_AGAIN = "Download it again and compare its size with the published one."
 
 
@@ -114,20 +113,12 @@ def shard_names(index: Path) -> list[str]:
 
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the JSON object of a small file. Raises CheckpointError for anything else."""
-    if not os.path.isfile(file):  # a pipe would never end
-        raise CheckpointError(f"{file} is not a file. Fetch it again, or remove it to read the weights without it.")
     try:
-        with file.open("rb") as opened:
-            content = opened.read(LARGEST_JSON + 1)
-        if len(content) > LARGEST_JSON:
-            raise CheckpointError(f"{file} must have at most {LARGEST_JSON} bytes; it has more. Fetch it again.")
-        found = json.loads(content)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}). Check its permissions.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON. Fetch it again.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} must hold a JSON object; got a {type(found).__name__}. Fetch it again.")
+        found = read_json(file)
+        if not isinstance(found, dict):
+            raise ValueError(f"it must hold a JSON object; got a {type(found).__name__}")
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}. Download it again, or check its permissions.") from error
     return found
 
 

@@ -39,8 +39,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where one published tensor goes: these rows of this parameter of ours. `shape` is the published shape."""
+class PublishedTensor:
+    """The place of one published tensor: these rows of this parameter of ours. `shape` is the published shape."""
 
     parameter: str
     rows: slice
@@ -49,7 +49,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What keeps a checkpoint from fitting a module; false when it fits. `misshaped` maps a key to (shape in the file, shape expected)."""
+    """The differences between a checkpoint and a module; false if there are none. `misshaped`: key to (shape found, shape expected)."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -59,67 +59,60 @@ class Mismatch:
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def lines(self) -> list[str]:
-        """One line of text for each kind of problem."""
+        """Returns one line of text for each kind of problem."""
         shapes = [f"{key} (file {list(found)}, expected {list(expected)})" for key, (found, expected) in self.misshaped.items()]
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "mis-shaped": shapes}
         return [f"{kind} ({len(names)}): {listed(names)}" for kind, names in kinds.items() if names]
 
 
-def published_slots(module: nn.Module, layout: Layout) -> dict[str, Slot]:
-    """Published key -> slot, for every parameter of `module` (which may be on the meta device)."""
-    slots: dict[str, Slot] = {}
+def published_tensors(module: nn.Module, layout: Layout) -> dict[str, PublishedTensor]:
+    """Returns the place of every published tensor of `module` (which may be on the meta device) by its key."""
+    found: dict[str, PublishedTensor] = {}
     for parameter, tensor in module.state_dict().items():
-        for key, slot in _parameter_slots(parameter, tuple(tensor.shape), layout):
-            if key in slots:
-                raise ValueError(f"The layout names both {slots[key].parameter} and {parameter} {key!r}; published keys must be unique.")
-            slots[key] = slot
-    return slots
+        for key, place in _published(parameter, tuple(tensor.shape), layout):
+            if key in found:
+                raise ValueError(f"The layout names both {found[key].parameter} and {parameter} {key!r}; published keys must be unique.")
+            found[key] = place
+    return found
 
 
-def _parameter_slots(parameter: str, shape: Shape, layout: Layout) -> Iterator[tuple[str, Slot]]:
-    names, published_shape = _publication(parameter, layout)
+def _published(parameter: str, shape: Shape, layout: Layout) -> Iterator[tuple[str, PublishedTensor]]:
+    names, published_shape = [parameter], None
+    for rule in layout.rules:
+        if match := re.fullmatch(rule.pattern, parameter):
+            names, published_shape = [match.expand(name) if isinstance(name, str) else name(match) for name in rule.names], rule.shape
+            break
     rows, *rest = shape or (1,)
     if rows % len(names) or (not shape and len(names) > 1):
         raise ValueError(f"The layout cuts {parameter} {list(shape)} into {len(names)} parts; its rows must be a multiple of that.")
     part_rows = rows // len(names)
     part_shape = (part_rows, *rest) if shape else ()
-    slot_shape = published_shape(part_shape) if published_shape else part_shape
-    if prod(slot_shape) != prod(part_shape):
-        raise ValueError(f"The layout reshapes {parameter} {list(part_shape)} to {list(slot_shape)}; both must have as many elements.")
+    own_shape = published_shape(part_shape) if published_shape else part_shape
+    if prod(own_shape) != prod(part_shape):
+        raise ValueError(f"The layout reshapes {parameter} {list(part_shape)} to {list(own_shape)}; both must have as many elements.")
     for part, name in enumerate(names):
-        yield name, Slot(parameter, slice(part * part_rows, (part + 1) * part_rows), slot_shape)
+        yield layout.prefix + name, PublishedTensor(parameter, slice(part * part_rows, (part + 1) * part_rows), own_shape)
 
 
-def _publication(parameter: str, layout: Layout) -> tuple[list[str], Callable[[Shape], Shape] | None]:
-    for rule in layout.rules:
-        if match := re.fullmatch(rule.pattern, parameter):
-            names = [match.expand(name) if isinstance(name, str) else name(match) for name in rule.names]
-            return [layout.prefix + name for name in names], rule.shape
-    return [layout.prefix + parameter], None
+def check(wanted: Mapping[str, PublishedTensor], shapes: Mapping[str, Shape], layout: Layout) -> Mismatch:
+    """Compares the tensors of a module with the shapes in a file."""
 
+    def is_misshaped(key: str, found: Shape, expected: Shape) -> bool:
+        if found and expected and matches_any(key, layout.cut_rows):
+            return found[1:] != expected[1:] or found[0] < expected[0]
+        return found != expected
 
-def check(slots: Mapping[str, Slot], shapes: Mapping[str, Shape], layout: Layout) -> Mismatch:
-    """Compares what a module takes with what a file has."""
+    both = {key: (shapes[key], place.shape) for key, place in wanted.items() if key in shapes}
     return Mismatch(
-        missing=tuple(key for key in slots if key not in shapes and not matches_any(key, layout.zero_if_absent)),
-        unexpected=tuple(key for key in shapes if key not in slots and not matches_any(key, layout.ignored)),
-        misshaped={
-            key: (shapes[key], slot.shape)
-            for key, slot in slots.items()
-            if key in shapes and not _shape_fits(shapes[key], slot.shape, can_cut=matches_any(key, layout.cut_rows))
-        },
+        missing=tuple(key for key in wanted if key not in shapes and not matches_any(key, layout.zero_if_absent)),
+        unexpected=tuple(key for key in shapes if key not in wanted and not matches_any(key, layout.ignored)),
+        misshaped={key: pair for key, pair in both.items() if is_misshaped(key, *pair)},
     )
 
 
-def fits(slots: Mapping[str, Slot], shapes: Mapping[str, Shape], layout: Layout) -> bool:
-    """Whether a file with these shapes fills the module exactly."""
-    return not check(slots, shapes, layout)
-
-
-def _shape_fits(found: Shape, expected: Shape, can_cut: bool) -> bool:
-    if can_cut and found and expected:
-        return found[1:] == expected[1:] and found[0] >= expected[0]
-    return found == expected
+def fits(wanted: Mapping[str, PublishedTensor], shapes: Mapping[str, Shape], layout: Layout) -> bool:
+    """Returns True if a file with these shapes fills the module exactly."""
+    return not check(wanted, shapes, layout)
 
 
 def published_key(stored_key: str, layout: Layout) -> str:

@@ -28,11 +28,11 @@ def convert(
 
     Writes HART's settings, which its tensors do not contain, into a file beside it.
     """
-    from ..loading.conversion import Conversion
+    from ..loading.load import convert_weights, converted_files
     from ..loading.presets import model_spec
 
-    conversion = Conversion.plan(model_spec(model), source, target, is_model=part == "model")
-    require_writable([target, *conversion.settings], force)
-    tensors = conversion.run(torch_dtype(dtype))
+    spec = model_spec(model)
+    require_writable(converted_files(spec, target), force)
+    tensors = convert_weights(spec, source, target, part == "model", torch_dtype(dtype))
     typer.echo(f"{target}: {tensors} tensors, {target.stat().st_size / 2**20:.1f} MiB")
     show_next(f"nextscale generate -m {model} --{'weights' if part == 'model' else part} {target} PROMPT")

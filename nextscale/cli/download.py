@@ -25,7 +25,7 @@ def download(
     Skips existing files and continues interrupted downloads. Replaces files in FOLDER whose content differs from the hub's.
     Reads HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
     """
-    from ..loading.fetch import download_model
+    from ..loading.load import download_model
 
     found = download_model(model, to, convert, offline)
     if not found:

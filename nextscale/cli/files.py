@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
+import os
 import re
 import tempfile
 import unicodedata
@@ -80,8 +81,11 @@ def require_writable(files: Sequence[Path], force: bool) -> None:
         raise SettingError(f"{named(twice)} would be written twice. Give the files different names.")
     if folders := [file for file in files if file.is_dir()]:
         raise SettingError(f"cannot write {named(folders)}: a folder has that name. Choose another name.")
-    if blocked := [folder for folder in {file.parent for file in files} if folder.exists() and not folder.is_dir()]:
+    existing = list(dict.fromkeys(next(folder for folder in file.absolute().parents if os.path.lexists(folder)) for file in files))
+    if blocked := [folder for folder in existing if not folder.is_dir()]:
         raise SettingError(f"cannot write into {named(blocked)}: it is a file. Give a folder.")
+    if read_only := [folder for folder in existing if not os.access(folder, os.W_OK | os.X_OK)]:
+        raise SettingError(f"cannot write into {named(read_only)}: it is read-only. Give another folder.")
     if not force and (taken := [file for file in files if file.exists()]):
         raise SettingError(f"{named(taken)} exists already. Choose another name, or pass --force.")
 

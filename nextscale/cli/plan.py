@@ -52,10 +52,9 @@ def plan(
 ) -> None:
     """Show the cost and memory of a method, without weights and without running it."""
     from ..guidance import ResolvedGuidance, resolve_guidance
-    from ..loading.artifacts import encoder_bytes
-    from ..loading.beside import local_weights, rank_table_of
+    from ..loading.artifacts import encoder_bytes, local_weights, rank_table_of
+    from ..loading.load import without_weights
     from ..loading.presets import model_spec
-    from ..loading.without_weights import without_weights
     from ..planning.cost import Workload
 
     spec, chosen = model_spec(model), parse.parse_methods(method)
@@ -79,9 +78,8 @@ def forecast(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float, text_encoder: int
 ) -> dict[str, Any]:
     """Returns what the command prints, as plain values. `text_encoder`: bytes of its weights."""
-    from ..collaborate import pair_cost, pair_memory
     from ..generate import check_cache
-    from ..methods.code import CoDe
+    from ..methods.code import CoDe, pair_cost, pair_memory
     from ..methods.method import DENSE
     from ..planning.cost import request_cost
     from ..planning.memory import ASSUMED_KEPT, request_memory, reserved_bytes, reserved_cache
@@ -101,8 +99,10 @@ def forecast(
         if draft < len(schedule):
             planned = pair_cost(model, refiner, workload, draft)
             parts.append((refiner, (DENSE,) * len(schedule), (DENSE,) * len(schedule)))
-    cells = [(stage.keys, same.keys) for stage, same in zip(planned.stages, dense.stages, strict=True) if not stage.stage.last]
-    encoding = peak.weights + text_encoder
+    pairs = list(zip(planned.stages, dense.stages, strict=True))
+    early = [(stage.keys, same.keys) for stage, same in pairs if not stage.stage.last]
+    room = [reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts]
+    kept = [reserved_cache(one, schedule, own, workload.images, rows).kept_bytes for one, own, _ in parts]
     return {
         "model": name,
         "method": method.label,
@@ -110,23 +110,21 @@ def forecast(
         "guided": workload.guided,
         "keep_ratio": keep_ratio if method.data_dependent else None,
         "text_tokens": workload.text_tokens,
-        "stages": [stage_facts(stage, same) for stage, same in zip(planned.stages, dense.stages, strict=True)],
+        "stages": [stage_facts(stage, same) for stage, same in pairs],
         "dense": cost_facts(dense),
         "planned": cost_facts(planned),
         "share": planned.share(dense),
-        "key_share": sum(kept for kept, _ in cells) / sum(whole for _, whole in cells) if cells else None,
+        "key_share": sum(own for own, _ in early) / sum(whole for _, whole in early) if early else None,
         "memory": {  # bytes
-            "reserved": max(
-                reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts
-            ),  # of the KV cache before a request starts, text included
-            "dense": model.cache_spec(schedule, rows).kept_bytes,  # of it, read by later stages
-            "planned": max(reserved_cache(one, schedule, own, workload.images, rows).kept_bytes for one, own, _ in parts),
-            "method_peak": asdict(peak) | {"peak": peak.peak},  # with what was reserved
+            "reserved": max(room),  # of the KV cache before a request starts, text included
+            "planned": max(kept),  # of it, read by later stages
+            "dense": model.cache_spec(schedule, rows).kept_bytes,
+            "method_peak": asdict(peak) | {"peak": peak.peak},
             "dense_peak": asdict(dense_peak) | {"peak": dense_peak.peak},
             "text_encoder": text_encoder,  # its weights, in none of the peaks
-            "encoding": encoding,  # all weights, while a prompt is encoded
-            "resident_peak": peak.peak + text_encoder,  # where the text encoder stays on the GPU
-            "offloaded_peak": max(peak.peak, encoding),  # where it is there only while it encodes
+            "encoding": peak.weights + text_encoder,  # all weights, while a prompt is encoded
+            "resident_peak": peak.peak + text_encoder,  # if the text encoder stays on the GPU
+            "offloaded_peak": max(peak.peak, peak.weights + text_encoder),  # if it is there only while it encodes
         },
     }
 
@@ -135,38 +133,28 @@ def refiner_of(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: CoDe, schedule: Schedule
 ) -> tuple[str, NextScaleModel]:
     """Returns CoDe's smaller model. Raises SettingError if none fits."""
-    from ..collaborate import Half, partner_name, require_pair
+    from ..loading.load import without_weights
     from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
-    from ..loading.without_weights import without_weights
+    from ..methods.code import Partner, partner_name, require_pair
 
     partner = partner_name(spec.name, method.refiner, smaller_models(spec))
     require_shared_tokenizer(spec, model_spec(partner))
     refiner, its_tokenizer = without_weights(model_spec(partner), model.dtype, model.quantize)
-    require_pair(Half(spec.name, model, tokenizer), Half(partner, refiner, its_tokenizer))
+    require_pair(Partner(spec.name, model, tokenizer), Partner(partner, refiner, its_tokenizer))
     refiner.check_schedule(schedule)
     return partner, refiner
 
 
 def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:
     stage = planned.stage
-    return {
-        "index": stage.index,
-        "height": stage.height,
-        "width": stage.width,
-        "cells": stage.cells,
-        "skipped": planned.skipped,
-        "tokens": planned.tokens,
-        "computed": planned.computed,
-        "rows": planned.rows,
-        "key_share": None if stage.last else planned.keys / dense.keys,  # nothing reads the last stage's keys again
-        "dense": dense.total,
-        "planned": planned.total,
-        "share": planned.share(dense),
-    }
+    facts = {name: getattr(stage, name) for name in ("index", "height", "width", "cells")}
+    facts |= {name: getattr(planned, name) for name in ("skipped", "tokens", "computed", "rows")}
+    keys = None if stage.last else planned.keys / dense.keys  # nothing reads the last stage's keys again
+    return facts | {"key_share": keys, "dense": dense.total, "planned": planned.total, "share": planned.share(dense)}
 
 
 def cost_facts(cost: RequestCost) -> dict[str, int]:
-    return {"linear": cost.linear, "attention": cost.attention, "head": cost.head, "total": cost.total}
+    return {name: getattr(cost, name) for name in ("linear", "attention", "head", "total")}
 
 
 def show(facts: dict[str, Any]) -> None:
@@ -202,29 +190,20 @@ def show(facts: dict[str, Any]) -> None:
 
 def stage_table(facts: dict[str, Any]) -> Table:
     table = plain_table("stage", "grid", "tokens", "computed", "rows", "keys", "dense", "planned", "share", left=("stage",))
-    for stage in facts["stages"]:
+    sums = {name: sum(stage[name] for stage in facts["stages"]) for name in ("cells", "computed", "dense", "planned")}
+    total = sums | {name: facts[name] for name in ("share", "key_share")}
+    for stage in (*facts["stages"], total):
+        one = "index" in stage
         table.add_row(
-            str(stage["index"]),
-            f"{stage['width']}x{stage['height']}",
+            str(stage["index"]) if one else "all",
+            f"{stage['width']}x{stage['height']}" if one else "",
             str(stage["cells"]),
-            "skipped" if stage["skipped"] else str(round(stage["computed"])),
-            str(stage["rows"]),
+            "skipped" if stage.get("skipped") else str(round(stage["computed"])),
+            str(stage.get("rows", "")),
             "" if stage["key_share"] is None else percent(stage["key_share"]),
-            short(stage["dense"]),
-            short(stage["planned"]),
+            *map(short, (stage["dense"], stage["planned"])),
             percent(stage["share"]),
         )
-    table.add_row(
-        "all",
-        "",
-        str(sum(stage["cells"] for stage in facts["stages"])),
-        str(round(sum(stage["computed"] for stage in facts["stages"]))),
-        "",
-        "" if facts["key_share"] is None else percent(facts["key_share"]),
-        short(facts["dense"]["total"]),
-        short(facts["planned"]["total"]),
-        percent(facts["share"]),
-    )
     return table
 
 

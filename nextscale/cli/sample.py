@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
+import re
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ..methods import Method
     from ..offline.plan import Batch as PlannedBatch
     from ..offline.prompts import SamplePrompt
-    from ..offline.sampler import Done, OnImages
     from ..pipeline import Pipeline
     from ..stage import Schedule
 
@@ -84,13 +84,7 @@ class RunOptions:
 
 
 def sample(
-    *,
-    model: ModelOptions,
-    method: Methods = None,
-    image: ImageOptions,
-    sampling: SamplingOptions,
-    batch: Batch = 8,
-    run: RunOptions,
+    *, model: ModelOptions, method: Methods = None, image: ImageOptions, sampling: SamplingOptions, batch: Batch = 8, run: RunOptions
 ) -> None:
     """Generate the images of a prompt file into a folder, one file and one manifest line each.
 
@@ -111,34 +105,37 @@ def sample(
     arguments, chosen = {}, {}
     for one in {one.schedule: one for one in batches}.values():
         resolved = model.resolved(acceleration, one.schedule, one.images)
-        if acceleration.chooses:
+        if resolved != acceleration:
             chosen[one.pictures[0].stages] = resolved.label
         arguments = sampling.call_arguments(model.spec, one.schedule)
     out = run.out or default_out("samples")
     if out.exists() and not out.is_dir():
         raise SettingError(f"--out must be a folder; {out} is a file.")
-    total = sum(len(one.pictures) for one in shard.part(batches))
-    with stopping(out), working_folder(out, shard) as work, progress_of(total) as on_images, warnings_as_notes():
-        about = described(model, sampling, acceleration.label, run.random_weights)
-        store = Store(out, work, shard, about, versions(None if ray else model.torch_device, batch), chosen)
+    with stopping(out), working_folder(out, shard) as work, image_bar() as progress, warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: typer.echo(f"note: {message}", err=True)  # without the line of code
+        task = progress.add_task("generating", total=sum(len(one.pictures) for one in shard.part(batches)))
+        settings = described(model, sampling, acceleration.label, method, run.random_weights)
+        store = Store(out, work, shard, settings, versions(None if ray else model.torch_device, batch), chosen)
         load = partial(random, model) if run.random_weights else partial(model.load, **sampling.loading)
-        call = {**arguments, "method": acceleration}
-        if ray is None:
-            done = generate_missing(load, call, batches, store, on_images)
-        else:
-            done = sample_on_ray(load, call, batches, store, ray, on_images)
+        run_all = generate_missing if ray is None else partial(sample_on_ray, ray_settings=ray)
+        done = run_all(load, {**arguments, "method": acceleration}, batches, store, on_images=partial(progress.advance, task))
         if shard.count > 1:
             store.read(batches)  # other shards may have begun meanwhile, with other settings
-    show(done, out)
+    speed = "" if done.images_per_second is None else f", {done.images_per_second:.2f} images/s after the first batch, files included"
+    kept = f"; {done.there} kept" if done.there else ""
+    typer.echo(f"{done.written} {'image' if done.written == 1 else 'images'} written to {out}{speed}{kept}")
+    show_next(f"nextscale evaluate {out} --real FOLDER  # FID against real images")
 
 
 def require_known_actors(model: ModelOptions, ray: RaySettings, method: Method) -> None:
     """Raises SettingError for settings that other machines of a cluster may understand differently."""
+    from ..methods.auto import Auto
+
     if model.device not in (None, "cpu"):
         raise SettingError(f"--device must be cpu or left out with --ray, which assigns GPUs to its actors; got {model.device}.")
     if ray.address != LOCAL and model.dtype is None:
         raise SettingError("--dtype is required on a cluster, whose devices may differ from those here. For GPUs pass --dtype bfloat16.")
-    if ray.address != LOCAL and method.chooses:
+    if ray.address != LOCAL and isinstance(method, Auto):
         raise SettingError(f"--method {method.label} depends on the machine, and a cluster may have several kinds. Name the method itself.")
 
 
@@ -155,7 +152,7 @@ def on_own_gpu(model: ModelOptions) -> ModelOptions:
 def random(model: ModelOptions) -> Pipeline:
     """Returns a pipeline with random weights."""
     from ..device import choose_dtype
-    from ..loading.random_weights import random_pipeline
+    from ..loading.load import random_pipeline
 
     if model.weights or model.tokenizer or model.text_encoder or model.offload_text:
         raise SettingError("--random-weights reads no files. Leave out --weights, --tokenizer, --text-encoder and --offload-text.")
@@ -164,20 +161,43 @@ def random(model: ModelOptions) -> Pipeline:
     return random_pipeline(model.spec, device=device, dtype=dtype, quantize=model.quantize, kv_dtype=model.kv_dtype)
 
 
-def described(model: ModelOptions, sampling: SamplingOptions, method: str, random_weights: bool) -> dict[str, Any]:
-    """Returns what images depend on besides prompt and seed, as plain values. Files are compared by name, without their folder."""
-    files = {"weights": model.weights, "tokenizer": model.tokenizer, "text_encoder": model.text_encoder}
-    settings = {
+def described(
+    model: ModelOptions, sampling: SamplingOptions, label: str, method: Sequence[str] | None, random_weights: bool
+) -> dict[str, Any]:
+    """Returns what images depend on besides prompt and seed, as plain values. Files are compared by name and content."""
+    names = ("weights", "tokenizer", "text_encoder")
+    files = {name: named_with_content(given) for name in names if (given := getattr(model, name)) is not None}
+    tables = [named_with_content(file) for file in re.findall(r"[^\s=,{}\[\]]+\.json", " ".join(method or ()))]
+    types = {name: value for name in ("quantize", "kv_dtype") if (value := getattr(model, name)) is not None}
+    return {
         "model": model.model,
-        **{name: Path(value).name for name, value in files.items() if value is not None},
+        **files,
         **({"weights": "random"} if random_weights else {}),
-        "method": method,
+        "method": label,
+        **({"method_files": tables} if tables else {}),
         "dtype": model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32"),
-        **{name: value for name, value in {"quantize": model.quantize, "kv_dtype": model.kv_dtype}.items() if value is not None},
+        **types,
         **sampling.changes,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain
+
+
+def named_with_content(given: str | Path) -> str:
+    """Returns the name of a file or folder of weights with a digest of sizes and samples of the content, at most 4 MiB per file."""
+    from ..checkpoints.files import WEIGHT_SUFFIXES
+    from ..io import expanded
+
+    path = expanded(given)
+    if not path.exists():  # a repository of the hub
+        return str(given)
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in WEIGHT_SUFFIXES and file.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}".encode())
+        with file.open("rb") as content:
+            for number in range(64):
+                content.seek(max(size - 2**16, 0) * number // 63)
+                digest.update(content.read(2**16))
+    return f"{path.name} ({digest.hexdigest()[:12]})"
 
 
 def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
@@ -208,26 +228,3 @@ def stopping(out: Path) -> Iterator[None]:
     finally:
         if handled:
             signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def progress_of(total: int) -> Iterator[OnImages]:
-    with image_bar() as progress:
-        task = progress.add_task("generating", total=total)
-        yield lambda images: progress.advance(task, images)
-
-
-@contextmanager
-def warnings_as_notes() -> Iterator[None]:
-    """Prints warnings without the line of code that they come from."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: typer.echo(f"note: {message}", err=True)
-        yield
-
-
-def show(done: Done, out: Path) -> None:
-    rate = done.images_per_second
-    speed = "" if rate is None else f", {rate:.2f} images/s after the first batch, files included"
-    kept = f"; {done.there} kept" if done.there else ""
-    typer.echo(f"{done.written} {'image' if done.written == 1 else 'images'} written to {out}{speed}{kept}")
-    show_next(f"nextscale evaluate {out} --real FOLDER  # FID against real images")

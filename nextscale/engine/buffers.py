@@ -165,24 +165,6 @@ def rewind(rngs: Sequence[StaticRng], to: Sequence[int]) -> None:
         rng.rewind(position)
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredRng:
-    """The numbers of some images of a batch, whose places [K] a replay reads."""
-
-    rng: StaticRng
-    images: Tensor
-    batch: int
-
-    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self.rng.exponential((self.batch, *shape[1:]), device)[self.images]
-
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self.rng.uniform((self.batch, *shape[1:]), device)[self.images]
-
-    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self.rng.normal((self.batch, *shape[1:]), device)[self.images]
-
-
 def _placed(stage: Sequence[NoiseBuffer], shared: Tensor) -> Iterator[NoiseBuffer]:
     """The same buffers one after the other in `shared`."""
     start = 0

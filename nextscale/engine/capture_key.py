@@ -22,7 +22,7 @@ class CaptureKey:
     sampling: Sampling
     method: Method
     text: int  # room for this number of text tokens
-    given: tuple[int, ...] = ()  # dimensions of the codes of each given stage: code numbers [B, N] or mixtures [B, N, Z]
+    prefix_codes: tuple[int, ...] = ()  # dimensions of the codes of each given stage: code numbers [B, N] or mixtures [B, N, Z]
     kept: float = 1.0  # of the cells of a stage, for which there is memory where the method is data-dependent
 
     @classmethod
@@ -30,8 +30,8 @@ class CaptureKey:
         """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
         text = text_bucket(request.text_tokens) if reads_text else 0
         kept = request.kept if request.method.data_dependent else 1.0
-        given = tuple(codes.ndim for codes in request.given)
-        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, given, kept)
+        prefix = tuple(codes.ndim for codes in request.prefix_codes)
+        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, prefix, kept)
 
     def serves(self, other: CaptureKey) -> bool:
         """Whether a capture for this one can run the other, of shorter prompts, fewer images or images that keep fewer tokens."""

@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import OutOfMemory
-from ..methods.code import CoDe
 from ..models.base import NextScaleModel
 from ..planning.memory import reserved_bytes
-from ..request import Request, as_sampled
+from ..request import Request
 from ..sampling import ImageRng
 from ..tokenizers.base import Tokenizer
 from ..validation import is_hashable
@@ -94,6 +93,10 @@ class Captures:
 
     def __len__(self) -> int:
         return len(self._captures)
+
+    @property
+    def graphs(self) -> int:
+        return sum(kept.request.graphs for kept in self._captures.values())
 
     @property
     def budget(self) -> int:
@@ -288,14 +291,10 @@ def obstacle(device: torch.device, request: Request) -> str | None:
     """Why such requests cannot be captured; None where they can."""
     if not graphs_run_on(device):
         return f"graphs are captured on a GPU; this model is on {device}: use engine='eager' there"
-    if isinstance(request.method, CoDe):
-        return "CoDe runs requests of two models, which are captured one by one: leave out warmup(), and call the pipeline with warmup=True"
-    if request.compute_mask or request.revise is not as_sampled:
+    if request.compute_mask or request.revise is not None:
         return "compute_mask and revise need the host between stages and cannot be captured: leave them out of warmup"
     if request.rng is request.method_rng and request.method.data_dependent and request.sampling.refine is not None:
         return "one generator for image and method is used in an order that depends on the image: give whole numbers as seeds"
-    if request.seeds is None and request.method.routes_images:
-        return "one generator for all images gives groups of them other numbers than the batch: give whole numbers as seeds"
     if not request.method.capturable:
         return f"{request.method.label} reads from the device between stages and cannot be captured: calls with it run eagerly"
     if not is_hashable(request.method):

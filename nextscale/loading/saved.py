@@ -4,196 +4,199 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
-
-import torch
+from typing import Any, Literal
 
 from ..checkpoints import write_weights
 from ..checkpoints.files import read_object
-from ..device import DTYPES, check_quantize, choose_device, choose_dtype, choose_kv_dtype
+from ..device import DTYPES
 from ..errors import CheckpointError, SettingError
+from ..guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
 from ..io import write_text
 from ..methods.stagevar_ranks import rank_file, write_rank_table
-from ..models.base import KvDtype
-from ..models.quantization import Quantize
 from ..models.var import ClassConfig
 from ..pipeline import Pipeline, Settings
+from ..schedules import InfinitySchedules, Schedules, SquareSchedules
+from ..serialization import from_plain, to_plain
 from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEncoder
 from ..text.files import is_hub_name
 from ..text.prompts import ClassReader, EncoderOpener, TextReader
 from ..text.words import FILE_NAME as WORDS
-from .load import assemble, load, prompt_reader, released_spec
-from .plain_values import from_plain, to_plain
-from .presets import ModelConfig, ModelSpec, Source, TextSource, TokenizerConfig, build_model, build_tokenizer
+from .load import load
+from .presets import (
+    MODEL_CLASSES,
+    TOKENIZER_CLASSES,
+    Embedded,
+    ModelConfig,
+    ModelSpec,
+    TextSource,
+    TokenizerConfig,
+    build_on_meta,
+    check_size,
+)
 
 INDEX, MODEL, TOKENIZER = "nextscale.json", "model.safetensors", "tokenizer.safetensors"
-PROFILES = ("profile*.json", "*.profile.json")  # of tuning: beside the weights that they were measured with
-FORMAT = 1
+PROFILES = ("profile*.json", "*.profile.json")
+FORMAT = 2
+FORMAT_1_NAMES = {"SquareBook": "SquareSchedules", "InfinityBook": "InfinitySchedules", "forbidden": "suppressed_codes"}
 ENCODERS: dict[str, Any] = {"T5Encoder": T5Encoder, "QwenEncoder": QwenEncoder, "ClipEncoder": ClipEncoder, "words": WordTextEncoder.load}
-NOWHERE = Source("", "")  # a saved part comes with its folder
+REPAIR = "Save the pipeline again."
+
+
+@dataclass(frozen=True)
+class EncoderEntry:
+    kind: Literal["T5Encoder", "QwenEncoder", "ClipEncoder", "words"]
+    source: str
+    reads_empty: bool
+
+
+@dataclass(frozen=True)
+class Index:
+    """The content of a folder's nextscale.json."""
+
+    name: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    settings: Settings
+    text_encoder: EncoderEntry | None  # None for classes
+
+    @classmethod
+    def from_plain(cls, content: dict[str, Any], where: str) -> Index:
+        """Raises ValueError for unknown classes and fields, and for sizes that no model has or that do not go together."""
+        choices: Mapping[Any, tuple[type, ...]] = {
+            ModelConfig: tuple(MODEL_CLASSES),
+            TokenizerConfig: tuple(TOKENIZER_CLASSES),
+            Schedules: (SquareSchedules, InfinitySchedules),
+            Guidance: (ConstantGuidance, RampGuidance, StageGuidance),
+        }
+        index = from_plain(cls, content, where, choices)
+        for part in (index.model, index.tokenizer, index.settings.schedules):
+            for name, value in vars(part).items():
+                check_size(name, value)
+        if (index.text_encoder is None) != isinstance(index.model, ClassConfig):
+            raise ValueError("text_encoder must be null for models of classes, and for no others")
+        try:
+            if index.model.dim % index.model.heads:
+                raise ValueError(f"model.dim must be a multiple of model.heads; got {index.model.dim} and {index.model.heads}")
+            build_on_meta(index.spec(Path()))  # takes 0.1 s for the largest model
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{index.model} with {index.tokenizer} cannot be built ({error})") from error
+        return index
+
+    def spec(self, folder: Path) -> ModelSpec:
+        files = [Embedded(str(folder / file)) for file in (MODEL, TOKENIZER)]
+        entry = self.text_encoder
+        source = None if entry is None else TextSource(entry.source, ENCODERS[entry.kind], entry.reads_empty)
+        return ModelSpec(self.name, self.model, self.tokenizer, self.settings, files[0], files[1], source)
 
 
 class Pretrained:
-    """What a pipeline's `from_pretrained` and `save_pretrained` do."""
+    """The implementation of a pipeline's `from_pretrained` and `save_pretrained`."""
 
     def load(self, source: str | Path, **options: Any) -> Pipeline:
         folder = Path(source).expanduser()
         if folder.is_dir():
             return load_saved(folder, **options)
         if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
-            raise CheckpointError(f"{source} is not a folder. Pass one that save_pretrained wrote, or the name of a model")
+            raise CheckpointError(f"{source} is not a folder. Pass one that save_pretrained wrote, or the name of a model.")
         return load(source, **options)
 
     def save(self, pipeline: Pipeline, folder: str | Path) -> Path:
         return save(pipeline, Path(folder).expanduser())
 
 
-# --- writing
-
-
 def save(pipeline: Pipeline, folder: Path) -> Path:
-    """The index is written last and taken away first: a folder that has one is whole."""
+    """Writes the index last and removes it first, so that a folder with an index is complete."""
+    model: Any = pipeline.model
+    tokenizer: Any = pipeline.tokenizer
     if folder.exists() and not folder.is_dir():
-        raise SettingError(f"{folder} is a file: give a folder")
-    if pipeline.model.quantize is not None:
+        raise SettingError(f"the target must be a folder; got the file {folder}.")
+    if model.quantize is not None:
         raise SettingError(
-            f"these weights were quantised to {pipeline.model.quantize} when they were loaded, and cannot be saved: save the pipeline"
-            " loaded without quantize, and give quantize to from_pretrained"
+            f"the model must not be quantized; got {model.quantize}. Save the pipeline loaded without quantize, and pass "
+            "quantize to from_pretrained."
         )
-    index = {
-        "format": FORMAT,
-        "name": pipeline.name,
-        "dtype": str(pipeline.model.dtype).removeprefix("torch."),
-        "model": to_plain(pipeline.model.config),
-        "tokenizer": to_plain(pipeline.tokenizer.config),
-        "settings": to_plain(pipeline.settings),
-        "text_encoder": encoder_entry(pipeline.reader),
-    }
+    dtype: Any = str(model.dtype).removeprefix("torch.")
+    index = Index(pipeline.name, dtype, model.config, tokenizer.config, pipeline.settings, encoder_entry(pipeline.reader))
+    content = {field.name: to_plain(getattr(index, field.name)) for field in fields(index)}
+    try:
+        Index.from_plain(content, "the pipeline")
+    except ValueError as error:
+        raise SettingError(f"a pipeline must consist of classes of nextscale to be saved: {error}.") from error
     beside = pipeline.weights_folder
     profiles = {profile for pattern in PROFILES for profile in beside.glob(pattern)} if beside else set()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INDEX).unlink(missing_ok=True)
-    write_weights(pipeline.model, folder / MODEL, pipeline.model.layout, dtype=None)
-    write_weights(pipeline.tokenizer, folder / TOKENIZER, pipeline.tokenizer.layout, dtype=None)
-    if isinstance(pipeline.reader, TextReader) and index["text_encoder"]["kind"] == "words":
-        encoder = pipeline.reader.encoder
-        assert isinstance(encoder, WordTextEncoder)
-        encoder.save(folder / WORDS)
+    write_weights(model, folder / MODEL, model.layout, dtype=None)
+    write_weights(tokenizer, folder / TOKENIZER, tokenizer.layout, dtype=None)
+    if isinstance(pipeline.reader, TextReader) and index.text_encoder is not None and index.text_encoder.kind == "words":
+        pipeline.reader.encoder.save(folder / WORDS)  # type: ignore[attr-defined]
     for profile in profiles:
         if profile.resolve().parent != folder.resolve():
             shutil.copyfile(profile, folder / profile.name)
     ranks = rank_file(folder / MODEL)
-    if pipeline.model.rank_table is None:
+    if model.rank_table is None:
         ranks.unlink(missing_ok=True)  # of a model that was saved here before
     else:
-        write_rank_table(pipeline.model.rank_table, ranks)
-    write_text(json.dumps(index, indent=2) + "\n", folder / INDEX)
+        write_rank_table(model.rank_table, ranks)
+    write_text(json.dumps({"format": FORMAT} | content, indent=2) + "\n", folder / INDEX)
     return folder
 
 
-def encoder_entry(reader: object) -> dict[str, Any] | None:
-    """How prompts are read: None for classes."""
+def encoder_entry(reader: object) -> EncoderEntry | None:
     if isinstance(reader, ClassReader):
         return None
     assert isinstance(reader, TextReader)
     opener = reader.open_encoder
+    kind: Any
     if isinstance(opener, EncoderOpener) and opener.source is not None and not reader.is_open:
-        return {"kind": opener.kind, "source": portable(opener.source), "reads_empty": reader.reads_empty}
-    encoder = reader.encoder
-    if isinstance(encoder, WordTextEncoder):
-        return {"kind": "words", "source": WORDS, "reads_empty": reader.reads_empty}
-    if isinstance(encoder, TextEncoder) and type(encoder).__name__ in ENCODERS:
-        return {"kind": type(encoder).__name__, "source": portable(encoder.source), "reads_empty": reader.reads_empty}
-    raise SettingError(f"a {type(encoder).__name__} cannot be saved: load the model with a folder or a hub name as text_encoder")
+        kind, source = opener.kind, opener.source
+    elif isinstance(reader.encoder, WordTextEncoder):
+        return EncoderEntry("words", WORDS, reader.reads_empty)
+    elif isinstance(reader.encoder, TextEncoder) and type(reader.encoder).__name__ in ENCODERS:
+        kind, source = type(reader.encoder).__name__, reader.encoder.source
+    else:
+        raise SettingError(
+            f"the text encoder must be one of {', '.join(ENCODERS)} to be saved; got {type(reader.encoder).__name__}. Load the model "
+            "with a folder or a hub name as text_encoder."
+        )
+    return EncoderEntry(kind, str(source) if is_hub_name(source) else str(Path(source).expanduser().resolve()), reader.reads_empty)
 
 
-def portable(source: str | Path) -> str:
-    """A hub name as it is, a folder by its whole path."""
-    return str(source) if is_hub_name(source) else str(Path(source).expanduser().resolve())
+def load_saved(folder: Path, *, text_encoder: Any = None, dtype: Any = None, **options: Any) -> Pipeline:
+    """Returns the pipeline of a folder that `save` wrote, by default in the dtype that it was saved in."""
+    index = read_index(folder)
+    if index.text_encoder is not None and text_encoder is None:
+        text_encoder = folder / WORDS if index.text_encoder.kind == "words" else index.text_encoder.source
+    saved_dtype = next(known for known in DTYPES if str(known) == f"torch.{index.dtype}")
+    return load(index.spec(folder), text_encoder=text_encoder, dtype=dtype or saved_dtype, **options)
 
 
-# --- reading
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What the index of a folder says."""
-
-    spec: ModelSpec
-    dtype: torch.dtype
-    encoder: str | None  # where its files are; None for classes
-
-
-def load_saved(
-    folder: Path,
-    *,
-    text_encoder: Any = None,
-    offload_text: bool = False,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    quantize: Quantize | None = None,
-    kv_dtype: KvDtype | None = None,
-    as_released: bool = False,
-    engine: Any = None,
-    graph_memory: int | None = None,
-    download: bool = True,
-) -> Pipeline:
-    saved = read_index(folder)
-    spec = released_spec(saved.spec) if as_released else saved.spec
-    device = choose_device(device)
-    reader = prompt_reader(spec, text_encoder or saved.encoder, device, offload_text, download)
-    dtype, kv_dtype = choose_dtype(dtype or saved.dtype, device), choose_kv_dtype(kv_dtype)
-    quantize = check_quantize(quantize, device, dtype)
-    pipeline = assemble(spec, folder / MODEL, folder / TOKENIZER, reader, device, dtype, quantize, engine, graph_memory)
-    pipeline.model.kv_dtype = kv_dtype
-    return pipeline
-
-
-def read_index(folder: Path) -> Saved:
+def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.exists():
-        raise CheckpointError(f"{folder} has no {INDEX}: it is no folder that save_pretrained wrote, or writing it was interrupted")
-    index = read_object(path)
-    if index.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has the format {index.get('format')!r}; this version of nextscale reads {FORMAT}")
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+        raise CheckpointError(f"{folder} has no {INDEX}: save_pretrained did not write it, or was interrupted. {REPAIR}")
+    content = read_object(path)
+    if (format := content.pop("format", None)) not in (1, FORMAT):
+        raise CheckpointError(f"{path}: format must be 1 or {FORMAT}; got {format!r}. {REPAIR}")
     try:
-        model, tokenizer, settings = (from_plain(index.get(key), f"{path}: {key}") for key in ("model", "tokenizer", "settings"))
-    except RecursionError as error:
-        raise CheckpointError(f"{path} is nested too deeply. Save the pipeline again") from error
-    expected = ((model, get_args(ModelConfig)), (tokenizer, get_args(TokenizerConfig)), (settings, (Settings,)))
-    dtype = index.get("dtype")
-    if any(not isinstance(found, kinds) for found, kinds in expected) or not isinstance(dtype, str) or dtype not in dtypes:
-        raise CheckpointError(f"{path} does not describe a model, a tokenizer, settings and a dtype. Save the pipeline again")
-    check_buildable(path, model, tokenizer)
-    source, encoder = text_source(index.get("text_encoder"), folder)
-    if (source is None) != isinstance(model, ClassConfig):
-        raise CheckpointError(f"{path}: text_encoder must be null exactly for models of classes; got {encoder!r}. Save the pipeline again")
-    spec = ModelSpec(str(index.get("name")), model, tokenizer, settings, NOWHERE, NOWHERE, source)
-    return Saved(spec, dtypes[dtype], encoder)
+        return Index.from_plain(upgraded(content) if format == 1 else content, "index")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}. {REPAIR}") from error
 
 
-def check_buildable(path: Path, model: ModelConfig, tokenizer: TokenizerConfig) -> None:
-    """Raises CheckpointError for sizes that do not go together, such as fewer blocks than chunks. Takes 0.1 s for the largest model."""
-    if model.dim % model.heads:
-        raise CheckpointError(f"{path}: model.dim must be a multiple of model.heads; got {model.dim} and {model.heads}")
-    builders: tuple[tuple[Any, Any], ...] = ((build_model, model), (build_tokenizer, tokenizer))
-    for build, config in builders:
-        try:
-            with torch.device("meta"):
-                build(config)
-        except (ArithmeticError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{path}: {config} cannot be built ({error}). Save the pipeline again") from error
-
-
-def text_source(entry: object, folder: Path) -> tuple[TextSource | None, str | None]:
-    match entry:
-        case None:
-            return None, None
-        case {"kind": "words"}:
-            return TextSource(str(folder / WORDS), WordTextEncoder.load), str(folder / WORDS)
-        case {"kind": str(kind), "source": str(source), "reads_empty": bool(reads_empty)} if kind in ENCODERS:
-            return TextSource(source, ENCODERS[kind], reads_empty), source
-    raise CheckpointError(f"{folder / INDEX}: text_encoder is {entry!r}; expected one of the kinds {', '.join(ENCODERS)}")
+def upgraded(value: Any) -> Any:
+    """Returns values of format 1, which had other names and tagged sets, as those of format 2."""
+    match value:
+        case {"type": "set", "values": values}:
+            return values
+        case dict():
+            renamed = {FORMAT_1_NAMES.get(name, name): upgraded(one) for name, one in value.items()}
+            kind = renamed.get("type")
+            return renamed | ({"type": FORMAT_1_NAMES[kind]} if isinstance(kind, str) and kind in FORMAT_1_NAMES else {})
+        case list():
+            return [upgraded(one) for one in value]
+    return value

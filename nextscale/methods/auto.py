@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from ..report import hardware_name
@@ -30,7 +30,8 @@ class Auto(Method):
     ms: at most this number of milliseconds per image, as near to dense images as that allows; only on the machine of the profile.
     """
 
-    chooses: ClassVar[bool] = True
+    exclusive = frozenset({"alone"})
+
     speedup: float | None = None
     lpips: float | None = None
     ms: float | None = None
@@ -48,19 +49,17 @@ class Auto(Method):
     def _targets(self) -> dict[str, float]:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
-    def settle(self, situation: SelectionContext) -> Method:
-        """Takes the point for this situation; while the size is not known it stays open, and some profile has to meet the target."""
-        if situation.schedule is None:
-            self._require_possible(situation)
-            return self
-        return self._point(fitting_profile(situation), situation).as_method()
-
-    def reason(self, situation: SelectionContext) -> str | None:
-        profile = fitting_profile(situation)
-        return f"{self.label}: {self._point(profile, situation).label} in the profile of {profile.described}"
+    def resolve(self, context: SelectionContext) -> tuple[Method, str | None]:
+        """Takes the point for this context; while the size is not known it stays open, and some profile has to meet the target."""
+        if context.schedule is None:
+            self._require_possible(context)
+            return self, None
+        profile = fitting_profile(context)
+        point = self._point(profile, context)
+        return point.as_method(), f"{self.label}: {point.label} in the profile of {profile.described}"
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        raise SettingError(f"{self.label} stands for no method before it is settled: call `settle` with what is known of the request")
+        raise SettingError(f"{self.label} stands for no method before it is resolved: call `resolve` with what is known of the request")
 
     def point_of(self, profile: MeasuredProfile) -> MeasuredPoint:
         """The point of a profile that meets the target, wherever that was measured."""

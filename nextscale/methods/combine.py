@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import copy
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,13 +14,11 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
-from .code import CoDe
-from .method import Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
+from .method import Method, MethodRun, Plans, Restored, RunSetup, StagePlan, TokenCounts
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
-    from .selection import SelectionContext
 
 
 def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
@@ -35,8 +35,14 @@ def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None
 
 
 def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -> None:
-    """Raises SettingError unless the spans of a method, planned `alone`, read the same stages when all methods run together."""
+    """Raises SettingError unless a method, planned `alone`, reads and observes the same stages when all methods run together."""
     for stage, plan in enumerate(alone):
+        observed = [earlier for earlier in range(stage) if alone[earlier].observed]
+        if plan.num_tokens and not together[stage].skip and observed and all(together[earlier].skip for earlier in observed):
+            raise SettingError(
+                f"these methods cannot be combined: stage {stage} chooses cells by stages {observed[0]} to {observed[-1]}, which all are"
+                " skipped; skip others, or choose one of the methods"
+            )
         for span in () if together[stage].skip else plan.spans:
             for name in span.needs:
                 expected, found = source(alone, stage, name), source(together, stage, name)
@@ -54,9 +60,17 @@ def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -
                 )
 
 
+KINDS = {
+    "tokens": "reduces whole stages",
+    "cache": "keeps keys and values its own way",
+    "images": "chooses stages for each image",
+}
+"""What only one of several methods may do: see `Method.exclusive`."""
+
+
 @dataclass(frozen=True)
 class Combined(Method):
-    """Several methods at once.
+    """Several methods in one run.
 
     Skipping stages or dropping a cfg branch combines with everything, and one method may reduce whole stages in which another has spans.
     Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs, and so is one that skips a
@@ -64,18 +78,14 @@ class Combined(Method):
     """
 
     methods: tuple[Method, ...]
-    reduces_stages: bool = field(init=False, repr=False)
-    own_cache: bool = field(init=False, repr=False)
-    routes_images: bool = field(init=False, repr=False)
+    exclusive: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if choosing := [method.label for method in self.methods if method.chooses]:
-            raise SettingError(f"{choosing[0]} chooses whole methods, combined ones among them: use it alone")
-        if any(isinstance(method, CoDe) for method in self.methods):
-            raise SettingError("CoDe runs two models one after the other and cannot be combined with other methods: use it alone")
-        object.__setattr__(self, "reduces_stages", any(method.reduces_stages for method in self.methods))
-        object.__setattr__(self, "own_cache", any(method.own_cache for method in self.methods))
-        object.__setattr__(self, "routes_images", any(method.routes_images for method in self.methods))
+        if alone := [method.label for method in self.methods if "alone" in method.exclusive]:
+            raise SettingError(f"{alone[0]} cannot be combined with other methods: use it alone")
+        every = (method.methods if isinstance(method, Combined) else (method,) for method in self.methods)
+        object.__setattr__(self, "methods", tuple(chain.from_iterable(every)))
+        object.__setattr__(self, "exclusive", frozenset().union(*(method.exclusive for method in self.methods)))
 
     @property
     def label(self) -> str:
@@ -89,107 +99,70 @@ class Combined(Method):
     def capturable(self) -> bool:
         return all(method.capturable for method in self.methods)
 
-    def settle(self, situation: SelectionContext) -> Method:
-        return Combined(tuple(method.settle(situation) for method in self.methods))
-
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        self._require_one("reduces whole stages", [method for method in self.methods if method.reduces_stages])
-        self._require_one("keeps keys and values its own way", [method for method in self.methods if method.own_cache])
-        self._require_one("routes images", [method for method in self.methods if method.routes_images])
-        self._require_stateless_beside_routes()
+        self._require_compatible()
         forecasts = [method.forecast(model, schedule, guided, kept) for method in self.methods]
         together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
         for alone in forecasts:
             require_sources(alone, together)
         return together
 
-    def _require_one(self, what: str, methods: Sequence[Method]) -> None:
-        if len(methods) > 1:
-            names = " and ".join(type(method).__name__ for method in methods)
-            raise SettingError(f"these methods cannot be combined: each of {names} {what}; choose one of them")
-
-    def _require_stateless_beside_routes(self) -> None:
-        of_all = [method for method in self.methods if method.reduces_stages or method.data_dependent]
-        if self.routes_images and of_all:
-            names = " and ".join(type(method).__name__ for method in self.methods if method.routes_images or method in of_all)
+    def _require_compatible(self) -> None:
+        for kind, reason in KINDS.items():
+            several = [type(method).__name__ for method in self.methods if kind in method.exclusive]
+            if len(several) > 1:
+                raise SettingError(f"these methods cannot be combined: each of {' and '.join(several)} {reason}; choose one of them")
+        if "images" in self.exclusive and ("tokens" in self.exclusive or self.data_dependent):
+            names = [type(one).__name__ for one in self.methods if one.data_dependent or one.exclusive & {"images", "tokens"}]
             raise SettingError(
-                f"these methods cannot be combined: {names}: one goes on with some images of a batch, and the other has a state of all"
+                f"these methods cannot be combined: {' and '.join(names)}: one chooses stages for each image, and the other has a state of"
+                " the whole batch; choose one of them"
             )
 
     def start(self, setup: RunSetup) -> MethodRun:
-        return CombinedRun(self.methods, tuple(method.start(setup) for method in self.methods))
+        own_cache = [number for number, method in enumerate(self.methods) if "cache" in method.exclusive]
+        return CombinedRun(tuple(method.start(setup) for method in self.methods), own_cache[0] if own_cache else None)
 
 
 @dataclass(frozen=True)
 class CombinedRun(MethodRun):
-    """One run of each method. Each sees the tokens that the ones before it have kept, and restores them in the reverse order."""
+    """One run of each method. Each selects among the tokens that the ones before it have kept, and restores them in the reverse order."""
 
-    methods: tuple[Method, ...]
     runs: tuple[MethodRun, ...]
+    own_cache: int | None  # position of the run that has a cache of its own
 
-    def fork(self) -> MethodRun:
-        return CombinedRun(self.methods, tuple(run.fork() for run in self.runs))
+    def __copy__(self) -> CombinedRun:
+        return CombinedRun(tuple(map(copy.copy, self.runs)), self.own_cache)
 
-    @property
-    def _router(self) -> int:
-        """The place of the one that routes images; any other routes none."""
-        return next((place for place, method in enumerate(self.methods) if method.routes_images), 0)
-
-    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        return self.runs[self._router].routing_inputs(stage, canvas)
-
-    def route(self, inputs: Tensor) -> Sequence[int]:
-        return self.runs[self._router].route(inputs)
-
-    def routes(self) -> Sequence[MethodRun]:
-        router = self._router
-        return [
-            CombinedRun(self.methods, tuple(own if place == router else run.fork() for place, run in enumerate(self.runs)))
-            for own in self.runs[router].routes()
-        ]
-
-    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Returns the counts of the one that reduces stages. All are called, since a run may prepare the stage here."""
-        counts = [run.count_tokens(stage, canvas) for run in self.runs]
+    def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Returns the counts of the run that reduces stages. All are called, since a run may prepare the stage here."""
+        counts = [run.count(stage, canvas) for run in self.runs]
         return next((count for count in counts if count is not None), None)
 
-    def set_counts(self, counts: TokenCounts) -> None:
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
         for run in self.runs:
-            run.set_counts(counts)
-
-    def packs(self, planned: StagePlan) -> bool:
-        return any(run.packs(planned) for run in self.runs)
-
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        for run in self.runs:
-            planned = run.plan(planned, stage, canvas)
+            planned = run.plan(stage, planned, counts)
         return planned
 
-    def state_tensors(self) -> list[Tensor]:
-        return [tensor for run in self.runs for tensor in run.state_tensors()]
-
-    def constants(self) -> Collection[object]:
-        return [run.constants() for run in self.runs]
-
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         for run in self.runs:
-            x, tokens = run.reduce(x, tokens)
-        return x, tokens
+            tokens = run.select_tokens(x, tokens)
+        return tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         for run in self.runs:
             run.observe(layer, before, after, tokens)
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
+        source = None
         for run in reversed(self.runs):
-            out, tokens = run.restore(out, tokens)
-        return out, tokens
-
-    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        for run in reversed(self.runs):
-            x, tokens = run.restore_hidden(x, tokens)
-        return x, tokens
+            logits, tokens, own = run.restore(logits, tokens)
+            source = source if own is None else own
+        return Restored(logits, tokens, source)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        own = (run for method, run in zip(self.methods, self.runs, strict=True) if method.own_cache)
-        return next(own, MethodRun()).layer_cache(spec, workspace)
+        run = MethodRun() if self.own_cache is None else self.runs[self.own_cache]
+        return run.layer_cache(spec, workspace)
+
+    def state(self) -> list[Tensor]:
+        return [tensor for run in self.runs for tensor in run.state()]

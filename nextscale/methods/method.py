@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -30,25 +29,32 @@ Plans = tuple["StagePlan", ...]
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What a method knows when a request starts."""
+    """The request that a run serves."""
 
     model: NextScaleModel
     schedule: Schedule
     batch: int
-    rng: Rng  # random numbers for methods: using them changes nothing of what the image is sampled with
+    rng: Rng  # random numbers for methods; drawing them does not change the image's own
     plans: Plans  # the request's forecast, with all methods that run together
     guided: bool = True  # unconditional rows run beside the conditional ones
-    own_cache: bool = False  # one of the methods keeps keys and values its own way, which takes padded rows
-    given: int = 0  # first stages whose codes are given: all their cells are computed
+    constants: list[object] = field(default_factory=list)  # tensors shared by requests; a run adds them so that captured graphs keep them
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """What the host knows of the tokens that the images of a data-dependent stage keep; a bucket size where graphs are captured."""
+    """Tokens that the images of a data-dependent stage keep: numbers that the host has read, or the size of a captured graph."""
 
     fewest: int  # of an image
     most: int
     total: int  # of all images
+
+
+class Restored(NamedTuple):
+    """Logits after a method has added those of tokens that were not computed."""
+
+    logits: Tensor  # [B, N, ...]
+    tokens: Tokens
+    source: Tensor | None = None  # [B, N], the computed token whose logits each token takes; None: each its own
 
 
 class Span(Protocol):
@@ -187,15 +193,13 @@ DENSE = StagePlan()
 
 
 class Method:
-    """Settings of a method: a value, nothing else. The base class is dense generation.
+    """Settings of a method. The base class is dense generation; subclasses are frozen dataclasses.
 
-    `forecast` says what every stage will do, `start` begins one request. Subclasses are frozen dataclasses.
+    `exclusive` names what only one method of a request may change: "tokens" (runs override `select_tokens`), "cache" (runs override
+    `layer_cache`), "images" (images of a batch run different stages), or "alone" (combines with no other method).
     """
 
-    chooses: ClassVar[bool] = False  # True: `settle` puts another method in its place, and it combines with none
-    reduces_stages: bool = False  # True: its runs change `reduce`
-    routes_images: bool = False  # True: its runs change `routing_inputs`, `route` and `routes`
-    own_cache: bool = False  # True: its runs change `layer_cache`
+    exclusive: frozenset[str] = frozenset()
 
     def __eq__(self, other: object) -> bool:
         """All objects of this class are equal; subclasses are dataclasses and compare their settings."""
@@ -214,24 +218,16 @@ class Method:
 
     @property
     def data_dependent(self) -> bool:
-        """Whether the number of tokens that a stage runs depends on what the stages before it have generated."""
+        """True if the number of tokens that a stage runs depends on the image."""
         return False
 
     @property
     def capturable(self) -> bool:
-        """Whether CUDA graphs can stand for its runs: the host reads nothing but the results of `count_tokens` and `routing_inputs`."""
+        """True if CUDA graphs can replay its runs: the host reads nothing but the results of `count`."""
         return True
 
-    def settle(self, situation: SelectionContext) -> Method:
-        """Returns the method that runs such a request: this one, except where it chooses. SettingError where it finds none."""
-        return self
-
-    def reason(self, situation: SelectionContext) -> str | None:
-        """Returns why `settle` chose what it did; None where there was nothing to choose."""
-        return None
-
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        """Returns the plans of all stages as far as they are known before a request; what does not fit raises SettingError.
+        """Returns the plans of all stages as far as they are known before a request. Raises SettingError if the settings do not fit.
 
         guided: unconditional rows run beside the conditional ones. kept: the share of cells that is assumed to be computed where that is
         data-dependent.
@@ -239,78 +235,45 @@ class Method:
         return (DENSE,) * len(schedule)
 
     def start(self, setup: RunSetup) -> MethodRun:
-        """Begins one request. What does not fit this request raises SettingError."""
+        """Begins one request. Raises SettingError if the method does not fit it."""
         return MethodRun()
+
+    def resolve(self, context: SelectionContext) -> tuple[Method, str | None]:
+        """Returns the method that runs such a request, and the reason if it was selected. Raises SettingError if there is none."""
+        return self, None
 
 
 class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
-    At each stage generation calls, in this order: `routing_inputs` and `route`, `count_tokens` and `set_counts` (where the method is
-    `data_dependent`), `plan`, `reduce`, `observe` after every tapped block, `restore`, and at the last stage of a model with residuals
-    `restore_hidden`. At a stage whose codes are given `reduce` is not called, and `restore` only for methods that reduce stages.
+    At each stage generation calls, in this order: `count`, `plan`, `select_tokens`, `observe` after every observed block, and `restore`.
+    A stage whose codes are given computes all cells: `select_tokens` is not called, and `restore` only for methods exclusive in "tokens".
+    Captured graphs copy a run with `copy.copy`.
     """
 
-    def fork(self) -> MethodRun:
-        """Returns another run that goes on from here, with the same tensors."""
-        return copy.copy(self)
-
-    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Before a stage, returns the numbers [B, ...] by which images are routed, on the device; None where all go on together."""
+    def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Returns the number of tokens that each image keeps, [B] on the device; None if it is known. Called for skipped stages too."""
         return None
 
-    def route(self, inputs: Tensor) -> Sequence[int]:
-        """Returns for every image which of the `routes` it takes, from what the host has read of `routing_inputs`."""
-        return [0] * inputs.shape[0]
-
-    def routes(self) -> Sequence[MethodRun]:
-        """Returns the runs with which images go on after they were routed, each in a group of its own. They are known beforehand."""
-        return [self]
-
-    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Returns how many tokens the stage computes for each image, [B], on the device; None where that is not data-dependent."""
-        return None
-
-    def set_counts(self, counts: TokenCounts) -> None:
-        """Takes what the host has read of `count_tokens`, or a bucket size above it."""
-
-    def packs(self, planned: StagePlan) -> bool:
-        """Returns whether a data-dependent stage with this forecast packs its rows, so that it pays for the total of the counts.
-
-        It then returns plans with `packed` and tokens with a `packing` of that size. Otherwise rows are padded to the largest count.
-        """
-        return False
-
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        """Returns what the stage will do: its forecast `planned`, or that completed by what is known now."""
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
+        """Returns the forecast `planned`, completed by `counts`: those that the host has read, or the size of a captured graph."""
         return planned
 
-    def state_tensors(self) -> list[Tensor]:
-        """Returns the tensors that a run carries from stage to stage. Their shapes do not depend on how many tokens were computed."""
-        return []
-
-    def constants(self) -> Collection[object]:
-        """Returns what it reads and no stage has made, such as masks that requests share: captured graphs hold it as long as they live."""
-        return ()
-
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Keeps all tokens or some of them, before the first block."""
-        return x, tokens
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+        """Returns the tokens of the images, or of all rows, that enter the first block. x [R, cells, C] has all cells."""
+        return tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        """Sees the input and the output of a tapped block, both as `tokens` lie: `tokens.unpack` gives padded rows [R, N, C] always."""
+        """Sees the input and the output of an observed block. `tokens.unpack` turns packed rows into padded rows [R, N, C]."""
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """May add logits for tokens that were left out, after guidance."""
-        return out, tokens
-
-    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """May add hidden states [R, N, C] for tokens that were left out; `tokens` are those of one cfg branch.
-
-        Called at the last stage of HART, whose diffusion then completes the codes that these tokens have sampled for themselves.
-        """
-        return x, tokens
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
+        """Adds logits of tokens that were not computed, after guidance. HART's hidden states follow `source`."""
+        return Restored(logits, tokens)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         """Returns the cache of one layer's keys and values."""
         return plain_cache(spec, workspace)
+
+    def state(self) -> list[Tensor]:
+        """Returns the tensors that a run carries from stage to stage. Their shapes must not depend on the number of computed tokens."""
+        return []

@@ -59,9 +59,8 @@ def method_class(name: str) -> type[Method]:
     if name not in plugins():
         close = difflib.get_close_matches(name, method_names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
-        raise SettingError(
-            f"unknown method {name!r}{hint} Known methods: {', '.join(method_names())}. Packages can add more: see docs/adding-a-method.md"
-        )
+        known = f"Known methods: {', '.join(method_names())}. Packages can add more: see docs/adding-a-method.md."
+        raise SettingError(f"unknown method {name!r}{hint} {known}")
     try:
         found = plugins()[name].load()
     except Exception as error:
@@ -88,7 +87,7 @@ def _members(method: MethodLike) -> Iterator[Method]:
         for one in method or ():
             yield from _members(one)
     else:
-        raise SettingError(f"method {method!r}: give a Method, a name ({', '.join(method_names())}), or a list of them")
+        raise SettingError(f"method must be a Method, a name ({', '.join(method_names())}), or a list of them; got {method!r}.")
 
 
 def parse_method(text: str) -> Method:
@@ -98,17 +97,15 @@ def parse_method(text: str) -> Method:
     known: list[str] = [one.name for one in fields(method) if one.init] if is_dataclass(method) else []
     chosen = {}
     for setting in split_settings(settings):
-        field, equals, value = setting.partition("=")
-        if field.strip() not in known:
-            raise SettingError(f"method {text!r}: {setting.strip()!r} is no setting of {name}; it takes {', '.join(known) or 'none'}")
-        if not equals:
-            raise SettingError(f"method {text!r}: {field.strip()} has no value: write {field.strip()}=VALUE")
-        if field.strip() in chosen:
-            raise SettingError(f"method {text!r}: {field.strip()} is given twice; leave out one of the two")
+        field, equals, value = (part.strip() for part in setting.partition("="))
+        if field not in known:
+            raise SettingError(f"settings of {name} must be one of {', '.join(known) or 'none'}; got {setting.strip()!r}.")
+        if not equals or field in chosen:
+            raise SettingError(f"method {text!r} must have each setting once, as {field}=VALUE.")
         try:
-            chosen[field.strip()] = parse_value(value.strip())
+            chosen[field] = parse_value(value)
         except (RecursionError, MemoryError):
-            raise SettingError(f"method {name}: the value of {field.strip()} is nested too deeply: give numbers, words or lists") from None
+            raise SettingError(f"{field} must be numbers, words or lists; got a value that is nested too deeply.") from None
     return method(**chosen)
 
 
@@ -137,5 +134,38 @@ def parse_value(text: str) -> object:
             return tuple(parse_value(part.strip()) for part in split_settings(text[1:-1]))
         return text
     if isinstance(tree.body, ast.Dict) and len(value) < len(tree.body.keys):
-        raise SettingError(f"{text}: something is named twice; name it once")
+        raise SettingError(f"keys of a mapping must be different; got {text}.")
     return tuple(value) if isinstance(value, list) else value
+
+
+MILD, BOLD = "budgets .8/.6/.5, guidance dropped", "budgets .6/.4/.25, guidance dropped"  # rows of standard_methods
+
+
+def standard_methods(stages: int) -> dict[str, str]:
+    """Returns plain skipping, every method at its defaults, budgets of SparseVAR, and two combinations that were tuned on nano.
+
+    FastVAR and StageVAR are published for 13 stages: they skip the last two, and thin or project the one before. There each is also tried
+    without skipping. Of 10 stages FastVAR thins the last by 0.4, so there it is also tried on the last two; StageVAR runs the last two
+    without guidance and the last at low rank.
+    """
+    skips = stages > 12
+    thinned = {stages - 4: 0.4, stages - 3: 0.5, stages - 2: 0.6, stages - 1: 0.75} if skips else {stages - 2: 0.4, stages - 1: 0.5}
+    variant = "no stage skipped" if skips else "last two stages"
+    late = range(stages - 3, stages)
+    mild, bold = (dict(zip(late, shares, strict=True)) for shares in ((0.8, 0.6, 0.5), (0.6, 0.4, 0.25)))
+    return {
+        "skip the last stage": "skip:last=1",
+        "skip the last two stages": "skip:last=2",
+        "skip the last three stages": "skip:last=3",
+        MILD: f"sparsevar:keep={mild},alpha=6 + dropguidance:first_stage={stages - 2}",
+        BOLD: f"sparsevar:keep={bold} + dropguidance:first_stage={stages - 3}",
+        "SparseVAR": "sparsevar",
+        **{f"SparseVAR, {share:.0%} of the cells": f"sparsevar:keep={share}" for share in (0.2, 0.3, 0.4, 0.5, 0.6)},
+        "FastVAR": "fastvar",
+        f"FastVAR, {variant}": f"fastvar:ratios={thinned}",
+        "StageVAR": "stagevar",
+        **({"StageVAR, no stage skipped": f"stagevar:alphas={ {stages - 1: 0.96} }"} if skips else {}),
+        "guidance dropped": "dropguidance",
+        "guidance dropped, unconditional rows kept": "dropguidance:kept_rows=uncond",
+        "ToMe": "tome",
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,37 @@ from torch import Tensor
 from ..cache import AttentionCall, CacheSpec, CompressedLayerCache, CompressedSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Tokens
-from ..validation import is_fraction, is_int, require_flags
+from ..validation import is_int, is_positive_fraction, require, require_flags, require_stages, sorted_pairs
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from .scalekv_budgets import PUBLISHED, PUBLISHED_SIDES, Budgets, checked_budgets, normalised, published_budgets, ruled_budgets
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
+
+Budgets = tuple[tuple[int, tuple[int, ...]], ...]
+
+PUBLISHED_SIDES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+
+PUBLISHED: Mapping[int, Mapping[int, tuple[tuple[int, ...], int, int]]] = {
+    32: {
+        7: ((0, 23), 920, 632),
+        8: ((0, 23), 1490, 594),
+        9: ((0, 23), 2510, 526),
+        10: ((0, 23), 4100, 420),
+        11: ((0,), 6385, 465),
+    },
+    40: {
+        7: ((0, 1, 2), 909, 629),
+        8: ((0, 1, 2), 1464, 584),
+        9: ((0, 1, 2), 2463, 503),
+        10: ((0, 1, 2), 4054, 374),
+        11: ((0, 1, 2), 6200, 200),
+    },
+}
+"""Drafters, their keys and those of the others, by the number of layers (Infinity 2B and 8B) and by stage: a mean of 650 keys, about 10 %
+of what is cached before the last stage."""
+
+CAPACITY = 650
+"""Keys up to which nothing is dropped in the first place."""
 
 SHARE = 0.1
 LAYERS_PER_DRAFTER = 40 / 3  # as many as in the 8B model
@@ -29,23 +54,20 @@ LAYERS_PER_DRAFTER = 40 / 3  # as many as in the 8B model
 class ScaleKV(Method):
     """Compresses the cache when a stage has run: a few layers, the drafters, keep nearly everything, the others little.
 
-    What a layer keeps is chosen for every row and head: the tokens of a window, 16 cells spread over the stage's grid, and those whose
-    keys have the largest products with the window's queries. Those queries are without bias, norm, temperature and positions, and
-    scores are max-pooled along the cache, both as in the reference implementation. Nothing else is computed differently, so that memory
-    and the keys that attention reads are what is saved.
+    Every row and head of a layer keeps the tokens of a window, 16 cells spread over the stage's grid, and those whose keys have the largest
+    products with the window's queries. Those queries are without bias, norm, temperature and positions, and scores are max-pooled along the
+    cache, both as in the reference implementation. Nothing else is computed differently: it saves memory and the keys that attention reads.
 
-    The knobs that matter:
     share: mean share of the keys before the last stage that the layers keep, where no budgets are published. 1 keeps all.
     drafters: layers that keep as much as fits the mean. None is the published choice for Infinity of 32 and 40 layers at its 13 square
-        stages, with the published budgets; everywhere else it is ours, the first layers, one in about 13. `nextscale calibrate scalekv`
-        measures a model's own.
-
-    To tinker with:
-    budgets: {stage index: keys that every layer keeps when the stage has run}, written out: a number, or one per layer.
-    window: tokens of a stage that are kept whatever they score and whose queries score the others. pooling: width of the max-pooling.
-    as_released: does what the reference implementation does, on Infinity alone: equal scores, of which pooling makes many, are chosen
-        among as torch.topk does. Ours takes the first ones, so that an image is the same in any batch and on any device. It takes every
-        stage to have as many cells as the square one of its number, so that its window lies elsewhere where images are not square.
+        stages, with the published budgets, and elsewhere the first layers, one in about 13. `nextscale calibrate
+        scalekv` measures a model's own.
+    budgets: {stage index: keys that every layer keeps when the stage has run}, a number or one per layer, in place of share and drafters.
+    window: tokens of a stage that are kept whatever they score, and whose queries score the others.
+    pooling: width of the max-pooling, an odd number.
+    as_released: does what the reference implementation does, on Infinity alone. Among equal scores, of which pooling makes many, it chooses
+        as torch.topk does (ours takes the first, so that an image is the same in any batch and on any device), and it takes every stage to
+        have as many cells as the square one of its number.
     """
 
     share: float = SHARE
@@ -55,52 +77,94 @@ class ScaleKV(Method):
     pooling: int = 5
     as_released: bool = False
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")
-        if not is_fraction(self.share, above_zero=True):
-            raise SettingError(f"share is above 0 and at most 1 (nothing is dropped); got {self.share!r}")
-        if not is_int(self.window, 1) or not is_int(self.pooling, 1) or self.pooling % 2 == 0:
-            raise SettingError(f"window is a number of tokens, pooling an odd number of them; got {self.window!r} and {self.pooling!r}")
-        if self.budgets is not None and (self.drafters is not None or self.share != SHARE):
-            raise SettingError("budgets say what every layer keeps: leave out share and drafters, or budgets")
+        require(is_positive_fraction(self.share), "share", "above 0 and at most 1", self.share)
+        require(is_int(self.window, 1), "window", "a number of tokens from 1", self.window)
+        require(is_int(self.pooling, 1) and self.pooling % 2, "pooling", "an odd number of tokens", self.pooling)
         if self.drafters is not None:
-            if not isinstance(self.drafters, Sequence) or not all(is_int(layer) for layer in self.drafters):
-                raise SettingError(f"drafters is a tuple of layer numbers; got {self.drafters!r}")
-            object.__setattr__(self, "drafters", tuple(sorted({int(layer) for layer in self.drafters})))
+            drafters = self.drafters
+            require(isinstance(drafters, Sequence) and all(map(is_int, drafters)), "drafters", "a tuple of layer numbers", drafters)
+            object.__setattr__(self, "drafters", tuple(sorted({int(layer) for layer in drafters})))
         if self.budgets is not None:
-            object.__setattr__(self, "budgets", normalised(self.budgets))
+            if self.drafters is not None or self.share != SHARE:
+                raise SettingError("budgets say what every layer keeps: leave out share and drafters, or budgets.")
+            expected = "number of keys from 1, or one per layer"
+            object.__setattr__(self, "budgets", sorted_pairs("budgets", self.budgets, expected, keys_of_layers, keys_of_layers))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         budgets = self._budgets(model, schedule)
-        plans = [StagePlan(kept_keys=budgets[stage.index]) if stage.index in budgets else DENSE for stage in schedule]
-        return tuple(plans)
+        return tuple(StagePlan(kept_keys=budgets[stage.index]) if stage.index in budgets else DENSE for stage in schedule)
 
     def start(self, setup: RunSetup) -> MethodRun:
         return ScaleKVRun(self)
 
     def _budgets(self, model: NextScaleModel, schedule: Schedule) -> dict[int, tuple[int, ...]]:
+        """Returns the keys that every layer keeps when a stage has run, by stage index."""
         layers, square = len(model.blocks), schedule.sizes == tuple((side, side) for side in PUBLISHED_SIDES)
-        if self.as_released and (model.family != "infinity" or len(schedule) > len(PUBLISHED_SIDES)):
-            raise SettingError(
-                f"ScaleKV as_released: the reference implementation knows Infinity's stages, {len(PUBLISHED_SIDES)} at most; got"
-                f" {model.family} and {schedule}"
-            )
+        known = model.family == "infinity" and len(schedule) <= len(PUBLISHED_SIDES)
+        require(known or not self.as_released, "as_released", "left out except for Infinity at its published stages", schedule)
         if self.budgets is not None:
-            return checked_budgets(self.budgets, layers, schedule, self.window)  # type: ignore[arg-type]
+            budgets: dict[int, tuple[int, ...]] = dict(self.budgets)  # type: ignore[arg-type]
+            require_stages("budgets", budgets, len(schedule))
+            for stage, kept in budgets.items():
+                good = len(kept) in (1, layers) and min(kept) >= self.window
+                require(good, "budgets", f"at least the window, {self.window}, one number or one per layer ({layers})", {stage: kept})
+            return {stage: kept if len(kept) == layers else kept * layers for stage, kept in budgets.items()}
         published = layers in PUBLISHED and (self.share, self.drafters) == (SHARE, None)
-        if self.as_released and not published:
-            raise SettingError(
-                f"ScaleKV as_released: budgets are published for {sorted(PUBLISHED)} layers: write them out; this has {layers}"
-            )
+        require(published or not self.as_released, "as_released", f"left out, or budgets given, without {sorted(PUBLISHED)} layers", layers)
         if published and (self.as_released or (square and model.family == "infinity")):
             return published_budgets(schedule, layers)
         drafters = tuple(range(max(1, int(layers / LAYERS_PER_DRAFTER)))) if self.drafters is None else self.drafters
-        if drafters and drafters[-1] >= layers:
-            raise SettingError(f"ScaleKV: there is no layer {drafters[-1]}; this model has layers 0 to {layers - 1}")
+        require(not drafters or drafters[-1] < layers, "drafters", f"layers 0 to {layers - 1} of this model", drafters)
         held = model.text_prefix + schedule.tokens - schedule[-1].cells
         return ruled_budgets(schedule, layers, drafters, max(self.window, round(self.share * held)), self.window, model.text_prefix)
+
+
+def keys_of_layers(kept: Any) -> tuple[int, ...]:
+    """Returns a tuple of one number for all layers, or of one per layer; empty if it is neither."""
+    numbers = (kept,) if is_int(kept) else tuple(kept)
+    return tuple(map(int, numbers)) if all(is_int(one, 1) for one in numbers) else ()
+
+
+def published_budgets(schedule: Schedule, layers: int) -> dict[int, tuple[int, ...]]:
+    """Returns those of the reference implementation, from the first stage on that leaves more than the mean."""
+    table = PUBLISHED[layers]
+    first = next((stage.index for stage in schedule if stage.start + stage.cells > CAPACITY), len(schedule))
+    if first < min(table):
+        raise SettingError(
+            f"as_released: budgets are published from stage {min(table)} on; got stage {first} with over {CAPACITY} keys. Give budgets."
+        )
+    chosen = {stage: entry for stage, entry in table.items() if first <= stage < len(schedule) - 1}
+    return {stage: tuple(most if layer in few else least for layer in range(layers)) for stage, (few, most, least) in chosen.items()}
+
+
+def ruled_budgets(
+    schedule: Schedule, layers: int, drafters: Sequence[int], capacity: int, window: int, prefix: int = 0
+) -> dict[int, tuple[int, ...]]:
+    """Returns budgets by the rule of the published ones: a mean of `capacity` keys, of which drafters take what they can use.
+
+    The first stage that leaves more is the first to be compressed. A drafter's budget is the largest, up to what it would hold if
+    nothing but its own budget had cut it before, for which the others' is a whole number. Where few layers share the mean, drafters
+    take less, so that the others keep their window.
+    """
+    others, found = layers - len(drafters), dict[int, tuple[int, ...]]()
+    for stage in schedule.stages[:-1]:
+        held = prefix + stage.start + stage.cells
+        if held <= capacity:
+            continue
+        limit = min(held, (found[stage.index - 1][drafters[0]] if drafters else capacity) + stage.cells) if found else held
+        if drafters and others:
+            limit = min(limit, (layers * capacity - others * window) // len(drafters))
+            whole = (most for most in range(limit, max(limit - others, 0), -1) if (layers * capacity - len(drafters) * most) % others == 0)
+            most = next(whole, limit)
+            least = (layers * capacity - len(drafters) * most) // others
+        else:
+            most = least = capacity
+        found[stage.index] = tuple(most if layer in drafters else least for layer in range(layers))
+    return found
 
 
 # --- running
@@ -128,12 +192,12 @@ class ScaleKVCache(CompressedLayerCache):
         return out
 
     def selected(self, seen: AttentionCall, keep: int) -> Tensor:
-        """The entries of the cache to keep, [R, K, H], ascending."""
+        """Returns the entries of the cache to keep, [R, K, H], ascending."""
         choose = top_as_released if self.method.as_released else top_keys
         return choose(*self.scores(seen), keep).transpose(1, 2)
 
     def scores(self, seen: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Scores of all entries, [R, H, T], and the places of the window among them, [R, W]."""
+        """Returns scores of all entries, [R, H, T], and the places of the window among them, [R, W]."""
         view, heads = seen.view, seen.q.shape[2]
         if self.method.as_released and seen.tokens.index is None and view.lengths is None:
             window = released_window(seen.tokens.stage.index, view.end, self.method.window, seen.q.device).expand(seen.q.shape[0], -1)
@@ -149,7 +213,7 @@ class ScaleKVCache(CompressedLayerCache):
 
 
 def window_places(tokens: Tokens, shape: Sequence[int], window: int, device: torch.device) -> Tensor:
-    """Positions [R, W] among the tokens of a stage: the centres of a division of its grid into equal rectangles.
+    """Returns positions [R, W] among the tokens of a stage: the centres of a division of its grid into equal rectangles.
 
     Where the grid is too small for that, or a part of it runs, W of the tokens at equal distances.
     """
@@ -163,7 +227,7 @@ def window_places(tokens: Tokens, shape: Sequence[int], window: int, device: tor
 
 
 def released_window(stage: int, cached: int, window: int, device: torch.device) -> Tensor:
-    """Positions [W] in the cache where the reference implementation looks: it takes the last entries for the square grid of this stage.
+    """Returns positions [W] in the cache where the reference implementation looks: the last entries, as the square grid of this stage.
 
     Where those or the window are no square, or the grid is too small for it, the last W.
     """
@@ -176,7 +240,7 @@ def released_window(stage: int, cached: int, window: int, device: torch.device) 
 
 
 def key_scores(keys: Tensor, queries: Tensor, window: Tensor, pooling: int, lengths: Tensor | None = None) -> Tensor:
-    """Scores [R, H, T] of keys [R, T, H, D]: products with all queries [R, W, H, D] of the window, pooled; -inf in the window itself.
+    """Returns scores [R, H, T] of keys [R, T, H, D]: products with all queries [R, W, H, D] of the window, pooled; -inf in the window.
 
     lengths: [R] entries of each row once they differ; what lies beyond scores lower than every key.
     """
@@ -195,7 +259,7 @@ def key_scores(keys: Tensor, queries: Tensor, window: Tensor, pooling: int, leng
 
 
 def top_keys(scores: Tensor, window: Tensor, keep: int) -> Tensor:
-    """Positions [R, H, keep] of the window and of the highest scores besides, ascending; of equal ones the first.
+    """Returns positions [R, H, keep] of the window and of the highest scores besides, ascending; of equal ones the first.
 
     Score and position make one whole number, so that no two are equal and every algorithm finds the same.
     """
@@ -206,7 +270,7 @@ def top_keys(scores: Tensor, window: Tensor, keep: int) -> Tensor:
 
 
 def top_as_released(scores: Tensor, window: Tensor, keep: int) -> Tensor:
-    """Likewise; among equal scores torch chooses."""
+    """Returns the same; among equal scores torch chooses."""
     always = window[:, None].expand(-1, scores.shape[1], -1)
     others = scores.topk(keep - window.shape[1], dim=2).indices
     return torch.cat([others, always], dim=2).sort(dim=2).values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +13,11 @@ from torch import Tensor
 from ..errors import SettingError
 from ..stage import Schedule, Stage
 from ..validation import is_int, is_number, require_flags
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from .drop_guidance import DropGuidance
+from .method import DENSE, Method, Plans
+from .skip import SkipStages
 from .skipvar_models import Decisions, Outcome, decisions_named, published_decisions
+from .strategy import Call, Group, JoinedStages, Strategy, codes_by_stage, combined, join_outputs, revise_only, unread_codes
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -71,8 +74,11 @@ class Changes(NamedTuple):
     unguided: int
 
 
+NONE = Changes(-1, -1)
+
+
 @dataclass(frozen=True)
-class SkipVAR(Method):
+class SkipVAR(Strategy):
     """Decides for every image, four stages before the end, to stop one to three stages earlier, or else to run as many without guidance.
 
     Both decisions are logistic regressions of two numbers: how much the last stage has changed the gradients of a small preview, and how
@@ -98,7 +104,7 @@ class SkipVAR(Method):
     as_released: bool = False
     decisions: Decisions = field(init=False, repr=False)  # read once: a file that changes is another method
 
-    routes_images = True
+    exclusive = frozenset({"images"})
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")
@@ -122,9 +128,6 @@ class SkipVAR(Method):
             raise SettingError(f"SkipVAR: there is no stage {preview} to preview; this schedule has stages 0 to {len(schedule) - 1}")
         return (DENSE,) * len(schedule)
 
-    def start(self, setup: RunSetup) -> MethodRun:
-        return SkipVARRun(self, setup)
-
     def stages(self, schedule: Schedule) -> tuple[int | None, int]:
         """The stage after which is decided, None if that is no stage, and the one of whose size previews are."""
         last = len(schedule) - 1
@@ -141,42 +144,106 @@ class SkipVAR(Method):
             return PUBLISHED_STAGES - stages if stages else len(schedule)
         return len(schedule) - min(stages, self.most, len(schedule) - 1 - (self.stages(schedule)[0] or 0))
 
+    def decision(self, schedule: Schedule) -> int | None:
+        """Returns the stage after which is decided; None if no stage would follow."""
+        decide, _ = self.stages(schedule)
+        return None if decide is None or decide + 1 >= len(schedule) else decide
 
-@dataclass
-class SkipVARRun(MethodRun):
-    method: SkipVAR
-    setup: RunSetup
-    before: tuple[Tensor, ...] = ()  # the canvas before the stage after which is decided
-    changes: Changes | None = None  # not yet decided
+    def changes(self, outcome: Outcome, schedule: Schedule, guided: bool) -> Changes:
+        skipped, unguided = (self.first_changed(schedule, stages) for stages in outcome)
+        return Changes(skipped, unguided if guided else len(schedule))
 
-    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        decide, preview = self.method.stages(self.setup.schedule)
-        if decide is None or stage.index != decide + 1:
-            return None
-        (before,), self.before = self.before, ()
-        return features_of(*(preview_of(latent, self.setup.schedule[preview], canvas) for latent in (before, canvas.latent)))
+    def generate(self, pipe: Any, call: Call, beside: Method) -> Any:
+        """Runs all images up to the decision, then each group that goes on alike. Images that stop run nothing more."""
+        on_stage, decide = call["on_stage"], self.decision(call["size"])
+        if decide is None:
+            return pipe(**{**call, "method": beside})
+        first = FirstCall(self, pipe, call, beside, decide)
+        groups = first.groups()
+        stopped = groups.pop(next((changes for changes in groups if changes.skipped == decide + 1), NONE), [])
+        later = JoinedStages(on_stage, [preview for index, preview in first.previews.items() if index > decide]) if on_stage else None
+        outputs: list[Group] = []
+        for changes, images in groups.items():
+            watch = None if later is None else later.hold(images, last=len(outputs) == len(groups) - 1)
+            outputs.append((images, first.go_on(images, changes, watch)))
+        if later is not None and not groups:
+            later.show()
+        return join_outputs(first.output, decide + 1, outputs, (stopped, first.decoded(stopped)))
 
-    def route(self, inputs: Tensor) -> Sequence[int]:
-        known = self._changes
-        return [known.index(self._changes_of(outcome)) for outcome in self.method.decisions(inputs)]
+    def warmup(self, pipe: Any, call: Call, beside: Method) -> None:
+        schedule, decide = call["size"], self.decision(call["size"])
+        call = {**call, "warmup": True, "on_stage": None}
+        if decide is None:
+            pipe(**{**call, "method": beside})
+            return
+        first = FirstCall(self, pipe, call, beside, decide)
+        for changes in {self.changes(outcome, schedule, first.guided) for outcome in self.decisions.outcomes}:
+            if changes.skipped > decide + 1:
+                first.go_on(range(first.batch), changes, None)
 
-    def routes(self) -> Sequence[MethodRun]:
-        return [replace(self, changes=one) for one in self._changes]
 
-    @property
-    def _changes(self) -> list[Changes]:
-        """All that may come of a decision; different outcomes may come to the same."""
-        return list(dict.fromkeys(map(self._changes_of, self.method.decisions.outcomes)))
+class FirstCall:
+    """The stages of all images up to the decision."""
 
-    def _changes_of(self, outcome: Outcome) -> Changes:
-        skipped, unguided = (self.method.first_changed(self.setup.schedule, stages) for stages in outcome)
-        return Changes(skipped, unguided if self.setup.guided else len(self.setup.schedule))
+    def __init__(self, method: SkipVAR, pipe: Any, call: Call, beside: Method, decide: int) -> None:
+        self.method, self.pipe, self.call, self.beside, self.decide = method, pipe, call, beside, decide
+        self.schedule, self.batch = call["size"], len(call["prompt"])
+        self.rng = call["seed"].only(range(self.batch))  # as it is before the first stage
+        self.previews: dict[int, Any] = {}
+        asked = {
+            "method": combined([beside, SkipStages(len(self.schedule) - decide - 1)]),
+            "prefix_codes": call["prefix_codes"][: decide + 1],
+            "on_stage": self._watch,
+            "decode": False,
+        }
+        self.output = pipe(**{**call, **asked})
+        self.guided = any(stage.cfg_branches == 2 for stage in self.output.report.stages)
 
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        if self.changes is None:
-            self.before = (canvas.latent,) if stage.index == self.method.stages(self.setup.schedule)[0] else ()
-            return planned
-        if stage.index >= self.changes.skipped:
-            return replace(planned, skip=True)
-        unguided = stage.index >= self.changes.unguided and planned.cfg_branches == "both"
-        return replace(planned, cfg_branches="cond") if unguided else planned
+    def _watch(self, preview: Any) -> None:
+        index = preview.done.stage.index
+        if index >= self.decide - 1:
+            self.previews[index] = replace(preview, done=preview.done.without_logits())
+        if index <= self.decide and self.call["on_stage"] is not None:
+            self.call["on_stage"](preview)
+
+    @torch.inference_mode()
+    def groups(self) -> dict[Changes, list[int]]:
+        """Returns the images by what they do after the decision."""
+        small = self.schedule[self.method.stages(self.schedule)[1]]
+        old, new = (self.previews[stage] for stage in (self.decide - 1, self.decide))
+        features = features_of(*(preview_of(preview.latent, small, preview.canvas) for preview in (old, new)))
+        groups: dict[Changes, list[int]] = {}
+        for image, outcome in enumerate(self.method.decisions(features.cpu())):
+            groups.setdefault(self.method.changes(outcome, self.schedule, self.guided), []).append(image)
+        return groups
+
+    def go_on(self, images: Sequence[int], changes: Changes, on_stage: Callable[[Any], None] | None) -> Any:
+        """Returns the output of these images. They read the stages up to the decision."""
+        call, own = self.call, list(images)
+        revise, negative, given = call["revise"], call["negative"], call["prefix_codes"][self.decide + 1 :]
+        drawn = zip(self.schedule, codes_by_stage(self.output)[: self.decide + 1], strict=False)
+        prefix = [unread_codes(self.pipe.model, stage.cells, self.batch) if codes is None else codes for stage, codes in drawn]
+        asked = {
+            "prompt": call["prompt"].take(own),
+            "negative": negative.take(own) if negative is not None and len(negative) == self.batch else negative,
+            "seed": self.rng.only(own),
+            "method": combined([self.beside, *self._changed(changes)]),
+            "prefix_codes": [codes[own] for codes in (*prefix, *given)],
+            "revise": None if revise is None else revise_only(revise, own, self.batch),
+            "on_stage": on_stage,
+        }
+        output = self.pipe(**{**call, **asked})
+        call["seed"].continue_from(asked["seed"])
+        return output
+
+    def _changed(self, changes: Changes) -> list[Method]:
+        """Returns what the outcome does to the stages that `beside` plans."""
+        plans = self.beside.forecast(self.pipe.model, self.schedule, self.guided)
+        dropped = next((stage for stage, plan in enumerate(plans) if plan.cfg_branches != "both"), len(plans))
+        skipping = [SkipStages(len(plans) - changes.skipped)] if changes.skipped < len(plans) else []
+        return [*skipping, *([DropGuidance(changes.unguided)] if changes.unguided < dropped else [])]
+
+    @torch.inference_mode()
+    def decoded(self, images: Sequence[int]) -> Tensor | None:
+        """Returns the pixels of images that stop."""
+        return self.pipe.tokenizer.decode(self.output.latent[list(images)]) if images and self.call["decode"] else None

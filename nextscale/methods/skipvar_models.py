@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import SettingError
+from ..io import expanded, regular
 from ..validation import is_finite, is_int
 
 
@@ -94,7 +94,9 @@ def decisions_named(name: str) -> Decisions:
     try:
         if not name.endswith(".json"):
             raise FileNotFoundError("no name of such a file, which ends in .json")
-        content = json.loads(Path(name).read_text())
+        content = json.loads(regular(expanded(name)).read_text())
     except (OSError, ValueError, RecursionError) as error:  # ValueError: neither text nor JSON
-        raise SettingError(f"SkipVAR: models {name!r}: take one of {', '.join(published)} or a file of `nextscale fit`: {error}") from None
+        raise SettingError(
+            f"models must be one of {', '.join(published)} or a file of `nextscale calibrate skipvar`; got {name!r} ({error})."
+        ) from None
     return Decisions.read(content, name)

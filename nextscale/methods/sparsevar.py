@@ -24,7 +24,7 @@ from ..validation import (
     require_stages,
     sorted_pairs,
 )
-from .method import Method, MethodRun, Plans, RunSetup, StagePlan, TokenCounts
+from .method import Method, MethodRun, Plans, Restored, RunSetup, StagePlan, TokenCounts
 from .sparsevar_cells import (
     ROUNDING,
     Cells,
@@ -109,7 +109,7 @@ class SparseVAR(Method):
     anchors: Anchors = "grid"
     as_released: bool = False
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
 
     def __post_init__(self) -> None:
         require(is_fraction(self.tau), "tau", "a number from 0 to 1", self.tau)
@@ -237,9 +237,6 @@ class SparseRun(MethodRun):
     entered: Tensor | None = None  # input of the first observed block, until the last one has run
     cells: Cells | None = None  # of the stage that runs; None: all cells
     room: TokenCounts | None = None  # tokens of the stage that runs: as read by the host, or a bucket
-    packed: int | None = None
-    ragged: bool = False
-    restored: tuple[Tokens, Tensor] | None = None
     first: int = field(init=False)
     blocks: range = field(init=False)
     alpha: int | None = field(init=False)
@@ -250,54 +247,31 @@ class SparseRun(MethodRun):
         self.first, self.blocks = self.settings.first_reduced(model, schedule), self.settings.observed_blocks(model)
         self.alpha, self.budgets = self.settings.anchor_spacing(model), self.settings.budgets(model, schedule)
 
-    def state_tensors(self) -> list[Tensor]:
+    def state(self) -> list[Tensor]:
         return [grid.values for grid in (self.change, self.excluded, self.logits) if grid is not None]
 
     # --- which cells are computed
 
-    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        if self.settings.keep is not None:
-            return None  # known beforehand
-        self.cells, self.restored = self.choose_cells(stage, canvas), None
-        return None if self.cells is None else self.cells.counts
+    def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        self.cells = self.choose_cells(stage, canvas)
+        return None if self.cells is None or self.settings.keep is not None else self.cells.counts
 
-    def set_counts(self, counts: TokenCounts) -> None:
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
         self.room = counts
-
-    def packs(self, planned: StagePlan) -> bool:
-        return self.setup.batch > 1 and not planned.spans and not self.setup.own_cache
-
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
         if self.settings.keep is not None:
-            self.cells, self.restored = self.choose_cells(stage, canvas), None
-            count = self.budgets.get(stage.index, stage.cells)
-            self.room = TokenCounts(count, count, count * self.setup.batch)
+            budget = self.budgets.get(stage.index, stage.cells)
+            self.room = TokenCounts(budget, budget, budget * self.setup.batch)
             return planned
-        self.packed = None
-        if self.cells is None or not self.reduces(stage):
-            return replace(planned, num_tokens=None)
-        assert self.room is not None
-        self.ragged |= self.room.fewest < self.room.most
-        if self.ragged and self.packs(planned):  # also where counts agree again: keys are read by lengths
-            self.packed = self.room.total
-        return replace(planned, num_tokens=self.room.most, packed=self.packed)
+        return replace(planned, num_tokens=None if counts is None or counts.fewest == stage.cells else counts.most)
 
-    def reduces(self, stage: Stage) -> bool:
-        return self.cells is not None and self.room is not None and self.room.fewest < stage.cells
-
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         if self.cells is None:
             if self.settings.keep is not None:
                 self.excluded = None  # all cells are computed, and there again
-            return x, tokens
+            return tokens
         self.excluded = GridMap(self.cells.excluded[..., None].float(), tokens.stage.size)
-        if not self.reduces(tokens.stage):
-            return x, tokens
-        kept = self.kept_tokens(tokens.stage)
-        if self.packed is not None:
-            kept = kept.packed(self.setup.batch, self.packed)
-        kept = kept.repeat(x.shape[0] // self.setup.batch)  # both rows of a guided pair keep the same cells
-        return kept.gather(x) if kept.packing is None else kept.packing.gather(x), kept
+        reduces = self.room is not None and self.room.fewest < tokens.stage.cells
+        return self.kept_tokens(tokens.stage) if reduces else tokens
 
     def kept_tokens(self, stage: Stage) -> Tokens:
         assert self.cells is not None and self.room is not None
@@ -375,8 +349,8 @@ class SparseRun(MethodRun):
         metric = self.settings.metric
         if metric == "image" and stage.index >= self.first - 1:
             before, self.image = self.image, canvas.decode()
-            return None if before is None or stage.index < self.setup.given else image_change(before, self.image, stage.size)
-        if stage.index < max(self.first, self.setup.given):
+            return None if before is None else image_change(before, self.image, stage.size)
+        if stage.index < self.first:
             return None
         if metric == "logits":
             return None if self.logits is None else -neighbour_similarity(self.resized(self.logits, stage), stage.size)
@@ -401,10 +375,10 @@ class SparseRun(MethodRun):
 
     # --- what the cells that were left out take
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        stage, values = tokens.stage, out.flatten(2)
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
+        stage, values, source = tokens.stage, logits.flatten(2), None
         if (self.alpha is None and self.settings.metric != "logits") or stage.index < self.first - 1:
-            return out, tokens
+            return Restored(logits, tokens)
         if tokens.index is None:
             self.logits = GridMap(values, stage.size)
         elif self.logits is None:  # where the stage before was skipped, with metric "image": all cells are kept, in a bucket's tokens
@@ -412,13 +386,12 @@ class SparseRun(MethodRun):
         else:
             expected = self.resized(self.logits, stage)
             if self.alpha is not None:
-                tokens, source = self.restored = self.sources(expected, stage)
+                tokens, source = self.sources(expected, stage)
                 values = pick(values, source)
             if not stage.last and tokens.index is not None:
                 # Written in place: such maps are large, 64 MiB an image for 64x64 cells of 4096 codes.
                 self.logits = GridMap(put_(expected, tokens.index, values), stage.size)
-            return values.unflatten(2, out.shape[2:]), tokens
-        return out, tokens
+        return Restored(values.unflatten(2, logits.shape[2:]), tokens, source)
 
     def sources(self, expected: Tensor, stage: Stage) -> tuple[Tokens, Tensor]:
         """Returns the tokens that are computed or resemble an anchor, and the position of each one's source among the computed ones.
@@ -439,13 +412,3 @@ class SparseRun(MethodRun):
         known = kept | (similarity >= self.settings.beta - ROUNDING)
         cells, tokens = Tokens(stage).top(known.float(), known.sum(dim=1), stage.cells)
         return tokens, torch.where(kept, place, source).gather(1, cells)
-
-    def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Cells take their anchor's hidden state, so that HART's diffusion completes the code that each has sampled for itself.
-
-        On random weights latents are 12 to 28 % nearer to dense generation than with the anchors' residuals.
-        """
-        if self.restored is None:
-            return x, tokens
-        rows, (known, source) = tokens.unpack(x), self.restored
-        return pick(rows, source.repeat(rows.shape[0] // source.shape[0], 1)), known

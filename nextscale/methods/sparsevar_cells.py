@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..stage import Stage, Tokens, topk_indices_sorted
+from ..stage import Stage, Tokens, resize_area, topk_indices_sorted
 from .token_ops import pick
 
 Size = tuple[int, int]
@@ -67,7 +67,7 @@ def image_change(before: Tensor, after: Tensor, size: Size) -> Tensor:
     """
     if before.shape != after.shape:
         before = F.interpolate(before, size=after.shape[2:], mode="bilinear")
-    return F.interpolate((after - before).abs().mean(dim=1, keepdim=True), size=size, mode="area").flatten(1)
+    return resize_area((after - before).abs().mean(dim=1, keepdim=True), size).flatten(1)
 
 
 def neighbour_similarity(vectors: Tensor, size: Size) -> Tensor:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..errors import SettingError
 from ..guidance import CfgBranch
+from ..io import expanded
 from ..models.base import NextScaleModel
 from ..models.blocks import Block, run_in_order
 from ..models.context import ForwardContext
 from ..sampling import Noise, cell_noise
-from ..stage import Schedule, Stage, Tokens, repeat_tail
+from ..stage import Schedule, Stage, Tokens, repeat_tail, to_double
 from ..validation import is_fraction, is_int, is_positive_fraction, require, require_flags, require_stages, sorted_pairs
 from .drop_guidance import check_kept_rows
 from .method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
@@ -199,12 +200,13 @@ def checked_ranks(given: Any) -> float | tuple[float, ...] | StageRatios | RankT
     if isinstance(given, RankTable):
         return given
     if isinstance(given, str | Path) and str(given).endswith(".json"):
-        return read_rank_table(Path(given).expanduser())
+        return read_rank_table(expanded(given))
     if is_ratios(given):
         return tuple(map(float, given))
     expected = "a ratio above 0 and up to 1, a tuple of one per group, the .json file of a table, or such tuples by stage"
-    require(given and not isinstance(given, str | Path), "ranks", expected, given)
-    return sorted_pairs("ranks", given, expected, is_ratios, lambda ratios: tuple(map(float, ratios)))
+    pairs = sorted_pairs("ranks", given, expected, is_ratios, lambda ratios: tuple(map(float, ratios)))
+    require(pairs, "ranks", expected, given)
+    return pairs
 
 
 def is_ratios(given: Any) -> bool:
@@ -304,7 +306,7 @@ class LowRankGroup(Span):
         rows = self.num_tokens(x.shape[1])
         if tokens.count is None:
             return rows, None
-        counted = tokens.count.double() if self.counted is None else tokens.count.double().clamp(max=self.counted)
+        counted = to_double(tokens.count) if self.counted is None else to_double(tokens.count).clamp(max=self.counted)
         return rows, torch.minimum((self.ratio * counted).long() + 1, tokens.count).clamp(max=rows)
 
     def projection(self, x: Tensor, tokens: Tokens, ctx: ForwardContext, rank: int, ranks: Tensor | None) -> Tensor:
@@ -314,13 +316,7 @@ class LowRankGroup(Span):
 
     def restored(self, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         """Returns the same group's output at the previous stage that ran, resized to these tokens (equation 7)."""
-        try:
-            return ctx.memory.fill(memory_name(self.group), tokens)
-        except KeyError:
-            raise SettingError(
-                f"StageVAR: stage {tokens.stage.index} needs outputs of the stage before it, which another method skipped. Skip stages with"
-                " alphas (0) instead."
-            ) from None
+        return ctx.memory.fill(memory_name(self.group), tokens)
 
 
 def noise_of(noise: Noise, x: Tensor, tokens: Tokens, ctx: ForwardContext, *columns: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ..errors import SettingError
-from ..io import write_text
+from ..io import regular, write_text
 from ..validation import is_int, is_positive_fraction, require
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def write_rank_table(table: RankTable, target: Path, about: dict[str, Any] | Non
 
 def read_rank_table(path: Path) -> RankTable:
     try:
-        return table_of(json.loads(path.read_text(encoding="utf-8")))
+        return table_of(json.loads(regular(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, SettingError) as error:
         raise SettingError(f"ranks {path} cannot be read ({error}): write it again with `nextscale calibrate stagevar`.") from error
 

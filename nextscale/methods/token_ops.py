@@ -12,27 +12,22 @@ from torch import Tensor
 from .. import kernels
 from ..errors import SettingError
 from ..models.base import NextScaleModel
-from ..stage import Stage, Tokens, repeat_tail
+from ..stage import Stage, Tokens, repeat_tail, to_double
 
 
 def require_separate_sublayers(model: NextScaleModel, method: str) -> None:
     """Raises SettingError if the sublayers of the model's blocks cannot run one by one, on different tokens in every row."""
     if any(block.changes_input for block in model.stack):
-        raise SettingError(
-            f"{method} runs the sublayers of a block one by one; with level_every_chunk some also add the level: switch it off"
-        )
+        raise SettingError(f"{method} runs sublayers one by one, and level_every_chunk adds the level between them: switch it off.")
     if model.rows_share_text:
-        raise SettingError(
-            f"{method} chooses tokens row by row; with as_released the first row of STAR's text attention stands for all: load it without"
-        )
+        raise SettingError(f"{method} chooses tokens by row, and with as_released STAR's text attention reads the first: load it without.")
 
 
 def require_own_text(model: NextScaleModel, batch: int, what: str) -> None:
     """Raises SettingError if the images of a batch cannot run different tokens, since the first row's text attention stands for all."""
     if batch > 1 and model.rows_share_text:
         raise SettingError(
-            f"{what} of every image; with as_released the first row of STAR's text attention stands for all: "
-            "load it without, or generate one image at a time"
+            f"{what} of every image, and with as_released STAR's text attention reads the first: load it without, or one image at a time."
         )
 
 
@@ -41,12 +36,12 @@ def share_of(count: int, ratio: float) -> int: ...
 @overload
 def share_of(count: Tensor, ratio: float) -> Tensor: ...
 def share_of(count: int | Tensor, ratio: float) -> int | Tensor:
-    """The share `ratio` of `count` tokens, rounded down. Host and device both use double precision: 0.29 of 100 is 28, not 29."""
-    return int(count * ratio) if isinstance(count, int) else (count.double() * ratio).long()
+    """Returns the share `ratio` of `count` tokens, rounded down. Host and device use double precision: 0.29 of 100 is 28, not 29."""
+    return int(count * ratio) if isinstance(count, int) else (to_double(count) * ratio).long()
 
 
 def pick(x: Tensor, selection: Tensor) -> Tensor:
-    """Entries of x [R, N, C] at the positions `selection` [R, K]: [R, K, C]."""
+    """Returns entries of x [R, N, C] at the positions `selection` [R, K]: [R, K, C]."""
     return x.gather(1, selection[..., None].expand(-1, -1, x.shape[-1]))
 
 
@@ -56,12 +51,12 @@ def put_(x: Tensor, selection: Tensor, values: Tensor) -> Tensor:
 
 
 def real_tokens(tokens: Tokens, entries: int) -> Tensor | None:
-    """Which of the `entries` of a row are not padding, [R, N]; None if all are real."""
+    """Marks the `entries` of a row that are not padding, [R, N]; None if all are real."""
     return None if tokens.count is None else torch.arange(entries, device=tokens.count.device) < tokens.count[:, None]
 
 
 def real_counts(tokens: Tokens, x: Tensor) -> Tensor:
-    """How many tokens of every row of x [R, N, ...] are not padding, [R]."""
+    """Counts the tokens of every row of x [R, N, ...] that are not padding, [R]."""
     return torch.full(x.shape[:1], x.shape[1], device=x.device) if tokens.count is None else tokens.count.long()
 
 
@@ -69,7 +64,7 @@ def real_counts(tokens: Tokens, x: Tensor) -> Tensor:
 
 
 def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
-    """Mean over the real tokens of every row of x [R, N, C]: [R, 1, C], float32."""
+    """Returns the mean over the real tokens of every row of x [R, N, C]: [R, 1, C], float32."""
     real = real_tokens(tokens, x.shape[1])
     if real is None or tokens.count is None:
         return kernels.mean_over_tokens(x) if kernels.available(x) else x.mean(dim=1, keepdim=True, dtype=torch.float32)
@@ -77,7 +72,7 @@ def row_mean(x: Tensor, tokens: Tokens) -> Tensor:
 
 
 def distance_from_mean(x: Tensor, tokens: Tokens) -> Tensor:
-    """Distance of every token of x [R, N, C] from the mean of its row, [R, N], float32. It orders tokens as the squared distance does."""
+    """Returns the distance of every token of x [R, N, C] from the mean of its row, [R, N], float32."""
     mean = row_mean(x, tokens)
     return kernels.distance_from_mean(x, mean) if kernels.available(x) else torch.linalg.vector_norm(x - mean, dim=-1)
 
@@ -94,12 +89,12 @@ def top_share(tokens: Tokens, score: Tensor, ratio: float) -> tuple[Tensor, Toke
 
 
 def block_count(stage: Stage) -> int:
-    """The number of 2x2 blocks that cover the grid; those at an odd edge are cut."""
+    """Returns the number of 2x2 blocks that cover the grid; those at an odd edge are cut."""
     return -(-stage.height // 2) * -(-stage.width // 2)
 
 
 def merged_count(tokens: int, ratio: float, blocks: int) -> int:
-    """The number of `tokens` that are left when the share `ratio` is merged away and one token of every block must stay."""
+    """Returns the tokens that are left when the share `ratio` is merged away and one token of every block must stay."""
     return max(tokens - share_of(tokens, ratio), min(tokens, blocks))
 
 
@@ -165,7 +160,7 @@ class Merge:
         return cls(kept, selection, source, into.positions, weights.to(x.dtype))
 
     def merge(self, x: Tensor) -> Tensor:
-        """x [R, N, C] at the tokens that are left, [R, K, C].
+        """Returns x [R, N, C] at the tokens that are left, [R, K, C].
 
         Means are a product with the weights, since sums by scattering depend on the order of the device's threads.
         """
@@ -173,12 +168,12 @@ class Merge:
         return pick(put_(x.clone(), self.destinations, means), self.selection)
 
     def unmerge(self, y: Tensor) -> Tensor:
-        """y [R, K, C] at all tokens, [R, N, C]: every token takes the output of its destination."""
+        """Returns y [R, K, C] at all tokens, [R, N, C]: every token takes the output of its destination."""
         return pick(y, self.source)
 
 
 def most_similar(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest cosine of every token of x [R, N, C] with a token at `positions` [R, D], and that one's number in D: [R, N] each.
+    """Returns the largest cosine of every token of x [R, N, C] with a token at `positions` [R, D], and its number in D: [R, N] each.
 
     Cosines are compared in float16, and of equal ones the first is taken. Equal tokens are common, and a matrix product rounds them
     differently in every batch; bfloat16, on the other hand, has no number between 0.996 and 1.

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
 from ..models.context import ForwardContext
 from ..models.macs import SublayerTokens
 from ..stage import Schedule, Stage, Tokens
-from ..validation import is_fraction, require_flags
+from ..validation import is_fraction, require, require_flags
 from .method import DENSE, Method, Plans, Span, StagePlan
 from .stages import LAST_STAGES, present_stages, stage_indices
 from .token_ops import Destinations, Merge, block_count, merged_count, require_separate_sublayers
@@ -31,15 +30,12 @@ class ToMe(Method):
 
     One token of every 2x2 block of the grid is a destination. Of the others, those most similar to a destination, by the cosine of their
     residual streams at the start of the transformer block, are averaged into it. Keys and values of the merged tokens enter the cache.
-    Every transformer block and every row merges anew.
+    Every transformer block and every row merges its own tokens.
 
-    The knobs that matter:
     ratio: share of the tokens that is merged into others. Destinations stay, so that more than 0.75 merges no more.
     stages: indices of the stages where tokens are merged; None is the last three.
-
-    To tinker with:
-    sublayers: which sublayers run on merged tokens: "attention", "cross_attention" (for models that have it), "feed_forward".
-    random: takes a random token of every 2x2 block as its destination, for every image and stage, rather than the one at the top left.
+    sublayers: those that run on merged tokens: "attention", "cross_attention" (for models that have it), "feed_forward".
+    random: takes a random token of every 2x2 block as its destination, for every image and stage, instead of the one at the top left.
     """
 
     ratio: float = 0.5
@@ -49,15 +45,14 @@ class ToMe(Method):
 
     def __post_init__(self) -> None:
         require_flags(self, "random")
-        if not is_fraction(self.ratio):
-            raise SettingError(f"ratio is a share of the tokens from 0 to 1; got {self.ratio!r}")
+        require(is_fraction(self.ratio), "ratio", "a number from 0 to 1", self.ratio)
         if self.stages is not None:
             object.__setattr__(self, "stages", stage_indices(self.stages))
         object.__setattr__(self, "sublayers", sublayer_names(self.sublayers))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        if "cross_attention" in self.sublayers and not all(block.has_text for block in model.stack):
-            raise SettingError(f"ToMe: {type(model).__name__} has no cross_attention; sublayers are attention and feed_forward")
+        text = "cross_attention" not in self.sublayers or all(block.has_text for block in model.stack)
+        require(text, "sublayers", f"attention and feed_forward for {type(model).__name__}, which has no cross_attention", self.sublayers)
         stages = present_stages(range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages, schedule, "ToMe")
         plans = [DENSE] * len(schedule)
         for stage in (schedule[index] for index in stages):
@@ -72,8 +67,8 @@ class ToMe(Method):
 def sublayer_names(sublayers: Sequence[str] | str) -> tuple[str, ...]:
     """Returns checked names of sublayers, in the order in which a block runs them."""
     names = (sublayers,) if isinstance(sublayers, str) else sublayers
-    if not isinstance(names, Sequence) or any(name not in get_args(SublayerName) for name in names):
-        raise SettingError(f"sublayers is a tuple of {', '.join(get_args(SublayerName))}; got {sublayers!r}")
+    good = isinstance(names, Sequence) and all(name in get_args(SublayerName) for name in names)
+    require(good, "sublayers", f"a tuple of {', '.join(get_args(SublayerName))}", sublayers)
     return tuple(name for name in get_args(SublayerName) if name in names)
 
 
@@ -117,7 +112,7 @@ class MergedBlocks(Span):
         return x
 
     def merging(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Callable[[Block, Tensor], Merge]:
-        """How a block merges its input, for a stage that begins with x."""
+        """Returns the function with which a block merges its input, for a stage that begins with x."""
         into = Destinations.lowest(tokens, self._priority(x.shape[0], tokens.stage, x.device, ctx))
         return lambda block, x: Merge.closest(x, tokens, into, self.ratio)
 

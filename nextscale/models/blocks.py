@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -91,17 +90,31 @@ class Sublayer(NamedTuple):
         return {"centred": isinstance(self.norm, nn.LayerNorm), "image": image, "e4m3_scale": self.input_scale}
 
 
-def run_sublayers(sublayers: Sequence[Sublayer], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-    """Runs sublayers of one block or of several in order. With kernels, an addition and the norm that follows are one pass."""
+def run_sublayers(
+    sublayers: Sequence[Sublayer], x: Tensor, tokens: Tokens, ctx: ForwardContext, store: Callable[[int, Tensor], None] | None = None
+) -> Tensor:
+    """Runs sublayers of one block or of several in order. With kernels, an addition and the norm that follows are one pass.
+
+    `store` takes the number of a sublayer and its update, before the gate with kernels and behind it in torch, as `Sublayer.update` does.
+    """
     if not kernels.available(x):
-        for one in sublayers:
+        for number, one in enumerate(sublayers):
+            if store is not None:
+                update = one(x, tokens, ctx)
+                store(number, update)
+                x = x + update
+                continue
             update = one.run(one.normed(x, tokens), tokens, ctx)
             x = x + update if one.gate is None else torch.addcmul(x, tokens.of_rows(one.gate), update)
         return x
     y = sublayers[0].normed(x, tokens)
-    for one, following in pairwise(sublayers):
-        x, y = following.add_and_norm(x, one, one.run(y, tokens, ctx), tokens)
-    update, gate = sublayers[-1].run(y, tokens, ctx), sublayers[-1].gate
+    for number, one in enumerate(sublayers):
+        update = one.run(y, tokens, ctx)
+        if store is not None:
+            store(number, update)
+        if number + 1 < len(sublayers):
+            x, y = sublayers[number + 1].add_and_norm(x, one, update, tokens)
+    gate = sublayers[-1].gate
     return x + update if gate is None else torch.addcmul(x, tokens.of_rows(gate), update)
 
 

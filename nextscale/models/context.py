@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..cache import ComputedCells, LayerCache, StageMemory
@@ -62,7 +60,6 @@ class ForwardContext:
     measured: dict[range, Any] = field(default_factory=dict)  # spans that find their number of tokens as they run, with that number
     captured: bool = False  # launches cost the host nothing
     data_dependent: bool = False  # the method may leave out tokens of one image and not of another
-    seen: tuple[Tensor | None, ...] = ()  # what the canvas showed of stages whose codes are given and which are still to be read
 
     def keep(self, cfg_branches: CfgBranches) -> None:
         """Drops the rows of the other cfg branch. Rows leave and never return; "both" keeps those that still run."""
@@ -73,53 +70,8 @@ class ForwardContext:
         self._keep_rows(slice(0, self.batch) if cfg_branches == "cond" else slice(self.batch, None))
         self.cfg_branches = cfg_branches
 
-    def only(self, images: Tensor, method_rng: Rng) -> ForwardContext:
-        """What some of the images [K] need, in memory of its own: they go on without the others."""
-        part = self._without_caches(images, method_rng)
-        part.cache = [gathered(cache, self._rows_of(images)) for cache in self.cache]
-        return part
-
-    def split(self, groups: Sequence[Tensor], method_rngs: Sequence[Rng]) -> list[ForwardContext]:
-        """What each of several groups of images needs. Layer by layer: keys and values of one layer at a time are there twice, and none are
-        left here."""
-        caches, self.cache = list(self.cache), ()
-        parts = [self._without_caches(images, rng) for images, rng in zip(groups, method_rngs, strict=True)]
-        rows = [self._rows_of(images) for images in groups]
-        of_layers = []
-        while caches:
-            cache = caches.pop(0)
-            of_layers.append([gathered(cache, own) for own in rows])
-            del cache
-        for part, own_caches in zip(parts, zip(*of_layers, strict=True), strict=True):
-            part.cache = own_caches
-        return parts
-
-    def _rows_of(self, images: Tensor) -> Tensor:
-        return torch.cat([images, self.batch + images]) if self.cfg_branches == "both" else images
-
-    def _without_caches(self, images: Tensor, method_rng: Rng) -> ForwardContext:
-        part = replace(
-            self,
-            batch=images.shape[0],
-            cond=self.cond.copy(),
-            cache=(),
-            memory=self.memory.copy(),
-            method_rng=method_rng,
-            computed=None if self.computed is None else ComputedCells(images.shape[0]),
-            seen=tuple(None if shown is None else shown[images] for shown in self.seen),
-        )
-        part._keep_rows(self._rows_of(images))
-        return part
-
     def _keep_rows(self, rows: Rows) -> None:
         self.cond.keep_rows(rows)
         for cache in self.cache:
             cache.keep_rows(rows)
         self.memory.keep_rows(rows)
-
-
-def gathered(cache: LayerCache, rows: Rows) -> LayerCache:
-    """A cache of some of the rows, in memory of its own."""
-    own = copy.copy(cache)
-    own.keep_rows(rows)
-    return own

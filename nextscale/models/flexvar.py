@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints import Layout, Rule
-from ..stage import Stage
+from ..stage import Stage, resize_area
 from .var import ClassConditioned, ClassConfig
 from .weight_names import CLASS_RULES
 
@@ -36,4 +35,4 @@ class FlexVar(ClassConditioned):
         self.pos_table = nn.Parameter(torch.empty(config.dim, *config.table))
 
     def positions(self, stage: Stage) -> Tensor:
-        return F.interpolate(self.pos_table[None], size=stage.size, mode="area")[0].flatten(1).T
+        return resize_area(self.pos_table[None], stage.size)[0].flatten(1).T

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..cache import NoCache, StageMemory
 from ..cache.attention import attention_backend
 from ..sampling import cell_noise, sample_codes
-from ..stage import Tokens
+from ..stage import Tokens, to_double
 from .base import HeadInputs, logit_scales
 from .blocks import Block, BlockConfig, build_blocks, plain_norm, run_in_order
 from .context import Conditioning, ForwardContext
@@ -22,7 +22,7 @@ from .rope import Rope
 def cells_per_round(rounds: int, cells: Tensor) -> Tensor:
     """How many of `cells` [...] each round settles, [rounds, ...]: one at first, then more and more, all of them together."""
     weights = [math.acos(1 - i / (rounds - 1)) if rounds > 1 else 1.0 for i in range(rounds)]
-    *early, _ = [(weight / sum(weights) * cells.double()).round().clamp(min=1).long() for weight in weights]
+    *early, _ = [(weight / sum(weights) * to_double(cells)).round().clamp(min=1).long() for weight in weights]
     return torch.stack([*early, (cells - sum(early)).clamp(min=0)])
 
 

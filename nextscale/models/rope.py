@@ -68,7 +68,8 @@ def rotations(first: Tensor, second: Tensor, head_dim: int, theta: float = THETA
     """Unit complex numbers [cells, head_dim / 2]: `first` coordinates turn the first half of the channel pairs, `second` the rest."""
     by = inv_freq(head_dim // 4, theta, first.device)
     angles = torch.cat([torch.outer(first, by), torch.outer(second, by)], dim=1)
-    return torch.polar(torch.ones_like(angles), angles)
+    angles = angles.cpu() if angles.device.type == "mps" else angles  # Apple GPUs multiply complex numbers, but have no polar
+    return torch.polar(torch.ones_like(angles), angles).to(first.device)
 
 
 def infinity_rotations(stage: Stage, extent: tuple[int, int], head_dim: int, mode: RopeMode, device: torch.device | None = None) -> Tensor:

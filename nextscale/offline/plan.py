@@ -1,4 +1,4 @@
-"""What a run generates: all images, in batches that do not depend on what is there already or on the number of shards."""
+"""Plans the batches of a run, which depend neither on existing images nor on the number of shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..request import is_seed
 from ..stage import Schedule
 from .prompts import SamplePrompt
 
-MOST_IMAGES = 10_000_000  # of a plan, which then takes about 6 GB
+MAX_IMAGES = 10_000_000  # whose plan takes about 6 GB
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures of one size that are generated together. Always in the same company and of the same shape, an image has the same bits
-    whenever it is generated: on most devices the rounding of a product depends on the shape of the whole batch."""
+    """Pictures of one size that are generated together. On most devices rounding depends on the shape of the whole batch: in the same batch
+    an image has the same bits whenever it is generated."""
 
     number: int
     pictures: tuple[Picture, ...]
@@ -57,22 +57,22 @@ def plan_batches(
     seed: int = 0,
     suffix: str = ".png",
 ) -> list[Batch]:
-    """All images in batches of at most `batch`, each of one size.
+    """Plans batches of at most `batch` images of one size.
 
-    Image k of prompt i has the seed `seed + i * seeds + k`, as `nextscale generate -n` counts them; where the prompt has a seed of
-    its own, that plus k. read: a prompt's text as the pipeline takes it. schedule: the size of its images.
+    Image k of prompt i has the seed `seed + i * seeds + k`, or the prompt's own seed plus k. read: returns a prompt's text as the pipeline
+    takes it. schedule: returns the size of its images.
     """
     if suffix not in IMAGE_FORMATS:
-        raise SettingError(f"format {suffix!r}: choose one of {', '.join(IMAGE_FORMATS)}")
-    if seeds * len(prompts) > MOST_IMAGES:
-        raise SettingError(f"{seeds * len(prompts):,} images in one folder: a run plans up to {MOST_IMAGES:,}; give parts of the prompts")
+        raise SettingError(f"format must be one of {', '.join(IMAGE_FORMATS)}; got {suffix!r}")
+    if seeds * len(prompts) > MAX_IMAGES:
+        raise SettingError(f"a run must have at most {MAX_IMAGES:,} images; got {seeds * len(prompts):,}. Give parts of the prompts")
     by_size: dict[Schedule, list[Picture]] = {}
     for number, prompt in enumerate(prompts):
         first = seed + number * seeds if prompt.seed is None else prompt.seed
         words, size = read(prompt.text), schedule(prompt)
         for value in range(first, first + seeds):
             if not is_seed(value):
-                raise PromptError(f"prompt {prompt.id!r} would have the seed {value}: seeds are whole numbers from 0 to 2**63 - 1")
+                raise PromptError(f"the seed of prompt {prompt.id!r} must be an int in [0, 2**63); got {value}")
             picture = Picture(prompt.id, words, value, size, f"{prompt.id}_{value}{suffix}")
             by_size.setdefault(size, []).append(picture)
     parts = [
@@ -86,7 +86,7 @@ def plan_batches(
 
 
 def require_names_once(batches: Sequence[Batch]) -> None:
-    """Two prompts, such as "a" with seed 1 and "a_1" with none, must not mean the same file."""
+    """Raises PromptError if two images have one file, such as those of "a" with seed 1 and "a_1"."""
     seen: dict[str, Picture] = {}
     for picture in (picture for batch in batches for picture in batch.pictures):
         if (other := seen.setdefault(picture.file.lower(), picture)) is not picture:  # some file systems ignore case

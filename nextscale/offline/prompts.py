@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import PromptError
-from ..io import from_pil
+from ..io import from_pil, regular
 from ..validation import is_int
 
 CAPTIONS = "captions.jsonl"  # of a shard
@@ -119,7 +119,7 @@ def read_lines(text: str, source: str) -> list[Line]:
 def read_shard(shard: Path) -> tuple[list[Line], list[bytes]]:
     """Reads a tar shard: the lines of its captions.jsonl, and the bytes of the image that each names."""
     try:
-        with tarfile.open(shard, "r:") as tar:
+        with tarfile.open(regular(shard), "r:") as tar:
             members = {member.name.removeprefix("./"): member for member in tar if member.isfile()}
             if CAPTIONS not in members:
                 raise PromptError(f"{shard} holds no {CAPTIONS}: expected a tar file with that and the images it names")

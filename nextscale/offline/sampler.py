@@ -1,4 +1,4 @@
-"""The images of a plan, batch after batch, written while the next batch is generated."""
+"""Generates the batches of a plan, and writes each while the next one is generated."""
 
 from __future__ import annotations
 
@@ -27,42 +27,41 @@ from .manifest import Entry
 from .plan import Batch, Picture
 from .store import WRITERS, Encoded, Store
 
-BATCHES_WAITING = 3  # for their files; beyond that the generator waits, so that memory does not grow where the disk is slow
-LONGEST_TRIED = 8  # prompts, by letters, among which the one with most tokens is looked for
+BATCHES_WAITING = 3  # to be written; then the generator waits, so that memory does not grow on a slow disk
+LONGEST_TRIED = 8  # longest prompts by letters, of which the one with most tokens is used
 
 OnImages = Callable[[int], None]
-"""Called with the number of images that were written since."""
+"""Called with the number of images written since the last call."""
 LongestPrompts = Mapping[Schedule, Sequence[str | int]]
-"""The prompts with most letters among those of a size."""
+"""Prompts with most letters, by size."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a run did."""
+    """Result of a run."""
 
     written: int
     there: int
-    seconds: float  # of all batches but the first, in which programs are loaded and graphs captured; files included
+    seconds: float  # of all batches but the first, with their files
     timed: int  # images of that time
 
     @property
     def images_per_second(self) -> float | None:
-        """None where there was one batch only."""
+        """None if only one batch ran."""
         return self.timed / self.seconds if self.timed else None
 
 
 class Generator:
-    """Makes the images of a batch with one pipeline; `settings` are what the pipeline's call takes, besides prompts, seeds and size."""
+    """Generates batches with one pipeline. settings: further arguments of the pipeline's call."""
 
     def __init__(self, pipeline: Pipeline, settings: Mapping[str, Any]) -> None:
         self._pipeline, self._settings = pipeline, dict(settings)
         self._captures = pipeline.engine == "graphs"
 
     def prepare(self, batches: Sequence[Batch], longest_prompts: LongestPrompts) -> None:
-        """Reads the longest prompts, so that what the encoder refuses is mostly refused now, and captures the requests of these batches
-        with the longest of all, whose graphs serve shorter ones as well.
+        """Reads the longest prompts, so that the encoder refuses them early, and captures requests with the longest one.
 
-        A request is then the same program whether it comes first or after a restart, and so are its images.
+        Its graphs serve shorter prompts too, so that images do not depend on the first prompt after a restart.
         """
         for batch in {(batch.schedule, batch.images): batch for batch in batches}.values():
             longest = max(longest_prompts[batch.schedule], key=lambda prompt: self._pipeline.reader.read(prompt).longest)
@@ -71,10 +70,10 @@ class Generator:
             try:
                 self._pipeline.warmup([longest] * batch.images, size=batch.schedule, **self._settings)
             except SettingError:
-                self._captures = False  # what cannot be captured runs eagerly
+                self._captures = False  # runs eagerly
 
     def output(self, batch: Batch) -> Output:
-        """The images of the batch's pictures come first."""
+        """Generates a batch; the images of its pictures come first."""
         pictures = batch.filled
         return self._pipeline(
             [picture.prompt for picture in pictures],
@@ -86,7 +85,7 @@ class Generator:
 
 
 def longest_prompts(batches: Iterable[Batch]) -> LongestPrompts:
-    """The longest prompts of every size. Give all batches of a run and not those of a shard: each shard then captures the same program."""
+    """Returns the longest prompts by size. batches: those of all shards, so that each shard captures the same program."""
     prompts: dict[Schedule, set[str | int]] = {}
     for batch in batches:
         prompts.setdefault(batch.schedule, set()).update(picture.prompt for picture in batch.pictures)
@@ -110,7 +109,7 @@ def sample(
     store: Store,
     on_images: OnImages = lambda _: None,
 ) -> Done:
-    """Generates the images of the store's shard that are missing. Loads the model only if there are any. batches: those of all shards."""
+    """Generates the missing images of the store's shard; loads the model only if there are any. batches: those of all shards."""
     there, mine, todo = missing(batches, store, on_images)
     if not todo:
         return Done(0, len(there), 0.0, 0)
@@ -130,7 +129,7 @@ def sample(
 
 
 class Writing:
-    """Threads that copy images from the device, encode and write them, and one that adds their lines to the manifest, in order."""
+    """Threads that copy, encode and write images, and one that appends their lines to the manifest in order."""
 
     def __init__(self, store: Store, on_images: OnImages) -> None:
         self._store, self._on_images = store, on_images
@@ -140,8 +139,8 @@ class Writing:
         self.written = 0
 
     def add(self, output: Output, pictures: Sequence[tuple[int, Picture]]) -> None:
-        """Pictures and their places among the images. Returns at once, unless too many images wait already."""
-        levels = self._writers.submit(copied, output.pixels)  # begins before those that wait for it: there may be one thread only
+        """Queues pictures with their places among the images; waits if too many batches wait."""
+        levels = self._writers.submit(copied, output.pixels)  # begins before those that wait for it, as there may be one thread only
         entries = [self._writers.submit(self._write, picture, levels, place) for place, picture in pictures]
         self._waiting.append(self._recorder.submit(self._record, entries))
         while len(self._waiting) > BATCHES_WAITING or self._waiting[0].done():
@@ -162,7 +161,7 @@ class Writing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Writes what waits; after an error, only what has been begun."""
+        """Writes waiting images; after an error only those that have begun."""
         try:
             while kind is None and self._waiting:
                 self._waiting.popleft().result()
@@ -172,10 +171,10 @@ class Writing:
 
 
 def copied(pixels: Tensor) -> NDArray[np.uint8]:
-    """The levels of all images on the host. The device copies them on a stream of its own: the next batch does not wait for that.
+    """Returns the levels of all images on the host. A stream of its own copies them, so that the next batch does not wait.
 
-    The pixels are finished when they come here, since `execute` waits for the device after they were copied from the executor's memory;
-    and they are held here until `.cpu()` has waited for this stream, so nothing else is put in their place before they are read.
+    The pixels are finished, since the engine waits for the device after it has copied them from its memory, and they are held until
+    `.cpu()` has waited for this stream.
     """
     with torch.cuda.stream(copying_stream(pixels.device)) if pixels.is_cuda else nullcontext():
         return to_arrays(pixels)
@@ -183,5 +182,5 @@ def copied(pixels: Tensor) -> NDArray[np.uint8]:
 
 @cache
 def copying_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same for all copies: torch has 32 streams and hands them out in turns, and graphs run on one of them."""
+    """Returns one stream for all copies: torch hands out 32 in turns, and graphs run on one of them."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""Which part of a run a process does: shard i of N takes every N-th batch."""
+"""Shards of a run: shard i of N takes every N-th batch."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Shard:
         return f"{self.index}-of-{self.count}"
 
     def part(self, batches: Sequence[T]) -> Sequence[T]:
-        """Whole batches, so that an image has the same neighbours in its batch whatever the number of shards."""
+        """Returns whole batches, so that images do not depend on the number of shards."""
         return batches[self.index :: self.count]
 
     @staticmethod
     def parse(text: str, environment: Mapping[str, str] = os.environ) -> Shard:
-        """From "2/8", counted from 0, or "auto": what torchrun or Slurm say."""
+        """Reads "2/8", counted from 0, or "auto" under torchrun or Slurm."""
         if text == AUTO:
             return _launched(environment)
         match = re.fullmatch(rf"({WHOLE})/({WHOLE})", text)
         if match is None or not int(match[1]) < int(match[2]):
-            raise SettingError(f"--shard {text!r}: give i/N with i from 0 to N - 1, such as 0/8 to 7/8, or {AUTO} under torchrun or Slurm")
+            raise SettingError(f"--shard must be i/N with i from 0 to N - 1, such as 0/8, or {AUTO} under torchrun or Slurm; got {text!r}")
         return Shard(int(match[1]), int(match[2]))
 
 
@@ -50,10 +50,10 @@ def _launched(environment: Mapping[str, str]) -> Shard:
         if number in environment and count in environment:
             given = [environment[number], environment[count], environment.get(first or "", "0")]
             if not all(re.fullmatch(WHOLE, value) for value in given):
-                raise SettingError(f"--shard {AUTO}: {number} and {count} are whole numbers; got {given[0]!r} and {given[1]!r}")
+                raise SettingError(f"{number} and {count} must be ints; got {given[0]!r} and {given[1]!r}")
             index, total = int(given[0]) - int(given[2]), int(given[1])
             if not 0 <= index < total:
-                raise SettingError(f"--shard {AUTO}: {number} {index} of {count} {total}; Slurm arrays count in steps of 1 here")
+                raise SettingError(f"{number} must be below {count} {total}; got {index}. Slurm arrays must count in steps of 1")
             return Shard(index, total)
     names = ", ".join(f"{number} and {count}" for number, count, _ in LAUNCHERS)
-    raise SettingError(f"--shard {AUTO}: none of {names} is set: start it with torchrun or Slurm, or give --shard i/N")
+    raise SettingError(f"--shard {AUTO} needs {names}: start with torchrun or Slurm, or give --shard i/N")

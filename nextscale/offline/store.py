@@ -1,4 +1,4 @@
-"""A folder of images to which a run adds: every file whole, every image with its line in the manifest."""
+"""The folder of images of a run: files are written whole, each with a line in the manifest."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from PIL import Image
 from ..errors import NextscaleError, SettingError
 from ..io import encode_image, write_errors
 from .lock import is_read_only
-from .manifest import Entry, as_text, manifest_files, read_manifest
+from .manifest import Entry, manifest_files, read_manifest
 from .plan import Batch, Picture
 from .shard import Shard
 
 PER_SIZE = ("stages", "chosen")  # settings that differ within a run
-WRITERS = min(16, os.cpu_count() or 1)  # threads; PNG of 512 x 512 pixels takes one about 12 ms, in which Python runs on
+WRITERS = min(16, os.cpu_count() or 1)  # threads; each takes about 12 ms for a PNG of 512 x 512 pixels and releases the interpreter
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image as it is written."""
+    """An encoded image."""
 
     content: bytes
     sha256: str
@@ -43,10 +43,10 @@ class Encoded:
 
 
 class Store:
-    """The folder `out`, for one shard, which has locked its folder `work` for temporary files.
+    """The folder `out` for one shard, which has locked the folder `work` for temporary files.
 
-    settings: what all images depend on; images of other settings are not touched. versions: of programs and machine. chosen: where the
-    method is looked up for every size, the one that it is, by `Picture.stages`.
+    settings: of all images; images of other settings are not touched. versions: of programs and machine. chosen: the method that `auto`
+    has chosen, by `Picture.stages`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Store:
         self._manifest = out / ("manifest.jsonl" if shard.count == 1 else f"manifest-{shard.name}.jsonl")
 
     def read(self, batches: Sequence[Batch]) -> list[tuple[Path, Entry]]:
-        """Returns the lines of all manifests, each with the manifest's path. Raises SettingError if one of them is of another run.
+        """Returns the entries of all manifests with the manifests' paths. Raises SettingError if one belongs to another run.
 
         batches: those of all shards.
         """
@@ -74,9 +74,9 @@ class Store:
         return lines
 
     def verified(self, batches: Sequence[Batch]) -> set[str]:
-        """Returns the names of the shard's pictures that are there, whole and as planned.
+        """Returns the names of the shard's complete pictures.
 
-        If some are missing, its manifest is written again, with lines for these alone. batches: those of all shards.
+        If some are missing, rewrites its manifest with the complete ones. batches: those of all shards.
         """
         planned = {picture.file for batch in self.shard.part(batches) for picture in batch.pictures}
         lines = self.read(batches)
@@ -95,7 +95,7 @@ class Store:
         return {*good}
 
     def write(self, picture: Picture, image: Encoded, **versions: Any) -> Entry:
-        """Writes the file; the manifest does not have it yet. May be called from several threads. versions: those of this image alone."""
+        """Writes the file, without its line in the manifest; thread-safe. versions: of this image only."""
         self._put(self.out / picture.file, image.content)
         settings = self._settings_of(picture)
         return Entry(
@@ -103,31 +103,27 @@ class Store:
         )
 
     def record(self, entry: Entry) -> None:
-        """Adds the line of an image that is written."""
+        """Appends the line of a written image."""
         with write_errors(self._manifest), self._manifest.open("ab", buffering=0) as lines:
             line, end = entry.line.encode(), lines.tell()
             try:
                 if lines.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                lines.truncate(end)  # half a line before those that are still to come would make the manifest unreadable
+                lines.truncate(end)  # half a line would make the manifest unreadable
                 raise
 
     def arrange(self, batches: Sequence[Batch]) -> None:
-        """Puts the lines of the shard's own manifest into the order of the plan, where images came in another."""
+        """Sorts the shard's manifest into the order of the plan."""
         order = {picture.file: number for number, picture in enumerate(picture for batch in batches for picture in batch.pictures)}
         entries = sorted(read_manifest(self._manifest), key=lambda entry: order.get(entry.file, -1))
         self._rewrite(entries)
 
     def _rewrite(self, entries: Iterable[Entry]) -> None:
-        self._put(self._manifest, as_text(entries).encode(), lasting=True)
+        self._put(self._manifest, "".join(entry.line for entry in entries).encode(), lasting=True)
 
     def _put(self, file: Path, content: bytes, lasting: bool = False) -> None:
-        """A whole file or none. What a killed process leaves of it lies in the shard's folder, which the next one empties.
-
-        lasting: it takes the other's place when it is on the disk. An image that a power failure empties is made again; an empty manifest
-        would mean all of them.
-        """
+        """Writes a file atomically. lasting: syncs it first: a power failure that emptied the manifest would cost all images."""
         temporary = self._work / file.name
         with write_errors(file):
             with temporary.open("wb") as target:
@@ -152,8 +148,8 @@ class Store:
         for name in {**theirs, **ours}:
             if ours.get(name) != theirs.get(name):
                 raise SettingError(
-                    f"{file} says that {entry.file} has {name} {theirs.get(name)!r}, and this run {ours.get(name)!r}:"
-                    f" choose another folder, or the settings of the images that are there"
+                    f"{file} says that {entry.file} has {name} {theirs.get(name)!r}; this run has {ours.get(name)!r}:"
+                    f" choose another folder, or the settings of the existing images"
                 )
 
     def _warn_of_versions(self, entries: Iterable[Entry]) -> None:
@@ -161,7 +157,7 @@ class Store:
             name: (value, self._versions.get(name))
             for entry in entries
             for name, value in entry.versions.items()
-            if value != self._versions.get(name, value)  # that of a cluster's devices is not known before
+            if value != self._versions.get(name, value)  # devices of a cluster are not known before
         }
         if differing:
             told = ", ".join(f"{name} {theirs!r}, now {ours!r}" for name, (theirs, ours) in differing.items())

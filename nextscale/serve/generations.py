@@ -25,6 +25,7 @@ from .service import Service
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
+MAX_UNSENT = 32 * 2**20  # pixels of waiting partial images, about 100 MB
 HEARTBEAT_SECONDS = 15.0  # between comments in a quiet stream, so that no proxy closes it
 
 
@@ -79,14 +80,19 @@ async def gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of partial images after their stages, of finished images, and of an error if the job fails."""
+    """A stream of partial images after their stages, of finished images, and of an error if the job fails.
+
+    A slow client gets fewer partial images: all of them can take 400 MB for one request.
+    """
 
     def __init__(self, service: Service, catalogue: Catalogue, parsed: ParsedRequest, answer: Answer) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Any] = asyncio.Queue()
 
+        self._unsent = 0  # pixels of the partial images in it
+
         def put(event: object) -> None:
-            loop.call_soon_threadsafe(self._events.put_nowait, event)
+            loop.call_soon_threadsafe(self._put, event)
 
         self._catalogue, self._parsed, self._answer = catalogue, parsed, answer
         self._handle = service.submit(parsed, put)
@@ -99,6 +105,15 @@ class EventStream(StreamingResponse):
         finally:
             self._handle.cancel()  # if the client has left
 
+    def _put(self, event: object) -> None:
+        """Queues an event, unless it is a partial image and too many are waiting."""
+        if isinstance(event, Partial):
+            pixels = event.image.width * event.image.height
+            if self._unsent and self._unsent + pixels > MAX_UNSENT:
+                return
+            self._unsent += pixels
+        self._events.put_nowait(event)
+
     async def _texts(self) -> AsyncIterator[str]:
         numbers: Counter[int] = Counter()
         while True:
@@ -109,6 +124,7 @@ class EventStream(StreamingResponse):
                 continue
             match event:
                 case Partial():
+                    self._unsent -= event.image.width * event.image.height
                     yield await run_in_threadpool(self._answer.partial, event, numbers[event.position])
                     numbers[event.position] += 1
                 case (int() as position, GeneratedImage() as image):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Literal
@@ -62,7 +62,6 @@ class Service:
         self.error: BaseException | None = None  # of loading
         self.catalogue: Catalogue | None = None
         self._batcher: Batcher | None = None
-        self._pipelines: Sequence[Mapping[str, Pipeline]] = ()
         self._draining = False
 
     # --- life
@@ -83,28 +82,25 @@ class Service:
         content, settings = self.content, self.settings
         full = (settings.max_batch,)  # the size of filled-up batches
         warmups = [replace(warmup, batches=full) if settings.same_images else warmup for warmup in content.warmups]
-        self._pipelines = [{model: content.load(model, device) for model in content.models} for device in content.devices]
-        for pipelines in self._pipelines:
+        devices = [{model: content.load(model, device) for model in content.models} for device in content.devices]
+        for pipelines in devices:
             for pipeline in pipelines.values():
                 warm_up(pipeline, warmups, content.method)
-        served = [Served(name, pipeline) for name, pipeline in self._pipelines[0].items()]
+        served = [Served(name, pipeline) for name, pipeline in devices[0].items()]
         catalogue = Catalogue(served, content.aliases, content.method, settings.limits)
         self._batcher = Batcher(
-            self._pipelines,
+            devices,
             max_batch=settings.max_batch,
             batch_delay=settings.batch_delay,
             max_queue=settings.max_queue,
             on_batch=self.metrics.batch_done,
             same_images=settings.same_images,
         )
-        self.metrics.watch(self._batcher, self._all_pipelines)
+        self.metrics.watch(self._batcher, [pair for pipelines in devices for pair in pipelines.items()])
         if self._draining:
             self._batcher.drain(0)
         self.catalogue = catalogue
         log.info("ready: %s", ", ".join(content.models))
-
-    def _all_pipelines(self) -> Iterable[tuple[str, Pipeline]]:
-        return (pair for pipelines in self._pipelines for pair in pipelines.items())
 
     def drain(self, seconds: float) -> bool:
         """Refuses new requests and finishes accepted ones. Returns False if time ran out."""

@@ -29,6 +29,10 @@ class Prompts(Protocol):
         """A single prompt for several images."""
         ...
 
+    def take(self, images: Sequence[int]) -> Prompts:
+        """Returns the prompts of some images."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Labels:
@@ -45,6 +49,9 @@ class Labels:
 
     def repeat(self, images: int) -> Labels:
         return Labels(self.numbers.expand(images))
+
+    def take(self, images: Sequence[int]) -> Labels:
+        return Labels(self.numbers[list(images)])
 
 
 class PromptReader(Protocol):

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..canvas import Canvas
 from ..checkpoints import Layout
 from ..errors import SizeError
-from ..stage import Schedule, Stage, Tokens
+from ..stage import Schedule, Stage, Tokens, resize_area
 
 
 class Tokenizer(nn.Module):
@@ -56,6 +55,6 @@ class Tokenizer(nn.Module):
         codes = []
         for stage in schedule:
             rest = features - canvas.latent if self.accumulates else features
-            codes.append(self.nearest(F.interpolate(rest, size=self.map_size(stage), mode="area"), stage))
+            codes.append(self.nearest(resize_area(rest, self.map_size(stage)), stage))
             canvas.add(codes[-1], Tokens(stage))
         return codes

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..errors import OutOfMemory
+from ..stage import to_double
 from .autoencoder import Decoder, Level, PixelAttention, Upsample
 from .layers import GroupNorm, convolve, fusable, to_channels_last, upsample_nearest
 
@@ -171,7 +173,7 @@ def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
 
 def level_in_strips(level: Level, source: Tensor, resize: Upsample | None, rows: int) -> Tensor:
     blocks = level.stack
-    given = upsampled(source, resize) if resize is not None else kept(source)
+    given = upsampled(source, resize) if resize is not None else lambda top, bottom: source[:, :, top:bottom]
     factor = 1 if resize is None else 2
     height, width = factor * source.shape[2], factor * source.shape[3]
     parts = list(places(height, rows))
@@ -227,10 +229,6 @@ def convolved(conv: nn.Conv2d, rows: Rows, top: int, bottom: int, height: int) -
     return convolve(conv, window, padding=(0, 1))
 
 
-def kept(x: Tensor) -> Rows:
-    return lambda top, bottom: x[:, :, top:bottom]
-
-
 def upsampled(x: Tensor, resize: Upsample) -> Rows:
     def nearest(top: int, bottom: int) -> Tensor:
         first = top // 2
@@ -244,12 +242,12 @@ def normalize_rows(norm: Norm, x: Tensor, first: int = 0) -> Rows:
     return lambda top, bottom: norm(x[:, :, top - first : bottom - first])
 
 
-class Norm:
-    """Group norm with statistics that are known, and SiLU."""
+class Norm(NamedTuple):
+    """Group norm with known statistics, and SiLU."""
 
-    def __init__(self, mean: Tensor, scale: Tensor, bias: Tensor) -> None:
-        self.mean, self.scale = mean, scale  # [B, C], float32
-        self.bias = bias  # [C]
+    mean: Tensor  # [B, C], float32
+    scale: Tensor
+    bias: Tensor  # [C]
 
     def __call__(self, x: Tensor) -> Tensor:
         if fusable(x):
@@ -272,7 +270,7 @@ class Statistics:
     def add(self, x: Tensor) -> None:
         pixels = x.shape[2] * x.shape[3]
         variance, mean = torch.var_mean(x.float(), dim=(2, 3), correction=0)
-        mean, squares = mean.double(), variance.double() * pixels
+        mean, squares = to_double(mean), to_double(variance) * pixels
         if self._mean is not None and self._squares is not None:
             apart = mean - self._mean
             share = pixels / (self._pixels + pixels)
@@ -286,5 +284,5 @@ class Statistics:
         means, variances = self._mean.unflatten(1, groups), (self._squares / self._pixels).unflatten(1, groups)
         mean = means.mean(dim=2, keepdim=True)
         variance = (variances + (means - mean).square()).mean(dim=2, keepdim=True)
-        scale = (self._of.weight.double().unflatten(0, groups) * (variance + self._of.eps).rsqrt()).flatten(1)
+        scale = (to_double(self._of.weight).unflatten(0, groups) * (variance + self._of.eps).rsqrt()).flatten(1)
         return Norm(mean.expand_as(means).flatten(1).float(), scale.float(), self._of.bias)

@@ -12,8 +12,8 @@ from nextscale import FastVAR, Method, Pipeline, SparseVAR, StageVAR
 from nextscale.cache import CacheSpec, LayerCache, QuantizedLayerCache, QuantizedSpec, StageKeys, Workspace
 from nextscale.errors import SettingError
 from nextscale.kernels.reference import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.methods.drop_guidance import DropGuidance
 from nextscale.methods.scalekv import ScaleKV

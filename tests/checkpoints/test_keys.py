@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nextscale.checkpoints import Slot, check, fits, published_slots
+from nextscale.checkpoints import PublishedTensor, check, fits, published_tensors
 from nextscale.loading.presets import INFINITY_TOKENIZERS, MODELS, STRIDE_8, Embedded, TokenizerConfig, build_model, build_tokenizer
 from nextscale.models import NextScaleModel
 from nextscale.tokenizers import FlexVarTokenizerConfig, HartTokenizerConfig, InfinityTokenizerConfig, VarTokenizerConfig
@@ -92,9 +92,9 @@ def on_meta(name: str) -> tuple[NextScaleModel | Tokenizer, ...]:
 
 
 @cache
-def first_slots(name: str) -> dict[str, Slot]:
+def first_slots(name: str) -> dict[str, PublishedTensor]:
     module = on_meta(name)[0]
-    return published_slots(module, module.layout)
+    return published_tensors(module, module.layout)
 
 
 LISTS = [*TRANSFORMERS, *TOKENIZERS]
@@ -112,16 +112,16 @@ def test_every_list_has_a_layout_and_every_layout_a_list() -> None:
 def test_published_names_and_shapes_equal_ours(name: str) -> None:
     family, keys = published()[name]
     for module in on_meta(name):
-        ours = {key: slot.shape for key, slot in published_slots(module, module.layout).items()}
+        ours = {key: slot.shape for key, slot in published_tensors(module, module.layout).items()}
         assert {key: shape for key, shape in keys.items() if not left_out(key, family)} == ours
-        assert not check(published_slots(module, module.layout), keys, module.layout)
+        assert not check(published_tensors(module, module.layout), keys, module.layout)
 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_every_element_of_ours_has_exactly_one_place_in_the_file(name: str) -> None:
     for module in on_meta(name):
         rows: dict[str, list[int]] = {parameter: [] for parameter, _ in module.named_parameters()}
-        for slot in published_slots(module, module.layout).values():
+        for slot in published_tensors(module, module.layout).values():
             rows[slot.parameter] += range(slot.rows.start, slot.rows.stop)
         for parameter, tensor in module.named_parameters():
             assert sorted(rows[parameter]) == list(range(tensor.shape[0])), parameter

@@ -14,15 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nextscale import Pipeline, Schedule, SkipStages
-from nextscale.checkpoints import published_slots, write_weights
-from nextscale.cli.plan_forecast import forecast_of
+from nextscale.checkpoints import published_tensors, write_weights
 from nextscale.errors import SizeError, WeightsMismatch
 from nextscale.io import from_pil
-from nextscale.loading import presets, random_weights, saved
-from nextscale.loading.load import load_module
-from nextscale.loading.plain_values import CLASSES
-from nextscale.loading.random_weights import fill_random
+from nextscale.loading import presets, saved
+from nextscale.loading.load import fill_random, load_module, random_encoder
 from nextscale.planning.cost import Workload
+from nextscale.planning.memory import request_memory
 from tests.helpers.tiny import assert_same_bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-backbone.md"
@@ -74,9 +72,9 @@ def test_prompts_and_guidance_count() -> None:
 def test_the_page_names_every_registration() -> None:
     text = PAGE.read_text().partition("## Into the package")[2]
     places = {
-        presets: ("ModelConfig", "TokenizerConfig", "build_model", "build_tokenizer", "ModelSpec"),
-        random_weights: ("random_encoder",),
-        saved: ("ENCODERS",),
+        presets: ("ModelConfig", "TokenizerConfig", "MODEL_CLASSES", "TOKENIZER_CLASSES", "ModelSpec"),
+        sys.modules["nextscale.loading.load"]: ("random_encoder",),
+        saved: ("ENCODERS", "EncoderEntry"),
     }
     for module, names in places.items():
         assert f"{module.__name__.removeprefix('nextscale.').replace('.', '/')}.py" in text
@@ -86,8 +84,8 @@ def test_the_page_names_every_registration() -> None:
 @pytest.mark.parametrize("name", presets.MODELS)
 def test_every_model_has_its_registrations(name: str) -> None:
     spec = presets.MODELS[name]
-    assert (random_weights.random_encoder(spec.model, CPU) is None) == (spec.text_encoder is None)
-    assert {type(spec.model).__name__, type(spec.tokenizer).__name__} <= CLASSES.keys()
+    assert (random_encoder(spec.model, CPU) is None) == (spec.text_encoder is None)
+    assert type(spec.model) in presets.MODEL_CLASSES and type(spec.tokenizer) in presets.TOKENIZER_CLASSES
 
 
 def test_both_parts_know_their_configuration() -> None:
@@ -108,7 +106,8 @@ def test_its_cost_and_memory_are_planned() -> None:
     pipe, found = pipeline(), []
     for images in (1, 3):
         workload = Workload(pipe.settings.schedules.choose(128, None), images)
-        found.append(forecast_of(pipe.name, pipe.model, pipe.tokenizer, SkipStages(1), workload, 0.5).memory.method_peak)
+        plans = SkipStages(1).forecast(pipe.model, workload.schedule, guided=True)
+        found.append(request_memory(pipe.model, pipe.tokenizer, workload, plans))
     parameters = [*pipe.model.parameters(), *pipe.tokenizer.parameters(), *pipe.model.buffers(), *pipe.tokenizer.buffers()]
     assert [peak.weights for peak in found] == [sum(one.nbytes for one in parameters)] * 2
     assert [peak.decoding for peak in found] == [images * 3 * 128 * 128 * (4 + 4) for images in (1, 3)]
@@ -129,7 +128,7 @@ def test_its_files_are_read_strictly(tmp_path: Path) -> None:
             loaded = fresh(made.PebbleConfig())
         load_module(loaded, path, CPU, torch.float32)
         assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), module.state_dict().values(), strict=True))
-    assert {"labels.weight", "layers.0.attention.qkv.weight"} <= set(published_slots(pipe.model, pipe.model.layout))
+    assert {"labels.weight", "layers.0.attention.qkv.weight"} <= set(published_tensors(pipe.model, pipe.model.layout))
     tensors = load_file(path)
     tensors["vae.tea"] = tensors.pop("vae.codebook")
     save_file(tensors, path)

@@ -18,6 +18,7 @@ from nextscale.methods import METHODS, Method, MethodRun, RunSetup
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule, Tokens
 from tests.helpers import tiny
+from tests.helpers.toy_methods import entered
 from tests.methods.test_method import keeping
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
@@ -106,6 +107,6 @@ def test_a_stage_by_hand() -> None:
     assert [plan.num_tokens for plan in plans] == [None, 2]
     run = method.start(RunSetup(model, schedule, 1, ImageRng([0], torch.device("cpu")), plans))
     x = torch.tensor([[[1.0], [2.0], [9.0], [4.0]], [[5.0], [6.0], [7.0], [8.0]]])
-    kept, tokens = run.reduce(x, Tokens(schedule[1]))
+    kept, tokens = entered(run, x, Tokens(schedule[1]))
     assert tokens.index.tolist() == [[0, 2], [0, 2]]
     assert kept.flatten().tolist() == [1, 9, 5, 7]

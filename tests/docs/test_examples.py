@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import nextscale
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import NANO
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import METHODS
 from nextscale.pipeline import Pipeline
 from tests.helpers import tiny

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -83,10 +83,10 @@ def test_given_mixtures_and_given_numbers_are_captured_apart() -> None:
     numbers = shared_pipeline("hart")(prompt, seed=1, smooth=False).codes[0]
     choices = pipe.model.logit_shape[-1]
     mixture = torch.full((*numbers.shape, choices), 1 / choices)
-    pipe(prompt, seed=1, given=[mixture], warmup=True)
-    found = pipe(prompt, seed=1, given=[numbers], warmup=True)
+    pipe(prompt, seed=1, prefix_codes=[mixture], warmup=True)
+    found = pipe(prompt, seed=1, prefix_codes=[numbers], warmup=True)
     assert found.report.engine == "graphs"
-    assert_same_bits(found, shared_pipeline("hart")(prompt, seed=1, given=[numbers]))
+    assert_same_bits(found, shared_pipeline("hart")(prompt, seed=1, prefix_codes=[numbers]))
 
 
 def test_one_generator_for_image_and_method_runs_eagerly_where_its_order_depends_on_the_image() -> None:
@@ -177,50 +177,6 @@ def test_a_capture_that_fails_half_way_drops_the_pool_with_all_captures(caplog: 
     pipe.warmup(1)
     assert engines(pipe, 1, method=ReadsTheDevice(), warmup=True) == ["eager"]
     assert len(pipe.captures) == 0 and engines(pipe, 1) == ["eager"]
-
-
-@dataclass(frozen=True)
-class RoutesTwice(Method):
-    """Before two stages images decide by what they look like whether they go on without guidance."""
-
-    first: int = 2
-    routes_images = True
-
-    def start(self, setup: RunSetup) -> MethodRun:
-        return RoutesTwiceRun(self)
-
-
-@dataclass
-class RoutesTwiceRun(MethodRun):
-    method: RoutesTwice
-    unguided: bool = False
-
-    def routing_inputs(self, stage: Stage, canvas: Canvas) -> torch.Tensor | None:
-        return canvas.latent.flatten(1).mean(dim=1) if stage.index in (self.method.first, 3) else None
-
-    def route(self, inputs: torch.Tensor) -> list[int]:
-        return [int(1e4 * number) % 2 for number in inputs.tolist()]
-
-    def routes(self) -> list[MethodRun]:
-        return [self, replace(self, unguided=True)]
-
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        return replace(planned, cfg_branches="cond") if self.unguided else planned
-
-
-def test_requests_that_are_routed_twice_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    """Each of their images is the same alone; those that are routed once, before the last stage, are captured."""
-    pipe, labels = with_graphs("var"), list(range(6))
-    found = [pipe(labels, seed=1, method=RoutesTwice()) for _ in range(3)]
-    assert [output.report.engine for output in found] == ["eager"] * 3
-    (record,) = caplog.records
-    assert "could not be captured (images are routed again before stage 3" in record.getMessage()
-    rows = [stage.rows for stage in found[0].report.stages]
-    assert 12 == rows[1] > rows[2] > rows[3] >= 6
-    for label in labels:
-        alone = shared_pipeline("var")(label, seed=1 + label, method=RoutesTwice())
-        torch.testing.assert_close(found[0].pixels[label], alone.pixels[0], rtol=0, atol=1e-3)
-    assert pipe(labels, seed=1, method=RoutesTwice(3), warmup=True).report.engine == "graphs"
 
 
 @dataclass

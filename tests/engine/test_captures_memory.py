@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.engine import captures
 from nextscale.engine.graphs import CapturedRequest
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.pipeline import Pipeline
 from nextscale_research.methods import litevar, sparvar

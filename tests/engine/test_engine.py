@@ -18,7 +18,7 @@ from nextscale.engine.variants import BUCKETS, bucket_sizes
 from nextscale.errors import SettingError
 from nextscale.generate import generate
 from nextscale.guidance import Guidance, RampGuidance, ResolvedGuidance, StageGuidance
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.models.base import PromptInputs
 from nextscale.models.context import Conditioning

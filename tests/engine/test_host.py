@@ -15,7 +15,7 @@ from torch import nn
 from nextscale import Method, SparseVAR, StageVAR
 from nextscale.engine.weight_pointers import WeightPointers
 from nextscale.errors import PromptError
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Plans
 from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.models import NextScaleModel

@@ -15,7 +15,7 @@ from nextscale.cache import real_entries
 from nextscale.cache.attention import attend, reads_lengths
 from nextscale.engine import allocator
 from nextscale.generate import StageOutput
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.models import feed_forward as feed_forward_module
 from nextscale.models.feed_forward import FeedForward, linear_gelu

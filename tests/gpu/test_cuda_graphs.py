@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.models.feed_forward import linear_gelu
 from nextscale.output import Output
 from nextscale.stage import Schedule

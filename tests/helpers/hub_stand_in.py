@@ -38,12 +38,13 @@ class Hub:
     commit: str = COMMIT
 
     def fetched(self) -> list[str]:
-        """Names of the files whose content was asked for."""
-        asked = [unquote(one.path) for one in self.requests if one.method == "GET"]
-        return [path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path]
+        """Names of the files whose content was asked for from its beginning."""
+        asked = [unquote(one.path) for one in self.requests if one.method == "GET" and one.range is None]
+        large = [path.split("/", 4)[4] for path in asked if path.startswith("/blobs/")]
+        return large + [path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path]
 
     def ranges(self) -> list[str | None]:
-        return [one.range for one in self.requests if one.path.startswith("/blobs/")]
+        return [one.range for one in self.requests if one.method == "GET" and one.path.startswith("/blobs/")]
 
 
 def etag(name: str, content: bytes) -> str:

@@ -14,7 +14,6 @@ from tests.helpers.serving import SECONDS
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 MARKS = [
-    pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: install it (apt-get install chromium) to test the studio in a browser"),
 ]
 EXPECTED = ("status of 400", "status of 401", "ERR_CONNECTION")  # what the browser says of answers that the page shows

@@ -13,8 +13,8 @@ from torch import Tensor
 from nextscale.cache import LayerCache, StageMemory, Workspace
 from nextscale.canvas import to_rows
 from nextscale.guidance import ConstantGuidance, RampGuidance
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import FLEXVAR_SAMPLED_SIDES, ModelSpec, Source, TextSource
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.models import FlexVarConfig, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
 from nextscale.models.context import Conditioning, ForwardContext

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nextscale.canvas import Canvas
 from nextscale.guidance import CfgBranches
-from nextscale.methods.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
+from nextscale.methods.method import Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
 from nextscale.methods.sparsevar import SparseRun, SparseVAR
 from nextscale.methods.sparsevar_cells import Cells
 from nextscale.methods.stagevar import representatives
@@ -60,14 +60,14 @@ class Planned(Method):
 class PlannedRun(MethodRun):
     method: Planned
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         num_tokens = self.method.of_stage(tokens.stage).num_tokens
-        return (x, tokens) if num_tokens is None else first_tokens(x, tokens, num_tokens)
+        return tokens if num_tokens is None else first_tokens(x, tokens, num_tokens)
 
 
-def first_tokens(x: Tensor, tokens: Tokens, num_tokens: int) -> tuple[Tensor, Tokens]:
+def first_tokens(x: Tensor, tokens: Tokens, num_tokens: int) -> Tokens:
     selection = torch.arange(num_tokens).expand(x.shape[0], -1)
-    return x[:, :num_tokens], tokens.take(selection, None if tokens.count is None else tokens.count.clamp(max=num_tokens))
+    return tokens.take(selection, None if tokens.count is None else tokens.count.clamp(max=num_tokens))
 
 
 def keeping(branches: CfgBranches, first: int) -> Planned:
@@ -89,7 +89,7 @@ class KeepShare(Method):
 
     shares: tuple[float, ...]
     from_stage: int = 1
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
 
     def start(self, setup: RunSetup) -> MethodRun:
         return KeepShareRun(self)
@@ -99,10 +99,8 @@ class KeepShare(Method):
 class KeepShareRun(MethodRun):
     method: KeepShare
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if tokens.stage.index < self.method.from_stage:
-            return x, tokens
-        return top_tokens(x, tokens, self.method.shares)
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+        return tokens if tokens.stage.index < self.method.from_stage else top_tokens(x, tokens, self.method.shares)
 
 
 def counts_of(shares: Sequence[float], stage: Stage) -> list[int]:
@@ -110,7 +108,7 @@ def counts_of(shares: Sequence[float], stage: Stage) -> list[int]:
     return [max(1, round(share * stage.cells)) for share in shares]
 
 
-def top_tokens(x: Tensor, tokens: Tokens, shares: Sequence[float]) -> tuple[Tensor, Tokens]:
+def top_tokens(x: Tensor, tokens: Tokens, shares: Sequence[float]) -> Tokens:
     """A share of each image's tokens by a score that depends on the stage alone, padded where the shares differ."""
     cells = tokens.stage.cells
     score = torch.rand(cells, generator=torch.Generator().manual_seed(cells)).expand(x.shape[0], -1)
@@ -118,8 +116,26 @@ def top_tokens(x: Tensor, tokens: Tokens, shares: Sequence[float]) -> tuple[Tens
     keep: int | Tensor = counts[0]
     if len(set(counts)) > 1:
         keep = torch.tensor(counts).repeat(x.shape[0] // len(counts))
-    selection, kept = tokens.top(score, keep, max(counts))
-    return Tokens(tokens.stage, selection).gather(x), kept
+    return tokens.top(score, keep, max(counts))[1]
+
+
+# --- hooks as generation calls them
+
+
+def counted(run: MethodRun, stage: Stage, canvas: Canvas | None = None) -> TokenCounts | None:
+    """What the host reads of a stage's counts."""
+    counts = run.count(stage, canvas)  # type: ignore[arg-type]
+    numbers = None if counts is None else counts.tolist()
+    return None if numbers is None else TokenCounts(min(numbers), max(numbers), sum(numbers))
+
+
+def entered(run: MethodRun, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    """The padded rows that enter the first block, and their tokens."""
+    kept = run.select_tokens(x, tokens)
+    if kept.index is None:
+        return x, kept
+    kept = kept.repeat(x.shape[0] // kept.index.shape[0])
+    return kept.gather(x), kept
 
 
 # --- skipped stages
@@ -139,7 +155,7 @@ class SkipUnannounced(Method):
 class SkipUnannouncedRun(MethodRun):
     stage: int
 
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
         return replace(planned, skip=True) if stage.index == self.stage else planned
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,13 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import nextscale
-from nextscale.checkpoints import published_slots
-from nextscale.checkpoints.files import LARGEST_JSON
+from nextscale.checkpoints import published_tensors
 from nextscale.errors import CheckpointError, PromptError, SettingError, WeightsMismatch
 from nextscale.loading import presets
-from nextscale.loading.config_file import own_config_file
-from nextscale.loading.hart_config import MODEL, TOKENIZER, dump_config, hart_model_config, hart_tokenizer_config
-from nextscale.loading.load import checkpoint_spec
+from nextscale.loading.hart_config import MODEL, TOKENIZER, dump_config, own_config_file
+from nextscale.loading.load import checkpoint_spec, fill_random
 from nextscale.loading.presets import (
     HART_REPOSITORY,
     ModelConfig,
@@ -38,9 +37,9 @@ from nextscale.loading.presets import (
     build_model,
     build_tokenizer,
 )
-from nextscale.loading.random_weights import fill_random
 from nextscale.models import HartConfig
 from nextscale.pipeline import Pipeline
+from nextscale.serialization import MAX_BYTES
 from nextscale.text import TextFeatures
 from nextscale.tokenizers import HartTokenizerConfig
 from tests.helpers import tiny
@@ -113,7 +112,7 @@ def published(config: ModelConfig | TokenizerConfig, seed: int = 0) -> dict[str,
         module = build(config)
     fill_random(module, torch.Generator().manual_seed(seed), torch.float32, module.float32)
     ours = module.state_dict()
-    slots = published_slots(module, module.layout)
+    slots = published_tensors(module, module.layout)
     return {key: ours[slot.parameter][slot.rows].reshape(slot.shape).clone() for key, slot in slots.items()}
 
 
@@ -134,6 +133,18 @@ def write_model(folder: Path, config: object | None = MODEL_JSON, changed: Mappi
 
 def write_tokenizer(folder: Path, config: object | None = TOKENIZER_JSON) -> Path:
     return write_part(folder, published(TOKENIZER_CONFIG), config)
+
+
+def hart_model_config(preset: HartConfig, path: Path) -> HartConfig:
+    found = checkpoint_spec(replace(presets.MODELS[NAME], model=preset), path, None).model
+    assert isinstance(found, HartConfig)
+    return found
+
+
+def hart_tokenizer_config(preset: HartTokenizerConfig, path: Path) -> HartTokenizerConfig:
+    found = checkpoint_spec(replace(presets.MODELS[NAME], tokenizer=preset), None, path).tokenizer
+    assert isinstance(found, HartTokenizerConfig)
+    return found
 
 
 def refusal_of_model(path: Path, preset: HartConfig | None = None) -> str:
@@ -179,174 +190,125 @@ def test_variants_with_config(variant: str, tmp_path: Path) -> None:
     assert hart_model_config(HartConfig(), write_part(tmp_path, published(config), MODEL_JSON | entries)) == config
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_without_config(variant: str, tmp_path: Path) -> None:
-    """The keys tell everything except the stages, the steps and, in most variants, the heads."""
-    config = replace(MODEL_CONFIG, **VARIANTS[variant][0])
-    head_dim = config.dim // config.heads
-    preset = HartConfig(dim=10 * head_dim, heads=10, sides=SIDES, residual_steps=config.residual_steps)
-    found = hart_model_config(preset, write_part(tmp_path, {**published(config), **LEVEL_NUMBERS}))
-    assert replace(found, mlp_ratio=config.mlp_ratio) == config
-    assert found.block == config.block
-
-
-@pytest.mark.parametrize("key", [setting.key for setting in MODEL.settings] + list(MODEL.fixed))
-def test_an_entry_that_is_not_there_is_read_from_the_weights_or_the_preset(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [*MODEL.fields, *MODEL.fixed])
+def test_an_entry_that_is_not_there_is_the_presets(key: str, tmp_path: Path) -> None:
     config = {known: value for known, value in MODEL_JSON.items() if known != key}
-    preset = HartConfig(dim=16, heads=1, sides=SIDES, residual_steps=6)
-    assert hart_model_config(preset, write_model(tmp_path, config)) == MODEL_CONFIG
+    assert hart_model_config(MODEL_CONFIG, write_model(tmp_path, config)) == MODEL_CONFIG
 
 
-def test_heads_without_config_are_as_wide_as_the_presets(tmp_path: Path) -> None:
-    assert hart_model_config(HartConfig(sides=SIDES), write_model(tmp_path, None)).heads == 1
-    odd = published(replace(MODEL_CONFIG, dim=80))
-    message = refusal_of_model(write_part(tmp_path / "odd", {**odd, **LEVEL_NUMBERS}), HartConfig(sides=SIDES))
-    assert "the dim 80 is not a multiple of the usual 64 per head" in message
-
-
-def test_text_tokens_without_level_numbers_are_the_presets(tmp_path: Path) -> None:
-    without = write_model(tmp_path, {"num_heads": 4}, {"lvl_1L": None})
-    assert hart_model_config(HartConfig(), without).text_tokens == 300
-
-
-def test_tokenizer_without_config(tmp_path: Path) -> None:
-    config = HartTokenizerConfig(30, 6, channels=24, multipliers=(1, 1, 3), blocks_per_level=1, blends=2)
-    folder = write_part(tmp_path, {**published(config), "vae.quantize.ema_vocab_hit_SV": torch.zeros(9, 30), "disc.head": torch.zeros(3)})
-    assert hart_tokenizer_config(HartTokenizerConfig(), folder) == config
+def test_without_config_everything_is_the_presets(tmp_path: Path) -> None:
+    assert hart_model_config(HartConfig(), write_model(tmp_path / "llm", None)) == HartConfig(codes=640, latent_channels=8)
+    assert hart_tokenizer_config(HartTokenizerConfig(), write_tokenizer(tmp_path / "tokenizer", None)) == HartTokenizerConfig()
 
 
 def test_tokenizer_settings_that_no_shape_tells(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path, {"quant_resi": 0.25})
+    folder = write_tokenizer(tmp_path, TOKENIZER_JSON | {"quant_resi": 0.25})
     assert hart_tokenizer_config(HartTokenizerConfig(), folder) == replace(TOKENIZER_CONFIG, blend_share=0.25)
 
 
 # --- contradictions -----------------------------------------------------------------------------------------------------------------
 
-CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "depth": ({"depth": 24}, "config.json says depth 24, the weights have 2 blocks"),
-    "dim": ({"embed_dim": 1536}, "config.json says embed_dim 1536, the weights have word_embed.weight [64, 8]"),
-    "text channels": ({"context_dim": 41}, "config.json says context_dim 41, the weights have context_embed.weight [64, 40]"),
-    "text tokens": (
-        {"context_token": 300},
-        "config.json says context_token 300, the weights have lvl_1L [1, 41], which leaves 12 for the text before the sides 1 2 3 4",
-    ),
-    "text norm": ({"use_context_norm": False}, "config.json says use_context_norm False, the weights have context_norm.weight"),
-    "levels": ({"use_timestep_embed": False}, "config.json says use_timestep_embed False, the weights have no lvl_embed.weight"),
-    "cosine": ({"attn_l2_norm": True}, "config.json says attn_l2_norm True, the weights have no blocks.0.attn.scale_mul_1H11"),
-    "residual dim": ({"diff_width": 1024}, "diff_width 1024, the weights have diffloss.net.input_proj.weight [48, 8]"),
-    "residual depth": ({"diff_depth": 6}, "config.json says diff_depth 6, the weights have 3 blocks in diffloss.net"),
-    "feed-forward": (
-        {"mlp_ratio": 40},
-        "the mlp_ratio 40 of config.json makes feed-forward layers of 1792 channels, the weights have blocks.0.ffn.gate_proj.weight [256",
-    ),
-    "heads": ({"num_heads": 5}, "the dim 64 cannot be divided among the 5 heads of config.json"),
-    "narrow heads": ({"num_heads": 32}, "the dim 64 cannot be divided among the 32 heads of config.json"),
-    "MLP type": ({"mlp_type": "gpt2"}, "config.json says mlp_type 'gpt2', only 'llama' is implemented"),
-    "attention type": ({"attn_type": "gpt2"}, "config.json says attn_type 'gpt2', only 'llama' is implemented"),
-    "adaptive norms": ({"disable_aln": False}, "config.json says disable_aln False, only True is implemented"),
-    "shared norms": ({"shared_aln": True}, "config.json says shared_aln True, only False is implemented"),
-    "cross-attention": ({"use_cross_attn": True}, "config.json says use_cross_attn True, only False is implemented"),
-    "epsilon": ({"norm_eps": 1e-5}, "config.json says norm_eps 1e-05, only 1e-06 is implemented"),
+UNFIT: dict[str, dict[str, Any]] = {
+    "depth": {"depth": 24},
+    "dim": {"embed_dim": 128},
+    "text channels": {"context_dim": 41},
+    "text norm": {"use_context_norm": False},
+    "levels": {"use_timestep_embed": False},
+    "cosine": {"attn_l2_norm": True},
+    "residual dim": {"diff_width": 1024},
+    "residual depth": {"diff_depth": 6},
+    "feed-forward": {"mlp_ratio": 40},
 }
 
 
-@pytest.mark.parametrize("contradiction", CONTRADICTIONS)
-def test_a_contradiction_is_named(contradiction: str, tmp_path: Path) -> None:
-    entries, expected = CONTRADICTIONS[contradiction]
+@pytest.mark.parametrize("entries", UNFIT.values(), ids=UNFIT)
+def test_settings_that_the_weights_do_not_have_are_refused_by_the_strict_loader(entries: dict[str, Any], tmp_path: Path) -> None:
+    weights, tokenizer = write_model(tmp_path / "llm", MODEL_JSON | entries), write_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(WeightsMismatch, match="does not fit Hart"):
+        load(weights, tokenizer)
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "heads": ({"num_heads": 5}, "a multiple of 4 num_heads; got 64 and 5"),
+    "narrow heads": ({"num_heads": 32}, "got 64 and 32"),
+    "MLP type": ({"mlp_type": "gpt2"}, "only 'llama' is implemented"),
+    "attention type": ({"attn_type": "gpt2"}, "only 'llama' is implemented"),
+    "adaptive norms": ({"disable_aln": False}, "only True is implemented"),
+    "shared norms": ({"shared_aln": True}, "only False is implemented"),
+    "cross-attention": ({"use_cross_attn": True}, "only False is implemented"),
+    "epsilon": ({"norm_eps": 1e-5}, "only 1e-06 is implemented"),
+}
+
+
+@pytest.mark.parametrize("setting", UNKNOWN)
+def test_what_is_not_implemented_is_named(setting: str, tmp_path: Path) -> None:
+    entries, expected = UNKNOWN[setting]
     message = refusal_of_model(write_model(tmp_path, MODEL_JSON | entries))
-    assert expected in message
-    assert len(message.splitlines()) == 3
-    assert "config.json that was published beside them" in message
+    assert expected in message and all(key in message for key in entries)
+    assert len(message.splitlines()) == 2
 
 
-def test_all_contradictions_are_named_together(tmp_path: Path) -> None:
-    chosen = [entries_and_text for name, entries_and_text in CONTRADICTIONS.items() if name != "narrow heads"]
-    message = refusal_of_model(write_model(tmp_path, MODEL_JSON | {key: value for entries, _ in chosen for key, value in entries.items()}))
-    for _, expected in chosen:
-        assert expected in message
-
-
-def test_heads_in_the_weights(tmp_path: Path) -> None:
-    cosine = published(replace(MODEL_CONFIG, cosine=True))
-    message = refusal_of_model(write_part(tmp_path, cosine, MODEL_JSON | {"attn_l2_norm": True, "num_heads": 2}))
-    assert "config.json says num_heads 2, the weights have blocks.0.attn.scale_mul_1H11 [1, 4, 1, 1]" in message
-
-
-def test_stages_that_do_not_fit_the_weights(tmp_path: Path) -> None:
-    tensors = {**published(replace(MODEL_CONFIG, level_table=True)), **LEVEL_NUMBERS}
-    config = MODEL_JSON | {"use_timestep_embed": False}
-    message = refusal_of_model(write_part(tmp_path, tensors, config | {"patch_nums": [1, 2, 3]}))
-    assert "one level for each of the sides 1 2 3 of config.json, the weights have lvl_embed.weight [4, 64]" in message
-    assert "lvl_1L [1, 41], which leaves 28 for the text" in message
-    del config["patch_nums"]
-    message = refusal_of_model(write_part(tmp_path, tensors, config))
-    assert "lvl_1L [1, 41], which leaves nothing for a text before the sides 1 2 3 4 5 7 9 12 16 21 27 36 48 64 of the preset" in message
-
-
-def test_feed_forward_layers_of_no_ratio(tmp_path: Path) -> None:
-    message = refusal_of_model(
-        write_model(tmp_path, {"num_heads": 4}, {"blocks.0.ffn.gate_proj.weight": torch.zeros(300, 64), "lvl_1L": None})
-    )
-    assert "the mlp_ratio 4 of the preset makes feed-forward layers of 256 channels, the weights have" in message
+def test_all_wrong_entries_are_named_together(tmp_path: Path) -> None:
+    entries = {key: value for entries, _ in UNKNOWN.values() for key, value in entries.items()}
+    message = refusal_of_model(write_model(tmp_path, MODEL_JSON | entries))
+    assert all(key in message for key in entries)
 
 
 @pytest.mark.parametrize(
-    ("key", "variant"),
+    "key",
     [
-        ("blocks.1.ada_lin.1.weight", "adaptive norms in every block"),
-        ("blocks.0.scale_shift_table", "adaptive norms that the blocks share"),
-        ("blocks.1.cross_attn.proj.weight", "cross-attention"),
-        ("blocks.0.ffn.fc1.weight", 'feed-forward layers of the type "gpt2"'),
-        ("blocks.0.attn.mat_qkv.weight", 'attention of the type "gpt2"'),
+        "blocks.1.ada_lin.1.weight",
+        "blocks.0.scale_shift_table",
+        "blocks.1.cross_attn.proj.weight",
+        "blocks.0.ffn.fc1.weight",
+        "blocks.0.attn.mat_qkv.weight",
     ],
 )
-def test_unreleased_variants_are_told_by_their_keys(key: str, variant: str, tmp_path: Path) -> None:
-    message = refusal_of_model(write_model(tmp_path, changed={key: torch.zeros(2, 2)}))
-    assert f"the weights have {key} ({variant}), which is not implemented: no such checkpoint was released" in message
+def test_unreleased_variants_are_refused_by_the_strict_loader(key: str, tmp_path: Path) -> None:
+    weights, tokenizer = write_model(tmp_path / "llm", changed={key: torch.zeros(2, 2)}), write_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(WeightsMismatch, match=re.escape(f"unexpected (1): {key}")):
+        load(weights, tokenizer)
 
 
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        ({"vocab_size": 4096}, "config.json says vocab_size 4096, the weights have vae.quantize.embedding.weight [640, 8]"),
-        ({"z_channels": 32}, "config.json says z_channels 32, the weights have vae.quantize.embedding.weight [640, 8]"),
-        ({"ch": 160}, "config.json says ch 160, the weights have vae.encoder.conv_in.weight [32, 3, 3, 3]"),
-        ({"ch_mult": [1, 1]}, "config.json says ch_mult [1, 1], the weights have levels of 32 64 channels in vae.encoder"),
-        ({"num_res_blocks": 3}, "config.json says num_res_blocks 3, the weights have 2 blocks in vae.encoder.down.0"),
-        ({"share_quant_resi": 2}, "share_quant_resi 2, the weights have 4 convolutions in vae.quantize.quant_resi"),
-        ({"using_znorm": True}, "config.json says using_znorm True, only False is implemented"),
-        ({"double_decoder": True}, "config.json says double_decoder True, only False is implemented"),
-        ({"quantizer_type": "fsq"}, "config.json says quantizer_type 'fsq', only 'var_hybrid' is implemented"),
-        ({"vocab_size": 1, "ch": 1, "quant_resi": 2}, "config.json says quant_resi 2, expected a positive number up to 1"),
+        ({"using_znorm": True}, "only False is implemented"),
+        ({"double_decoder": True}, "only False is implemented"),
+        ({"quantizer_type": "fsq"}, "only 'var_hybrid' is implemented"),
+        ({"quant_resi": 2}, "blend_share must be"),
+        ({"ch": 33}, "multiples of 32 or 24; got"),
     ],
 )
-def test_contradictions_of_a_tokenizer(entries: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_wrong_entries_of_a_tokenizer(entries: dict[str, Any], expected: str, tmp_path: Path) -> None:
     message = refusal_of_tokenizer(write_tokenizer(tmp_path, TOKENIZER_JSON | entries))
-    assert expected in message
-    assert len(message.splitlines()) == 2 + len(entries)
+    assert expected in message and all(key in message for key in entries)
+    assert len(message.splitlines()) == 2
 
 
-def test_channels_that_no_autoencoder_has(tmp_path: Path) -> None:
-    tensors = published(TOKENIZER_CONFIG) | {"vae.encoder.conv_in.weight": torch.zeros(33, 3, 3, 3)}
-    assert "33 channels, which is no multiple of 32 or 24" in refusal_of_tokenizer(write_part(tmp_path, tensors))
+@pytest.mark.parametrize("entries", [{"vocab_size": 4096}, {"z_channels": 32}, {"ch": 160}, {"ch_mult": [1, 1]}, {"num_res_blocks": 3}])
+def test_a_tokenizer_with_other_sizes_is_refused_by_the_strict_loader(entries: dict[str, Any], tmp_path: Path) -> None:
+    weights, tokenizer = write_model(tmp_path / "llm"), write_tokenizer(tmp_path / "tokenizer", TOKENIZER_JSON | entries)
+    with pytest.raises(WeightsMismatch, match="does not fit HartTokenizer"):
+        load(weights, tokenizer)
 
 
 # --- hostile files ------------------------------------------------------------------------------------------------------------------
 
 WRONG_VALUES: dict[str, list[Any]] = {
-    "depth": ["many", -1, 0, 2.0, float("nan"), float("inf"), 10**30, True, None, [2], {"depth": 2}],
-    "patch_nums": ["1_2_3", [], [1, "2"], [2, 3], [1, -2], [1, 2.5], [1, float("nan")], [1, 10**9], [1, 3, 2], [1, 2, 2], [True, 2], 1],
+    "depth": ["many", -1, 0, 2.0, 10**30, True, None, [2], {"depth": 2}],
+    "patch_nums": ["1_2_3", [], [1, "2"], [2, 3], [1, -2], [1, 2.5], [1, 10**9], [1, 3, 2], [1, 2, 2], [True, 2], 1],
     "num_sampling_steps": ["", "many", "ddim8", "1", 1, 0, 1001, "99999999", 8.0, "٣"],
-    "mlp_ratio": ["4", 0, -4.0, float("nan"), float("inf"), 10**400, False],
+    "mlp_ratio": ["4", 0, -4.0, 10**400, False],
     "attn_l2_norm": [0, "false", None],
     "use_timestep_embed": [1, "true"],
-    "norm_eps": [float("nan"), "1e-6", 10**400, True],
+    "norm_eps": ["1e-6", 10**400, True],
     "disable_aln": [1, "true", None],
     "mlp_type": [None, ["llama"], "x" * 500_000],
 }
 WRONG_TOKENIZER_VALUES: dict[str, list[Any]] = {
     "ch_mult": [[], "1,2", [0], [1] * 1000, [1, 2.0], 2],
-    "quant_resi": [0, -0.5, 1.5, "0.5", float("nan")],
+    "quant_resi": [0, -0.5, 1.5, "0.5"],
     "share_quant_resi": [0, -1, 10**9],
 }
 
@@ -366,16 +328,18 @@ def test_wrong_values_of_a_tokenizer(key: str, value: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "cannot be read as JSON"),
-        (b"depth: 2", "cannot be read as JSON"),
-        (b'{"depth": 2', "cannot be read as JSON"),
-        (b"\xff\xfe\x00", "cannot be read as JSON"),
-        (b"[" * 100_000, "cannot be read as JSON"),
-        (b'{"depth": ' + b"9" * 100_000 + b"}", "cannot be read as JSON"),
-        (b'{"depth": ' + b"[" * 900 + b"]" * 900 + b"}", "expected a whole number"),
+        (b"", "not valid JSON"),
+        (b"depth: 2", "not valid JSON"),
+        (b'{"depth": 2', "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"depth": ' + b"9" * 100_000 + b"}", "not valid JSON"),
+        (b'{"depth": ' + b"[" * 900 + b"]" * 900 + b"}", "nested deeper"),
+        (b'{"depth": NaN}', "NaN is not a number"),
+        (b'{"depth": 2, "depth": 3}', "repeated keys"),
         (b"[1, 2]", "got a list"),
         (b"null", "got a NoneType"),
-        (b'{"depth": 2}' + b" " * LARGEST_JSON, "at most 1048576 bytes"),
+        (b'{"depth": 2}' + b" " * MAX_BYTES, "at most 1048576 bytes"),
     ],
 )
 def test_files_that_are_no_configuration(content: bytes, expected: str, tmp_path: Path) -> None:
@@ -394,7 +358,7 @@ def make_dangling_link(file: Path) -> None:
 @pytest.mark.parametrize("make", [make_folder, make_dangling_link, os.mkfifo])
 def test_what_cannot_be_read_as_a_file(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(write_model(tmp_path, None) / "config.json")
-    assert "config.json is not a file" in refusal_of_model(tmp_path)
+    assert re.search("config.json: it (must be a regular file|cannot be read)", refusal_of_model(tmp_path))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -416,8 +380,8 @@ def configs_with(keys: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    for_model=configs_with([*(setting.key for setting in MODEL.settings), *MODEL.fixed]),
-    for_tokenizer=configs_with([*(setting.key for setting in TOKENIZER.settings), *TOKENIZER.fixed]),
+    for_model=configs_with([*MODEL.fields, *MODEL.fixed]),
+    for_tokenizer=configs_with([*TOKENIZER.fields, *TOKENIZER.fixed]),
 )
 def test_any_configuration_is_read_or_refused(for_model: dict[str, Any], for_tokenizer: dict[str, Any], tmp_path: Path) -> None:
     llm, tokenizer = tmp_path / "llm", tmp_path / "tokenizer"
@@ -535,7 +499,7 @@ def test_the_text_encoder_is_asked_for_as_many_tokens_as_the_checkpoint_reads(re
 
 
 def test_parts_of_different_releases(release: Path) -> None:
-    other = write_part(release / "other", published(replace(TOKENIZER_CONFIG, codes=630)))
+    other = write_part(release / "other", published(replace(TOKENIZER_CONFIG, codes=630)), TOKENIZER_JSON | {"vocab_size": 630})
     expected = "The transformer reads 640 codes of 8 channels, the tokenizer has 630 codes of 8 channels"
     with pytest.raises(CheckpointError, match=expected):
         load(release / "llm", other)
@@ -614,7 +578,7 @@ def test_conversion_overwrites_nothing_and_refuses_contradictions(release: Path)
     assert not target.exists()
     write_model(release / "llm", MODEL_JSON | {"depth": 24})
     refused = run_cli("convert", "-m", NAME, release / "llm", target, "--force")
-    assert "config.json says depth 24, the weights have 2 blocks" in refused.stderr
+    assert "does not fit Hart" in refused.stderr
     assert own_config_file(target).read_text() == "mine"
 
 
@@ -647,16 +611,16 @@ def test_the_refiner_of_a_pair_is_loaded_with_every_option_of_its_drafter(tmp_pa
         "graph_memory": 12345,
         "download": False,
     }
-    assert set(options) == set(inspect.signature(nextscale.load).parameters) - {"name", "weights"}
+    assert set(options) == set(inspect.signature(nextscale.load).parameters) - {"name", "weights", "options"} | {"engine", "graph_memory"}
     weights = write_part(tmp_path / "model", published(spec.model)) / "model.safetensors"
     pipeline, opened = nextscale.load(spec.name, weights=weights, **options), list[tuple[str, dict[str, Any]]]()
     monkeypatch.setattr(sys.modules["nextscale.loading.load"], "load", lambda name, **given: opened.append((name, given)))
-    assert pipeline.refiners.open is not None
-    pipeline.refiners.open(spec.name)
+    assert pipeline.partners.open is not None
+    pipeline.partners.open(spec.name)
     assert opened == [(spec.name, options)]
 
 
 @pytest.mark.parametrize("name", [NAME, "var-d16", "infinity-2b"])
 def test_other_models_draw_as_released_anyway(name: str) -> None:
-    with pytest.raises(SettingError, match=f"{name} always does what its reference implementation does"):
+    with pytest.raises(SettingError, match=f"as_released must be left out for {name}"):
         nextscale.load(name, as_released=True)

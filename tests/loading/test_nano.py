@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 import nextscale
 from nextscale.assets import EMBEDDED
-from nextscale.checkpoints import published_slots
-from nextscale.cli.demo import PROMPTS
+from nextscale.checkpoints import published_tensors
+from nextscale.cli.compare import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
 from nextscale.loading import presets
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import NANO, Embedded, build_model, build_tokenizer
-from nextscale.loading.random_weights import fill_random
 from nextscale.models import Infinity
 from nextscale.text import RandomEncoder
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
@@ -81,7 +81,7 @@ def test_files_hold_the_published_names_in_half_precision(parts: tuple[Infinity,
     for module, file in zip(parts[:2], FILES, strict=False):
         stored = load_file(bundle / file)
         assert {key: tensor.shape for key, tensor in stored.items()} == {
-            key: torch.Size(slot.shape) for key, slot in published_slots(module, module.layout).items()
+            key: torch.Size(slot.shape) for key, slot in published_tensors(module, module.layout).items()
         }
         assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
 

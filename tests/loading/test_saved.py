@@ -13,14 +13,14 @@ from safetensors import safe_open
 
 import nextscale
 from nextscale.errors import CheckpointError, SettingError, UnknownModel
-from nextscale.loading.plain_values import from_plain, to_plain
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import MODELS, NANO
-from nextscale.loading.random_weights import random_pipeline
-from nextscale.loading.saved import ENCODERS, INDEX
+from nextscale.loading.saved import ENCODERS, INDEX, EncoderEntry, Index
 from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.output import Preview
 from nextscale.pipeline import Pipeline
-from nextscale.schedules import InfinitySchedules
+from nextscale.schedules import InfinitySchedules, SquareSchedules
+from nextscale.serialization import to_plain
 from nextscale.text import RandomEncoder, WordTextEncoder
 from nextscale.text.prompts import TextReader
 from tests.helpers import tiny
@@ -47,7 +47,7 @@ def reading_from(family: str) -> Pipeline:
 
 def features(pipe: Pipeline, family: str) -> Any:
     """Two prompts, read by an encoder that stands beside the pipeline."""
-    from nextscale.loading.random_weights import random_encoder
+    from nextscale.loading.load import random_encoder
 
     if family not in TEXT:
         return [1, 2]
@@ -79,7 +79,7 @@ def test_a_saved_pipeline_comes_back_bit_for_bit(family: str, dtype: torch.dtype
 def test_a_published_text_encoder_is_saved_as_a_reference(family: str, tmp_path: Path) -> None:
     reading_from(family).save_pretrained(tmp_path)
     entry = json.loads((tmp_path / INDEX).read_text())["text_encoder"]
-    assert entry == {"kind": TEXT[family], "source": "nobody/encoder", "reads_empty": family == "star"}
+    assert entry == {"type": "EncoderEntry", "kind": TEXT[family], "source": "nobody/encoder", "reads_empty": family == "star"}
     reader = nextscale.Pipeline.from_pretrained(tmp_path, device="cpu", download=False).reader
     assert isinstance(reader, TextReader) and reader.open_encoder.source == "nobody/encoder"  # type: ignore[attr-defined]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", INDEX, "tokenizer.safetensors"]
@@ -149,12 +149,14 @@ def test_weights_are_stored_in_their_own_precision(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="a RandomEncoder cannot be saved"):
+    with pytest.raises(SettingError, match="RandomEncoder"):
         random_pipeline(FAMILIES["infinity"]).save_pretrained(tmp_path / "encoder")
-    with pytest.raises(SettingError, match="a OneSchedule cannot be saved"):
-        random_pipeline(tiny.infinity_spec()).save_pretrained(tmp_path / "book")
+    with pytest.raises(SettingError, match="cannot be saved"):
+        pipe = reading_from("infinity")
+        pipe.settings = tiny.infinity_spec().settings
+        pipe.save_pretrained(tmp_path / "book")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(SettingError, match="is a file: give a folder"):
+    with pytest.raises(SettingError, match="must be a folder"):
         reading_from("var").save_pretrained(tmp_path / "file")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -185,39 +187,38 @@ def changed(index: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 2, "has the format 2"),
-        ("dtype", "float64", "does not describe"),
-        ("model", None, "does not describe"),
-        ("model.type", "os.system", "is a 'os.system', which is not known here"),
-        ("dtype", ["float32"], "does not describe"),
-        ("model.depth", 10**9, "model.depth must be int with numbers above 0 and up to 128; got 1000000000"),
-        ("model.depth", "x", "model.depth must be int .*; got 'x'"),
-        ("model.dim", 10**9, "model.dim must be int"),
-        ("model.heads", 0, "model.heads must be int with numbers above 0"),
+        ("format", 3, "format must be 1 or 2; got 3"),
+        ("dtype", "float64", "index.dtype"),
+        ("model", None, "index.model"),
+        ("model.type", "os.system", "index.model must be"),
+        ("dtype", ["float32"], "index.dtype"),
+        ("model.depth", 10**9, "depth must be from 1 to 128"),
+        ("model.depth", "x", "model.depth must be int; got 'x'"),
+        ("model.dim", 10**9, "dim must be from 1"),
+        ("model.heads", 0, "heads must be from 1"),
         ("model.heads", True, "model.heads must be int"),
         ("model.heads", 3, "dim must be a multiple of model.heads"),
-        ("model.mlp_ratio", float("nan"), "model.mlp_ratio must be float"),
+        ("model.mlp_ratio", float("nan"), "NaN"),
+        ("model.mlp_ratio", 0.0, "mlp_ratio"),
         ("model.cosine", 1, "model.cosine must be bool; got 1"),
-        ("model.sides", [1, 1.5], r"model.sides must be tuple\[int, ...\]"),
-        ("tokenizer.multipliers", [], "tokenizer.multipliers must be tuple"),
-        ("tokenizer.blocks_per_level", 1024, "tokenizer.blocks_per_level must be int with numbers above 0 and up to 128"),
+        ("model.sides", [1, 1.5], r"model.sides\[1\] must be int"),
+        ("tokenizer.multipliers", [], "multipliers"),
+        ("tokenizer.blocks_per_level", 1024, "blocks_per_level must be from 1 to 128"),
         ("tokenizer.channels", 5, "VarTokenizerConfig.* cannot be built .*divisible"),
-        ("settings.schedules", 5, "settings.schedules must be .*Schedules"),
-        (
-            "settings.schedules",
-            {"type": "InfinitySchedules", "pixels_per_token": 7},
-            "no schedules for budget '1M' with 7 pixels per token",
-        ),
-        ("settings.schedules.sides", [[]], "schedules.sides must be tuple"),
-        ("settings.guidance.strength", float("nan"), "guidance.strength must be float"),
+        ("settings.schedules", 5, "settings.schedules must be SquareSchedules or InfinitySchedules"),
+        ("settings.schedules", {"type": "InfinitySchedules", "pixels_per_token": 7}, "settings.schedules: .*'1M'"),
+        ("settings.schedules", {"type": "Refinement"}, "settings.schedules must be"),
+        ("settings.schedules.sides", [[]], "sides"),
+        ("settings.guidance.strength", float("inf"), "Infinity"),
         ("settings.guidance.strength", "x", "guidance.strength must be float"),
-        ("settings.sampling.sampled_sides", {"type": "set", "values": ["x"]}, "sampled_sides must be frozenset"),
-        ("settings", json.loads("[" * 600 + "]" * 600), "is nested too deeply"),
-        ("text_encoder", {"kind": "words"}, "text_encoder must be null exactly for models of classes"),
-        ("model.colour", 3, "is no VarConfig: .*colour"),
-        ("model", {"depth": 3}, "names no 'type'"),
-        ("tokenizer", {"type": "VarConfig", "depth": 1, "dim": 1, "heads": 1, "sides": [1]}, "does not describe"),
-        ("text_encoder", {"kind": "evil"}, "expected one of the kinds"),
+        ("settings.sampling.sampled_sides", ["x"], "sampled_sides must be"),
+        ("settings", json.loads("[" * 600 + "]" * 600), "nested"),
+        ("text_encoder", {"kind": "words"}, "text_encoder lacks"),
+        ("text_encoder", {"kind": "words", "source": "x", "reads_empty": False}, "text_encoder must be null for models of classes"),
+        ("model.colour", 3, "model has unknown fields colour"),
+        ("model", {"depth": 3}, "index.model must be"),
+        ("tokenizer", {"type": "VarConfig", "depth": 1, "dim": 1, "heads": 1, "sides": [1]}, "index.tokenizer must be"),
+        ("text_encoder", {"kind": "evil", "source": "x", "reads_empty": False}, "text_encoder.kind"),
         ("settings.sampling.top_k", -3, "top_k"),
     ],
 )
@@ -241,8 +242,49 @@ def test_an_index_whose_sizes_do_not_go_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_settings_of_every_model_can_be_written_and_read(name: str) -> None:
     spec = MODELS[name]
-    for part in (spec.model, spec.tokenizer, spec.settings):
-        assert from_plain(json.loads(json.dumps(to_plain(part))), name) == part
+    entry = spec.text_encoder and EncoderEntry("words", "x", spec.text_encoder.reads_empty)
+    index = Index(name, "float32", spec.model, spec.tokenizer, spec.settings, entry)
+    assert Index.from_plain(json.loads(json.dumps(to_plain(index))), name) == index
+
+
+FORMAT_1 = """{
+  "format": 1, "name": "tiny-flexvar", "dtype": "float32",
+  "model": %(model)s, "tokenizer": %(tokenizer)s,
+  "settings": {
+    "type": "Settings",
+    "schedules": {"type": "SquareBook", "sides": [[1, 2, 3]]},
+    "guidance": {"type": "RampGuidance", "logits": true, "layers": [], "strength": 2.5, "longest_span": 9, "full_above": 2,
+                 "last_repeats": false},
+    "sampling": {"type": "Sampling", "top_k": 30, "top_p": 0.95, "temperature": 1.0, "greedy": false, "smooth": false,
+                 "sampled_sides": {"type": "set", "values": [1, 2, 3]}, "widest_sampled": 2, "forbidden": [7, 8], "last_repeats": false,
+                 "refine": null, "filter_first": false}
+  },
+  "text_encoder": null
+}"""
+
+
+def test_a_folder_of_format_1_is_read(tmp_path: Path) -> None:
+    """Format 1 had other names of classes and fields, and tagged sets."""
+    pipe = reading_from("flexvar")
+    pipe.save_pretrained(tmp_path)
+    parts = {name: json.dumps(to_plain(getattr(pipe, name).config)) for name in ("model", "tokenizer")}
+    (tmp_path / INDEX).write_text(FORMAT_1 % parts)
+    again = nextscale.Pipeline.from_pretrained(tmp_path, device="cpu")
+    assert again.settings.schedules == SquareSchedules(((1, 2, 3),))
+    assert (again.settings.sampling.suppressed_codes, again.settings.sampling.sampled_sides) == ((7, 8), frozenset({1, 2, 3}))
+    assert torch.equal(again([1], seed=3).pixels, again([1], seed=3).pixels)
+    again.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / INDEX).read_text())["format"] == 2
+    assert nextscale.Pipeline.from_pretrained(tmp_path / "again", device="cpu").settings == again.settings
+
+
+def test_infinitys_schedules_of_format_1(tmp_path: Path) -> None:
+    pipe = reading_from("infinity")
+    pipe.save_pretrained(tmp_path)
+    (tmp_path / INDEX).write_text(
+        (tmp_path / INDEX).read_text().replace('"format": 2', '"format": 1').replace("InfinitySchedules", "InfinityBook")
+    )
+    assert nextscale.Pipeline.from_pretrained(tmp_path, device="cpu", download=False).settings == pipe.settings
 
 
 def test_every_encoder_of_the_models_is_known() -> None:
@@ -279,7 +321,7 @@ def test_to_is_like_loading_in_that_precision(tmp_path: Path) -> None:
         (("cpu", "cpu"), "give a device"),
         ((torch.float32, torch.float16), "give a device"),
         ((torch.int8,), "dtype torch.int8: choose one of"),
-        (("tpu",), "choose cpu, cuda or cuda:N"),
+        (("tpu",), "choose cpu, cuda, cuda:N or mps"),
         (("cuda:99",), "GPU"),
     ],
 )

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages, loading
 from nextscale.errors import ProfileError, SettingError
-from nextscale.loading import beside, presets
+from nextscale.loading import artifacts, presets
 from nextscale.methods import Combined, SelectionContext, resolve_method
 from nextscale.methods.auto import fitting_profile
 from nextscale.report import hardware_name
@@ -152,8 +152,8 @@ def test_of_equals_the_one_that_was_added_last() -> None:
 
 def test_milliseconds_count_on_the_machine_of_the_profile_only() -> None:
     with pytest.raises(SettingError, match="says nothing of times on CPU .*or ask for a speedup or an LPIPS"):
-        Auto(ms=50).settle(situation(variant()))
-    assert Auto(ms=50).settle(situation(variant(hardware=hardware_name(CPU)))) == resolve_method(FAST)
+        Auto(ms=50).resolve(situation(variant()))
+    assert Auto(ms=50).resolve(situation(variant(hardware=hardware_name(CPU))))[0] == resolve_method(FAST)
 
 
 # --- settings
@@ -167,9 +167,9 @@ def test_milliseconds_count_on_the_machine_of_the_profile_only() -> None:
         ("auto:lpips=-1", "auto:lpips=-1"),
         ("auto:ms=fast", "auto:ms='fast': give a number above 0"),
         ("auto:speedup=true", "auto:speedup=True"),
-        ("auto:psnr=20", "'psnr=20' is no setting of auto; it takes speedup, lpips, ms"),
-        ("auto + skip:last=1", "Auto chooses whole methods, combined ones among them: use it alone"),
-        (["fastvar", "auto:speedup=2"], r"Auto\(speedup=2\) chooses whole methods"),
+        ("auto:psnr=20", "settings of auto.*speedup, lpips, ms; got 'psnr=20'"),
+        ("auto + skip:last=1", "Auto cannot be combined with other methods: use it alone"),
+        (["fastvar", "auto:speedup=2"], r"Auto\(speedup=2\) cannot be combined"),
     ],
 )
 def test_settings_are_checked(text: Any, message: str) -> None:
@@ -179,13 +179,12 @@ def test_settings_are_checked(text: Any, message: str) -> None:
 
 def test_other_methods_settle_to_themselves() -> None:
     both = Combined((SkipStages(1), resolve_method(NEAR)))
-    assert both.settle(situation()) == both
-    assert SkipStages(1).settle(situation()) == SkipStages(1)
-    assert SkipStages(1).reason(situation()) is None
+    assert both.resolve(situation()) == (both, None)
+    assert SkipStages(1).resolve(situation()) == (SkipStages(1), None)
 
 
 def test_it_stands_for_no_plan_of_its_own() -> None:
-    with pytest.raises(SettingError, match="before it is settled"):
+    with pytest.raises(SettingError, match="before it is resolved"):
         Auto().forecast(tiny.shared_pipeline("var").model, tiny.schedule_of("var"))
 
 
@@ -214,7 +213,7 @@ def tuned_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pipe = tiny.shared_pipeline("infinity")
     profile_of(pipe, model="nano").save(tmp_path / "a.profile.json")
     monkeypatch.setitem(presets.MODELS, "nano", replace(tiny.SPECS["infinity"], name="nano"))
-    monkeypatch.setattr(beside, "local_weights", lambda *_: tmp_path)
+    monkeypatch.setattr(artifacts, "local_weights", lambda *_: tmp_path)
     monkeypatch.setattr(loading, "load", lambda _name, **_: pipe_with(Profile.load(tmp_path / "a.profile.json")))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import isfunction
 from itertools import pairwise, product
 
 import pytest
@@ -13,9 +15,9 @@ from torch import Tensor
 from nextscale.cache import CacheSpec, ComputedCells, LayerCache, Workspace
 from nextscale.canvas import Canvas
 from nextscale.errors import SettingError
-from nextscale.generate import settle_counts
 from nextscale.guidance import CfgBranches, ConstantGuidance, StageGuidance
 from nextscale.methods import DENSE, Combined, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, TokenCounts
+from nextscale.methods.method import Restored
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
 from nextscale.models.context import ForwardContext
@@ -50,7 +52,7 @@ class Unforeseen(Method):
 class UnforeseenRun(MethodRun):
     of_stage: Callable[[Stage], StagePlan]
 
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
         assert planned == DENSE
         return self.of_stage(stage)
 
@@ -64,7 +66,7 @@ class Running(Method):
     """Starts the runs that a function returns."""
 
     new_run: Callable[[RunSetup], MethodRun]
-    reduces_stages: bool = True
+    exclusive = frozenset({"tokens"})
 
     def start(self, setup: RunSetup) -> MethodRun:
         return self.new_run(setup)
@@ -310,7 +312,7 @@ def test_a_stage_that_was_forecast_to_be_skipped_cannot_run() -> None:
     """The caches have no memory for it."""
 
     class RunAnyway(MethodRun):
-        def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
             return DENSE
 
     class Misled(Planned):
@@ -391,9 +393,8 @@ class NamedTokens(MethodRun):
 
     order: Callable[[int], Tensor]
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        named = Tokens(tokens.stage, self.order(tokens.stage.cells).expand(x.shape[0], -1).contiguous())
-        return named.gather(x), named
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+        return Tokens(tokens.stage, self.order(tokens.stage.cells).expand(x.shape[0], -1).contiguous())
 
 
 def every_token(order: Callable[[int], Tensor] = torch.arange) -> Method:
@@ -424,7 +425,7 @@ class KeepShare(Method):
     from_stage: int = 1
     counts: list[tuple[int, ...]] = field(default_factory=list, compare=False)  # of every stage that a run has reduced
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
 
     def start(self, setup: RunSetup) -> MethodRun:
         return KeepShareRun(self)
@@ -434,18 +435,17 @@ class KeepShare(Method):
 class KeepShareRun(MethodRun):
     settings: KeepShare
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         cells = tokens.stage.cells
         if tokens.stage.index < self.settings.from_stage:
-            return x, tokens
+            return tokens
         score = torch.rand(cells, generator=torch.Generator().manual_seed(cells))
         keep = torch.tensor([max(1, round(share * cells)) for share in self.settings.shares])
         self.settings.counts.append(tuple(keep.tolist()))
         branches = x.shape[0] // len(keep)
         equal = len(set(keep.tolist())) == 1
         score = score.expand(x.shape[0], -1)
-        selection, kept = tokens.top(score, int(keep[0])) if equal else tokens.top(score, keep.repeat(branches), int(keep.max()))
-        return Tokens(tokens.stage, selection).gather(x), kept
+        return (tokens.top(score, int(keep[0])) if equal else tokens.top(score, keep.repeat(branches), int(keep.max())))[1]
 
 
 @pytest.mark.parametrize("family", ["var", "hart"])  # what the method keeps of the grid counts, not the text before it
@@ -455,15 +455,14 @@ def test_a_planned_number_of_tokens_must_be_kept(planned: PlannedBy, family: str
         def __init__(self, plans: MethodRun) -> None:
             self.plans = plans
 
-        def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-            return self.plans.plan(planned, stage, canvas)
+        def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
+            return self.plans.plan(stage, planned, counts)
 
-        def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-            kept = tokens.take(torch.arange(min(2, x.shape[1])).expand(x.shape[0], -1))
-            return kept.gather(x), kept
+        def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+            return tokens.take(torch.arange(min(2, x.shape[1])).expand(x.shape[0], -1))
 
     class Keeping(planned):
-        reduces_stages = True
+        exclusive = frozenset({"tokens"})
 
         def start(self, setup: RunSetup) -> MethodRun:
             return KeepTwo(super().start(setup))
@@ -531,21 +530,18 @@ class FirstToken(MethodRun):
 
     from_stage: int
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        if tokens.stage.index < self.from_stage:
-            return x, tokens
-        first = Tokens(tokens.stage, torch.zeros(x.shape[0], 1, dtype=torch.long))
-        return first.gather(x), first
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+        return tokens if tokens.stage.index < self.from_stage else Tokens(tokens.stage, torch.zeros(x.shape[0], 1, dtype=torch.long))
 
 
 class FirstTokenForAll(FirstToken):
     """Propagates its logits to the others."""
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
         if tokens.index is None:
-            return out, tokens
-        assert tokens.index.shape == (out.shape[0], 1)
-        return out.expand(-1, tokens.stage.cells, *out.shape[2:]), Tokens(tokens.stage)
+            return Restored(logits, tokens)
+        assert tokens.index.shape == (logits.shape[0], 1)
+        return Restored(logits.expand(-1, tokens.stage.cells, *logits.shape[2:]), Tokens(tokens.stage))
 
 
 def first_token(propagate: bool, from_stage: int = 0) -> Method:
@@ -568,9 +564,9 @@ def test_a_method_may_restore_tokens_that_were_left_out(family: str) -> None:
 class NamedThenWhole(NamedTokens):
     """Restores the whole grid after all of it was computed."""
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
         whole = Tokens(tokens.stage)
-        return tokens.move(out, whole), whole
+        return Restored(tokens.move(logits, whole), whole)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -712,7 +708,7 @@ def test_state_belongs_to_the_run() -> None:
     asked: list[tuple[StagePlan, int]] = []
 
     class SkipAsForecast(MethodRun):
-        def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
             asked.append((planned, stage.index))
             return planned
 
@@ -737,13 +733,13 @@ def test_state_belongs_to_the_run() -> None:
     assert setups[1].plans == (DENSE, DENSE, together, replace(together, skip=True))  # of all methods that run together
 
 
-def test_a_plan_sees_the_canvas_of_the_stages_before() -> None:
+def test_counting_sees_the_canvas_of_the_stages_before() -> None:
     sums = []
 
     class Looking(MethodRun):
-        def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
             sums.append(canvas.latent.abs().sum().item())
-            return planned
+            return None
 
     generated("infinity", method=Running(lambda setup: Looking()))
     assert sums[0] == 0
@@ -754,62 +750,37 @@ def test_hooks_are_called_in_the_documented_order() -> None:
     calls: list[tuple[str, int]] = []
 
     class Calls(MethodRun):
-        def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-            calls.append(("count_tokens", stage.index))
-            return torch.tensor([stage.cells - stage.index, stage.cells])
+        def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+            calls.append(("count", stage.index))
+            return torch.tensor([stage.cells, stage.cells])
 
-        def set_counts(self, counts: TokenCounts) -> None:
-            calls.append(("set_counts", counts.most - counts.fewest))
-
-        def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+        def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
             calls.append(("plan", stage.index))
+            assert counts == TokenCounts(stage.cells, stage.cells, 2 * stage.cells)
             return StagePlan(observed=(1,))
 
-        def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-            calls.append(("reduce", tokens.stage.index))
-            return x, tokens
+        def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+            calls.append(("select_tokens", tokens.stage.index))
+            return tokens
 
         def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
             calls.append(("observe", tokens.stage.index))
 
-        def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+        def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
             calls.append(("restore", tokens.stage.index))
-            return out, tokens
+            return Restored(logits, tokens)
 
-        def restore_hidden(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-            calls.append(("restore_hidden", tokens.stage.index))
-            return x, tokens
-
-    class DataDependent(Running):
-        @property
-        def data_dependent(self) -> bool:
-            return True
-
-    for kind, counted in ((Running, ()), (DataDependent, ("count_tokens", "set_counts"))):
-        calls.clear()
-        tiny.assert_same_bits(generated("hart", method=kind(lambda setup: Calls())), generated("hart"))
-        hooks = (*counted, "plan", "reduce", "observe", "restore")
-        assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3]), ("restore_hidden", 3)]
+    tiny.assert_same_bits(generated("hart", method=Running(lambda setup: Calls())), generated("hart"))
+    hooks = ("count", "plan", "select_tokens", "observe", "restore")
+    assert calls == [*product(hooks, [0]), *product(hooks, [1]), *product(hooks, [2]), *product(hooks, [3])]
 
 
-def test_counts_are_read_where_they_are_data_dependent() -> None:
-    known: list[TokenCounts] = []
-
-    @dataclass
-    class Counting(MethodRun):
-        counts: Tensor | None
-
-        def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-            return self.counts
-
-        def set_counts(self, counts: TokenCounts) -> None:
-            known.append(counts)
-
-    stage = tiny.schedule_of("var")[2]
-    assert settle_counts(Counting(None), stage, None) is None
-    assert known == []
-    assert settle_counts(Counting(torch.tensor([4, 2, 9])), stage, None) == (4, 2, 9)
-    assert known == [TokenCounts(fewest=2, most=9, total=15)]
+def test_the_interface_has_ten_hooks() -> None:
+    hooks = {name for owner in (Method, MethodRun) for name, one in vars(owner).items() if isfunction(one) and name[0] != "_"}
+    assert hooks == {
+        *("forecast", "start", "resolve"),
+        *("count", "plan", "select_tokens", "observe", "restore", "layer_cache", "state"),
+    }
 
 
 def test_a_fork_goes_on_from_the_same_tensors_without_changing_the_other() -> None:
@@ -818,7 +789,7 @@ def test_a_fork_goes_on_from_the_same_tensors_without_changing_the_other() -> No
         kept: Tensor
 
     one = Remembering(torch.ones(2))
-    other = one.fork()
+    other = copy.copy(one)
     assert isinstance(other, Remembering) and other is not one
     assert other.kept is one.kept
     other.kept = torch.zeros(2)
@@ -831,7 +802,7 @@ class WithOwnCache(Method):
 
     specs: list[CacheSpec] = field(default_factory=list, compare=False)
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
 
     def start(self, setup: RunSetup) -> MethodRun:
         return WithOwnCacheRun(self.specs)

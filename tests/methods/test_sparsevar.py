@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nextscale.cache import ComputedCells
 from nextscale.errors import SettingError
-from nextscale.generate import StageOutput, settle_counts
+from nextscale.generate import StageOutput, propagated
 from nextscale.guidance import CfgBranches
 from nextscale.loading.presets import ModelConfig, build_model
 from nextscale.methods import DENSE, DropGuidance, Method, MethodRun, Plans, RunSetup, SkipStages, Span, StagePlan, StageVAR
@@ -47,6 +47,7 @@ from nextscale.schedules import FLEXVAR_512, HART_1024, INFINITY_SIZES, VAR_256,
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 from nextscale.text import TextFeatures
 from tests.helpers import tiny
+from tests.helpers.toy_methods import counted, entered
 
 # Settings that leave out something of every image of `tiny.prompts`, and of different images differently much, and with which some
 # tokens resemble an anchor and others do not. Random weights change all cells about alike, hence so high a tau.
@@ -73,8 +74,7 @@ def start(method: Method, family: str = "var", schedule: Schedule | None = None,
 
 def plan_of(run: SparseRun, stage: Stage, canvas: Any = None) -> StagePlan:
     """What the stage will do once the host has read the counts, as generation finds it out."""
-    settle_counts(run, stage, canvas)
-    return run.plan(run.setup.plans[stage.index], stage, canvas)
+    return run.plan(stage, run.setup.plans[stage.index], counted(run, stage, canvas))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Watched(Method):
     method: Method
     runs: list[Any] = field(default_factory=list, compare=False)
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
 
     @property
     def data_dependent(self) -> bool:
@@ -115,7 +115,8 @@ def watched(family: str, method: Method | None = None, images: int = 3, **option
         size = preview.done.stage.size
         excluded = None if cells is None else cells.excluded.clone().unflatten(1, size)
         counts = None if cells is None else cells.counts.tolist()
-        seen.append(Seen(preview.done, excluded, counts, None if run.restored is None else run.restored[0]))
+        propagates = cells is not None and run.alpha is not None and preview.done.tokens.index is not None
+        seen.append(Seen(preview.done, excluded, counts, preview.done.tokens if propagates else None))
 
     options = WHOLE_CODES.get(family, {}) | {"seed": 11} | options
     prompts = options.pop("prompts", tiny.prompts(family, images))
@@ -291,7 +292,7 @@ def toy(change: Tensor = EAST, family: str = "var", **fields: Any) -> tuple[Any,
     run = start(SparseVAR(**{"tau": 0.5, "first_stage": 3, "blocks": 0} | fields), family, TOY, batch=change.shape[0])
     for stage in TOY.stages[:3]:
         assert plan_of(run, stage) == (StagePlan(observed=(0,)) if stage.index == 2 else DENSE)
-        run.reduce(torch.zeros(2 * len(change), stage.cells, 1), Tokens(stage))
+        entered(run, torch.zeros(2 * len(change), stage.cells, 1), Tokens(stage))
         if stage.index == 2:
             observed(run, change, stage)
         out = torch.tensor([LEFT, LEFT, RIGHT] * 3)[: stage.cells].expand(len(change), -1, -1)
@@ -309,7 +310,7 @@ def compute_mask(x: Tensor, tokens: Tokens) -> Tensor:
 def on_4x4(run: Any, rows: int = 2) -> Tokens:
     """The tokens that enter the 4x4 stage; every row of x numbers its cells."""
     x = torch.arange(16.0).expand(rows, 16)[..., None]
-    x, tokens = run.reduce(x, Tokens(TOY[3]))
+    x, tokens = entered(run, x, Tokens(TOY[3]))
     assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
     return tokens
 
@@ -331,7 +332,7 @@ def test_a_lower_threshold_keeps_more() -> None:
     assert plan.num_tokens == 9
     run, plan = toy(tau=0.0)
     assert plan == StagePlan(observed=(0,))
-    x, tokens = run.reduce(torch.zeros(2, 16, 1), whole := Tokens(TOY[3]))
+    x, tokens = entered(run, torch.zeros(2, 16, 1), whole := Tokens(TOY[3]))
     assert tokens is whole
     assert (compute_mask(x, tokens) == 1).all()
 
@@ -340,7 +341,7 @@ def test_without_anchors_only_what_is_above_the_threshold_is_computed() -> None:
     run, _ = toy(alpha=None)
     assert on_4x4(run).index[0].tolist() == [3, 7, 11, 15]
     out = torch.arange(8.0).view(1, 4, 2)
-    left, tokens = run.restore(out, run.kept_tokens(TOY[3]))
+    left, tokens, _ = run.restore(out, run.kept_tokens(TOY[3]))
     assert left is out
     assert tokens.index.tolist() == [[3, 7, 11, 15]]
 
@@ -352,7 +353,7 @@ def test_images_of_a_batch_keep_their_own_numbers_of_tokens() -> None:
     assert plan.num_tokens == 8
     assert tokens.count.tolist() == [5, 8, 5, 8]
     assert tokens.index.tolist() == [[0, 3, 7, 11, 15, 15, 15, 15], list(range(8))] * 2
-    assert torch.equal(run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))[1].index, tokens.index[:2])  # with one cfg branch gone
+    assert torch.equal(entered(run, torch.zeros(2, 16, 1), Tokens(TOY[3]))[1].index, tokens.index[:2])  # with one cfg branch gone
 
 
 def test_which_rows_are_scored() -> None:
@@ -413,7 +414,7 @@ def test_text_before_the_first_stage_is_not_scored() -> None:
 
 def restored(run: Any, out: Tensor, channels: int = 2) -> Tensor:
     """The logits of the 4x4 stage, cell by cell; NaN where it has none. The tail repeats the last token."""
-    values, tokens = run.restore(out, run.kept_tokens(TOY[3]))
+    values, tokens, _ = run.restore(out, run.kept_tokens(TOY[3]))
     assert tokens.index.shape == (1, 16)
     count = int(tokens.count)
     assert (tokens.index[0, count:] == tokens.index[0, count - 1]).all()
@@ -465,28 +466,25 @@ def test_bits_are_compared_all_together() -> None:
     """Infinity's logits [B, N, bits, 2] are one vector per token."""
     run, _ = toy(alpha=4)
     on_4x4(run)
-    values, _ = run.restore(torch.arange(10.0).view(1, 5, 1, 2), run.kept_tokens(TOY[3]))
+    values, _, _ = run.restore(torch.arange(10.0).view(1, 5, 1, 2), run.kept_tokens(TOY[3]))
     assert values.shape == (1, 16, 1, 2)
     assert values[0, :4, 0].tolist() == [[0, 1], [0, 1], [2, 3], [0, 1]]  # cells 0, 1, 3 and 4
 
 
 def test_hidden_states_are_copied_from_the_anchor_and_no_others_are_added() -> None:
     run, _ = toy(alpha=4, family="hart")
-    entered = on_4x4(run).rows(slice(0, 1))
-    _, tokens = run.restore(torch.ones(1, 5, 2), entered)
+    kept = on_4x4(run).rows(slice(0, 1))
+    _, tokens, source = run.restore(torch.ones(1, 5, 2), kept)
     one = torch.tensor([[[5.0], [3.0], [7.0], [11.0], [15.0]]])
-    values, where = run.restore_hidden(torch.cat([one, -one]), entered)  # rows of both cfg branches
-    assert where is tokens and torch.equal(values[:1], -values[1:])
-    grid = where.scatter(values[:1], torch.zeros(1, 16, 1)).view(4, 4)
+    rows = propagated(HeadInputs(torch.cat([one, -one]), kept, None, None, None), source)  # of both cfg branches
+    assert torch.equal(rows[:1], -rows[1:])
+    grid = tokens.scatter(rows[:1], torch.zeros(1, 16, 1)).view(4, 4)
     assert grid.tolist() == [[5, 5, 0, 3], [5, 5, 0, 7], [5, 5, 0, 11], [5, 5, 0, 15]]
-    plan_of(run, TOY[4])
-    assert run.restore_hidden(values, where) == (values, where)  # nothing is restored at the next stage yet
 
 
 def test_hidden_states_stay_where_no_anchor_propagates() -> None:
     for run in (toy(alpha=None)[0], toy(tau=0.0)[0]):
-        values, tokens = torch.ones(1, 16, 1), Tokens(TOY[3])
-        assert run.restore_hidden(values, tokens) == (values, tokens)
+        assert run.restore(torch.ones(1, 16, 2), Tokens(TOY[3])).source is None
 
 
 def test_cells_to_which_no_anchor_propagates_leave_the_canvas_as_it_was() -> None:
@@ -498,7 +496,7 @@ def test_cells_to_which_no_anchor_propagates_leave_the_canvas_as_it_was() -> Non
     observed(run, EAST, schedule[2])
     run.restore(torch.tensor([LEFT, LEFT, RIGHT] * 3).repeat_interleave(tiny.BITS, 1).view(1, 9, tiny.BITS, 2), Tokens(schedule[2]))
     plan_of(run, schedule[3], canvas)
-    out, tokens = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.kept_tokens(schedule[3]))
+    out, tokens, _ = run.restore(torch.zeros(1, 5, tiny.BITS, 2), run.kept_tokens(schedule[3]))
     before = canvas.latent
     canvas.add(out.argmax(dim=-1), tokens)
     changed = (canvas.latent != before).any(dim=1)[0]
@@ -533,7 +531,7 @@ def test_what_is_left_out_once_stays_out() -> None:
 def test_a_peak_among_cells_that_were_left_out_does_not_decide() -> None:
     """The last column remains, and its largest change there is 11 / 6: of its six cells 1, 9/6, 11/6 and 7/6 are above half of that."""
     run, _ = toy(alpha=None)
-    run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+    entered(run, torch.zeros(2, 16, 1), Tokens(TOY[3]))
     run.change = GridMap(square([9, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 1], [0, 0, 0, 0])[..., None], (4, 4))
     plan_of(run, TOY[4])
     kept = set(run.kept_tokens(TOY[4]).index[0].tolist())
@@ -563,7 +561,7 @@ def test_a_stage_about_whose_past_nothing_is_known_is_dense() -> None:
         run = start(SparseVAR(metric=metric, first_stage=3, blocks=0, tau=0.5), schedule=TOY)
         for stage in TOY:
             assert plan_of(run, stage).num_tokens is None
-            assert run.reduce(torch.zeros(2, stage.cells, 1), tokens := Tokens(stage))[1] is tokens
+            assert entered(run, torch.zeros(2, stage.cells, 1), tokens := Tokens(stage))[1] is tokens
 
 
 def test_logits_as_the_metric() -> None:
@@ -631,11 +629,9 @@ def test_the_host_reads_the_counts_and_nothing_else(metric: Any, monkeypatch: py
     monkeypatch.setattr(Tensor, "tolist", lambda tensor: lists.append(read(tensor)) or lists[-1])
     with NoReads():
         plan = plan_of(run, TOY[3])
-        _, tokens = run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+        _, tokens = entered(run, torch.zeros(2, 16, 1), Tokens(TOY[3]))
         run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
-        entered = tokens.rows(slice(0, 1))
-        run.restore(torch.ones(1, plan.num_tokens, 2), entered)
-        run.restore_hidden(torch.ones(1, plan.num_tokens, 3), entered)
+        run.restore(torch.ones(1, plan.num_tokens, 2), tokens.rows(slice(0, 1)))
     assert lists == [[plan.num_tokens]]
 
 
@@ -699,7 +695,7 @@ def test_all_cells_are_there_again_after_a_dense_stage() -> None:
     run = start(SparseVAR(keep={2: 0.5, 4: 0.5}, blocks=0, alpha=None), schedule=schedule)
     for stage in schedule.stages[1:4]:
         plan_of(run, stage)
-        x, tokens = run.reduce(torch.zeros(2, stage.cells, 1), Tokens(stage))
+        x, tokens = entered(run, torch.zeros(2, stage.cells, 1), Tokens(stage))
         observed(run, torch.arange(float(x.shape[1]))[None], stage, tokens)
     assert run.excluded is None
     assert plan_of(run, schedule[4]).num_tokens == 8
@@ -710,10 +706,10 @@ def test_all_cells_are_there_again_after_a_dense_stage() -> None:
 def test_with_a_budget_the_host_reads_nothing(metric: Any) -> None:
     run, _ = toy(alpha=2, keep=0.25)
     run.settings = replace(run.settings, metric=metric)
-    assert run.count_tokens(TOY[3], None) is None
+    assert run.count(TOY[3], None) is None
     with NoReads():
         plan = plan_of(run, TOY[3])
-        _, tokens = run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+        _, tokens = entered(run, torch.zeros(2, 16, 1), Tokens(TOY[3]))
         run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
         run.restore(torch.ones(1, plan.num_tokens, 2), tokens.rows(slice(0, 1)))
 
@@ -724,8 +720,10 @@ def test_a_budget_needs_a_stage_to_choose_by() -> None:
         def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
             return tuple(StagePlan(skip=stage.index == 1) for stage in schedule)
 
-    with pytest.raises(SettingError, match="keep: stage 2 chooses"):
+    with pytest.raises(SettingError, match="stage 2 chooses"):
         generated("infinity", method=[SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
+    with pytest.raises(SettingError, match="stage 2 chooses"):  # before a request of a server waits
+        tiny.shared_pipeline("infinity").accelerate([SparseVAR(keep=0.5, first_stage=2), SkipSecond()])
     generated("infinity", method=[SparseVAR(keep=0.5, first_stage=1), SkipSecond()])
 
 
@@ -1381,7 +1379,7 @@ def test_any_map_keeps_the_promises(
     for stage, change in zip(schedule.stages[1:], maps, strict=True):
         plan = plan_of(run, stage)
         x = torch.arange(float(stage.cells)).expand(4, -1)[..., None]
-        x, tokens = run.reduce(x, Tokens(stage))
+        x, tokens = entered(run, x, Tokens(stage))
         plan.check_num_tokens(tokens)
         if plan.num_tokens is None:
             assert tokens.index is None
@@ -1407,7 +1405,7 @@ def test_any_map_keeps_the_promises(
         after = values.sqrt().repeat(2, 1, 1)
         run.observe(0, tokens.pack(torch.zeros_like(after)), tokens.pack(after), tokens)
         logits = torch.cat([values, 1 - values, values.square()], dim=-1)
-        out, restored_tokens = run.restore(logits, tokens.rows(slice(0, 2)))
+        out, restored_tokens, _ = run.restore(logits, tokens.rows(slice(0, 2)))
         for image in range(2):
             cells = in_order(restored_tokens, image)
             assert set(in_order(tokens, image)) <= set(cells)
@@ -1479,7 +1477,7 @@ def test_stages_that_are_given_are_observed(family: str, changes: dict[str, Any]
     full = generate()
     assert full.compute_mask[-1].mean() < 1
     for number in range(1, stages):
-        again = generate(given=full.codes[:number])
+        again = generate(prefix_codes=full.codes[:number])
         tiny.assert_close(family, again, full)
         assert all(map(torch.equal, again.compute_mask, full.compute_mask))
 
@@ -1489,5 +1487,5 @@ def test_stages_that_are_given_are_observed(family: str, changes: dict[str, Any]
 def test_a_reduced_stage_that_is_given_computes_all_its_cells(family: str, changes: dict[str, Any]) -> None:
     pipeline, prompts, stages = tiny.shared_pipeline(family), tiny.prompts(family, 2), len(tiny.schedule_of(family))
     method, codes = SparseVAR(first_stage=2, blocks=0, alpha=None, **changes), pipeline(prompts, seed=1).codes[: stages - 1]
-    masks = pipeline(prompts, seed=1, method=method, given=codes, compute_mask=True).compute_mask
+    masks = pipeline(prompts, seed=1, method=method, prefix_codes=codes, compute_mask=True).compute_mask
     assert all(mask.eq(1).all() for mask in masks[:-1]) and masks[-1].mean() < 1

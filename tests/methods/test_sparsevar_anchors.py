@@ -13,6 +13,7 @@ from nextscale.errors import SettingError
 from nextscale.methods.sparsevar import SparseVAR
 from nextscale.methods.sparsevar_cells import MAX_BLOCKS, GridMap, anchor_cells, covering_cells, rounds, typical_cells
 from nextscale.stage import Tokens
+from tests.helpers.toy_methods import entered
 from tests.methods.test_sparsevar import RESIDUAL_FAMILIES, TOY, NoReads, in_order, plan_of, toy, watched
 
 
@@ -123,7 +124,7 @@ def test_a_budget_has_as_many_tokens_as_with_the_grid_and_the_host_reads_nothing
     run.logits = GridMap(directions(0, 0, 0, 0, 0, 1, 2, 2, 1), (3, 3))
     with NoReads():
         plan = plan_of(run, TOY[3])
-        _, tokens = run.reduce(torch.zeros(2, 16, 1), Tokens(TOY[3]))
+        _, tokens = entered(run, torch.zeros(2, 16, 1), Tokens(TOY[3]))
         run.observe(0, torch.zeros(2, plan.num_tokens, 1), torch.ones(2, plan.num_tokens, 1), tokens)
         run.restore(torch.ones(1, plan.num_tokens, 8), tokens.rows(slice(0, 1)))
     assert plan.num_tokens == tokens.num_tokens == 7

@@ -17,13 +17,12 @@ from torch import Tensor
 from nextscale.cache import CacheView, ComputedCells, LayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.eval.calibrate_ranks import measure_ranks, measure_table
-from nextscale.eval.format_errors import generate_seen
 from nextscale.guidance import StageGuidance
-from nextscale.loading.beside import local_weights, rank_table_of
+from nextscale.loading.artifacts import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
 from nextscale.methods import DENSE, Method, RunSetup, SkipStages, StagePlan
 from nextscale.methods.combine import Combined
-from nextscale.methods.method import MethodRun, Plans
+from nextscale.methods.method import MethodRun, Plans, Restored
 from nextscale.methods.registry import parse_method
 from nextscale.methods.stagevar import LowRankGroup, StageVAR, StoredGroup, project, representatives, squared_norms, zero_tail
 from nextscale.methods.stagevar_ranks import (
@@ -44,6 +43,7 @@ from nextscale.planning.memory import ASSUMED_KEPT
 from nextscale.sampling import ImageRng, Rng
 from nextscale.schedules import HART_1024, INFINITY_SIZES
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
+from nextscale_research.quality.format_errors import generate_seen
 from tests.helpers import tiny
 from tests.helpers.tiny import infinity_schedule
 from tests.helpers.toy_methods import STAGES, HeldRepresentatives, Planned, RunBlocks, SkipUnannounced, counts_of, top_tokens
@@ -330,7 +330,7 @@ def test_the_published_setting_of_infinity() -> None:
 def test_no_model_takes_the_ranks_of_another(depth: int, dim: int, blocks: int) -> None:
     """Not even with as many groups; given ranks of its own it runs them. The reference implementation has one table for all."""
     model = infinity(depth, dim)
-    with pytest.raises(SettingError, match=f"no ranks for infinity with {depth} blocks of {dim} .*nextscale observe ranks"):
+    with pytest.raises(SettingError, match=f"no ranks for infinity with {depth} blocks of {dim} .*nextscale calibrate stagevar"):
         StageVAR().forecast(model, ONE_MEGAPIXEL)
     plans = StageVAR(ranks=0.02).forecast(model, ONE_MEGAPIXEL)
     assert [(len(span.layers), span.ratio) for span in plans[10].spans] == [(blocks, 0.02)] * 8
@@ -414,7 +414,7 @@ def test_shares_on_the_device_are_those_of_the_host() -> None:
         ({"alphas": ((1, 0.5, 2),)}, "alphas"),
         ({"alphas": "10"}, "alphas"),
         ({"ranks": "table"}, "ranks.*got 'table'"),
-        ({"ranks": "nowhere.json"}, "ranks nowhere.json cannot be read .*nextscale observe ranks"),
+        ({"ranks": "nowhere.json"}, "ranks nowhere.json cannot be read .*nextscale calibrate stagevar"),
         ({"ranks": 0}, "ranks.*got 0"),
         ({"ranks": 1.2}, "ranks"),
         ({"ranks": ()}, "ranks"),
@@ -695,7 +695,7 @@ class CountingCache(LayerCache):
 
 @dataclass(frozen=True)
 class Counting(Method):
-    own_cache = True
+    exclusive = frozenset({"cache"})
     caches: list[CountingCache]
 
     def start(self, setup: RunSetup) -> MethodRun:
@@ -741,9 +741,9 @@ def test_a_later_stage_is_restored_from_the_restored_maps() -> None:
             return LookingRun()
 
     class LookingRun(MethodRun):
-        def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-            maps[tokens.stage.index] = out
-            return out, tokens
+        def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
+            maps[tokens.stage.index] = logits
+            return Restored(logits, tokens)
 
     output = generated("star", method=Combined((StageVAR(alphas={2: 0.96, 3: 0.96}, groups=3, ranks=0.177), Looking())), compute_mask=True)
     small, large = maps[2], maps[3]  # logits [2, 9, V] and [2, 16, V]; STAR's head sees one token at a time
@@ -769,7 +769,7 @@ def spans_at(index: int) -> Planned:
 class KeepAt(Method):
     """Keeps a share of each image's tokens at one stage, the same cells for all images."""
 
-    reduces_stages = True
+    exclusive = frozenset({"tokens"})
     stage: int
     shares: tuple[float, ...]
 
@@ -784,8 +784,8 @@ class KeepAt(Method):
 class KeepAtRun(MethodRun):
     method: KeepAt
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        return top_tokens(x, tokens, self.method.shares) if tokens.stage.index == self.method.stage else (x, tokens)
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+        return top_tokens(x, tokens, self.method.shares) if tokens.stage.index == self.method.stage else tokens
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -836,7 +836,7 @@ def test_a_stage_that_another_method_skips_cannot_be_restored_from() -> None:
 
 
 def test_a_stage_that_a_run_skips_unannounced_is_named_where_it_is_missed() -> None:
-    with pytest.raises(SettingError, match="stage 3 needs outputs of the stage before it"):
+    with pytest.raises(SettingError, match="outputs .*stagevar.* are missing"):
         generated("star", method=Combined((SkipUnannounced(2), StageVAR())))
 
 

@@ -282,7 +282,7 @@ def test_settings_are_values_however_they_are_written() -> None:
     ("method", "message"),
     [
         (ToMe(stages=(4,)), "there is no stage 4; this schedule has stages 0 to 3"),
-        (ToMe(sublayers=("cross_attention",)), "Var has no cross_attention"),
+        (ToMe(sublayers=("cross_attention",)), "sublayers.*Var, which has no cross_attention"),
     ],
 )
 def test_conflicts_with_the_model_or_schedule_raise_before_anything_runs(method: ToMe, message: str) -> None:

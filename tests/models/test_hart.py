@@ -15,7 +15,7 @@ from torch import Tensor
 from nextscale.canvas import ResidualCanvas, to_map
 from nextscale.errors import NonFiniteLogits, PromptError, SettingError, SizeError
 from nextscale.guidance import RampGuidance, ResolvedGuidance, StageGuidance
-from nextscale.loading.random_weights import fill_random, random_pipeline
+from nextscale.loading.load import fill_random, random_pipeline
 from nextscale.models import Hart, HartConfig
 from nextscale.models.context import Conditioning
 from nextscale.models.residual_head import ResidualHead, diffusion_steps, sinusoids

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nextscale.errors import PromptError, SettingError, TextEncoderUnavailable
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import build_model
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.models import Star, StarConfig
 from nextscale.models.refiner import RefinementState, Refiner, cells_per_round
 from nextscale.pipeline import Output, Pipeline

@@ -23,7 +23,7 @@ import torch
 
 from nextscale.batching.ray_cluster import LOCAL, RaySettings, connected
 from nextscale.errors import NextscaleError, SettingError
-from nextscale.loading.random_weights import random_pipeline
+from nextscale.loading.load import random_pipeline
 from nextscale.offline.lock import working_folder
 from nextscale.offline.manifest import read_manifest
 from nextscale.offline.ray import sample_on_ray

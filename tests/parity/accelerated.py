@@ -63,7 +63,11 @@ def bit_rng(expected: Expected, schedule: Schedule) -> StoredRng:
     Ours takes the larger of two ratios of a probability to its number: p0 / u and (1 - p0) / (1 - u).
     """
     drawn = (expected.input(f"s{stage.index}.uniform") for stage in schedule if f"s{stage.index}.uniform" in expected)
-    return StoredRng(exponential=[torch.stack([number.clamp(min=1e-30), 1 - number], dim=-1) for number in drawn])
+    return StoredRng(exponential=map(drawn_bits, drawn))
+
+
+def drawn_bits(number: Tensor) -> Tensor:
+    return torch.stack([number.clamp(min=1e-30), 1 - number], dim=-1)
 
 
 def stated_tolerance(case: dict[str, Any]) -> Tolerance:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nextscale import CoDe, Pipeline, RampGuidance, Sampling, Schedule, sampling
 from nextscale.canvas import to_map
-from nextscale.checkpoints import published_slots
+from nextscale.checkpoints import published_tensors
 from nextscale.models import Var, VarConfig
 from nextscale.models.context import ForwardContext
 from nextscale.pipeline import Settings
@@ -45,7 +45,7 @@ def replay_code(folder: Path, case: dict[str, Any], expected: Expected) -> None:
     schedule, draft = Schedule(config["patch_nums"]), said["draft_steps"]
     pipes = {part: build(folder, case, part) for part in ("drafter", "refiner")}
     drafter, refiner = pipes["drafter"], pipes["refiner"]
-    drafter.refiners.known[REFINER] = refiner
+    drafter.partners.known[REFINER] = refiner
     stages, hooks = StageTrace(schedule), {}
     for part, pipe in pipes.items():
         hooks |= {f"{part} first": pipe.model.blocks[0], f"{part} last": pipe.model.blocks[-1]}
@@ -106,7 +106,7 @@ def build(folder: Path, case: dict[str, Any], part: str) -> Pipeline:
     tokenizer = var_tokenizer(config["vae"])
     (salt,) = re.findall(r"salt='([^']+)'", case["weights_vae"])
     if case.get("vae_weights_left_out"):
-        slots = {key: slot for key, slot in published_slots(tokenizer, tokenizer.layout).items() if not re.fullmatch(NETWORKS, key)}
+        slots = {key: slot for key, slot in published_tensors(tokenizer, tokenizer.layout).items() if not re.fullmatch(NETWORKS, key)}
         fill_with(tokenizer, {key: torch.from_numpy(recipe_value(key, slot.shape, salt)) for key, slot in slots.items()}, NETWORKS)
         without_decoder(tokenizer)
     else:

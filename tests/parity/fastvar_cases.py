@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nextscale import Method, Schedule, Stage, Tokens
 from nextscale.cache import StageMemory
 from nextscale.methods import fastvar
-from nextscale.methods.fastvar import FastVAR, ThinnedBlocks, memory_key
+from nextscale.methods.fastvar import FastVAR, PrunedBlocks, memory_key
 from nextscale.methods.token_ops import distance_from_mean, top_share
 from nextscale.models.blocks import Block, Sublayer
 from nextscale.models.context import ForwardContext
@@ -298,7 +298,7 @@ def compare_unit(expected: Expected, name: str) -> None:
     sublayer, memory = StoredSublayer(keep, answers), StageMemory()
     block: Any = sublayer
     memory.store(memory_key(block, 0), cache, Tokens(square(cache.shape[1])))
-    span = ThinnedBlocks(range(1), "unit", (x.shape[1] - keep.shape[1] + 0.5) / x.shape[1])
+    span = PrunedBlocks(range(1), "unit", (x.shape[1] - keep.shape[1] + 0.5) / x.shape[1])
     nothing: Any = None
     result = span([block], x, tokens, ForwardContext(x.shape[0], nothing, (), memory, "cond", nothing))
     expected.equal(f"{name}.keep", in_order_of(keep, sublayer.index))

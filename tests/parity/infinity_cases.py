@@ -139,9 +139,8 @@ def generation(pipe: Pipeline, case: dict[str, Any], expected: Expected, trace: 
             size=schedule,
             guidance=StageGuidance(0 in insertion, tuple(layer for layer in insertion if layer < 0), tuple(case["cfg_list"])),
             temperature=tuple(case["tau_list"]),
-            method=trace,
             on_stage=stages,
-            **request,
+            **{"method": trace, **request},
         )
     if "stages_run" in case:
         assert [done.stage.index for done in stages.done] == case["stages_run"], "stages_run"

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nextscale import SkipVAR
+from nextscale import Schedule, SkipVAR
 from nextscale.eval.calibrate_skipvar import constant
 from nextscale.methods import skipvar
+from nextscale.methods.method import Plans, StagePlan
 from nextscale.methods.skipvar import features_of, gradient, preview_of, shrunk
 from nextscale.methods.skipvar_models import Decisions, decisions_named, published_decisions
+from nextscale.models import NextScaleModel
 from tests.parity import infinity_cases
-from tests.parity.accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
+from tests.parity.accelerated import SettledBits, SettledDraws, drawn_bits, stated_tolerance
 from tests.parity.compare import Expected, Tolerance
 from tests.parity.infinity_cases import OFFICIAL_SAMPLER, Read, schedule_of, tokenizer_of
 from tests.parity.settings import understood
+from tests.parity.supplied import shaped
 from tests.parity.trace import Trace, calls_to
 from tests.parity.weights import fill
 
@@ -34,17 +38,17 @@ def replay_skipvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
     understood(said, {*SAID, "conditional_only_stages"}, FIXED)
     pipe = infinity_cases.build(folder, case)
     schedule = schedule_of(case["config"]["scale_schedule"], case["config"]["h_div_w_template"])
-    trace = Trace(observed=(case["config"]["depth"] - 1,), method=method_of(said))
+    trace = SteppedTrace(observed=(case["config"]["depth"] - 1,))
     sampled = "s0.uniform" in expected
     noise = case["noise_max_abs_other_attention_kernel_and_2_threads"]["logits"]
-    rng = {"seed": bit_rng(expected, schedule), **OFFICIAL_SAMPLER} if sampled else {"seed": 0, "greedy": True}
+    rng = {"seed": StageDraws(expected, schedule), **OFFICIAL_SAMPLER} if sampled else {"seed": 0, "greedy": True}
     with (
         (SettledDraws if sampled else SettledBits)(pipe.tokenizer, expected, noise) as revise,
         calls_to(skipvar, "shrunk") as codes,
         calls_to(skipvar, "preview_of") as previews,
         calls_to(skipvar, "features_of") as features,
     ):
-        generated = infinity_cases.generation(pipe, case, expected, trace, revise=revise, **rng)
+        generated = infinity_cases.generation(pipe, case, expected, trace, revise=revise, method=[method_of(said), trace], **rng)
     read: Read = generated.read | {
         "cache_len": lambda: torch.tensor([cache.lengths for cache in trace.caches]).T,
         "cache_rows": lambda: torch.tensor(trace.caches[0].rows),
@@ -63,6 +67,28 @@ def replay_skipvar(folder: Path, case: dict[str, Any], expected: Expected) -> No
     special = {"features": FEATURES, "image_float": PICTURE, "preview": PICTURE, "sobel": PICTURE}
     infinity_cases.compare(expected, read, stated_tolerance(case), special)
     compare_table(expected)
+
+
+class SteppedTrace(Trace):
+    """Traces every call of SkipVAR beside it. Prefix codes are read stage by stage, as they were generated."""
+
+    exclusive = frozenset({"cache"})
+
+    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        return (StagePlan(observed=self.observed),) * len(schedule)
+
+
+class StageDraws:
+    """The stored random numbers of every stage, by its number of cells: all calls of a request get the same."""
+
+    def __init__(self, expected: Expected, schedule: Schedule) -> None:
+        names = {stage.cells: f"s{stage.index}.uniform" for stage in schedule}
+        self.drawn = {cells: drawn_bits(expected.input(name)) for cells, name in names.items() if name in expected}
+
+    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return shaped(self.drawn[shape[1]], shape) if shape[1] in self.drawn else torch.ones(tuple(shape))
+
+    uniform = normal = exponential
 
 
 def method_of(said: dict[str, Any]) -> SkipVAR:

@@ -21,7 +21,7 @@ from torch import Tensor
 from nextscale import Schedule, SparseVAR, Stage, StagePlan, Tokens
 from nextscale.canvas import Canvas, on_grid
 from nextscale.generate import StageOutput
-from nextscale.methods.method import MethodRun, RunSetup
+from nextscale.methods.method import MethodRun, Restored, RunSetup, TokenCounts
 from nextscale.methods.sparsevar_cells import GridMap, anchor_cells, best_anchor, feature_change, largest_cells, share_above
 from nextscale.models import Infinity
 from nextscale.models.context import ForwardContext
@@ -291,34 +291,40 @@ class FillingRun(TraceRun):
 
     trace: StoredFilling
 
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
-        plan = super().plan(planned, stage, canvas)
-        kept = self.trace.stored(stage, "kept")
-        return plan if kept is None else replace(plan, num_tokens=kept.shape[1], packed=None)
+    def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        """Known: as many as are stored, so that rows are padded."""
+        self.trace.counted = super().count(stage, canvas)
+        return None
 
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        trace, stage, (_, own) = self.trace, tokens.stage, super().reduce(x, tokens)
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
+        own = self.trace.counted
+        plan = super().plan(stage, planned, None if own is None else TokenCounts(int(own.min()), int(own.max()), int(own.sum())))
+        kept = self.trace.stored(stage, "kept")
+        return plan if kept is None else replace(plan, num_tokens=kept.shape[1])
+
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
+        trace, stage, own = self.trace, tokens.stage, super().select_tokens(x, tokens)
         kept = trace.stored(stage, "kept")
         trace.tokens = tokens
         if kept is None:
-            return x, tokens
+            return tokens
         every = torch.arange(stage.cells).expand(trace.batch, -1)
         trace.method_kept[stage.index] = mask_of(every if own.index is None else own.index[: trace.batch], stage.cells)
         trace.tokens = Tokens(stage, kept.sort(dim=1).values).repeat(x.shape[0] // trace.batch)
-        return trace.tokens.gather(x), trace.tokens
+        return trace.tokens
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        trace, stage = self.trace, tokens.stage
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
+        out, trace, stage = logits, self.trace, tokens.stage
         trace.logits[stage.index] = out
         change = getattr(self.run, "change", None)
         if isinstance(change, GridMap) and change.size == stage.size:
             trace.method_change[stage.index] = change.values[..., 0]
         if tokens.index is None:
-            return out, tokens
+            return Restored(out, tokens)
         packed = trace.expected.tensors[f"s{stage.index}.zeroed.packed"]
         coded = 1 - torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=stage.cells)).float()
         _, coded_tokens = Tokens(stage).top(coded, coded.sum(dim=1).long(), stage.cells)
-        return coded_tokens.gather(out.flatten(2)).unflatten(2, out.shape[2:]), coded_tokens
+        return Restored(coded_tokens.gather(out.flatten(2)).unflatten(2, out.shape[2:]), coded_tokens)
 
 
 def cells_of(mask: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nextscale import Pipeline, RampGuidance, Sampling, Schedule, Stage, TextFeatures, Tokens
 from nextscale.canvas import to_map
-from nextscale.generate import Revise, as_sampled
+from nextscale.generate import Revise
 from nextscale.models import Star, StarConfig, refiner
 from nextscale.models.rope import star_rotations
 from nextscale.pipeline import Settings
@@ -206,7 +206,7 @@ class StarRun:
         for stage in self.schedule:
             self.expected.compare({f"s{stage.index}.h": Reading(to_map(canvas.vectors(own[stage.index]), stage), OWN_MIXTURE)})
 
-    def readings(self, noise: float = 0.0, noise_seed: int = 0, revise: Revise = as_sampled) -> Readings:
+    def readings(self, noise: float = 0.0, noise_seed: int = 0, revise: Revise | None = None) -> Readings:
         """Everything that a case may have stored of a run; `noise` is added to the guided logits."""
         model, schedule = self.model, self.schedule
         latent, image = (SMOOTH_LATENT, SMOOTH_IMAGE) if self.sampling.smooth else (LATENT, LATENT)

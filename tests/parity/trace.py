@@ -15,7 +15,7 @@ from nextscale import Method, Preview, Schedule, Stage, StagePlan, Tokens
 from nextscale.cache import CacheSpec, CacheView, LayerCache, StageMemory, Workspace
 from nextscale.canvas import Canvas
 from nextscale.generate import StageOutput
-from nextscale.methods.method import MethodRun, Plans, RunSetup, Span, TokenCounts
+from nextscale.methods.method import MethodRun, Plans, Restored, RunSetup, Span, TokenCounts
 from nextscale.models import NextScaleModel
 from nextscale.models.blocks import Block
 from nextscale.models.context import ForwardContext
@@ -42,6 +42,7 @@ class Trace(Method):
         self.observed = tuple(sorted(set(observed)))
         self.stages = stages
         self.method = Method() if method is None else method
+        self.exclusive |= self.method.exclusive
         self.first_inputs: list[Tensor] = []
         self.inputs: dict[tuple[int, int], Tensor] = {}  # (stage, layer) of the tapped layers, and of the first ones of groups
         self.outputs: dict[tuple[int, int], Tensor] = {}  # likewise, and of the last ones of groups
@@ -57,7 +58,7 @@ class Trace(Method):
         return self.method.forecast(model, schedule, guided, kept)
 
     def start(self, setup: RunSetup) -> MethodRun:
-        self.schedule = setup.schedule
+        self.schedule, self.caches = setup.schedule, []
         self.run = self.method.start(setup)
         return TraceRun(self, self.run)
 
@@ -69,9 +70,9 @@ class TraceRun(MethodRun):
     trace: Trace
     run: MethodRun
 
-    def plan(self, planned: StagePlan, stage: Stage, canvas: Canvas) -> StagePlan:
+    def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
         trace = self.trace
-        plan = self.run.plan(planned, stage, canvas)
+        plan = self.run.plan(stage, planned, counts)
         trace.groups[stage.index] = [span.layers for span in plan.spans]
         grouped = {layer for layers in trace.groups[stage.index] for layer in layers}
         return replace(
@@ -81,32 +82,17 @@ class TraceRun(MethodRun):
             observed=tuple(sorted({*plan.observed, *(layer for layer in trace.observed if layer not in grouped)})),
         )
 
-    def routing_inputs(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        return self.run.routing_inputs(stage, canvas)
+    def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
+        return self.run.count(stage, canvas)
 
-    def route(self, inputs: Tensor) -> Sequence[int]:
-        return self.run.route(inputs)
-
-    def routes(self) -> Sequence[MethodRun]:
-        return [type(self)(self.trace, run) for run in self.run.routes()]
-
-    def count_tokens(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        return self.run.count_tokens(stage, canvas)
-
-    def set_counts(self, counts: TokenCounts) -> None:
-        self.run.set_counts(counts)
-
-    def packs(self, planned: StagePlan) -> bool:
-        return self.run.packs(planned)
-
-    def reduce(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         self.trace.first_inputs.append(x)
-        return self.run.reduce(x, tokens)
+        return self.run.select_tokens(x, tokens)
 
-    def restore(self, out: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
+    def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
         if self.trace.noise:
-            out = out + self.trace.noise * (2 * torch.rand(out.shape, generator=self.trace.generator) - 1)
-        return self.run.restore(out, tokens)
+            logits = logits + self.trace.noise * (2 * torch.rand(logits.shape, generator=self.trace.generator) - 1)
+        return self.run.restore(logits, tokens)
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
         stage = tokens.stage.index

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nextscale.canvas import Canvas
 from nextscale.engine import eager
 from nextscale.generate import StageOutput
+from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import build_model, model_spec
-from nextscale.loading.random_weights import random_pipeline
 from nextscale.methods import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
 from nextscale.methods.method import Span
 from nextscale.methods.registry import resolve_method

@@ -47,7 +47,7 @@ class SeenWorkspace(Workspace):
 class Reserving(Method):
     """Caches of given sizes, of which it sees how much they take."""
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
     spec: CacheSpec
     caches: list[LayerCache] = field(default_factory=list)
     last_stage: list[int] = field(default_factory=list)  # bytes in every layer of it
@@ -167,7 +167,7 @@ def test_a_method_with_its_own_caches_is_told_what_is_reserved() -> None:
     told: list[CacheSpec] = []
 
     class OwnCache(Method):
-        own_cache = True
+        exclusive = frozenset({"cache"})
 
         def start(self, setup: RunSetup) -> MethodRun:
             return OwnCacheRun()

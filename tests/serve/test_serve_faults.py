@@ -95,6 +95,27 @@ def test_a_neighbour_of_somebody_who_leaves_gets_the_image(server: Live, pipe: S
         assert stays.result(SECONDS).json["data"][0]["seed"] == 2
 
 
+def test_partial_images_do_not_pile_up_for_a_client_that_reads_slowly(server: Live, pipe: Steered, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe.hold_after(1)
+    monkeypatch.setattr(generations, "MAX_UNSENT", 1)
+    begun, go, partial = Event(), Event(), generations.Answer.partial
+
+    def slow(*arguments: Any) -> str:
+        begun.set()
+        assert go.wait(SECONDS)
+        return partial(*arguments)
+
+    monkeypatch.setattr(generations.Answer, "partial", slow)
+    connection = begin(server, stream=True, partial_images=3)
+    assert begun.wait(SECONDS)  # the first one is being sent: of the others one waits
+    pipe.go.set()
+    settled(server)
+    go.set()
+    events = [json.loads(line[6:]) for line in connection.getresponse().read().splitlines() if line.startswith(b"data: ")]
+    assert [event.get("partial_image_index") for event in events] == [0, 1, None]
+    assert events[-1]["type"] == "image_generation.completed"
+
+
 def test_somebody_who_leaves_the_openai_client_in_a_stream(server: Live, pipe: Steered) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     pipe.hold_after(2)
@@ -288,7 +309,7 @@ def ask(port: int, **fields: Any) -> Answer:
 
 def test_sigterm_under_load() -> None:
     """What was accepted is drawn, and what comes later is told so: nobody goes without an answer."""
-    started, port = process("--max-batch", "1", "--shutdown-timeout", "60")
+    started, port = process("--max-batch", "1", "--limit", "shutdown_timeout=60")
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(ask, port, prompt="a red apple", size="128x128", seed=seed) for seed in range(6)]
         wait_until(lambda: waiting(port) >= 2)
@@ -305,7 +326,7 @@ def test_sigterm_under_load() -> None:
 
 
 def test_what_does_not_finish_in_time_is_given_up_with_an_answer() -> None:
-    started, port = process("--max-batch", "1", "--shutdown-timeout", "0.01")
+    started, port = process("--max-batch", "1", "--limit", "shutdown_timeout=0.01")
     with ThreadPoolExecutor(2) as pool:
         asked = [pool.submit(ask, port, prompt="a red apple", size="256x256", n=4, seed=seed) for seed in range(2)]
         wait_until(lambda: waiting(port) > 4)  # images of both requests

@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from nextscale import kernels
 from nextscale.errors import OutOfMemory
+from nextscale.loading.load import fill_random
 from nextscale.loading.presets import MODELS, build_tokenizer
-from nextscale.loading.random_weights import fill_random
 from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, ResidualBlock, Upsample, module_to_channels_last
-from nextscale.tokenizers.layers import NormAct, norm_act, to_channels_last
+from nextscale.tokenizers.layers import NormAct, convolve_upsampled, merged_upsampling, norm_act, to_channels_last
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time, merged_bytes
-from nextscale.tokenizers.upsampling import convolve_upsampled, merged_upsampling
 from tests.helpers.kernel_cases import DEVICE, DTYPES, compare, interpreted_as_on_a_gpu, poisoned, triton_interpreter
 
 triton_interpreter()  # before the kernels are imported
@@ -141,7 +140,7 @@ def test_norm_and_last_convolution_of_many_tiles(interpreted: None, monkeypatch:
     weight, bias = torch.ones(4, 48, 3, 3, dtype=torch.bfloat16, device=DEVICE), biases(4, torch.bfloat16, 1)[0]
     given = (norm.num_groups, norm.weight, norm.bias, norm.eps, weight, bias)
     large = norm_conv.group_norm_silu_conv(x, *given)
-    for name, number in (("COLUMNS", 16), ("ROWS", 3), ("SMALLEST_ROWS", 1), ("PROGRAMS", 1)):
+    for name, number in (("COLUMNS", 16), ("ROWS", 3), ("MIN_ROWS", 1), ("PROGRAMS", 1)):
         monkeypatch.setattr(norm_conv, name, number)
     small = norm_conv.group_norm_silu_conv(x, *given)
     torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-5)

@@ -24,9 +24,8 @@ from nextscale.stage import Schedule, Stage
 from nextscale.text.prompts import TextReader
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
-from training.captions import caption_variants, style_templates
 from training.data import Pictures
-from training.encoded import Captions, Features
+from training.encoded import Captions, Features, caption_variants, style_templates
 from training.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
 from training.model import train_model
 from training.model_settings import Batch, ModelTraining, Phase

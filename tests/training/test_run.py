@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +15,21 @@ import torch
 from torch import nn
 
 from nextscale.errors import CheckpointError, MissingExtra, OutOfMemory, SettingError
-from training.curves import plot_curves, read_curve
-from training.optim import Optimizers
-from training.precision import MasterWeights
+from training.curves import plot_curve, read_curve
+from training.optim import MasterWeights, Optimizers
 from training.run import (
     CURVE,
     METRICS,
+    PLOT,
     STATE,
+    Average,
     Budget,
     CurveError,
     Diverged,
-    Ema,
     Run,
     learning_rate,
     memory_errors,
+    read_lines,
     set_learning_rate,
 )
 from training.settings import changed, lasting
@@ -176,14 +177,14 @@ def test_out_of_memory_is_explained() -> None:
 def test_averages_are_short_at_first() -> None:
     module = nn.Linear(1, 1, bias=False)
     module.weight.data.fill_(0.0)
-    average = Ema(module, decay=0.5)
+    average = Average(module, decay=0.5)
     assert not average.module.weight.requires_grad and not average.module.training
     module.weight.data.fill_(1.0)
     average.update(0)
     assert average.module.weight.item() == pytest.approx(0.9)  # 1 / 10 of what was
     average.update(1000)
     assert average.module.weight.item() == pytest.approx(0.95)
-    assert module.weight.item() == 1.0
+    assert module.weight.item() == 1.0 and [name for name, _ in average.named_parameters()] == ["module.weight"]
 
 
 def test_master_weights_collect_what_half_precision_loses() -> None:
@@ -296,36 +297,25 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_curves_hold_the_sum_and_a_few_stages(runs: list[Path]) -> None:
-    assert set(read_curve(runs[0])) == {"loss_256", "l1_256"}
-    curve = read_curve(runs[1])
+    assert set(read_curve(read_lines(runs[0] / CURVE))) == {"loss_256", "l1_256"}
+    curve = read_curve(read_lines(runs[1] / CURVE))
     assert set(curve) == {"loss_256px_5", "stage_1_256px_5", "stage_3_256px_5", "stage_5_256px_5"}
     assert curve["stage_5_256px_5"] == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
-def test_curves_are_drawn(runs: list[Path], tmp_path: Path) -> None:
+def test_curves_are_plotted_where_matplotlib_is_installed(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    plot_curves(runs, tmp_path / "new" / "curve.svg")
-    assert (tmp_path / "new" / "curve.svg").read_text().count('<g id="axes_') == 2
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["curve.svg"]
-    with pytest.raises(SettingError, match=r"ends in one of \.svg"):
-        plot_curves(runs, tmp_path / "curve.txt")
+    lines, target = read_lines(runs[1] / CURVE), runs[1] / PLOT
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    plot_curve(lines, target)
+    assert not target.exists()
+    monkeypatch.undo()
+    plot_curve(lines, target)
+    assert "<svg" in target.read_text()[:500] and sorted(file.name for file in runs[1].iterdir()) == [CURVE, PLOT]
 
 
-def test_curves_that_cannot_be_drawn(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CurveError, match="holds no curve.jsonl"):
-        plot_curves([tmp_path / "none"], tmp_path / "curve.svg")
+def test_curves_that_cannot_be_read(runs: list[Path]) -> None:
     for text in ("no json\n", "[1]\n"):
         (runs[0] / CURVE).write_text(text)
-        with pytest.raises(CurveError, match=r"curve.jsonl (cannot be read|is no curve)"):
-            plot_curves(runs, tmp_path / "curve.svg")
-    usual = builtins.__import__
-
-    def without_matplotlib(name: str, *arguments: Any, **named: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return usual(name, *arguments, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    with pytest.raises(MissingExtra, match=r"pip install 'nextscale\[plots\]'"):
-        plot_curves(runs[1:], tmp_path / "curve.svg")
-    assert not (tmp_path / "curve.svg").exists()
+        with pytest.raises(CurveError, match=r"curve.jsonl"):
+            read_lines(runs[0] / CURVE)

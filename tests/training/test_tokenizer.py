@@ -19,11 +19,18 @@ from nextscale.metrics.pixels import psnr
 from nextscale.stage import Tokens
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from training.data import Pictures
-from training.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
 from training.records import Record
 from training.run import Budget, Run
 from training.tokenizer import train_tokenizer
-from training.tokenizer_losses import commitment, entropy_penalty, quantise, straight_through
+from training.tokenizer_losses import (
+    PatchDiscriminator,
+    commitment,
+    discriminator_loss,
+    entropy_penalty,
+    generator_loss,
+    quantise,
+    straight_through,
+)
 from training.tokenizer_settings import TokenizerTraining, square_schedule
 from training.tokenizer_trainer import TokenizerTrainer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -51,7 +50,7 @@ class LiteVAR(Method):
     first: int = FIRST
     as_released: bool = False
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
 
     def __post_init__(self) -> None:
         if not is_fraction(self.width, above_zero=True):
@@ -73,16 +72,15 @@ class LiteVAR(Method):
         return tuple(plans)
 
     def start(self, setup: RunSetup) -> MethodRun:
-        return LiteVARRun(self)
+        run = LiteVARRun(self)
+        setup.constants.append(run.masks)
+        return run
 
 
 @dataclass(frozen=True)
 class LiteVARRun(MethodRun):
     method: LiteVAR
     masks: dict[KeyMap, Tensor] = field(default_factory=dict, compare=False)  # that were read
-
-    def constants(self) -> Collection[object]:
-        return self.masks.values()
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         idle = self.method.width == 1 and not self.method.share_rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -55,7 +54,7 @@ class SparVAR(Method):
     windows: tuple[int, ...] = WINDOWS
     sinks: int = SINK_CELLS
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("sinks", self.sinks), ("choosing", 0 if self.choosing is None else self.choosing)):
@@ -91,7 +90,9 @@ class SparVAR(Method):
         return tuple(plans)
 
     def start(self, setup: RunSetup) -> MethodRun:
-        return SparVARRun(self, len(setup.model.blocks))
+        run = SparVARRun(self, len(setup.model.blocks))
+        setup.constants.append(run.windows)
+        return run
 
     def window_lists(self, there: KeyMap, schedule: Schedule, device: torch.device) -> KeyLists:
         """What the queries of the last stage in `there` read of it."""
@@ -126,9 +127,6 @@ class SparVARRun(MethodRun):
     layers: int
     made: int = 0  # caches so far
     windows: dict[KeyMap, KeyLists] = field(default_factory=dict)  # that were read
-
-    def constants(self) -> Collection[object]:
-        return self.windows.values()
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         chooses, self.made = self.made < self.method.choosing_layers(self.layers), self.made + 1

@@ -43,7 +43,7 @@ class ZipVL(Method):
     tau: float | None = None
     probes: float = 0.1
 
-    own_cache = True
+    exclusive = frozenset({"cache"})
 
     def __post_init__(self) -> None:
         if not is_fraction(self.ratio) or self.ratio == 1:

@@ -23,7 +23,7 @@ from nextscale.methods.method import Method, Plans, StagePlan
 from nextscale.metrics import Lpips
 from nextscale.models.base import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
-from nextscale.request import Revise, as_sampled
+from nextscale.request import Revise
 from nextscale.stage import Schedule
 
 from .detail import LEVELS
@@ -53,9 +53,9 @@ class OneBranch(Method):
         return (StagePlan(cfg_branches=self.branch if guided else "both"),) * len(schedule)
 
 
-def keeping_until(switch: int, codes: Sequence[Tensor]) -> Revise:
+def keeping_until(switch: int, codes: Sequence[Tensor]) -> Revise | None:
     """Gives stages before `switch` these codes. Where there are none nothing needs the host, and the request can be captured."""
-    return (lambda stage, sampled: codes[stage.index] if stage.index < switch else sampled) if switch else as_sampled
+    return (lambda stage, sampled: codes[stage.index] if stage.index < switch else sampled) if switch else None
 
 
 def replacements(pipeline: Pipeline, schedule: Schedule, others: bool) -> list[Replacement]:

@@ -1,0 +1,271 @@
+"""Files from the Hugging Face hub: announced, checked, and kept in the hub's cache or in a folder. Start at `download`."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path, PureWindowsPath
+from types import ModuleType
+from typing import Any
+
+from ..errors import DownloadError, MissingExtra, NextscaleError
+from ..io import write_text
+from ..serialization import from_plain, read_json
+
+log = logging.getLogger(__name__)
+
+COMMIT = re.compile("[0-9a-f]{40}")
+HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+RECORD = "downloads.json"
+WORK = ".nextscale"  # folder of unfinished files, below the place that they are fetched for
+FILES_NAMED = 6
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    repository: str
+    revision: str  # the commit
+    path: str
+    size: int
+    hash: str  # SHA-256 of a large file, git's SHA-1 of a small one
+
+    def matches(self, path: Path) -> bool:
+        """Returns True if a file has the announced size and content. Reads the whole file."""
+        if not os.path.isfile(path) or path.stat().st_size != self.size:
+            return False
+        digest = hashlib.sha256() if len(self.hash) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
+        with path.open("rb") as content:
+            while some := content.read(2**20):
+                digest.update(some)
+        return digest.hexdigest() == self.hash
+
+    def __str__(self) -> str:
+        return f"{self.repository}/{self.path}"
+
+
+class HubCache:
+    """The cache that all programs of the hub share (HF_HOME, HF_HUB_CACHE): blobs by content, links by revision and name."""
+
+    def __init__(self) -> None:
+        hub_package()
+        from huggingface_hub import constants
+
+        self.root = Path(constants.HF_HUB_CACHE).expanduser()
+
+    def folder(self, repository: str) -> Path:
+        return self.root / f"models--{repository.replace('/', '--')}"
+
+    def find(self, file: RemoteFile, name: str) -> Path | None:
+        """Returns the whole file if it is there."""
+        folder = self.folder(file.repository)
+        path, blob = folder / "snapshots" / file.revision / file.path, folder / "blobs" / file.hash
+        if not path.is_file() and file.matches(blob):
+            self._link(blob, path)
+        return path if path.is_file() else None
+
+    def keep(self, arrived: Path, file: RemoteFile, name: str) -> Path:
+        """Moves a checked file to its place. The library would name the blob after a header, which may be any path."""
+        folder = self.folder(file.repository)
+        path, blob = folder / "snapshots" / file.revision / file.path, folder / "blobs" / file.hash
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(arrived, blob)
+        self._link(blob, path)
+        write_text(file.revision, folder / "refs" / "main")
+        return path
+
+    def _link(self, blob: Path, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a link to a deleted blob
+        try:
+            path.symlink_to(os.path.relpath(blob, path.parent))
+        except OSError:  # the file system has no symbolic links
+            os.replace(blob, path)
+
+
+class Folder:
+    """A folder with the files under the names that `load` looks for, and a record of their origin."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, repository: str) -> Path:
+        return self.root
+
+    def find(self, file: RemoteFile, name: str) -> Path | None:
+        if not file.matches(self.root / name):
+            return None
+        with suppress(NextscaleError):  # a read-only disk
+            self._record(file, name)
+        return self.root / name
+
+    def keep(self, arrived: Path, file: RemoteFile, name: str) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(arrived, path)
+        self._record(file, name)
+        return path
+
+    def has_changed(self, name: str) -> bool:
+        """Returns True if a recorded file no longer has the content that was fetched."""
+        try:
+            file = from_plain(RemoteFile, self._records()[name], name)
+        except (KeyError, ValueError):
+            return False
+        return not file.matches(self.root / name)
+
+    def _records(self) -> dict[str, Any]:
+        try:
+            found = read_json(self.root / RECORD)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _record(self, file: RemoteFile, name: str) -> None:
+        records = self._records()
+        if records.get(name) != asdict(file):
+            write_text(json.dumps(dict(sorted((records | {name: asdict(file)}).items())), indent=2) + "\n", self.root / RECORD)
+
+
+def hub_package() -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingExtra("downloads need the package 'huggingface_hub': pip install 'nextscale[hub]'.") from error
+    return huggingface_hub
+
+
+def cached_snapshot(repository: str) -> Path | None:
+    """Returns the folder of the newest fetched revision in the hub's cache, if there is one."""
+    try:
+        folder = HubCache().folder(repository)
+        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (MissingExtra, OSError, UnicodeDecodeError):
+        return None
+    found = folder / "snapshots" / revision
+    return found if COMMIT.fullmatch(revision) and found.is_dir() else None
+
+
+def list_files(repository: str, patterns: Sequence[str] = ("*",)) -> list[RemoteFile]:
+    """Returns the files of a repository's newest revision that match any pattern, from the hub that HF_ENDPOINT names."""
+    with explained(repository, repository):
+        info = hub_package().HfApi().model_info(repository, files_metadata=True)
+        if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
+            raise DownloadError(f"the revision of {repository} must be a commit hash; got {info.sha!r:.80}. Check HF_ENDPOINT.")
+        files = [_remote_file(repository, info.sha, sibling) for sibling in info.siblings or ()]
+        return [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)]
+
+
+def _remote_file(repository: str, revision: str, sibling: Any) -> RemoteFile:
+    """Checks names, hashes and sizes: they become paths on this machine."""
+    path, large = sibling.rfilename, sibling.lfs
+    pure = PureWindowsPath(path)  # Windows rules also cover POSIX names
+    if pure.anchor or ".." in pure.parts or not pure.parts or not path.isprintable():
+        raise DownloadError(f"{repository} lists a file {path!r}, which is outside its folder or not printable. Check HF_ENDPOINT.")
+    size, digest = (large.size, large.sha256) if large else (sibling.size, sibling.blob_id)
+    if type(size) is not int or not 0 <= size < 2**63 or not isinstance(digest, str) or not HASH.fullmatch(digest):
+        raise DownloadError(f"{repository} lists {path!r} without a size and a hash. Check HF_ENDPOINT.")
+    return RemoteFile(repository, revision, path, size, digest)
+
+
+def download(wanted: Mapping[RemoteFile, str], place: HubCache | Folder, extra_room: int = 0) -> list[Path]:
+    """Fetches the files that `place` does not have yet, small ones first. Returns the path of each.
+
+    Args:
+        wanted: files, and their names below the folder of all weights.
+        extra_room: bytes that must stay free afterwards.
+    """
+    found = {file: place.find(file, name) for file, name in wanted.items()}
+    missing = sorted((file for file, path in found.items() if path is None), key=lambda file: file.size)
+    if missing:
+        size = sum(file.size for file in missing)
+        require_room(place.root, size + extra_room)
+        named = ", ".join(f"{file} ({size_text(file.size)})" for file in missing[:FILES_NAMED])
+        more = f" and {len(missing) - FILES_NAMED} more" if len(missing) > FILES_NAMED else ""
+        log.warning("fetching %s into %s: %s%s", size_text(size), place.root, named, more)
+    return [path or _obtain(file, wanted[file], place) for file, path in sorted(found.items(), key=lambda item: item[0].size)]
+
+
+def snapshot(repository: str, patterns: Sequence[str]) -> Path:
+    """Returns the folder of a repository in the hub's cache with all files that match; fetches those that are missing."""
+    files = list_files(repository, patterns)
+    if not files:
+        raise DownloadError(f"{repository} has none of the files {', '.join(patterns)}. See https://huggingface.co/{repository}.")
+    cache = HubCache()
+    download({file: file.path for file in files}, cache)
+    return cache.folder(repository) / "snapshots" / files[0].revision
+
+
+def size_text(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"
+
+
+def require_room(folder: Path, needed: int) -> None:
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise DownloadError(
+            f"the disk of {folder} must have {size_text(needed)} free; it has {size_text(free)}. "
+            "Free some space, or choose another disk: nextscale download -m MODEL --to FOLDER, or HF_HOME."
+        )
+
+
+def _obtain(file: RemoteFile, name: str, place: HubCache | Folder) -> Path:
+    """Fetches a file into a work folder, compares its content with the announced one, and moves it to its place."""
+    from filelock import FileLock
+
+    work = place.folder(file.repository) / WORK
+    with explained(str(file), file.repository):
+        work.mkdir(parents=True, exist_ok=True)
+        with FileLock(work / "lock"):  # of two programs that want the same file one fetches it
+            if (path := place.find(file, name)) is not None:
+                return path
+            local = work / "files"
+            arrived = Path(hub_package().hf_hub_download(file.repository, file.path, revision=file.revision, local_dir=local))
+            if not file.matches(arrived):
+                arrived.unlink()
+                raise DownloadError(
+                    f"{file} must have the size and content that the hub announces; something else arrived. "
+                    "Fetch it again, and check proxies and mirrors (HF_ENDPOINT)."
+                )
+            path = place.keep(arrived, file, name)
+            shutil.rmtree(local, ignore_errors=True)
+            return path
+
+
+@contextmanager
+def explained(what: str, repository: str) -> Iterator[None]:
+    """Turns errors of the hub's client into a DownloadError with a remedy."""
+    try:
+        yield
+    except NextscaleError:
+        raise
+    except Exception as error:  # the client passes on errors of whichever HTTP package it uses
+        raise DownloadError(f"{what} could not be fetched: {_meaning(error, f'https://huggingface.co/{repository}')}") from error
+
+
+def _meaning(error: BaseException, page: str) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    causes = [error, *filter(None, (error.__cause__, error.__context__))]
+    status = next((code for cause in causes if (code := getattr(getattr(cause, "response", None), "status_code", None))), None)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE forbids it. Unset it, or put the files in place by hand."
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full. Free some space and try again."
+    if status in (401, 403):
+        return f"HTTP {status}. Accept the terms at {page} if there are any, and set HF_TOKEN to a token that may read it."
+    if status == 404:
+        return f"HTTP 404. See what is published at {page}, fetch it by hand and pass its path."
+    if status is not None:
+        return f"HTTP {status}. Try again later."
+    text = " ".join("".join(letter if letter.isprintable() else " " for letter in str(error)).split())
+    return f"{type(error).__name__}: {text}. Check the connection and HF_ENDPOINT, then try again."
