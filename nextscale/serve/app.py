@@ -143,6 +143,5 @@ def measured_points(served: Served, schedule: Schedule) -> dict[str, str]:
     found = {}
     for text in AUTO_POINTS:
         with suppress(NextscaleError):
-            reason = resolve_method(text).reason(served.pipeline.situation(schedule))
-            found[text] = (reason or "").partition(": ")[2]
+            found[text] = str(resolve_method(text).resolve(served.pipeline.situation(schedule))[1]).partition(": ")[2]
     return found

