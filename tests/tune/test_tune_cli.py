@@ -343,7 +343,7 @@ def test_classes_of_the_proof_are_refused_before_the_search(line: str) -> None:
     ("arguments", "message"),
     [
         (["--target", "speed=2"], "give one of speedup=2, lpips=0.08, ms=50"),
-        (["--target", "lpips=-1"], "give a number above 0"),
+        (["--target", "lpips=-1"], "lpips must be a number above 0"),
         (["--out", "x.json"], "ends in .profile.json"),
         (["--trials", "x.json"], "ends in .trials.jsonl"),
         (["--prompts", "test.txt", "--test", "test.txt"], "holds all prompts of the search"),
