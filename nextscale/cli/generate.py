@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from ..errors import SettingError
 from .files import Picture, default_out, plan_pictures, require_image_name, require_writable
@@ -118,6 +117,8 @@ def generate_pictures(
     load: Callable[[], Pipeline], pictures: Sequence[Picture], batch: int, settings: Mapping[str, Any], previews: bool
 ) -> list[Call]:
     """Generates and writes all pictures, `batch` at a time; `settings`: arguments of the pipeline call."""
+    from ..io import write_image
+
     calls = []
     with token_bar() as progress:
         task = progress.add_task("loading", total=settings["size"].tokens * len(pictures))
@@ -128,8 +129,8 @@ def generate_pictures(
         progress.update(task, description="generating")
 
         def on_stage(together: Sequence[Picture], preview: Preview) -> None:
-            if previews:
-                write_images([picture.preview_file(preview.done.stage) for picture in together], preview.images())
+            for picture, image in zip(together, preview.images(), strict=True) if previews else ():
+                write_image(image, picture.preview_file(preview.done.stage))
             if not progress.disable and preview.canvas.latent.is_cuda:
                 import torch
 
@@ -145,18 +146,14 @@ def generate_pictures(
     return calls
 
 
-def write_images(files: Sequence[Path], images: Sequence[Any]) -> None:
+def write_output(pictures: Sequence[Picture], output: Output) -> None:
     from ..io import write_image
 
-    for file, image in zip(files, images, strict=True):
-        write_image(image, file)
-
-
-def write_output(pictures: Sequence[Picture], output: Output) -> None:
     images = output.images
-    write_images([picture.file for picture in pictures], images)
-    if output.compute_mask is not None:
-        write_images([picture.mask_file for picture in pictures], darkened(images, output.compute_mask))
+    masks = [] if output.compute_mask is None else darkened(images, output.compute_mask)
+    files = [picture.file for picture in pictures] + [picture.mask_file for picture in pictures if masks]
+    for image, file in zip([*images, *masks], files, strict=True):
+        write_image(image, file)
 
 
 def write_grid(pictures: Sequence[Picture], file: Path) -> None:
@@ -164,11 +161,11 @@ def write_grid(pictures: Sequence[Picture], file: Path) -> None:
 
     from ..io import grid, write_image
 
-    def opened(picture: Picture) -> Image.Image:
+    images = []
+    for picture in pictures:
         with Image.open(picture.file) as image:
-            return image.copy()
-
-    write_image(grid([opened(picture) for picture in pictures]), file)
+            images.append(image.copy())
+    write_image(grid(images), file)
 
 
 def write_report(settings: Mapping[str, Any], calls: Sequence[Call], file: Path) -> None:
@@ -188,19 +185,7 @@ def write_report(settings: Mapping[str, Any], calls: Sequence[Call], file: Path)
 
 def show_results(calls: Sequence[Call]) -> None:
     console, reports = result_console(), [report for _, report in calls]
-    console.print(picture_table(calls))
-    prompts, decoding = sum(report.condition_seconds for report in reports), sum(report.decode_seconds for report in reports)
-    total = sum(report.seconds for report in reports)
-    for reason in dict.fromkeys(report.selection_reason for report in reports if report.selection_reason is not None):
-        console.print(escape(reason), soft_wrap=True)
-    console.print(
-        f"{total:.2f} s ({engines(reports)}): prompts {prompts:.2f}, stages {total - prompts - decoding:.2f}, decoding {decoding:.2f};"
-        f" peak memory {max(report.peak_memory for report in reports) / 2**30:.2f} GiB"
-    )
-
-
-def picture_table(calls: Sequence[Call]) -> Table:
-    padded = any(report.padding for _, report in calls)
+    padded = any(report.padding for report in reports)
     columns = ("file", "seed", "size", "seconds", "method", "MACs", *(["padding"] if padded else []))
     table = plain_table(*columns, folded=("file", "method"))
     for pictures, report in calls:
@@ -208,4 +193,13 @@ def picture_table(calls: Sequence[Call]) -> Table:
         for picture in pictures:
             seconds = f"{report.seconds / len(pictures):.2f}"
             table.add_row(escape(str(picture.file)), str(picture.seed), size_text(report.size), seconds, escape(report.method), *shares)
-    return table
+    console.print(table)
+    for reason in dict.fromkeys(report.selection_reason for report in reports if report.selection_reason is not None):
+        console.print(escape(reason), soft_wrap=True)
+    total, prompts, decoding = (
+        sum(getattr(report, name) for report in reports) for name in ("seconds", "condition_seconds", "decode_seconds")
+    )
+    console.print(
+        f"{total:.2f} s ({engines(reports)}): prompts {prompts:.2f}, stages {total - prompts - decoding:.2f}, decoding {decoding:.2f};"
+        f" peak memory {max(report.peak_memory for report in reports) / 2**30:.2f} GiB"
+    )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from .options import MODEL_HELP, Json, option
 from .parse import named_profiles, size_text
@@ -18,10 +18,10 @@ from .show import percent, plain_table, result_console, show_next
 
 if TYPE_CHECKING:
     from ..loading import ModelSpec
-    from ..loading.presets import Embedded, Source, TextSource
+    from ..loading.presets import Embedded, Source
     from ..profiles import Point, Profile
 
-SIZES_SHOWN = 4  # in the table
+FEW_SIZES = 2  # more are counted in the table
 
 
 def models(
@@ -31,6 +31,7 @@ def models(
 ) -> None:
     """List models, their files, and the measured profiles of one."""
     from ..io import home
+    from ..loading.artifacts import local_weights
     from ..loading.presets import MODELS, model_spec
 
     specs = list(MODELS.values()) if model is None else [model_spec(model)]
@@ -41,83 +42,59 @@ def models(
         typer.echo(json.dumps(content, indent=2))
         return
     console = result_console() if model else Console(highlight=False)
-    for family, members in groupby(specs, key=lambda spec: spec.name.partition("-")[0]):
-        show_family(console, family, list(members), whole=model is not None)
+    console.print(model_table(specs))
+    if model is not None:
+        console.print("Sizes:", *map(size_text, specs[0].settings.schedules.offers()), soft_wrap=True)
     console.print(f"Files are read from {escape(str(home()))} (NEXTSCALE_HOME), then from the hub's cache.", soft_wrap=True)
-    if model is None:
-        show_next("nextscale models -m NAME  # all sizes and the measured profiles of one model; --json also lists addresses")
-        return
     for path, profile in profiles.items():
         show_profile(console, path, profile)
-    if profiles:
+    if model is None:
+        show_next("nextscale models -m NAME  # all sizes and measured profiles of a model; --json lists addresses of files")
+    elif profiles:
         show_next(f'nextscale generate -m {model} --method auto:lpips=0.1 PROMPT  # "auto" chooses a point of these profiles')
-    elif weights_are_here(specs[0]):
+    elif (place := local_weights(specs[0])) is not None and place.exists():
         show_next(f"nextscale tune -m {model}  # measures a profile, from which `auto` chooses")
     else:
         show_next(f"nextscale download -m {model}  # then `nextscale tune -m {model}` measures a profile")
 
 
-def weights_are_here(spec: ModelSpec) -> bool:
-    from ..loading.artifacts import local_weights
-
-    place = local_weights(spec)
-    return place is not None and place.exists()
-
-
 def model_facts(spec: ModelSpec) -> dict[str, Any]:
+    import torch
+
+    from ..loading.presets import Embedded, build_model
+
+    def file(source: Source | Embedded) -> dict[str, str | None]:
+        return {"file": str(source.path), "url": None} if isinstance(source, Embedded) else {"file": source.local, "url": source.url}
+
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in build_model(spec.model).parameters())
+    origin = None if spec.text_encoder is None else spec.text_encoder.origin
     return {
         "name": spec.name,
-        "prompts": "class" if spec.text_encoder is None else "text",
-        "parameters": parameter_count(spec),
+        "prompts": "class" if origin is None else "text",
+        "parameters": parameters,
         "sizes": [size_text(size) for size in spec.settings.schedules.offers()],
-        "weights": None if spec.weights is None else source_facts(spec.weights),
-        "tokenizer": source_facts(spec.tokenizer_weights),
-        "text_encoder": None if spec.text_encoder is None else encoder_name(spec.text_encoder),
+        "weights": None if spec.weights is None else file(spec.weights),
+        "tokenizer": file(spec.tokenizer_weights),
+        "text_encoder": origin.file if isinstance(origin, Embedded) else origin,
     }
 
 
-def source_facts(source: Source | Embedded) -> dict[str, str | None]:
-    from ..loading.presets import Embedded
-
-    return {"file": str(source.path), "url": None} if isinstance(source, Embedded) else {"file": source.local, "url": source.url}
-
-
-def encoder_name(source: TextSource) -> str:
-    return source.origin if isinstance(source.origin, str) else source.origin.file
-
-
-def parameter_count(spec: ModelSpec) -> int:
-    import torch
-
-    from ..loading.presets import build_model
-
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_model(spec.model).parameters())
-
-
-def show_family(console: Console, family: str, specs: Sequence[ModelSpec], whole: bool) -> None:
-    encoder = specs[0].text_encoder
-    table = plain_table("model", "params", "sizes", "weights and tokenizer", left=("model", "sizes"), folded=("weights and tokenizer",))
-    for spec in specs:
-        files = [file_link(spec.weights) if spec.weights else "no released weights", file_link(spec.tokenizer_weights)]
-        count = parameter_count(spec)
+def model_table(specs: Sequence[ModelSpec]) -> Table:
+    table = plain_table("model", "input", "params", "sizes", "files", left=("model", "input", "sizes"), folded=("files",))
+    for facts in map(model_facts, specs):
+        count, sizes = facts["parameters"], facts["sizes"]
         parameters = f"{count / 1e6:.0f}M" if count < 1e9 else f"{count / 1e9:.1f}B"
-        sizes = [size_text(size) for size in spec.settings.schedules.offers()]
-        if len(sizes) > SIZES_SHOWN and not whole:
-            sizes = [*sizes[:SIZES_SHOWN], f"and {len(sizes) - SIZES_SHOWN} more"]
-        table.add_row(spec.name, parameters, "\n".join(sizes), "\n".join(dict.fromkeys(files)))
-    console.print(f"[bold]{family}[/bold]: prompts are", "class numbers" if encoder is None else f"text, read by {encoder_name(encoder)}")
-    console.print(table)
-    repositories = [getattr(source, "repository", None) for spec in specs for source in (spec.weights, spec.tokenizer_weights)]
-    if pages := [f"https://huggingface.co/{repository}" for repository in dict.fromkeys(repositories) if repository]:
-        console.print("published at", *pages)
-    console.print()
+        shown = "\n".join(sizes) if len(sizes) <= FEW_SIZES else f"{len(sizes)} sizes"
+        files = dict.fromkeys(link(facts[part]) for part in ("weights", "tokenizer"))
+        table.add_row(facts["name"], facts["prompts"], parameters, shown, "\n".join(files))
+    return table
 
 
-def file_link(source: Source | Embedded) -> str:
-    from ..loading.presets import Embedded
-
-    return "in the package" if isinstance(source, Embedded) else f"[link={source.url}]{source.local}[/link]"
+def link(file: dict[str, str | None] | None) -> str:
+    if file is None:
+        return "no released weights"
+    return "in the package" if file["url"] is None else f"[link={file['url']}]{file['file']}[/link]"
 
 
 def show_profile(console: Console, path: Path, profile: Profile) -> None:

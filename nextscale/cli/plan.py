@@ -99,8 +99,10 @@ def forecast(
         if draft < len(schedule):
             planned = pair_cost(model, refiner, workload, draft)
             parts.append((refiner, (DENSE,) * len(schedule), (DENSE,) * len(schedule)))
-    cells = [(stage.keys, same.keys) for stage, same in zip(planned.stages, dense.stages, strict=True) if not stage.stage.last]
-    encoding = peak.weights + text_encoder
+    pairs = list(zip(planned.stages, dense.stages, strict=True))
+    early = [(stage.keys, same.keys) for stage, same in pairs if not stage.stage.last]
+    room = [reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts]
+    kept = [reserved_cache(one, schedule, own, workload.images, rows).kept_bytes for one, own, _ in parts]
     return {
         "model": name,
         "method": method.label,
@@ -108,23 +110,21 @@ def forecast(
         "guided": workload.guided,
         "keep_ratio": keep_ratio if method.data_dependent else None,
         "text_tokens": workload.text_tokens,
-        "stages": [stage_facts(stage, same) for stage, same in zip(planned.stages, dense.stages, strict=True)],
+        "stages": [stage_facts(stage, same) for stage, same in pairs],
         "dense": cost_facts(dense),
         "planned": cost_facts(planned),
         "share": planned.share(dense),
-        "key_share": sum(kept for kept, _ in cells) / sum(whole for _, whole in cells) if cells else None,
+        "key_share": sum(own for own, _ in early) / sum(whole for _, whole in early) if early else None,
         "memory": {  # bytes
-            "reserved": max(
-                reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts
-            ),  # of the KV cache before a request starts, text included
-            "dense": model.cache_spec(schedule, rows).kept_bytes,  # of it, read by later stages
-            "planned": max(reserved_cache(one, schedule, own, workload.images, rows).kept_bytes for one, own, _ in parts),
-            "method_peak": asdict(peak) | {"peak": peak.peak},  # with what was reserved
+            "reserved": max(room),  # of the KV cache before a request starts, text included
+            "planned": max(kept),  # of it, read by later stages
+            "dense": model.cache_spec(schedule, rows).kept_bytes,
+            "method_peak": asdict(peak) | {"peak": peak.peak},
             "dense_peak": asdict(dense_peak) | {"peak": dense_peak.peak},
             "text_encoder": text_encoder,  # its weights, in none of the peaks
-            "encoding": encoding,  # all weights, while a prompt is encoded
-            "resident_peak": peak.peak + text_encoder,  # where the text encoder stays on the GPU
-            "offloaded_peak": max(peak.peak, encoding),  # where it is there only while it encodes
+            "encoding": peak.weights + text_encoder,  # all weights, while a prompt is encoded
+            "resident_peak": peak.peak + text_encoder,  # if the text encoder stays on the GPU
+            "offloaded_peak": max(peak.peak, peak.weights + text_encoder),  # if it is there only while it encodes
         },
     }
 
@@ -147,24 +147,14 @@ def refiner_of(
 
 def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:
     stage = planned.stage
-    return {
-        "index": stage.index,
-        "height": stage.height,
-        "width": stage.width,
-        "cells": stage.cells,
-        "skipped": planned.skipped,
-        "tokens": planned.tokens,
-        "computed": planned.computed,
-        "rows": planned.rows,
-        "key_share": None if stage.last else planned.keys / dense.keys,  # nothing reads the last stage's keys again
-        "dense": dense.total,
-        "planned": planned.total,
-        "share": planned.share(dense),
-    }
+    facts = {name: getattr(stage, name) for name in ("index", "height", "width", "cells")}
+    facts |= {name: getattr(planned, name) for name in ("skipped", "tokens", "computed", "rows")}
+    keys = None if stage.last else planned.keys / dense.keys  # nothing reads the last stage's keys again
+    return facts | {"key_share": keys, "dense": dense.total, "planned": planned.total, "share": planned.share(dense)}
 
 
 def cost_facts(cost: RequestCost) -> dict[str, int]:
-    return {"linear": cost.linear, "attention": cost.attention, "head": cost.head, "total": cost.total}
+    return {name: getattr(cost, name) for name in ("linear", "attention", "head", "total")}
 
 
 def show(facts: dict[str, Any]) -> None:
@@ -200,29 +190,20 @@ def show(facts: dict[str, Any]) -> None:
 
 def stage_table(facts: dict[str, Any]) -> Table:
     table = plain_table("stage", "grid", "tokens", "computed", "rows", "keys", "dense", "planned", "share", left=("stage",))
-    for stage in facts["stages"]:
+    sums = {name: sum(stage[name] for stage in facts["stages"]) for name in ("cells", "computed", "dense", "planned")}
+    total = sums | {name: facts[name] for name in ("share", "key_share")}
+    for stage in (*facts["stages"], total):
+        one = "index" in stage
         table.add_row(
-            str(stage["index"]),
-            f"{stage['width']}x{stage['height']}",
+            str(stage["index"]) if one else "all",
+            f"{stage['width']}x{stage['height']}" if one else "",
             str(stage["cells"]),
-            "skipped" if stage["skipped"] else str(round(stage["computed"])),
-            str(stage["rows"]),
+            "skipped" if stage.get("skipped") else str(round(stage["computed"])),
+            str(stage.get("rows", "")),
             "" if stage["key_share"] is None else percent(stage["key_share"]),
-            short(stage["dense"]),
-            short(stage["planned"]),
+            *map(short, (stage["dense"], stage["planned"])),
             percent(stage["share"]),
         )
-    table.add_row(
-        "all",
-        "",
-        str(sum(stage["cells"] for stage in facts["stages"])),
-        str(round(sum(stage["computed"] for stage in facts["stages"]))),
-        "",
-        "" if facts["key_share"] is None else percent(facts["key_share"]),
-        short(facts["dense"]["total"]),
-        short(facts["planned"]["total"]),
-        percent(facts["share"]),
-    )
     return table
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..checkpoints.files import WEIGHT_SUFFIXES
 from ..errors import SettingError, SizeError
-from ..io import expanded
 from .files import default_out
 from .options import MACHINE, OUTPUT, Batch, ImageOptions, Limit, Methods, ModelOptions, Ray, SamplingOptions, option, out_option
 from .parse import AUTO, LOCAL, choose_schedule, parse_methods, parse_ray
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from ..methods import Method
     from ..offline.plan import Batch as PlannedBatch
     from ..offline.prompts import SamplePrompt
-    from ..offline.sampler import Done, OnImages
     from ..pipeline import Pipeline
     from ..stage import Schedule
 
@@ -88,13 +84,7 @@ class RunOptions:
 
 
 def sample(
-    *,
-    model: ModelOptions,
-    method: Methods = None,
-    image: ImageOptions,
-    sampling: SamplingOptions,
-    batch: Batch = 8,
-    run: RunOptions,
+    *, model: ModelOptions, method: Methods = None, image: ImageOptions, sampling: SamplingOptions, batch: Batch = 8, run: RunOptions
 ) -> None:
     """Generate the images of a prompt file into a folder, one file and one manifest line each.
 
@@ -121,21 +111,20 @@ def sample(
     out = run.out or default_out("samples")
     if out.exists() and not out.is_dir():
         raise SettingError(f"--out must be a folder; {out} is a file.")
-    total = sum(len(one.pictures) for one in shard.part(batches))
-    with stopping(out), working_folder(out, shard) as work, progress_of(total) as on_images, warnings_as_notes():
-        about = described(model, sampling, acceleration.label, run.random_weights)
-        if files := re.findall(r"[^\s=,{}\[\]]+\.json", " ".join(method or ())):
-            about["method_files"] = [named_with_content(file) for file in files]
-        store = Store(out, work, shard, about, versions(None if ray else model.torch_device, batch), chosen)
+    with stopping(out), working_folder(out, shard) as work, image_bar() as progress, warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: typer.echo(f"note: {message}", err=True)  # without the line of code
+        task = progress.add_task("generating", total=sum(len(one.pictures) for one in shard.part(batches)))
+        settings = described(model, sampling, acceleration.label, method, run.random_weights)
+        store = Store(out, work, shard, settings, versions(None if ray else model.torch_device, batch), chosen)
         load = partial(random, model) if run.random_weights else partial(model.load, **sampling.loading)
-        call = {**arguments, "method": acceleration}
-        if ray is None:
-            done = generate_missing(load, call, batches, store, on_images)
-        else:
-            done = sample_on_ray(load, call, batches, store, ray, on_images)
+        run_all = generate_missing if ray is None else partial(sample_on_ray, ray_settings=ray)
+        done = run_all(load, {**arguments, "method": acceleration}, batches, store, on_images=partial(progress.advance, task))
         if shard.count > 1:
             store.read(batches)  # other shards may have begun meanwhile, with other settings
-    show(done, out)
+    speed = "" if done.images_per_second is None else f", {done.images_per_second:.2f} images/s after the first batch, files included"
+    kept = f"; {done.there} kept" if done.there else ""
+    typer.echo(f"{done.written} {'image' if done.written == 1 else 'images'} written to {out}{speed}{kept}")
+    show_next(f"nextscale evaluate {out} --real FOLDER  # FID against real images")
 
 
 def require_known_actors(model: ModelOptions, ray: RaySettings, method: Method) -> None:
@@ -172,24 +161,31 @@ def random(model: ModelOptions) -> Pipeline:
     return random_pipeline(model.spec, device=device, dtype=dtype, quantize=model.quantize, kv_dtype=model.kv_dtype)
 
 
-def described(model: ModelOptions, sampling: SamplingOptions, method: str, random_weights: bool) -> dict[str, Any]:
+def described(
+    model: ModelOptions, sampling: SamplingOptions, label: str, method: Sequence[str] | None, random_weights: bool
+) -> dict[str, Any]:
     """Returns what images depend on besides prompt and seed, as plain values. Files are compared by name and content."""
-    files = {"weights": model.weights, "tokenizer": model.tokenizer, "text_encoder": model.text_encoder}
-    settings = {
+    names = ("weights", "tokenizer", "text_encoder")
+    files = {name: named_with_content(given) for name in names if (given := getattr(model, name)) is not None}
+    tables = [named_with_content(file) for file in re.findall(r"[^\s=,{}\[\]]+\.json", " ".join(method or ()))]
+    types = {name: value for name in ("quantize", "kv_dtype") if (value := getattr(model, name)) is not None}
+    return {
         "model": model.model,
-        **{name: named_with_content(value) for name, value in files.items() if value is not None},
+        **files,
         **({"weights": "random"} if random_weights else {}),
-        "method": method,
+        "method": label,
+        **({"method_files": tables} if tables else {}),
         "dtype": model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32"),
-        **{name: value for name, value in {"quantize": model.quantize, "kv_dtype": model.kv_dtype}.items() if value is not None},
+        **types,
         **sampling.changes,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain
 
 
 def named_with_content(given: str | Path) -> str:
     """Returns the name of a file or folder of weights with a digest of sizes and samples of the content, at most 4 MiB per file."""
+    from ..checkpoints.files import WEIGHT_SUFFIXES
+    from ..io import expanded
+
     path = expanded(given)
     if not path.exists():  # a repository of the hub
         return str(given)
@@ -232,26 +228,3 @@ def stopping(out: Path) -> Iterator[None]:
     finally:
         if handled:
             signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def progress_of(total: int) -> Iterator[OnImages]:
-    with image_bar() as progress:
-        task = progress.add_task("generating", total=total)
-        yield lambda images: progress.advance(task, images)
-
-
-@contextmanager
-def warnings_as_notes() -> Iterator[None]:
-    """Prints warnings without the line of code that they come from."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: typer.echo(f"note: {message}", err=True)
-        yield
-
-
-def show(done: Done, out: Path) -> None:
-    rate = done.images_per_second
-    speed = "" if rate is None else f", {rate:.2f} images/s after the first batch, files included"
-    kept = f"; {done.there} kept" if done.there else ""
-    typer.echo(f"{done.written} {'image' if done.written == 1 else 'images'} written to {out}{speed}{kept}")
-    show_next(f"nextscale evaluate {out} --real FOLDER  # FID against real images")

@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 UNLIMITED_WIDTH = 10_000
 ENGINES = {"graphs": "CUDA graphs"}
 MIN_LIGHT = 0.25  # where no stage computed anything
+GOOD_FOR = {
+    "dense": "no acceleration: the reference for all others",
+    "skip": "leaves out late stages: the simplest speedup (skip:last=1)",
+    "dropguidance": "runs late stages without guidance, that is with half of the rows",
+    "sparsevar": "computes only the changing cells of late stages: by a threshold (tau=0.6) or a share (keep=0.5)",
+    "fastvar": "computes only the salient tokens of late stages, at a fixed cost",
+    "stagevar": "runs late stages at low rank without guidance: the largest speedup on Infinity",
+    "tome": "merges similar tokens: a baseline from diffusion models",
+    "scalekv": "keeps a part of the KV cache: less memory for large images and batches",
+    "skipvar": "decides for each image how many late stages it needs",
+    "code": "a small model generates the last stages: for model pairs such as var-d30 and var-d16",
+    "auto": "chooses from measured profiles: auto:speedup=2, auto:lpips=0.1 or auto:ms=50",
+}
 FONT_SIZE, MARGIN = 18, 6  # pixels
 
 
@@ -43,12 +56,13 @@ def plain_table(*columns: str, left: Sequence[str] = (), folded: Sequence[str] =
 
 
 def method_table() -> Table:
-    """Returns the methods with one line each, as their classes describe them."""
+    """Returns the methods with one line each; plug-ins are described by their classes."""
     from ..methods.registry import method_class, method_names
 
-    table = plain_table("method", "", left=("method", ""))
+    table = plain_table("method", "", left=("method",), folded=("",))
     for name in method_names():
-        table.add_row(name, escape((method_class(name).__doc__ or "").partition("\n")[0]))
+        text = GOOD_FOR.get(name) or (method_class(name).__doc__ or "").partition("\n")[0]
+        table.add_row(name, escape(text))
     return table
 
 

@@ -224,7 +224,7 @@ def test_short_numbers() -> None:
         (("var-d16", "--batch", 0), "--batch"),
         (("var-d16", "--batch", 10**30), "less than or equal to 1000000"),
         (("star-256", "--text-tokens", 10**400), "less than or equal to 1000000"),
-        (("infinity-8b", "--method", "code:refiner=infinity-2b"), "trained with different tokenizers"),
+        (("infinity-8b", "--method", "code:refiner=infinity-2b"), "must share a tokenizer"),
         (("var-d30", "--method", "code:refiner=star-256-d16"), "do not have the same codes"),
         (("var-d36", "--method", "code:refiner=var-d16"), "learned positions"),
         (("var-d30", "--method", "code + skip:last=1"), "cannot be combined"),
