@@ -326,9 +326,9 @@ def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"settings": None}, "settings is None; expected an object"),
-        ({"versions": "1.0"}, "versions is '1.0'; expected an object"),
-        ({"size": 8}, "not iterable"),
+        ({"settings": None}, "entry.settings must be"),
+        ({"versions": "1.0"}, "entry.versions must be"),
+        ({"size": 8}, "entry.size must be"),
         ({"id": "\ud800", "file": "other.png"}, "surrogates not allowed"),
         ({"file": "../x.png"}, "without folders"),
     ],
