@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..cache import AttentionCall, NoCache
-from ..cache.attention import attend, attend_rows, reads_lengths, unit_queries, unit_vectors
+from ..cache.attention import attend_rows, reads_lengths, unit_vectors
 from ..stage import Tokens
 from ..varlen import VarlenLayout
 from .context import ForwardContext
@@ -133,18 +133,9 @@ class CrossAttention(nn.Module):
         text = ctx.cond.text
         assert text is not None
         keys, values = text.keys_values[self.layer]
-        q = self.queries(x[: keys.shape[0]])  # a single row of text serves all rows: see TextContext
+        q = self.q(x[: keys.shape[0]]).unflatten(-1, (self.heads, -1))  # a single row of text serves all rows: see TextContext
         out = attend_rows(
             q, keys, values, text.lengths, self.scale,
             mask=text.mask, packing=packing, captured=ctx.captured, unit=self.unit, e4m3_scale=input_scale_of(self.proj),
         )  # fmt: skip
         return self.proj(out).expand(x.shape[0], -1, -1)
-
-    def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends outside of a request, as in training."""
-        q = self.queries(x)
-        return self.proj(attend(unit_queries(q) if self.unit else q, keys, values, mask, self.scale))
-
-    def queries(self, x: Tensor) -> Tensor:
-        """Returns [R, N, H, D], not yet unit vectors."""
-        return self.q(x).view(*x.shape[:2], self.heads, -1)
