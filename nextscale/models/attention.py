@@ -41,11 +41,6 @@ class SelfAttention(nn.Module):
         self.log_temperature = nn.Parameter(torch.empty(heads)) if cosine else None
         self.scale = cosine_scale(self.head_dim) if cosine else 0.25 / math.sqrt(self.head_dim)
 
-    @property
-    def input_scale(self) -> float | None:
-        """Scale of e4m3 inputs; None if they are in the model's dtype."""
-        return input_scale_of(self.qkv)
-
     def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         rope, cache, factor, packing = ctx.cond.rope, ctx.cache[self.layer], ctx.cond.logit_scales[self.layer], tokens.packing
         interleaved = rope is None or (isinstance(rope, InterleavedRope) and not tokens.prefix)
@@ -115,11 +110,6 @@ class CrossAttention(nn.Module):
         self.log_temperature = nn.Parameter(torch.empty(heads)) if text.cosine else None
         self.unit = text.cosine  # queries and keys are unit vectors
         self.scale = cosine_scale(dim // heads) if text.cosine else text.sharpness / math.sqrt(dim // heads)
-
-    @property
-    def input_scale(self) -> float | None:
-        """Scale of e4m3 inputs; None if they are in the model's dtype."""
-        return input_scale_of(self.q)
 
     def text_keys_values(self, text: Tensor) -> Tensor:
         """Projects text rows [rows, C] to [rows, 2, H, D]. The keys include the logit scale, so that no stage has to apply it."""
