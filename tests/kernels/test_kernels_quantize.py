@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nextscale import FastVAR, Schedule, kernels
-from nextscale.eval.format_errors import generate_seen
 from nextscale.kernels.reference import E4M3, E4M3_MAX, to_e4m3
 from nextscale.loading.load import quantize_model
 from nextscale.models.quantization import Fp8Linear
+from nextscale_research.quality.format_errors import generate_seen
 from tests.helpers import tiny
 from tests.helpers.kernel_cases import DEVICE, Maker, interpreted_as_on_a_gpu, poisoned, require_close, triton_interpreter
 

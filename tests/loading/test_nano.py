@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import nextscale
 from nextscale.assets import EMBEDDED
 from nextscale.checkpoints import published_tensors
-from nextscale.cli.demo import PROMPTS
+from nextscale.cli.compare import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
 from nextscale.loading import presets
 from nextscale.loading.load import fill_random

@@ -17,7 +17,6 @@ from torch import Tensor
 from nextscale.cache import CacheView, ComputedCells, LayerCache, StageMemory
 from nextscale.errors import SettingError
 from nextscale.eval.calibrate_ranks import measure_ranks, measure_table
-from nextscale.eval.format_errors import generate_seen
 from nextscale.guidance import StageGuidance
 from nextscale.loading.artifacts import local_weights, rank_table_of
 from nextscale.loading.presets import MODELS, build_model
@@ -44,6 +43,7 @@ from nextscale.planning.memory import ASSUMED_KEPT
 from nextscale.sampling import ImageRng, Rng
 from nextscale.schedules import HART_1024, INFINITY_SIZES
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
+from nextscale_research.quality.format_errors import generate_seen
 from tests.helpers import tiny
 from tests.helpers.tiny import infinity_schedule
 from tests.helpers.toy_methods import STAGES, HeldRepresentatives, Planned, RunBlocks, SkipUnannounced, counts_of, top_tokens

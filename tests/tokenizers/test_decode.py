@@ -24,9 +24,8 @@ from nextscale.loading.load import fill_random
 from nextscale.loading.presets import MODELS, build_tokenizer
 from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, ResidualBlock, Upsample, module_to_channels_last
-from nextscale.tokenizers.layers import NormAct, norm_act, to_channels_last
+from nextscale.tokenizers.layers import NormAct, convolve_upsampled, merged_upsampling, norm_act, to_channels_last
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time, merged_bytes
-from nextscale.tokenizers.upsampling import convolve_upsampled, merged_upsampling
 from tests.helpers.kernel_cases import DEVICE, DTYPES, compare, interpreted_as_on_a_gpu, poisoned, triton_interpreter
 
 triton_interpreter()  # before the kernels are imported
