@@ -991,7 +991,6 @@ def test_in_a_checkout_files_go_elsewhere(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(names("here")) == 1
 
 
-@pytest.mark.xfail(reason="some commands still import torch at the top")
 def test_help_and_wrong_options_do_not_import_torch() -> None:
     program = (
         "import sys\nfrom nextscale.cli import app\n"
