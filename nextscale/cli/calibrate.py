@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +104,7 @@ def calibrate_stagevar(
     with share_bar() as progress:
         task = progress.add_task("measuring", total=len(schedules) * len(prompts))
         table = measure_table(model.load(), prompts, schedules, alphas, image.seed, on_image=lambda: progress.advance(task))
-    write_rank_table(table, file, about | {"schedules": [str(schedule) for schedule in schedules]})
+    write_rank_table(replace(table, about=about | {"schedules": [str(schedule) for schedule in schedules]}), file)
     for row in table.rows:
         typer.echo(f"alpha {row.alpha:<5} {row.cells:>5} cells: {', '.join(f'{ratio:.3g}' for ratio in row.ratios)}")
     typer.echo(f"wrote {file}")
