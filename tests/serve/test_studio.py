@@ -168,7 +168,7 @@ def test_a_stopped_image_stops_the_server(page: Any, server: Live, pipe: Steered
     while server.service.metrics.open_requests._value.get():
         Event().wait(0.005)
     pipe.go.set()
-    assert server.service._batcher is not None and server.service._batcher._waiting.wait_empty(SECONDS)
+    assert server.service._batcher is not None and server.service._batcher._queue.wait_empty(SECONDS)
     assert pipe.stages == [0, 1, 2]
     pipe.open()
 
