@@ -359,3 +359,17 @@ def test_errors_of_the_server_are_shown(page: Any) -> None:
     page.click("text=Generate >> nth=1")
     page.wait_for_selector(".error")
     assert "unknown method 'warp'" in page.inner_text(".error")
+
+
+def test_it_works_under_the_path_of_a_proxy(browser: Any, pipe: Steered) -> None:
+    pipe.open()
+    with live({"nano": pipe}, root_path="/images") as server:
+        page = browser.new_page()
+        refused: list[str] = []
+        page.on("response", lambda response: refused.append(response.url) if response.status >= 400 else None)
+        page.goto(f"{server.url}/images/")
+        page.select_option("#size", SIZE)
+        page.fill("#prompt", "a red apple")
+        generated(page)
+        page.close()
+    assert not refused
