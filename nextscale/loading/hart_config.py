@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..models.blocks import NORM_EPS
 from ..models.hart import Hart, HartConfig
 from ..serialization import from_plain, shortened
-from ..tokenizers.hart import HartTokenizerConfig
+from ..tokenizers.var import HartTokenizerConfig
 from .presets import MAX_CHANNELS, ModelSpec, build_tokenizer, check_size, hart_settings
 
 CONFIG_NAME = "config.json"

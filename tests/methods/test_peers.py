@@ -903,7 +903,7 @@ def test_windows_are_ranked_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nextscale_research.methods.sparsevit.run_in_order", lambda blocks, x, tokens, ctx: x + 1)
     x, ctx = grid.view(1, 16, 1) * torch.tensor([1.0, -1.0]), SimpleNamespace(computed=None)
     for ratio, ran in ((0.5, [0, 1, 4, 5, 10, 11, 14, 15]), (0.75, [10, 11, 14, 15])):
-        changed = ActiveBlocks(range(2), "sparsevit", ratio, 2)((), x, tokens, ctx) - x  # type: ignore[arg-type]
+        changed = ActiveBlocks(range(2), ratio, 2)((), x, tokens, ctx) - x  # type: ignore[arg-type]
         assert changed[0, :, 0].nonzero().flatten().tolist() == ran
 
 
