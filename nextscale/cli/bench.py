@@ -15,7 +15,7 @@ from ..errors import SettingError
 from .files import require_writable
 from .options import DEFAULT_MODEL, MACHINE, MODEL_HELP, Device, Dtype, Json, Quantize, option, out_option
 from .parse import choose_schedule, method_name, parse_size, size_text, torch_dtype
-from .show import percent, plain_table, result_console
+from .show import percent, plain_table, result_console, show_next
 
 if TYPE_CHECKING:
     from ..eval.results import Row
@@ -86,6 +86,8 @@ def bench(
                 show_rows(rows)
         del pipe
         release(place)
+    if not as_json:
+        show_next(f"nextscale compare -m {(models or [DEFAULT_MODEL])[0]}  # what the methods change in the images")
 
 
 def show_rows(rows: Sequence[Row]) -> None:

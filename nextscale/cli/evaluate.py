@@ -12,7 +12,7 @@ from rich.markup import escape
 from ..errors import SettingError
 from .files import require_writable
 from .options import Device, option, out_option
-from .show import image_bar, plain_table, result_console
+from .show import image_bar, plain_table, result_console, show_next
 
 if TYPE_CHECKING:
     from ..eval.results import Row
@@ -74,6 +74,7 @@ def evaluate(
             if out:  # folder by folder, since each may take hours
                 append_rows([row], out)
     show_rows(rows)
+    show_next("nextscale sample --method METHOD --out FOLDER  # images of another method, to be scored with --dense")
 
 
 def show_rows(rows: Sequence[Row]) -> None:

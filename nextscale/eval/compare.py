@@ -39,7 +39,6 @@ class MethodResult:
 
     method: Method = field(default_factory=Method)
     error: str | None = None
-    untimed: list[Report] = field(default_factory=list)  # of the warm-up
     reports: list[Report] = field(default_factory=list)
     images: list[Tensor] = field(default_factory=list)  # the first ones, [B, 3, H, W] in 8 bits
     masks: list[tuple[Tensor, ...]] = field(default_factory=list)  # of these by stage, [B, h, w]: share of the network run for each cell
@@ -63,13 +62,9 @@ class MethodResult:
             "ms_per_image": percentiles_and_range([1000 * report.seconds / batch_of(report) for report in reports]),
             "decode_ms_per_image": percentiles([1000 * report.decode_seconds / batch_of(report) for report in reports]),
             "speedup": percentiles_and_range([theirs.seconds / ours.seconds for theirs, ours in pairs]),
-            "speedup_without_decoding": percentiles([before_decoding(theirs) / before_decoding(ours) for theirs, ours in pairs]),
             "cost_share": round(statistics.fmean(report.cost_share for report in reports), 4),
             "kept": round(computed_share(reports), 4),
             "padding": round(statistics.fmean(report.padding for report in reports), 4),
-            "tokens": stage_means([[stage.tokens for stage in report.stages] for report in reports]),
-            "rows": [stage.rows for stage in reports[0].stages],
-            "peak_gb": eager_peak_gb([*self.untimed, *reports]),
         }
         for name, values in ((name, torch.cat(parts)) for name, parts in self.pairs.items()):
             different = values[values.isfinite()]  # equal images have no PSNR: they are counted, and the mean is that of the others
@@ -191,8 +186,7 @@ def compare(
     longest = requests.longest()
     for _ in range(WARM_UPS if requests.on_gpu else 1):  # on a CPU one batch: the first one pays for memory that all later ones find
         for name, result in [*results.items()][0 if requests.on_gpu else -1 :]:
-            if (done := requests.attempt(name, result, longest)) is not None:
-                result.untimed.append(done.report)
+            requests.attempt(name, result, longest)
     turns = requests.batches * -(-ROUNDS // len(requests.batches))
     for turn, numbers in enumerate(turns):
         first, dense = turn < len(requests.batches), None
@@ -244,24 +238,7 @@ def batch_of(report: Report) -> int:
     return len(report.seeds or ())
 
 
-def before_decoding(report: Report) -> float:
-    """Returns seconds from prompt features to codes."""
-    return report.seconds - report.decode_seconds
-
-
 def computed_share(reports: Sequence[Report]) -> float:
     """Returns the share of the cells that the sublayers ran, mean of all images, without padding."""
     ran = [sum(stage.computed * (1 - stage.padding) for stage in report.stages) for report in reports]
     return statistics.fmean(ran) / sum(stage.height * stage.width for stage in reports[0].stages)
-
-
-def stage_means(numbers: Sequence[Sequence[float]]) -> list[float]:
-    """Returns means over the reports of one number per stage; whole ones stay whole."""
-    means = [round(statistics.fmean(column), 1) for column in zip(*numbers, strict=True)]
-    return [int(mean) if mean.is_integer() else mean for mean in means]
-
-
-def eager_peak_gb(reports: Sequence[Report]) -> float | None:
-    """Returns the most GPU memory of an eager request; captured ones share a pool, and on a CPU a process's size says nothing."""
-    peaks = [report.peak_memory for report in reports if report.engine == "eager" and report.device != "cpu"]
-    return round(max(peaks) / 1e9, 2) if peaks else None

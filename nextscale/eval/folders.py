@@ -56,12 +56,6 @@ class ImageFolder:
         """Manifest entries that `nextscale sample` wrote, by file name; empty for other folders."""
         return read_folder(self.path) if manifest_files(self.path) else {}
 
-    def prompts(self) -> list[str]:
-        """Returns one prompt per file."""
-        if not all(str(file) in self.entries for file in self.files):
-            raise NextscaleError(f"{self.path} must have a manifest with a prompt for every image. Pass a folder of `nextscale sample`.")
-        return [str(self.entries[str(file)].prompt) for file in self.files]
-
     def load(self, file: Path) -> Tensor:
         """Returns pixels [3, H, W] in 8 bits."""
         try:

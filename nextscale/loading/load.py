@@ -164,14 +164,14 @@ def prompt_reader(
         options: dict[str, Any] = {"tokens": spec.model.text_tokens} if isinstance(spec.model, HartConfig) else {}
         if offload:
             options["offload"] = True
-        path = text_encoder or (source.origin.path if isinstance(source.origin, Embedded) else source.origin)
+        path = text_encoder or (find(None, source.origin, "text encoder") if isinstance(source.origin, Embedded) else source.origin)
         if artifact is not None and artifact.encoder is not None:
             path = text_encoder or artifact.below(home()) or path
             path = path if download else artifact.encoder.open(path, download=False)
         return source.encoder(path, device=device, **options)
 
     kind = getattr(source.encoder, "__name__", "")
-    return TextReader(EncoderOpener(open_encoder, named, kind, device, offload, can_offload=named is not None), source.reads_empty)
+    return TextReader(EncoderOpener(open_encoder, named, kind, device, offload), source.reads_empty)
 
 
 # --- weights

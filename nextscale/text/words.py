@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_tensors, write_whole
+from ..checkpoints import Checkpoint, Layout, NoInitialValues, open_checkpoint, write_whole
 from ..errors import CheckpointError, PromptError, SettingError
 from ..io import expanded
 from ..serialization import from_plain, parse_json
@@ -231,22 +231,21 @@ class WordTextEncoder:
         try:
             vocabulary = Vocabulary.parse(_stored_text(checkpoint, "vocabulary"))
             config = from_plain(WordEncoderConfig, parse_json(_stored_text(checkpoint, "config")), "config")
-        except ValueError as error:
-            raise _not_an_encoder(checkpoint, str(error)) from error
-        longest_side = max((side for shape in checkpoint.shapes.values() for side in shape), default=0)
-        if config.layers > len(checkpoint.shapes) or max(asdict(config).values()) > longest_side:
-            raise _not_an_encoder(checkpoint, f"its tensors are too few or too small for {config}")  # and for a module of that size
-        with torch.device("meta"), NoInitialValues():
-            model = WordEncoder(config)
-        if problems := check(published_tensors(model, _LAYOUT), checkpoint.shapes, _LAYOUT).lines():
-            raise _not_an_encoder(checkpoint, "; ".join(problems))
-        if len(vocabulary) != config.words:
-            raise _not_an_encoder(checkpoint, f"its vocabulary has {len(vocabulary)} entries, its vectors {config.words}")
-        weights = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in checkpoint.tensors(model.state_dict())}
-        if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-            raise _not_an_encoder(checkpoint, f"NaN or infinity in {', '.join(broken)}")
-        model.load_state_dict(weights, assign=True)
-        return cls(vocabulary, model.eval())
+            longest_side = max((side for shape in checkpoint.shapes.values() for side in shape), default=0)
+            if config.layers > len(checkpoint.shapes) or max(asdict(config).values()) > longest_side:
+                raise ValueError(f"its tensors are too few or too small for {config}")  # and for a module of that size
+            with torch.device("meta"), NoInitialValues():
+                model = WordEncoder(config)
+            stored = checkpoint.tensors(key for key in checkpoint.entries if key not in _LAYOUT.ignored)
+            weights = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in stored}
+            if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+                raise ValueError(f"NaN or infinity in {', '.join(broken)}")
+            model.load_state_dict(weights, assign=True)
+            return cls(vocabulary, model.eval())
+        except (RuntimeError, ValueError) as error:
+            problem = " ".join(str(error).split()).rstrip(". ")
+            message = f"{checkpoint.path} is not a whole word encoder: {problem}. Pass a file that WordTextEncoder.save wrote."
+            raise CheckpointError(message) from error
 
     def save(self, target: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Writes one safetensors file with the weights as `dtype`, the vocabulary and the configuration; whole or not at all."""
@@ -270,7 +269,3 @@ def _stored_text(checkpoint: Checkpoint, key: str) -> str:
     if tensor.dtype != torch.uint8 or tensor.ndim != 1:
         raise ValueError(f"its {key!r} is {tensor.dtype} {list(tensor.shape)}, not a row of bytes")
     return tensor.numpy().tobytes().decode("utf-8")
-
-
-def _not_an_encoder(checkpoint: Checkpoint, problem: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.path} is not a whole word encoder: {problem}. Pass a file that WordTextEncoder.save wrote")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import NextscaleError
 from ..io import append_text, regular, write_text
+from ..serialization import from_plain, parse_json
 from ..validation import is_int
 from .foresight import Foresight
 from .trials import Trial
@@ -65,17 +66,16 @@ class TrialLog:
     def of_lines(cls, file: Path, lines: list[str]) -> TrialLog:
         log = cls(file)
         try:
-            log.conditions, *found = [json.loads(line) for line in lines] or [{}]
-            known = log.conditions.get("format") == FORMAT
-            for line in found if known else ():
+            log.conditions, *found = [from_plain(dict[str, Any], parse_json(line), f"line {n}") for n, line in enumerate(lines, 1)] or [{}]
+            for line in found if log.conditions.get("format") == FORMAT else ():
                 if FORESIGHT in line:
                     log.foresight = {(first, stop): float(share) for first, stop, share in line[FORESIGHT]}
                 else:
-                    trial = Trial.from_json(line)
+                    trial = from_plain(Trial, line, "trial")
                     if trial.timed and len(trial.stages) != len(log.conditions.get("grids", trial.stages)):
                         raise ValueError(f"{len(trial.stages)} stages of the trial {trial.text!r}")
                     log.hold(trial)
-        except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise NextscaleError(f"{file} cannot be read as trials of a search ({error}). Remove it, or choose another --out.") from error
         return log
 

@@ -21,10 +21,8 @@ from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
-from ..validation import is_int, is_number
 
 METRIC_BATCH = 32  # images that are compared at a time
-MAX_NUMBER = 1e300  # in a file of trials
 APART = 10  # a dense batch is timed again on a CPU after as many times its length: another program may have started or ended
 
 
@@ -51,16 +49,9 @@ class Trial:
     def speedup(self) -> float:
         return self.dense / self.seconds if self.timed else 0.0
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Trial:
-        trial = cls(**{**values, "stages": tuple(values["stages"])})
-        numbers = (trial.lpips, trial.seconds, *trial.stages, trial.cost_share, trial.dense, trial.took, trial.predicted)
-        texts = (trial.text, "" if trial.error is None else trial.error)
-        if not all(isinstance(text, str) for text in texts) or not is_int(trial.images, 1):
-            raise ValueError(f"text, images or error of the trial {trial.text!r}")
-        if not all(is_number(number) and 0 <= number <= MAX_NUMBER for number in numbers):
-            raise ValueError(f"a number of the trial {trial.text!r}")
-        return trial
+    def __post_init__(self) -> None:
+        if self.images < 1 or min(self.lpips, self.seconds, *self.stages, self.cost_share, self.dense, self.took, self.predicted) < 0:
+            raise ValueError(f"numbers of the trial {self.text!r} must not be negative")
 
 
 @dataclass(eq=False)

@@ -128,7 +128,7 @@ def test_methods_are_compared_on_a_gpu() -> None:
     with quality.few_images_suffice():
         found = judge(pipe, methods, quality.PROMPTS, distance, sets, schedule=comparing.SCHEDULE, batch=2, masks=True)
     dense, *others, odd = found.rows
-    assert dense["speedup"]["median"] == 1 and dense["peak_gb"] >= 0 and "style" in dense
+    assert dense["speedup"]["median"] == 1 and "style" in dense
     assert [row["engine"] for row in (dense, *others)] == ["graphs"] * 5, "captured in the warm-up"
     assert all(row["speedup"]["median"] > 0 and "frechet_dense" in row for row in others)
     assert "does not work here" in odd["error"]

@@ -493,3 +493,15 @@ def test_a_picture_of_the_history_is_decoded_once(page: Any) -> None:
     page.click("text=Clear history")
     page.click("text=Really clear 2?")
     page.wait_for_selector("text=No pictures yet")
+
+
+def test_it_works_under_the_path_of_a_proxy(browser: Any, pipe: Steered) -> None:
+    pipe.open()
+    with live({"nano": pipe}, root_path="/images") as server, visit(browser, f"{server.url}/images/") as page:
+        refused: list[str] = []
+        page.on("response", lambda response: refused.append(response.url) if response.status >= 400 else None)
+        page.reload()
+        generated(page, "skip:last=4")
+        page.click("#tab-history")
+        assert page.url == f"{server.url}/images/#/history"
+    assert not refused

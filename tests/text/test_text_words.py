@@ -189,7 +189,10 @@ def as_bytes(text: str) -> Tensor:
     [
         ({"vocabulary": None}, "no 'vocabulary'"),
         ({"vocabulary": torch.zeros(3)}, "torch.float32 \\[3\\], not a row of bytes"),
-        ({"vocabulary": as_bytes("\n".join(ENTRIES[1:]))}, f"vocabulary has {len(ENTRIES) - 1} entries, its vectors {len(ENTRIES)}"),
+        (
+            {"vocabulary": as_bytes("\n".join(ENTRIES[1:]))},
+            f"vocabulary of {len(ENTRIES) - 1} entries and a word encoder for {len(ENTRIES)}",
+        ),
         ({"vocabulary": torch.tensor([255], dtype=torch.uint8)}, "utf-8"),
         ({"config": as_bytes("{")}, "Expecting"),
         ({"config": as_bytes("[1]")}, "config must be WordEncoderConfig"),
@@ -198,10 +201,10 @@ def as_bytes(text: str) -> Tensor:
         ({"config": as_bytes(json.dumps({"words": 3, "colour": 1}))}, "colour"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "layers": 10**9}))}, "too few or too small"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "width": 3 * 10**9}))}, "too few or too small"),
-        ({"begin": None}, "missing \\(1\\): begin"),
-        ({"begin": torch.zeros(5)}, "begin \\(file \\[5\\], expected \\[192\\]\\)"),
+        ({"begin": None}, "Missing key.*begin"),
+        ({"begin": torch.zeros(5)}, r"begin: .*\[5\].*\[192\]"),
         ({"begin": torch.full((192,), torch.nan)}, "NaN or infinity in begin"),
-        ({"more": torch.zeros(5)}, "unexpected \\(1\\): more"),
+        ({"more": torch.zeros(5)}, "Unexpected key.*more"),
     ],
 )
 def test_files_that_do_not_hold_together_are_refused(tmp_path: Path, changes: dict[str, Tensor | None], message: str) -> None:

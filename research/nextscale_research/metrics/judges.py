@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nextscale.errors import SettingError
+from nextscale.errors import NextscaleError, SettingError
 from nextscale.eval.folders import ImageFolder, Judge, PairJudge
 from nextscale.eval.results import Row
 from nextscale.metrics.intervals import Interval, bounds, mean_interval, resampled
@@ -69,7 +69,7 @@ class NetworkJudge:
 
     def check(self, folder: ImageFolder) -> None:
         if self.network.text is not None:
-            folder.prompts()
+            prompts_of(folder)
         elif self.real is not None:
             _ = self.real.files
 
@@ -92,10 +92,17 @@ class NetworkJudge:
     @torch.inference_mode()
     def by_text(self, features: Tensor, folder: ImageFolder) -> Row:
         """Returns the CLIP score: 100 times the cosine of image and prompt, 0 if it is negative."""
-        prompts = folder.prompts()
+        prompts = prompts_of(folder)
         assert self.network.text is not None
         told = torch.cat([self.network.text(prompts[first : first + 64]).cpu() for first in range(0, len(prompts), 64)])
         return {"clip_score": mean_interval(100 * torch.cosine_similarity(features, told.float(), dim=1).clamp(min=0)).rounded()}
+
+
+def prompts_of(folder: ImageFolder) -> list[str]:
+    """Returns one prompt per file."""
+    if not all(str(file) in folder.entries for file in folder.files):
+        raise NextscaleError(f"{folder.path} must have a manifest with a prompt for every image. Pass a folder of `nextscale sample`.")
+    return [str(folder.entries[str(file)].prompt) for file in folder.files]
 
 
 def set_measures(ours: Tensor, real: Tensor) -> list[dict[str, float]]:

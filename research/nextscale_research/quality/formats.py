@@ -112,7 +112,7 @@ def generate_all(requests: Requests, lpips: Distance, result: MethodResult, own:
     first = not own
     if requests.on_gpu:
         for _ in range(WARM_UPS):
-            result.untimed.append(requests.generate(Method(), requests.longest()).report)
+            requests.generate(Method(), requests.longest())
     for turn, numbers in enumerate(requests.batches):
         done = requests.generate(Method(), numbers)
         result.reports.append(done.report)
