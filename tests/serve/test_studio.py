@@ -286,7 +286,7 @@ def test_a_stopped_picture_stops_the_server(page: Any, server: Live, pipe: Steer
 
 def test_the_compared_picture_is_dragged(page: Any) -> None:
     page.click("#tab-compare")
-    assert page.locator("input[name=speed][value=dense]").count() == 0
+    page.wait_for_selector("input[name=speed][value=dense]", state="detached")
     assert page.locator("input[name=speed]:checked").get_attribute("value") == "skip:last=1"  # recommended where there is no profile
     page.click("#send")
     page.wait_for_selector("#distance")
