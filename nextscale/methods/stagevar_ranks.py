@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from ..errors import SettingError
-from ..io import regular, write_text
+from ..io import write_text
+from ..serialization import read_json
 from ..validation import is_int, is_positive_fraction, require
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def write_rank_table(table: RankTable, target: Path, about: dict[str, Any] | Non
 
 def read_rank_table(path: Path) -> RankTable:
     try:
-        return table_of(json.loads(regular(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, SettingError) as error:
+        return table_of(read_json(path))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SettingError(f"ranks {path} cannot be read ({error}): write it again with `nextscale calibrate stagevar`.") from error
 
 
