@@ -67,16 +67,16 @@ export function Ballot({ blind, error, retry }) {
   });
   const side = (name, title) => html`
     <button type="button" class="bare" disabled=${!trial} aria-label=${`${title} is better`} onClick=${() => vote(name)}>
-      <${Frame} size=${round.settings.size}>${trial ? html`<img src=${source(trial[name])} alt=${`${title.toLowerCase()} picture`} />` : html`<p class="waiting"><i class="spinner"></i></p>`}<//>
+      <${Frame} size=${round.settings.size}>${trial ? html`<img src=${source(trial[name])} alt=${title.toLowerCase()} />` : html`<p class="waiting"><i class="spinner"></i></p>`}<//>
       <b>${title}</b>
     </button>`;
   return html`
     <main class="ballot" aria-label="Blind A/B">
       <h1>${trial ? html`Which is better: “${trial.prompt}”?` : error ? "No new pair" : "Generating the next pair"}</h1>
       ${error && html`<p class="banner" role="alert"><span>${error.message}</span>${error.retryable && html`<button type="button" onClick=${retry}>Retry</button>`}</p>`}
-      <div class="pair">${side("left", "Left")}${side("right", "Right")}</div>
+      <div class="pair">${side("left", "Picture 1")}${side("right", "Picture 2")}</div>
       <div class="buttons"><button type="button" disabled=${!trial} onClick=${() => vote("tie")}>No difference</button><button type="button" onClick=${end}>Finish</button></div>
-      <p class="keys"><kbd>←</kbd> left, <kbd>→</kbd> right, <kbd>↓</kbd> no difference, <kbd>Esc</kbd> finishes</p>
+      <p class="keys"><kbd>←</kbd> picture 1, <kbd>→</kbd> picture 2, <kbd>↓</kbd> no difference, <kbd>Esc</kbd> finishes</p>
     </main>
   `;
 }
