@@ -120,7 +120,7 @@ def test_the_package_imports_without_posix_modules() -> None:
     program = (
         "import sys; sys.modules |= dict.fromkeys(('fcntl', 'grp', 'pwd', 'resource', 'termios'))\n"
         "import torch, nextscale, nextscale.loading.load, nextscale.text, nextscale.checkpoints.hub\n"
-        "from nextscale.report import peak_memory\n"
+        "from nextscale.device import peak_memory\n"
         "assert peak_memory(torch.device('cpu')) == 0\n"
         "assert nextscale.load('nano', device='cpu')('a red apple', seed=0, size=128).pixels.shape[2:] == (128, 128)\n"
     )

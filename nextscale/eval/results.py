@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..device import hardware_name
 from ..errors import NextscaleError
 from ..io import append_text, write_text
-from ..report import hardware_name
 
 BENCHMARK = "quality"
 CONDITIONS = ("model", "size", "images", "seed", "batch", "dtype", "hardware")  # equal in rows that can be compared

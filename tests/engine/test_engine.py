@@ -26,7 +26,6 @@ from nextscale.models.text_context import TextInputs
 from nextscale.output import Checks
 from nextscale.pipeline import Pipeline
 from nextscale.planning.remembered import Planning
-from nextscale.report import Stopwatch
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
@@ -58,7 +57,7 @@ def request_of(pipe: Pipeline, family: str, rng: Any = None, own: Any = None, me
     guidance = ResolvedGuidance(pipe.settings.guidance, schedule, len(pipe.model.blocks))
     plans = method.forecast(pipe.model, schedule)
     read = pipe.reader.read(prompts(family, 2))
-    return Request(read, None, schedule, guidance, pipe.settings.sampling, method, plans, rng, own, Stopwatch(CPU))
+    return Request(read, None, schedule, guidance, pipe.settings.sampling, method, plans, rng, own)
 
 
 def given(pipe: Pipeline, family: str, prompt: object) -> PromptInputs:

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nextscale.canvas import Canvas
-from nextscale.engine import eager
+from nextscale.engine import executor
 from nextscale.generate import StageOutput
 from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import build_model, model_spec
@@ -160,7 +160,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         sums.append((everything, sum(ops.get(torch.ops.aten.bmm, 0) for ops in named)))
         seen.append(preview.done)
 
-    generate = eager.generate
+    generate = executor.generate
 
     def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> None:
         text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
@@ -169,7 +169,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
             return generate(model, cond, canvas, request, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "generate", counted)
+        patch.setattr(executor, "generate", counted)
         output = pipeline(prompts, seed=11, on_stage=watch, **{"smooth": False} | settings)
     request, model = inside["request"], pipeline.model
     workload = Workload(
